@@ -1,0 +1,7 @@
+"""HyperDFlash (arXiv 2606.26744) as an extension of an unmodified SGLang 0.5.23."""
+
+__version__ = "0.1.0"
+SGLANG_VERSION = "0.5.23"
+ALGORITHM = "HYPERDFLASH"
+
+__all__ = ["ALGORITHM", "SGLANG_VERSION", "__version__"]

@@ -1,0 +1,210 @@
+"""Every private SGLang function that this extension touches, one named seam each.
+
+SGLang's plugin loader logs exceptions and goes on, so a hook that could not be applied would be
+silent: ``check_seams`` is therefore called again when the server arguments are validated and
+when the worker is created, and refuses to start, naming the seam. A seam also records the
+parameter names it relies on, so another SGLang fails at once and not in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
+
+
+class SeamError(RuntimeError):
+    """SGLang is not the version, or has not the shape, that a hook was written for."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One hook: its target, its kind, why it is needed and the parameters it relies on."""
+
+    target: str
+    kind: str  # "after" or "replace"
+    hook: Callable
+    parameters: tuple[str, ...]
+    reason: str
+    cpu_only: bool = False
+
+
+def suppress_aux_capture(config, *args, **kwargs):
+    """Keep the pre-collapse residual: layer capture would take its place in the output.
+
+    The target hands the residual to the logits processor as ``hidden_states_before_norm``;
+    ``configure_aux_hidden_state_capture`` would demand a capture method the target lacks.
+    """
+    algorithm = kwargs["spec_algorithm"]
+    if getattr(algorithm, "name", None) == ALGORITHM and config.dflash_use_aux_hidden_state:
+        config.dflash_use_aux_hidden_state = False
+        config.dflash_target_layer_ids = None
+    return config
+
+
+def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
+    """Cast draft input embeddings to the draft's dtype, not always to bfloat16."""
+    if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+        kwargs["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
+    return kwargs
+
+
+def refuse_lossy_requests(message, req, *args, **kwargs):
+    """Refuse sampling parameters that a verified block cannot honour exactly.
+
+    SGLang computes penalties once per round and freezes them for the block, so the tokens
+    accepted inside it would not count. Runs for every DFLASH-family request; returns SGLang's
+    own message untouched for other algorithms.
+    """
+    if message is not None or not _worker_is_ours:
+        return message
+    from sglang_hyperdflash.server_args import unsupported_sampling
+
+    return unsupported_sampling(req.sampling_params)
+
+
+def no_triton_rope(result, self, *args, **kwargs):
+    """Use the draft layers' plain q/k norm and RoPE: the fused one is a Triton kernel."""
+    self.use_table_qk_norm_rope = False
+
+
+_worker_is_ours = False
+
+
+def mark_worker_ours() -> None:
+    """Tell the request check that this scheduler process runs our worker."""
+    global _worker_is_ours
+    _worker_is_ours = True
+
+
+def _seams() -> tuple[Seam, ...]:
+    from sglang_hyperdflash.reference.torch_ops import assign_req_to_token_pool
+
+    return (
+        Seam(
+            "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+            ".resolve_spec_aux_hidden_state_config",
+            "after",
+            suppress_aux_capture,
+            ("server_args", "model_config", "spec_algorithm", "is_draft_worker"),
+            "the pre-collapse residual must reach the worker, not captured layers",
+        ),
+        Seam(
+            "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
+            "after",
+            keep_draft_embedding_dtype,
+            ("self", "forward_batch", "pp_proxy_tensors"),
+            "draft embeddings are cast to bfloat16 whatever the draft's dtype",
+        ),
+        Seam(
+            "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+            "after",
+            refuse_lossy_requests,
+            ("req", "enable_overlap"),
+            "penalties are frozen for a block and would not be exact",
+        ),
+        Seam(
+            "sglang.srt.models.dflash.DFlashAttention.__init__",
+            "after",
+            no_triton_rope,
+            ("self", "config", "layer_id", "quant_config", "prefix"),
+            "the fused q/k norm and RoPE of the draft layers is a Triton kernel",
+            cpu_only=True,
+        ),
+        Seam(
+            "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+            "replace",
+            assign_req_to_token_pool,
+            (
+                "req_pool_indices",
+                "req_to_token",
+                "start_offset",
+                "end_offset",
+                "out_cache_loc",
+                "batch_size",
+            ),
+            "the request-to-token writer of speculative decoding is a Triton kernel",
+            cpu_only=True,
+        ),
+    )
+
+
+def active_seams() -> tuple[Seam, ...]:
+    """The seams this process needs: the CPU ones only on the reference platform."""
+    from sglang_hyperdflash.reference.activation import is_active
+
+    on_cpu = is_active()
+    return tuple(seam for seam in _seams() if on_cpu or not seam.cpu_only)
+
+
+def install() -> None:
+    """Register every active seam with SGLang's hook registry (applied by its plugin loader)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    check_version()
+    kinds = {"after": HookType.AFTER, "replace": HookType.REPLACE}
+    for seam in active_seams():
+        check_signature(seam)
+        HookRegistry.register(seam.target, seam.hook, kinds[seam.kind])
+
+
+def check_version() -> None:
+    """Refuse any SGLang but the pinned one."""
+    found = metadata.version("sglang")
+    if found.split("+")[0] != SGLANG_VERSION:
+        raise SeamError(
+            f"sglang-hyperdflash works with sglang=={SGLANG_VERSION}; found {found}. "
+            f"Run: pip install sglang=={SGLANG_VERSION}"
+        )
+
+
+def check_signature(seam: Seam) -> None:
+    """Refuse a seam whose parameters are not the ones its hook relies on."""
+    try:
+        function = inspect.unwrap(pkgutil.resolve_name(seam.target))
+    except (AttributeError, ImportError) as error:
+        raise SeamError(f"SGLang seam {seam.target} is gone: {error}") from error
+    found = tuple(inspect.signature(function).parameters)
+    if found != seam.parameters:
+        raise SeamError(
+            f"SGLang seam {seam.target} changed: expected parameters {seam.parameters}, found "
+            f"{found}. Use sglang=={SGLANG_VERSION}."
+        )
+
+
+def check_seams() -> None:
+    """Raise ``SeamError`` naming every seam whose hook is not in place in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [seam.target for seam in active_seams() if seam.target not in HookRegistry._patched]
+    if missing:
+        raise SeamError(
+            f"{ALGORITHM} cannot start: these SGLang hooks are not in place: {', '.join(missing)}. "
+            f"Check that SGLANG_PLUGINS does not exclude hyperdflash, that sglang is "
+            f"{SGLANG_VERSION}, and the log above for the loader's error."
+        )
+
+
+def pre_collapse_residual_width(target_config) -> int | None:
+    """``m * d`` of a target config with hyper-connections, or None for one without."""
+    hc_mult = getattr(target_config, "hc_mult", None)
+    return None if hc_mult is None else int(hc_mult) * int(target_config.hidden_size)
+
+
+def target_hc_head(model: torch.nn.Module) -> tuple[torch.Tensor, ...] | None:
+    """``(fn [m, m*d], base [m], scale [1])`` of a loaded target, or None without an hc_head.
+
+    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``; the
+    portable target uses the same names.
+    """
+    inner = getattr(model, "model", model)
+    names = ("hc_head_fn", "hc_head_base", "hc_head_scale")
+    if not all(isinstance(getattr(inner, name, None), torch.Tensor) for name in names):
+        return None
+    return tuple(getattr(inner, name) for name in names)

@@ -1,0 +1,76 @@
+"""Entry point of the ``sglang.srt.plugins`` group: the one place that registers anything."""
+
+from __future__ import annotations
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.config import DRAFT_ARCHITECTURE
+
+PORTABLE_TARGET = "PortableDeepseekV4ForCausalLM"
+
+
+def _worker_class(server_args) -> type:
+    """Worker factory; imports the worker only when the algorithm is really used."""
+    from sglang_hyperdflash.hooks import check_seams, mark_worker_ours
+    from sglang_hyperdflash.worker import HyperDFlashWorker
+
+    check_seams()
+    mark_worker_ours()
+    return HyperDFlashWorker
+
+
+def _register_algorithm() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    from sglang_hyperdflash.algorithm import HyperDFlashAlgorithm
+    from sglang_hyperdflash.server_args import validate_server_args
+
+    if get_spec(ALGORITHM) is None:
+        SpeculativeAlgorithm.register(
+            ALGORITHM,
+            supports_overlap=True,
+            validate_server_args=validate_server_args,
+            spec_class=HyperDFlashAlgorithm,
+        )(_worker_class)
+
+
+def _register_models() -> None:
+    """Seam: ``ModelRegistry.models``, filled in every process before a model is built."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
+    from sglang_hyperdflash.reference.deepseek_v4 import PortableDeepseekV4ForCausalLM
+
+    ModelRegistry.models[DRAFT_ARCHITECTURE] = HyperDFlashDraftModel
+    ModelRegistry.models[PORTABLE_TARGET] = PortableDeepseekV4ForCausalLM
+
+
+def _register_reference_attention() -> None:
+    from sglang.srt.arg_groups.choices import (
+        add_attention_backend_choices,
+        add_draft_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from sglang_hyperdflash.reference.attention import TorchReferenceAttention
+    from sglang_hyperdflash.reference.platform import ATTENTION_BACKEND
+
+    add_attention_backend_choices([ATTENTION_BACKEND])
+    add_draft_attention_backend_choices([ATTENTION_BACKEND])
+    register_attention_backend(ATTENTION_BACKEND)(TorchReferenceAttention)
+
+
+def load() -> None:
+    """Register the algorithm, the models, the hooks and, without CUDA, the CPU attention.
+
+    SGLang calls this once in every process it starts; it changes nothing for a server that
+    runs another algorithm.
+    """
+    from sglang_hyperdflash import hooks
+    from sglang_hyperdflash.reference.activation import is_active
+
+    _register_algorithm()
+    if is_active():
+        _register_reference_attention()
+    _register_models()
+    hooks.install()

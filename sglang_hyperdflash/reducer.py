@@ -1,0 +1,84 @@
+"""The reducer from the pre-collapse residual to the drafter's context feature (paper, eq. 1).
+
+Torch only: serving and training share these modules, and so the checkpoint names
+``reducer.fn``, ``reducer.base``, ``reducer.scale``, ``reducer.path_norm`` (or ``fc.weight``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sglang_hyperdflash.config import HyperDFlashConfig
+from triton_ops import hc_gate_reduce
+from triton_ops.hc_gate import rms_norm
+
+
+class HCGateReducer(nn.Module):
+    """Per-path sigmoid gates inherited from the target's ``hc_head``, with a per-path RMSNorm.
+
+    Parameters are fp32 whatever the model's dtype: ``fn [m, m*d]``, ``base [m]``, ``scale [1]``
+    and, unless switched off, ``path_norm [m, d]`` (ones at start).
+    """
+
+    def __init__(self, m: int, d: int, *, rms_eps: float, hc_eps: float, path_norm: bool) -> None:
+        super().__init__()
+        self.rms_eps, self.hc_eps = rms_eps, hc_eps
+        self.fn = nn.Parameter(torch.zeros(m, m * d, dtype=torch.float32))
+        self.base = nn.Parameter(torch.zeros(m, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
+        self.path_norm = (
+            nn.Parameter(torch.ones(m, d, dtype=torch.float32)) if path_norm else None
+        )
+
+    @torch.no_grad()
+    def inherit(self, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> None:
+        """Start from the target's ``hc_head``; raise ``ValueError`` when a shape differs."""
+        for name, source in (("fn", fn), ("base", base), ("scale", scale)):
+            own = getattr(self, name)
+            if source.shape != own.shape:
+                raise ValueError(
+                    f"cannot inherit hc_head {name}: expected {tuple(own.shape)}, "
+                    f"found {tuple(source.shape)}"
+                )
+            own.copy_(source)
+
+    def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
+        """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``; fp32 inside."""
+        return hc_gate_reduce(
+            hidden,
+            self.fn,
+            self.base,
+            self.scale,
+            self.path_norm,
+            hidden_norm,
+            rms_eps=self.rms_eps,
+            hc_eps=self.hc_eps,
+        )
+
+
+class FcReducer(nn.Module):
+    """The generic fallback ``fc: R^{m*d} -> R^d`` followed by the hidden norm."""
+
+    def __init__(self, m: int, d: int, *, rms_eps: float) -> None:
+        super().__init__()
+        self.rms_eps = rms_eps
+        self.weight = nn.Parameter(torch.empty(d, m * d))
+        nn.init.normal_(self.weight, std=(m * d) ** -0.5)
+
+    def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
+        """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``."""
+        y = nn.functional.linear(hidden.to(self.weight.dtype), self.weight)
+        if hidden_norm is None:
+            return y.to(hidden.dtype)
+        return rms_norm(y.float(), hidden_norm, self.rms_eps).to(hidden.dtype)
+
+
+def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
+    """Return the reducer named in the config and its checkpoint prefix (``reducer`` or ``fc``)."""
+    m, d = config.hc_mult, config.hidden_size
+    if config.reducer == "fc":
+        return "fc", FcReducer(m, d, rms_eps=config.rms_norm_eps)
+    return "reducer", HCGateReducer(
+        m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps, path_norm=config.path_norm
+    )

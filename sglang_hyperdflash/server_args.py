@@ -1,0 +1,192 @@
+"""Checks of server arguments and request parameters, each with one clear message.
+
+Runs in the launcher before any process starts (seam: ``SpeculativeAlgorithm.register``'s
+``validate_server_args``), so a bad combination costs a second and not a model load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.config import (
+    HyperDFlashConfig,
+    HyperDFlashConfigError,
+    check_target,
+    parse_config,
+)
+
+# (field, unsupported when, why, what to do)
+UNSUPPORTED = (
+    (
+        "tokenizer_worker_num",
+        lambda v: v is not None and v > 1,
+        "SGLang does not load plugins in extra tokenizer workers",
+        "use --tokenizer-worker-num 1",
+    ),
+    ("pp_size", lambda v: v not in (None, 1), "block drafting needs one pipeline stage", "use tp"),
+    ("enable_lora", bool, "LoRA changes the target under the drafter", "drop --enable-lora"),
+    ("lora_paths", bool, "LoRA changes the target under the drafter", "drop --lora-paths"),
+    (
+        "enable_hisparse",
+        bool,
+        "hierarchical sparse attention needs an EAGLE-only commit step",
+        "drop --enable-hisparse",
+    ),
+    (
+        "enable_unified_memory",
+        bool,
+        "the unified pool admits named algorithms only",
+        "drop --enable-unified-memory",
+    ),
+    (
+        "enable_hierarchical_cache",
+        bool,
+        "draft K/V restored from host memory are untested",
+        "drop --enable-hierarchical-cache",
+    ),
+    ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
+    (
+        "enable_deterministic_inference",
+        bool,
+        "verification draws from a shared generator, not from request seeds",
+        "drop --enable-deterministic-inference",
+    ),
+    ("speculative_adaptive", bool, "the block size is fixed by training", "drop the flag"),
+    (
+        "speculative_use_block_verification",
+        bool,
+        "drafts are point masses; token-wise verification is already optimal",
+        "drop the flag",
+    ),
+    (
+        "speculative_accept_threshold_single",
+        lambda v: v not in (None, 1.0),
+        "a threshold below 1 changes the output distribution",
+        "leave it at 1.0",
+    ),
+    (
+        "speculative_accept_threshold_acc",
+        lambda v: v not in (None, 1.0),
+        "a threshold below 1 changes the output distribution",
+        "leave it at 1.0",
+    ),
+    (
+        "speculative_draft_window_size",
+        lambda v: v is not None,
+        "drafters are trained with the full context",
+        "drop the flag",
+    ),
+    (
+        "disaggregation_mode",
+        lambda v: v not in (None, "null"),
+        "prefill/decode disaggregation is untested",
+        "serve without it",
+    ),
+    ("use_ray", bool, "SGLang does not load plugins in Ray actors", "drop --use-ray"),
+)
+
+
+def validate_server_args(server_args) -> None:
+    """Refuse what HYPERDFLASH cannot do losslessly, and checkpoints that do not fit.
+
+    Raises:
+        HyperDFlashConfigError: expected, found and what to do, in one message.
+        SeamError: a hook is not in place.
+    """
+    from sglang_hyperdflash.hooks import check_seams
+
+    check_seams()
+    for name, unsupported, reason, advice in UNSUPPORTED:
+        value = getattr(server_args, name, None)
+        if unsupported(value):
+            raise HyperDFlashConfigError(
+                f"{ALGORITHM} does not support {name}={value!r}: {reason}; {advice}."
+            )
+    config = load_draft_config(server_args)
+    _check_block_size(server_args, config)
+    _check_served_target(server_args, config)
+
+
+def load_draft_config(server_args) -> HyperDFlashConfig:
+    """Read the draft's config from its folder or hub id; no remote code, safetensors only."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    path = server_args.speculative_draft_model_path
+    if not path:
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} needs --speculative-draft-model-path: a folder or hub id of a "
+            "HyperDFlash draft checkpoint."
+        )
+    folder = Path(path)
+    if folder.is_absolute() or folder.exists() or path.startswith("."):
+        if not (folder / "config.json").is_file():
+            raise HyperDFlashConfigError(
+                f"--speculative-draft-model-path {path} holds no config.json; expected a "
+                "HyperDFlash draft checkpoint folder."
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise HyperDFlashConfigError(
+                f"--speculative-draft-model-path {path} holds no *.safetensors; pickled weights "
+                "are not loaded. Re-export the drafter."
+            )
+    try:
+        config = get_config(
+            path,
+            trust_remote_code=False,
+            revision=getattr(server_args, "speculative_draft_model_revision", None),
+        )
+    except (OSError, ValueError) as error:
+        raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {error}") from error
+    return parse_config(config.to_dict())
+
+
+def _check_block_size(server_args, config: HyperDFlashConfig) -> None:
+    for name in ("speculative_num_draft_tokens", "speculative_dflash_block_size"):
+        value = getattr(server_args, name, None)
+        if value is not None and int(value) != config.block_size:
+            raise HyperDFlashConfigError(
+                f"the drafter was trained with block size {config.block_size}; {name}={value} "
+                "would silently ruin its acceptance. Drop the flag."
+            )
+
+
+def _check_served_target(server_args, config: HyperDFlashConfig) -> None:
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    target = get_config(
+        server_args.model_path,
+        trust_remote_code=server_args.trust_remote_code,
+        revision=getattr(server_args, "revision", None),
+    )
+    check_target(
+        config,
+        architecture=(getattr(target, "architectures", None) or ["unknown"])[0],
+        hidden_size=int(getattr(target, "hidden_size", 0)),
+        vocab_size=int(getattr(target, "vocab_size", 0)),
+        num_hidden_layers=int(getattr(target, "num_hidden_layers", 0)),
+        hc_mult=getattr(target, "hc_mult", None),
+    )
+
+
+def unsupported_sampling(params) -> str | None:
+    """Why a request's sampling parameters cannot be honoured exactly, or None.
+
+    Args:
+        params: SGLang's normalised ``SamplingParams``.
+    """
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+    }
+    for name, value in neutral.items():
+        found = getattr(params, name, value)
+        if found is not None and found != value:
+            return (
+                f"{ALGORITHM} does not support {name}={found}: SGLang fixes penalties for a whole "
+                f"drafted block, so they would not be exact. Send {name}={value} or serve "
+                "without speculative decoding."
+            )
+    return None

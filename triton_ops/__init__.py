@@ -1,0 +1,5 @@
+"""Kernels of HyperDFlash; importing this package needs torch only."""
+
+from triton_ops.hc_gate import hc_gate_reduce, hc_gate_reduce_reference
+
+__all__ = ["hc_gate_reduce", "hc_gate_reduce_reference"]

@@ -67,7 +67,7 @@ def _require(mapping: Mapping[str, Any], name: str, kind: type | tuple, where: s
             "sglang-hyperdflash."
         )
     value = mapping[name]
-    if isinstance(value, bool) and kind is not bool or not isinstance(value, kind):
+    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
         raise HyperDFlashConfigError(
             f"draft config: {where}{name} must be {getattr(kind, '__name__', kind)}, "
             f"found {value!r}."

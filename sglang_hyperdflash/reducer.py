@@ -27,9 +27,7 @@ class HCGateReducer(nn.Module):
         self.fn = nn.Parameter(torch.zeros(m, m * d, dtype=torch.float32))
         self.base = nn.Parameter(torch.zeros(m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
-        self.path_norm = (
-            nn.Parameter(torch.ones(m, d, dtype=torch.float32)) if path_norm else None
-        )
+        self.path_norm = nn.Parameter(torch.ones(m, d, dtype=torch.float32)) if path_norm else None
 
     @torch.no_grad()
     def inherit(self, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> None:

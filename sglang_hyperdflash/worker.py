@@ -138,6 +138,7 @@ def verify_probabilities(
         per_row(info.top_ks) if info.need_top_k_sampling else None,
         per_row(info.top_ps) if info.need_top_p_sampling else None,
         per_row(info.min_ps) if info.need_min_p_sampling else None,
+        max_top_k=getattr(info, "max_top_k", None),
         top_p_after_top_k=flashinfer_min_p,
     )
     return probs.view(-1, block_size, probs.shape[-1])

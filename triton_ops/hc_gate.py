@@ -41,7 +41,7 @@ def hc_gate_reduce_reference(
     x = hidden.float()
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
     gates = torch.sigmoid((x @ fn.float().T) * inverse_rms * scale.float() + base.float()) + hc_eps
-    paths = x.view(*x.shape[:-1], m, -1)
+    paths = x.view(*x.shape[:-1], m, x.shape[-1] // m)
     if path_norm is not None:
         paths = rms_norm(paths, path_norm, rms_eps)
     y = (gates.unsqueeze(-1) * paths).sum(-2)

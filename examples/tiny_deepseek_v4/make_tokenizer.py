@@ -1,6 +1,6 @@
 """Train the tiny target's byte-level BPE on the training half of the corpus and save it.
 
-    python examples/tiny_deepseek_v4/make_tokenizer.py --data-dir DIR --out target
+python examples/tiny_deepseek_v4/make_tokenizer.py --data-dir DIR --out target
 """
 
 from __future__ import annotations

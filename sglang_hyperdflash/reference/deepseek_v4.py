@@ -35,7 +35,7 @@ class PortableDeepseekV4ForCausalLM(nn.Module):
             raise UnsupportedTarget("the portable DeepSeek-V4 target has no quantised form.")
         if config.v_head_dim != config.head_dim:
             raise UnsupportedTarget(
-                f"the portable DeepSeek-V4 target reads K and V from one head of {config.head_dim}; "
+                f"the portable DeepSeek-V4 target reads K and V from a head of {config.head_dim}; "
                 f"v_head_dim is {config.v_head_dim} (SGLang's default when config.json has none). "
                 f'Set "v_head_dim": {config.head_dim} in config.json.'
             )

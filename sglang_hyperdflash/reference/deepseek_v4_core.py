@@ -170,9 +170,7 @@ class MoE(nn.Module):
             return self._dense(x, indices, weights)
         return self._sparse(x, indices, weights)
 
-    def _dense(
-        self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def _dense(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         n, stacked = len(x), self.experts + 1
         dense = x.new_zeros(n, stacked)
         dense[:, -1] = 1.0

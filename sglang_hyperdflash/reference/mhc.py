@@ -40,9 +40,7 @@ class HyperConnection(nn.Module):
         self.base = nn.Parameter(torch.empty(size).float())
         self.scale = nn.Parameter(torch.empty(3).float())
 
-    def collapse(
-        self, streams: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the block input ``[N, d]``, ``post [N, m]`` and ``comb [N, m, m]``."""
         m = self.m
         logits = gate_logits(streams, self.fn, self.rms_eps)

@@ -1,0 +1,42 @@
+"""Acceptance metrics from SGLang's per-request counters (DESIGN, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def accept_length(correct_drafts: int, rounds: int) -> float:
+    """tau, bonus token included: ``1 + accepted drafts / verification rounds``; 0 without any."""
+    return 1.0 + correct_drafts / rounds if rounds else 0.0
+
+
+def position_acceptance(histogram: Iterable[int], num_drafts: int) -> list[float]:
+    """Share of rounds that accepted draft k, for k = 1..num_drafts.
+
+    Args:
+        histogram: entry i counts the rounds with i accepted drafts; may be shorter than B.
+    """
+    counts = list(histogram)
+    rounds = sum(counts)
+    return [sum(counts[k:]) / rounds if rounds else 0.0 for k in range(1, num_drafts + 1)]
+
+
+def add_histograms(histograms: Iterable[Iterable[int]]) -> list[int]:
+    """Entry-wise sum of histograms of different lengths."""
+    total: list[int] = []
+    for histogram in histograms:
+        for i, count in enumerate(histogram):
+            if i == len(total):
+                total.append(0)
+            total[i] += count
+    return total
+
+
+def counters(meta_info: Mapping[str, Any]) -> tuple[int, int, list[int]]:
+    """``(accepted drafts, rounds, histogram)`` of a finished request's ``meta_info``."""
+    return (
+        int(meta_info.get("spec_num_correct_drafts") or 0),
+        int(meta_info.get("spec_verify_ct") or 0),
+        list(meta_info.get("spec_correct_drafts_histogram") or []),
+    )

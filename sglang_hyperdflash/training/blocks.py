@@ -1,0 +1,68 @@
+"""Anchors and the block mask of block-parallel training.
+
+A block anchored at ``a`` holds rows ``[anchor, mask x (B-1)]`` at positions ``a ... a+B-1``; row
+k is trained to give the token at ``a+k``. It sees context features strictly before ``a`` (the
+anchor's own target state does not exist yet when serving) and its own block, bidirectionally.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def sample_anchors(
+    valid: torch.Tensor, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw up to ``count`` anchors a row, uniformly and without replacement, in order.
+
+    Args:
+        valid: ``[b, S]`` bool, where an anchor may stand.
+
+    Returns:
+        anchors ``[b, count]`` int64 and ``[b, count]`` bool, False for rows' padding entries.
+    """
+    keys = torch.rand(valid.shape, generator=generator).masked_fill(~valid, -1.0)
+    best, index = keys.topk(min(count, valid.shape[1]), dim=1)
+    keep = best >= 0
+    order = torch.where(keep, index, valid.shape[1]).sort(dim=1)
+    keep = order.values < valid.shape[1]
+    return torch.where(keep, order.values, 0), keep
+
+
+def anchor_positions(loss_mask: torch.Tensor) -> torch.Tensor:
+    """``[b, S]`` bool: an anchor and its first drafted token must both be answer tokens."""
+    valid = loss_mask.clone()
+    valid[:, -1] = False
+    valid[:, :-1] &= loss_mask[:, 1:]
+    return valid
+
+
+def block_labels(
+    tokens: torch.Tensor, loss_mask: torch.Tensor, anchors: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels ``[b, n, B-1]`` of drafts 1..B-1 and the contiguous prefix that is supervised."""
+    s = tokens.shape[1]
+    at = anchors.unsqueeze(-1) + torch.arange(1, block_size)
+    inside = at < s
+    flat = at.clamp(max=s - 1).flatten(1)
+    labels = tokens.gather(1, flat).view_as(at)
+    supervised = loss_mask.gather(1, flat).view_as(at) & inside
+    return labels, supervised.int().cumprod(-1).bool()
+
+
+def block_mask(
+    anchors: torch.Tensor, keep: torch.Tensor, context: int, block_size: int
+) -> torch.Tensor:
+    """``[b, n*B, context + n*B]`` bool, True where a block row may look.
+
+    Args:
+        anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
+    """
+    b, n = anchors.shape
+    before = torch.arange(context) < anchors.unsqueeze(-1)  # [b, n, S]
+    before = before.unsqueeze(2).expand(b, n, block_size, context).reshape(b, -1, context)
+    owner = torch.arange(n).repeat_interleave(block_size)
+    own = (owner[:, None] == owner[None, :]).expand(b, -1, -1)
+    rows = keep.repeat_interleave(block_size, dim=1).unsqueeze(-1)
+    # Padding blocks keep their own block visible: a row without any key would be NaN.
+    return torch.cat([before & rows, own], dim=-1)

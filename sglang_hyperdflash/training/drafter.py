@@ -1,0 +1,257 @@
+"""The drafter in plain torch: the same layers and names as the served model.
+
+Qwen3-style layers (RMSNorm, per-head q/k norm, NeoX RoPE, SwiGLU) whose keys and values are the
+projected context features followed by the block's own rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sglang_hyperdflash.checkpoint import checked_tensors, expected_tensors
+from sglang_hyperdflash.config import (
+    DRAFT_ARCHITECTURE,
+    HyperDFlashConfig,
+    hc_head_fingerprint,
+    parse_config,
+)
+from sglang_hyperdflash.reducer import HCGateReducer, build_reducer
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Sizes that a drafter may choose; everything else follows from its target."""
+
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 768
+    block_size: int = 7
+    reducer: str = "hc_gate"
+    path_norm: bool = True
+
+
+def draft_config(target_config, hc_head, shape: DrafterShape, mask_token_id: int) -> dict[str, Any]:
+    """The ``config.json`` of a new drafter for a target (DESIGN, section 4).
+
+    Args:
+        target_config: the target's transformers config.
+        hc_head: its ``(fn, base, scale)``, or None for a target without one.
+    """
+    last = target_config.num_hidden_layers
+    fingerprint = None if hc_head is None else hc_head_fingerprint(*hc_head)
+    return {
+        "architectures": [DRAFT_ARCHITECTURE],
+        "model_type": "qwen3",
+        "hidden_size": target_config.hidden_size,
+        "vocab_size": target_config.vocab_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": target_config.rms_norm_eps,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": target_config.max_position_embeddings,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "block_size": shape.block_size,
+        "num_target_layers": last,
+        "dflash_config": {
+            "mask_token_id": mask_token_id,
+            "block_size": shape.block_size,
+            "num_target_layers": last,
+            "target_layer_ids": [last - 1],
+        },
+        "hyperdflash_config": {
+            "source": "pre_hc_head",
+            "reducer": shape.reducer,
+            "hc_mult": target_config.hc_mult,
+            "hc_eps": target_config.hc_eps,
+            "path_norm": shape.path_norm,
+            "target": {
+                "architecture": target_config.architectures[0],
+                "hidden_size": target_config.hidden_size,
+                "vocab_size": target_config.vocab_size,
+                "num_hidden_layers": last,
+                "hc_head_fingerprint": fingerprint,
+            },
+        },
+    }
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+def rope_tables(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """NeoX cos and sin ``[max_position, head_dim]``, fp32."""
+    dim = config["head_dim"]
+    inverse = 1.0 / (config["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim))
+    angles = torch.arange(config["max_position_embeddings"]).float()[:, None] * inverse
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate ``x [b, heads, n, head_dim]`` by ``cos, sin [b or 1, 1, n, head_dim]``."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos + rotated * sin).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        d, dim, eps = config["hidden_size"], config["head_dim"], config["rms_norm_eps"]
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.dim = dim
+        self.q_proj = nn.Linear(d, self.heads * dim, bias=False)
+        self.k_proj = nn.Linear(d, self.kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(d, self.kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * dim, d, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+
+    def _heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.unflatten(-1, (heads, self.dim)).transpose(1, 2)
+
+    def forward(self, x, context, rope_context, rope_block, mask) -> torch.Tensor:
+        """Block rows ``x [b, q, d]`` over ``context [b, S, d]`` and themselves."""
+        q = apply_rope(self.q_norm(self._heads(self.q_proj(x), self.heads)), *rope_block)
+        keys, values = [], []
+        for source, rope in ((context, rope_context), (x, rope_block)):
+            k = self.k_norm(self._heads(self.k_proj(source), self.kv_heads))
+            keys.append(apply_rope(k, *rope))
+            values.append(self._heads(self.v_proj(source), self.kv_heads))
+        k, v = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        repeat = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        output = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
+        return self.o_proj(output.transpose(1, 2).flatten(2))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        d, f = config["hidden_size"], config["intermediate_size"]
+        self.gate_proj = nn.Linear(d, f, bias=False)
+        self.up_proj = nn.Linear(d, f, bias=False)
+        self.down_proj = nn.Linear(f, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        d, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(d, eps), RMSNorm(d, eps)
+        self.self_attn, self.mlp = DraftAttention(config), DraftMLP(config)
+
+    def forward(self, x, context, rope_context, rope_block, mask) -> torch.Tensor:
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, context, rope_context, rope_block, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """Block drafter over reduced pre-collapse residuals; names match the checkpoint."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__()
+        self.raw = raw
+        self.config: HyperDFlashConfig = parse_config(raw)
+        self.layers = nn.ModuleList(DraftLayer(raw) for _ in range(raw["num_hidden_layers"]))
+        self.norm = RMSNorm(raw["hidden_size"], raw["rms_norm_eps"])
+        self.hidden_norm = RMSNorm(raw["hidden_size"], raw["rms_norm_eps"])
+        self.reducer_name, reducer = build_reducer(self.config)
+        setattr(self, self.reducer_name, reducer)
+        cos, sin = rope_tables(raw)
+        self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.layers.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def inherit(self, hc_head: tuple[torch.Tensor, ...]) -> None:
+        """Start the gate from the target's ``hc_head``; a no-op for the fc reducer."""
+        reducer = getattr(self, self.reducer_name)
+        if isinstance(reducer, HCGateReducer):
+            reducer.inherit(*hc_head)
+
+    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
+        """Residual ``[b, S, m*d]`` to context features ``[b, S, d]`` (eq. 1)."""
+        reducer = getattr(self, self.reducer_name)
+        flat = reducer(residual.flatten(0, 1), self.hidden_norm.weight)
+        return flat.view(*residual.shape[:2], -1)
+
+    def forward(
+        self,
+        context: torch.Tensor,
+        block_embeddings: torch.Tensor,
+        anchors: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draft every block in one pass.
+
+        Args:
+            context: ``[b, S, d]`` reduced features; block_embeddings: ``[b, n, B, d]``.
+            anchors: ``[b, n]`` positions; mask: ``[b, n*B, S + n*B]`` bool.
+
+        Returns:
+            Hidden states ``[b, n, B, d]`` after the final norm; row k drafts the token at a+k.
+        """
+        b, n, block = block_embeddings.shape[:3]
+        positions = (anchors.unsqueeze(-1) + torch.arange(block)).flatten(1)
+        positions = positions.clamp(max=len(self.cos) - 1)
+        rope_block = (self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
+        s = context.shape[1]
+        rope_context = (self.cos[:s].view(1, 1, s, -1), self.sin[:s].view(1, 1, s, -1))
+        x, mask = block_embeddings.flatten(1, 2), mask.unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x, context, rope_context, rope_block, mask)
+        return self.norm(x).view(b, n, block, -1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the served checkpoint: bf16 matrices, fp32 reducer and norms."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: tensor.detach().to(torch.bfloat16 if "_proj." in name else torch.float32)
+            for name, tensor in self.state_dict().items()
+        }
+        tensors = dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))
+        partial = folder / "model.safetensors.partial"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
+        partial.replace(folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(self.raw, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Drafter:
+        """Read a checkpoint folder strictly, in fp32."""
+        raw = json.loads((Path(folder) / "config.json").read_text())
+        drafter = cls(raw)
+        weights = load_file(Path(folder) / "model.safetensors")
+        drafter.load_state_dict(
+            dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
+        )
+        return drafter

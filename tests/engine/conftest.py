@@ -1,0 +1,125 @@
+"""Real SGLang servers, started once a session and shared; every engine test is marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
+
+COMMON = ("--mem-fraction-static", "0.2", "--sleep-on-idle", "--log-level", "info")
+FP32 = ("--dtype", "float32", "--max-total-tokens", "32768", *COMMON)
+NEW_TOKENS = 128
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if "tests/engine" in str(item.path):
+            item.add_marker(pytest.mark.engine)
+
+
+class Servers:
+    """Starts servers by name on first use and stops them all at the end."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Server] = {}
+
+    def get(self, name: str, model: Path, *arguments: str, **options) -> Server:
+        if name not in self.running:
+            log = ROOT / "build" / "test-logs" / f"{name}.log"
+            self.running[name] = Server(model, *arguments, log=log, **options)
+        return self.running[name].wait()
+
+    def stop(self, name: str) -> None:
+        self.running.pop(name).stop()
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    pool = Servers()
+    yield pool
+    for name in list(pool.running):
+        pool.stop(name)
+
+
+@pytest.fixture(scope="session")
+def target_server(servers, target_dir) -> Server:
+    """Target-only, fp32."""
+    return servers.get("target", target_dir, *FP32)
+
+
+@pytest.fixture(scope="session")
+def hyper_server(servers, target_dir, drafter_dir) -> Server:
+    """HYPERDFLASH, fp32, overlap scheduling on, radix cache on."""
+    return servers.get("hyper", target_dir, *FP32, *hyperdflash_arguments(drafter_dir))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(target_dir):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target_dir)
+
+
+def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """Prompt tokens of a conversation."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="session")
+def own_prompts(tokenizer) -> list[list[int]]:
+    """The twelve prompts of the demo, as tokens."""
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()
+    return [chat_ids(tokenizer, json.loads(line)["messages"]) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def benchmark_prompts(tokenizer) -> list[list[int]]:
+    """Twenty prompts each of gsm8k, humaneval and mt-bench, as tokens."""
+    if not BENCHMARKS.is_dir():
+        pytest.skip(f"benchmark prompts are not at {BENCHMARKS}")
+    prompts = []
+    for name in ("gsm8k", "humaneval", "mt-bench"):
+        lines = (BENCHMARKS / f"{name}.jsonl").read_text().splitlines()[:20]
+        for line in lines:
+            message = {"role": "user", "content": json.loads(line)["turns"][0]}
+            prompts.append(chat_ids(tokenizer, [message]))
+    return prompts
+
+
+def greedy(server: Server, prompt: list[int], max_new_tokens: int = NEW_TOKENS, **options) -> dict:
+    """One temperature-0 answer of a fixed length."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return server.generate(
+        input_ids=prompt, sampling_params={**sampling, **options.pop("sampling", {})}, **options
+    )
+
+
+def greedy_all(
+    server: Server, prompts: list[list[int]], concurrency: int, ask: Callable = greedy
+) -> list[dict]:
+    """Every prompt's answer, ``concurrency`` of them in flight at a time."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: ask(server, prompt), prompts))
+
+
+def ids(answers: list[dict]) -> list[list[int]]:
+    return [answer["output_ids"] for answer in answers]
+
+
+@pytest.fixture(scope="session")
+def own_reference(target_server, own_prompts) -> list[list[int]]:
+    """Target-only greedy tokens of the demo prompts, one request at a time."""
+    return ids(greedy_all(target_server, own_prompts, 1))
+
+
+@pytest.fixture(scope="session")
+def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
+    """Target-only greedy tokens of the benchmark prompts, one request at a time."""
+    return ids(greedy_all(target_server, benchmark_prompts, 1))

@@ -1,0 +1,117 @@
+"""Bad checkpoints and flags: the real command line ends with one clear message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_hyperdflash.serving import Server, ServerFailed, hyperdflash_arguments
+from tests.engine.conftest import FP32
+
+
+def copy_of(folder, tmp_path):
+    """A checkpoint folder that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        section = config
+        *parents, last = name.split("__")
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    path.write_text(json.dumps(config))
+
+
+def edit_weights(folder, edit):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path)
+
+
+RESOLVE = """
+import sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+args = prepare_server_args(sys.argv[1:])
+args.resolve_once()
+"""
+
+
+def resolution_error(*arguments: str) -> str:
+    """What SGLang's own argument resolution says, in a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-c", RESOLVE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode != 0, "the arguments were accepted"
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--tokenizer-worker-num", "2"), "does not support tokenizer_worker_num=2"),
+        (("--speculative-num-draft-tokens", "16"), "trained with block size 7"),
+        (("--speculative-accept-threshold-single", "0.5"), "changes the output distribution"),
+    ],
+)
+def test_flags_through_sglangs_own_resolution(target_dir, drafter_dir, arguments, message):
+    base = ("--model-path", target_dir, *hyperdflash_arguments(drafter_dir))
+    assert message in resolution_error(*base, *arguments)
+
+
+def test_a_plain_target_is_refused(tmp_path, target_dir, drafter_dir):
+    folder = copy_of(target_dir, tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["hc_mult"]
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    path.write_text(json.dumps(config))
+    base = ("--model-path", folder, *hyperdflash_arguments(drafter_dir))
+    assert "hyper-connection residual streams" in resolution_error(*base)
+
+
+def flip_hc_head(weights):
+    name = next(name for name in weights if name.endswith("hc_base"))
+    weights[name] = weights[name] + 1.0
+
+
+def set_nan(weights):
+    weights["layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "which, edit, message",
+    [
+        ("target", flip_hc_head, "the drafter was made for another target"),
+        ("draft", set_nan, "layers.0.mlp.up_proj.weight holds NaN"),
+        ("draft", lambda w: w.pop("hidden_norm.weight"), "missing: hidden_norm.weight"),
+        ("draft", lambda w: w.update(stray=torch.zeros(3)), "unexpected tensor stray"),
+    ],
+)
+def test_damaged_checkpoints_through_a_real_server(
+    tmp_path, target_dir, drafter_dir, which, edit, message
+):
+    folder = copy_of(target_dir if which == "target" else drafter_dir, tmp_path)
+    edit_weights(folder, edit)
+    target = folder if which == "target" else target_dir
+    draft = folder if which == "draft" else drafter_dir
+    log = tmp_path / "server.log"
+    arguments = (*FP32, *hyperdflash_arguments(draft))
+    with Server(target, *arguments, log=log) as server, pytest.raises(ServerFailed):
+        server.wait(120)
+    assert message in log.read_text(errors="replace")

@@ -1,0 +1,119 @@
+"""The commands: ``hyperdflash demo``, and ``hyperdflash generate`` killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import EXAMPLE
+from tests.engine.conftest import greedy
+
+COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
+
+
+def test_demo(tmp_path):
+    out = tmp_path / "demo.json"
+    ended = subprocess.run(
+        [*COMMAND, "demo", "--rounds", "1", "--max-new-tokens", "48", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    report = json.loads(out.read_text())
+    assert report["outputs_identical"] is True
+    assert len(report["prompts"]) >= 12
+    assert {p["kind"] for p in report["prompts"]} == {"math", "code", "chat"}
+    assert any(p["streamed"] for p in report["prompts"])
+    assert report["tau"] > 1.5
+    assert report["speedup"] > 0
+    assert len(report["position_acceptance"]) == 6
+    assert "acceptance by drafted position" in ended.stdout
+
+
+def batch_command(source, output, drafter_dir, target_dir):
+    engine = {"mem_fraction_static": 0.2, "max_total_tokens": 8192}
+    return [
+        *COMMAND,
+        "generate",
+        *("--model", str(target_dir), "--draft", str(drafter_dir), "--dtype", "float32"),
+        *("--input", str(source), "--output", str(output), "--max-new-tokens", "64"),
+        *("--concurrency", "2", "--engine-args", json.dumps(engine)),
+    ]
+
+
+def wait_for_lines(path, count, process, seconds=180):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.is_file() and path.read_bytes().count(b"\n") >= count:
+            return
+        assert process.poll() is None, "the batch ended before it could be killed"
+        time.sleep(0.02)
+    raise AssertionError(f"no {count} answers after {seconds} s")
+
+
+def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_server, tokenizer):
+    lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
+    records = [{"messages": line["messages"]} for line in lines] * 3
+    records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = batch_command(source, output, drafter_dir, target_dir)
+
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    wait_for_lines(output, 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with output.open("ab") as out:  # a line cut in the middle, as a crash leaves it
+        out.write(b'{"index": 3')
+    before = output.read_bytes().rsplit(b"\n", 1)[0]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert output.read_bytes().startswith(before)
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(a["index"] for a in answers) == list(range(len(records)))
+    assert "tau" in ended.stdout
+    assert "tokens/s" in ended.stdout
+    by_index = {a["index"]: a for a in answers}
+    assert len(by_index[len(records) - 1]["outputs"]) == 2
+    prompt = tokenizer.encode("Tom has 3 apples.", add_special_tokens=True)
+    expected = greedy(target_server, prompt, 64, sampling={"ignore_eos": False})["text"]
+    assert by_index[len(records) - 2]["outputs"] == [expected]
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0
+    assert f"{len(records)} already answered" in again.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--input", "nowhere.jsonl", "--output", "o"), "does not exist"),
+        (("--input", "{broken}", "--output", "o"), "line 2 is not JSON"),
+        (("--input", "{good}", "--output", "o", "--max-new-tokens", "0"), "at least 1"),
+        (("--input", "{good}", "--output", "o", "--engine-args", "[]"), "must be a JSON object"),
+    ],
+)
+def test_bad_batches_end_with_one_line(tmp_path, target_dir, arguments, message):
+    files = {"broken": '{"prompt": "a"}\nnot json\n', "good": '{"prompt": "a"}\n'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    paths = {name: str(tmp_path / name) for name in files}
+    filled = [argument.format(**paths) for argument in arguments]
+    ended = subprocess.run(
+        [*COMMAND, "generate", "--model", str(target_dir), *filled],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1

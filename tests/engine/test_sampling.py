@@ -1,0 +1,172 @@
+"""Temperature > 0: tokens emitted by the engine follow the target's exact distribution.
+
+Every context ends where the target is nearly certain of one token, so almost every draw has the
+same anchor, and the two tokens after it come from verification alone: the first row of a block
+and, when the first draft was accepted, the second.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.verify import target_probabilities
+from tests.engine.conftest import FP32
+from tests.unit.statistics_help import chi_square_p_value
+
+SETTINGS = {
+    "temperature 1": {},
+    "top-k 5": {"top_k": 5},
+    "top-p 0.8": {"top_p": 0.8},
+    "min-p 0.1": {"min_p": 0.1},
+}
+CONTEXTS_EACH, DRAWS = 5, 1000
+CERTAIN = 0.9
+
+
+def law(logits: torch.Tensor, setting: dict) -> torch.Tensor:
+    rows = len(logits)
+    filters = {
+        name: torch.full((rows,), setting[name]) if name in setting else None
+        for name in ("top_k", "top_p", "min_p")
+    }
+    return target_probabilities(
+        logits, torch.ones(rows), filters["top_k"], filters["top_p"], filters["min_p"]
+    )
+
+
+class Contexts:
+    """Contexts with a near-certain next token, and the laws of the two tokens after it."""
+
+    def __init__(self, target: LocalTarget, rows: list[list[int]]) -> None:
+        self.target = target
+        self.found: list[tuple[list[int], int]] = []
+        for row in rows:
+            probs = self.logits([row])[0].softmax(-1)
+            for at in range(40, len(row) - 1, 9):
+                top = probs[at].max(-1)
+                after = probs[at + 1] if int(top.indices) == row[at + 1] else None
+                # The token after the certain one must be open, or the test says nothing.
+                if top.values > CERTAIN and after is not None and after.max() < 0.6:
+                    self.found.append((row[: at + 1], int(top.indices)))
+                    break
+
+    def logits(self, rows: list[list[int]]) -> torch.Tensor:
+        return self.target.lm_head(self.target.features(torch.tensor(rows))[0])
+
+    def laws(self, index: int, setting: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """``p(t2 | context, anchor)`` ``[V]`` and ``p(t3 | context, anchor, t2)`` ``[V, V]``."""
+        context, anchor = self.found[index]
+        first = law(self.logits([[*context, anchor]])[0, -1:], setting)[0]
+        second = torch.zeros(len(first), len(first))
+        for token in (first > 1e-3).nonzero().flatten().split(64):
+            rows = [[*context, anchor, int(t)] for t in token]
+            second[token] = law(self.logits(rows)[:, -1], setting)
+        return first, second
+
+
+@pytest.fixture(scope="module")
+def contexts(target_dir, own_prompts, own_reference) -> Contexts:
+    rows = [p + r for p, r in zip(own_prompts, own_reference, strict=True)]
+    # Later windows of the same answers give further contexts.
+    rows += [row[-110:] for row in rows] + [row[10:140] for row in rows]
+    found = Contexts(LocalTarget(target_dir), rows)
+    assert len(found.found) >= len(SETTINGS) * CONTEXTS_EACH, len(found.found)
+    return found
+
+
+def draws(server: Server, context: list[int], setting: dict, count: int) -> torch.Tensor:
+    """``[count, 3]`` tokens sampled through the engine after one context."""
+    sampling = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True, **setting}
+    answers = server.generate(input_ids=[context] * count, sampling_params=sampling)
+    return torch.tensor([answer["output_ids"] for answer in answers])
+
+
+def p_values(contexts: Contexts, server: Server, index: int, setting: dict, count: int):
+    """Next-token and next-two-token p-values at one context."""
+    context, anchor = contexts.found[index]
+    first, second = contexts.laws(index, setting)
+    tokens = draws(server, context, setting, count)
+    tokens = tokens[tokens[:, 0] == anchor]
+    assert len(tokens) > 0.6 * count
+    joint = (first.unsqueeze(1) * second).flatten()
+    # First tokens too rare to have their own row of laws form one extra cell.
+    rest = first[second.sum(1) == 0].sum().reshape(1)
+    cells = tokens[:, 1] * len(first) + tokens[:, 2]
+    cells = torch.where(second.sum(1)[tokens[:, 1]] == 0, len(joint), cells)
+    return [
+        chi_square_p_value(tokens[:, 1], first),
+        chi_square_p_value(cells, torch.cat([joint, rest])),
+    ]
+
+
+def test_engine_draws_follow_the_targets_law(hyper_server, contexts):
+    values = {}
+    for s, (name, setting) in enumerate(SETTINGS.items()):
+        for c in range(CONTEXTS_EACH):
+            index = s * CONTEXTS_EACH + c
+            values[name, c] = p_values(contexts, hyper_server, index, setting, DRAWS)
+    tests = [value for pair in values.values() for value in pair]
+    print(f"{len(tests)} chi-square tests, smallest p {min(tests):.2e}")
+    assert min(tests) > 0.001 / len(tests), values
+
+
+ARGMAX_PLUGIN = '''
+"""A deliberately lossy worker: sampled requests are verified by argmax, as without our override."""
+
+
+def load():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    HookRegistry.register(
+        "sglang_hyperdflash.worker.HyperDFlashWorker._accept_block",
+        DFlashWorkerV2._accept_block,
+        HookType.REPLACE,
+    )
+'''
+
+
+def install_argmax_plugin(folder: Path) -> None:
+    """A throw-away distribution whose only content is a plugin entry point."""
+    (folder / "argmax_plugin.py").write_text(ARGMAX_PLUGIN)
+    info = folder / "argmax_plugin-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: argmax-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nargmax = argmax_plugin:load\n")
+
+
+def test_an_argmax_verified_worker_fails(servers, contexts, target_dir, drafter_dir, tmp_path):
+    install_argmax_plugin(tmp_path)
+    server = servers.get(
+        "argmax",
+        target_dir,
+        *FP32,
+        *hyperdflash_arguments(drafter_dir),
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    values = [p_values(contexts, server, i, {}, 200) for i in range(3)]
+    servers.stop("argmax")
+    shutil.rmtree(tmp_path)
+    print(f"argmax-verified p-values on {sys.platform}: {values}")
+    assert max(first for first, _ in values) < 1e-6, values
+
+
+def test_greedy_rows_stay_greedy_beside_sampled_ones(hyper_server, own_prompts, own_reference):
+    """One batch, alternating temperature 0 and 1: the greedy rows are target-only's tokens."""
+    sampling = [
+        {"temperature": i % 2, "max_new_tokens": 64, "ignore_eos": True}
+        for i in range(len(own_prompts))
+    ]
+    answers = hyper_server.generate(input_ids=own_prompts, sampling_params=sampling)
+    for i, answer in enumerate(answers):
+        if i % 2 == 0:
+            assert answer["output_ids"] == own_reference[i][:64]
+    sampled = [a["output_ids"] for i, a in enumerate(answers) if i % 2]
+    assert any(s != own_reference[2 * i + 1][:64] for i, s in enumerate(sampled))

@@ -1,0 +1,82 @@
+"""Every private SGLang function we hook still has the shape we rely on, and a lost hook is loud."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from sglang_hyperdflash import hooks
+
+
+@pytest.mark.parametrize("seam", hooks._seams(), ids=lambda s: s.target.rsplit(".", 1)[-1])
+def test_seam_signature(seam):
+    hooks.check_signature(seam)
+
+
+def test_a_changed_seam_is_named():
+    seam = dataclasses.replace(hooks._seams()[0], parameters=("something", "else"))
+    with pytest.raises(hooks.SeamError, match="resolve_spec_aux_hidden_state_config changed"):
+        hooks.check_signature(seam)
+
+
+def test_a_removed_seam_is_named():
+    seam = dataclasses.replace(hooks._seams()[0], target="sglang.srt.no_such_function")
+    with pytest.raises(hooks.SeamError, match="no_such_function is gone"):
+        hooks.check_signature(seam)
+
+
+def test_missing_hooks_refuse_to_start(monkeypatch):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    with pytest.raises(hooks.SeamError, match="are not in place") as caught:
+        hooks.check_seams()
+    for seam in hooks.active_seams():
+        assert seam.target in str(caught.value)
+
+
+def test_another_sglang_is_refused(monkeypatch):
+    monkeypatch.setattr(hooks.metadata, "version", lambda name: "0.6.0")
+    with pytest.raises(hooks.SeamError, match=r"sglang==0\.5\.23; found 0\.6\.0"):
+        hooks.check_version()
+
+
+def test_the_algorithm_answers_everything_the_enum_does():
+    """SGLang checks only is_* and supports_*; the scheduler calls more."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_hyperdflash.algorithm import HyperDFlashAlgorithm
+
+    algorithm = HyperDFlashAlgorithm("HYPERDFLASH", lambda args: None, supports_overlap=True)
+    names = [
+        name
+        for name, value in vars(SpeculativeAlgorithm).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    ]
+    assert len(names) > 20
+    predicates = {"need_topk", "carries_draft_hidden_states"}
+    for name in names:
+        method = getattr(algorithm, name)
+        if name.startswith(("is_", "supports_")) or name in predicates:
+            expected = getattr(SpeculativeAlgorithm.DFLASH, name)()
+            assert (bool(method) if isinstance(method, bool) else method()) == expected, name
+
+
+def test_worker_overrides_still_override():
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    from sglang_hyperdflash.worker import HyperDFlashWorker
+
+    for name in ("_accept_block", "_validate_phase1_sampling_support"):
+        mine = inspect.signature(getattr(HyperDFlashWorker, name))
+        theirs = inspect.signature(getattr(DFlashWorkerV2, name))
+        assert tuple(mine.parameters) == tuple(theirs.parameters), name
+
+
+def test_draft_model_is_called_where_we_expect():
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    source = inspect.getsource(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc)
+    assert "self.draft_model.project_target_hidden(target_hidden)" in source

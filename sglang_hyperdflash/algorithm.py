@@ -72,3 +72,6 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
             "max_running_requests",
         ):
             setattr(server_args, name, getattr(resolved, name))
+        if resolved.speculative_draft_load_format in (None, "auto"):
+            # "auto" would fall back to pickled weights.
+            server_args.speculative_draft_load_format = "safetensors"

@@ -112,6 +112,11 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
             f"config.json names architectures {list(architectures)}. Make one with "
             "`hyperdflash train`, or serve this one with its own algorithm."
         )
+    if config.get("auto_map"):
+        raise HyperDFlashConfigError(
+            "draft config: auto_map names remote code, which is never run for a drafter. Remove "
+            "auto_map from its config.json."
+        )
     dflash = _require(config, "dflash_config", Mapping, "")
     section = _require(config, "hyperdflash_config", Mapping, "")
     where = "hyperdflash_config."

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v
 METHODS = ("target", "hyperdflash")
 # fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
 SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.2")
-SERVER_ARGUMENTS += ("--max-total-tokens", "16384", "--log-level", "warning")
+SERVER_ARGUMENTS += ("--max-total-tokens", "16384", "--sleep-on-idle", "--log-level", "warning")
 
 
 @dataclass

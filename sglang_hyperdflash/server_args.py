@@ -83,6 +83,12 @@ UNSUPPORTED = (
         "prefill/decode disaggregation is untested",
         "serve without it",
     ),
+    (
+        "speculative_draft_load_format",
+        lambda v: v not in (None, "auto", "safetensors", "dummy"),
+        "drafters are read from safetensors only",
+        "drop the flag",
+    ),
     ("use_ray", bool, "SGLang does not load plugins in Ray actors", "drop --use-ray"),
 )
 

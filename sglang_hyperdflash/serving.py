@@ -31,6 +31,7 @@ class Server:
     Args:
         model: target folder or hub id. args: further command-line arguments.
         log: file that receives the server's output.
+        launcher: how the server is started; ``("sglang", "serve")`` is the other way.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
     """
 
@@ -39,6 +40,7 @@ class Server:
         model: str | Path,
         *args: str,
         log: Path,
+        launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
         threads: int | None = 1,
         environment: dict[str, str] | None = None,
     ) -> None:
@@ -46,7 +48,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
         env = {**os.environ, **(environment or {})}
         if threads is not None:

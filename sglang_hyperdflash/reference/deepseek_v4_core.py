@@ -140,7 +140,7 @@ class MoE(nn.Module):
         self.is_hash = config.mlp_layer_types[layer_idx] == "hash_moe"
         self.router = nn.Parameter(torch.empty(e, d))
         self.gate_up = nn.Parameter(torch.empty(e + 1, 2 * f, d))
-        self.down = nn.Parameter(torch.empty(e + 1, d, f))
+        self.down = nn.Parameter(torch.empty(e + 1, f, d))  # input-major: no copy in _dense
         if self.is_hash:
             table = torch.zeros(config.vocab_size, self.top_k, dtype=torch.long)
             self.tid2eid = nn.Parameter(table, requires_grad=False)
@@ -177,16 +177,16 @@ class MoE(nn.Module):
         dense.scatter_add_(1, indices, weights.to(x.dtype))
         inner = swiglu(F.linear(x, self.gate_up.flatten(0, 1)).view(n, stacked, -1), self.limit)
         inner = (inner * dense.unsqueeze(-1)).flatten(1)
-        return inner @ self.down.transpose(1, 2).reshape(-1, x.shape[-1])
+        return inner @ self.down.flatten(0, 1)
 
     def _sparse(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        output = F.linear(swiglu(F.linear(x, self.gate_up[-1]), self.limit), self.down[-1])
+        output = swiglu(F.linear(x, self.gate_up[-1]), self.limit) @ self.down[-1]
         for expert in indices.unique().tolist():
             token, slot = (indices == expert).nonzero(as_tuple=True)
             inner = swiglu(F.linear(x[token], self.gate_up[expert]), self.limit)
-            inner = F.linear(inner, self.down[expert]) * weights[token, slot, None]
+            inner = (inner @ self.down[expert]) * weights[token, slot, None]
             output.index_add_(0, token, inner.to(output.dtype))
         return output
 

@@ -63,11 +63,12 @@ def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.
             rows = slice(half[expert.group(4)] * f, (half[expert.group(4)] + 1) * f)
             yield f"{prefix}.gate_up", (row, rows), tensor
         else:
-            yield f"{prefix}.down", (row,), tensor
+            yield f"{prefix}.down", (row,), tensor.transpose(0, 1)
         return
     stacked = re.match(r"(.*\.mlp)\.experts\.(gate_up|down)_proj$", name)
     if stacked:
-        yield f"{stacked.group(1)}.{stacked.group(2)}", (slice(0, len(tensor)),), tensor
+        value = tensor if stacked.group(2) == "gate_up" else tensor.transpose(1, 2)
+        yield f"{stacked.group(1)}.{stacked.group(2)}", (slice(0, len(tensor)),), value
         return
     yield name, (), tensor
 

@@ -15,6 +15,8 @@ from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 COMMON = ("--mem-fraction-static", "0.2", "--sleep-on-idle", "--log-level", "info")
 FP32 = ("--dtype", "float32", "--max-total-tokens", "32768", *COMMON)
 NEW_TOKENS = 128
+# One bf16 step of the tiny target's logits (8 to 32) is 1/16 to 1/8; two steps are a near-tie.
+BF16_TIE = 0.25
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -50,7 +52,7 @@ def servers() -> Iterator[Servers]:
 @pytest.fixture(scope="session")
 def target_server(servers, target_dir) -> Server:
     """Target-only, fp32."""
-    return servers.get("target", target_dir, *FP32)
+    return servers.get("target", target_dir, *FP32, "--enable-return-hidden-states")
 
 
 @pytest.fixture(scope="session")
@@ -123,3 +125,21 @@ def own_reference(target_server, own_prompts) -> list[list[int]]:
 def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
     """Target-only greedy tokens of the benchmark prompts, one request at a time."""
     return ids(greedy_all(target_server, benchmark_prompts, 1))
+
+
+def first_difference_gaps(
+    target_dir: Path, prompts: list[list[int]], expected: list[list[int]], found: list[list[int]]
+) -> list[float]:
+    """The fp32 logit gap between the two tokens at each answer's first difference."""
+    import torch
+
+    from sglang_hyperdflash.training.target import LocalTarget
+
+    target, gaps = LocalTarget(target_dir), []
+    for prompt, a, b in zip(prompts, expected, found, strict=True):
+        if a == b:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        logits = target.lm_head(target.features(torch.tensor([prompt + a[:at]]))[0][0, -1])
+        gaps.append(float((logits[a[at]] - logits[b[at]]).abs()))
+    return gaps

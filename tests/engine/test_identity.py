@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import requests
-import torch
 
 from sglang_hyperdflash.serving import hyperdflash_arguments
-from sglang_hyperdflash.training.target import LocalTarget
-from tests.engine.conftest import COMMON, FP32, greedy_all, ids
+from tests.engine.conftest import (
+    BF16_TIE,
+    COMMON,
+    FP32,
+    first_difference_gaps,
+    greedy_all,
+    ids,
+)
 
+SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
 VARIANTS = {
     "chunked-prefill-64, overlap off": (
         "--chunked-prefill-size",
@@ -75,7 +84,8 @@ def test_scheduling_variants(
     servers, name, target_dir, drafter_dir, own_prompts, own_reference, request
 ):
     arguments = (*FP32, *VARIANTS[name], *hyperdflash_arguments(drafter_dir))
-    server = servers.get(name.replace(", ", "-").replace(" ", "-"), target_dir, *arguments)
+    label = name.replace(", ", "-").replace(" ", "-")
+    server = servers.get(label, target_dir, *arguments, launcher=SGLANG_SERVE)
     assert_identical(ids(greedy_all(server, own_prompts, 8)), own_reference)
     prompts = request.getfixturevalue("benchmark_prompts")
     reference = request.getfixturevalue("benchmark_reference")
@@ -83,12 +93,10 @@ def test_scheduling_variants(
     log = server.log.read_text(errors="replace")
     if name.startswith("small-pool"):
         assert "Retract requests" in log
-    servers.stop(name.replace(", ", "-").replace(" ", "-"))
+    servers.stop(label)
 
 
-def test_bf16_differs_only_at_ties(
-    servers, target_dir, drafter_dir, own_prompts, request, record_property
-):
+def test_bf16_differs_only_at_ties(servers, target_dir, drafter_dir, own_prompts, record_property):
     """bf16 rounds a 7-row and a 1-row pass differently; every first difference is a near-tie."""
     bf16 = ("--dtype", "bfloat16", "--max-total-tokens", "32768", *COMMON)
     plain = servers.get("target-bf16", target_dir, *bf16)
@@ -97,17 +105,7 @@ def test_bf16_differs_only_at_ties(
     drafted = servers.get("hyper-bf16", target_dir, *bf16, *hyperdflash_arguments(drafter_dir))
     found = ids(greedy_all(drafted, own_prompts, 4))
     servers.stop("hyper-bf16")
-
-    target = LocalTarget(target_dir)
-    gaps = []
-    for prompt, a, b in zip(own_prompts, expected, found, strict=True):
-        if a == b:
-            continue
-        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        tokens = torch.tensor([prompt + a[:at]])
-        logits = target.lm_head(target.features(tokens)[0][0, -1])
-        gaps.append(float((logits[a[at]] - logits[b[at]]).abs()))
+    gaps = first_difference_gaps(target_dir, own_prompts, expected, found)
     record_property("bf16_first_difference_gaps", gaps)
     print(f"bf16: {len(gaps)} of {len(own_prompts)} prompts differ; fp32 logit gaps {gaps}")
-    # One bf16 step at these logits' size (8 to 32) is 1/16 to 1/8.
-    assert all(gap < 0.25 for gap in gaps), gaps
+    assert all(gap < BF16_TIE for gap in gaps), gaps

@@ -49,6 +49,7 @@ def changed(raw, path, value):
     "path, value, message",
     [
         ("architectures", ["DFlashDraftModel"], "must hold a HyperDFlashDraftModel"),
+        ("auto_map", {"AutoModel": "x.Y"}, "remote code"),
         ("hyperdflash_config", None, "hyperdflash_config is missing"),
         ("dflash_config.mask_token_id", None, "mask_token_id is missing"),
         ("dflash_config.mask_token_id", 99999, "outside the vocabulary"),

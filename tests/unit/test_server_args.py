@@ -54,6 +54,7 @@ def test_the_committed_pair_is_accepted(arguments):
         ("speculative_draft_window_size", 64, "full context"),
         ("disaggregation_mode", "decode", "disaggregation"),
         ("use_ray", True, "Ray"),
+        ("speculative_draft_load_format", "pt", "safetensors only"),
         ("speculative_num_draft_tokens", 16, "trained with block size 7"),
         ("speculative_dflash_block_size", 4, "trained with block size 7"),
         ("speculative_draft_model_path", None, "needs --speculative-draft-model-path"),

@@ -1,0 +1,52 @@
+"""The tiny pair on a CUDA device: draft attention, CUDA graphs and verification kernels.
+
+Run with ``make gpu-test``; without a GPU the same paths are tested on the CPU platform.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hyperdflash.serving import hyperdflash_arguments
+from tests.engine.conftest import BF16_TIE, first_difference_gaps, greedy_all, ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# flashinfer has no attention sinks, which the target needs; the draft has none.
+ARGUMENTS = ("--dtype", "bfloat16", "--attention-backend", "triton", "--mem-fraction-static", "0.3")
+
+
+@pytest.fixture(scope="module")
+def expected(servers, target_dir, own_prompts):
+    plain = servers.get("gpu-target", target_dir, *ARGUMENTS, threads=None)
+    answers = ids(greedy_all(plain, own_prompts, 4))
+    servers.stop("gpu-target")
+    return answers
+
+
+@pytest.mark.parametrize("draft_backend", ["flashinfer", "triton"])
+@pytest.mark.parametrize("graphs", [(), ("--disable-cuda-graph",)])
+def test_greedy_differs_only_at_ties(
+    servers, target_dir, drafter_dir, own_prompts, expected, draft_backend, graphs
+):
+    name = f"gpu-{draft_backend}-{'eager' if graphs else 'graphs'}"
+    server = servers.get(
+        name,
+        target_dir,
+        *ARGUMENTS,
+        *graphs,
+        *hyperdflash_arguments(drafter_dir),
+        *("--speculative-draft-attention-backend", draft_backend),
+        threads=None,
+    )
+    answers = greedy_all(server, own_prompts, 4)
+    servers.stop(name)
+    gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(answers))
+    print(f"{name}: {len(gaps)} of {len(own_prompts)} prompts differ; logit gaps {gaps}")
+    assert all(gap < BF16_TIE for gap in gaps), gaps
+    assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
+    log = server.log.read_text(errors="replace")
+    assert "falling back" not in log, "a fused path fell back"

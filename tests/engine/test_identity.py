@@ -14,6 +14,7 @@ from tests.engine.conftest import (
     COMMON,
     FP32,
     first_difference_gaps,
+    greedy,
     greedy_all,
     ids,
 )
@@ -109,3 +110,15 @@ def test_bf16_differs_only_at_ties(servers, target_dir, drafter_dir, own_prompts
     record_property("bf16_first_difference_gaps", gaps)
     print(f"bf16: {len(gaps)} of {len(own_prompts)} prompts differ; fp32 logit gaps {gaps}")
     assert all(gap < BF16_TIE for gap in gaps), gaps
+
+
+@pytest.mark.slow
+def test_long_answers(hyper_server, target_server, benchmark_prompts):
+    """Sixty prompts x 600 tokens: positions far past anything the pair was trained on."""
+    prompts = [prompt[:1400] for prompt in benchmark_prompts]
+
+    def ask(server, prompt):
+        return greedy(server, prompt, 600)
+
+    expected = ids(greedy_all(target_server, prompts, 8, ask))
+    assert_identical(ids(greedy_all(hyper_server, prompts, 8, ask)), expected)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.config import DRAFT_ARCHITECTURE
 
-PORTABLE_TARGET = "PortableDeepseekV4ForCausalLM"
+# Spelled so that SGLang's tests for "DeepseekV4" in an architecture's name do not match: they
+# would select V4's own chat encoding, cache layout and start-up rules.
+PORTABLE_TARGET = "PortableDeepSeekV4ForCausalLM"
 
 
 def _worker_class(server_args) -> type:
@@ -39,10 +41,10 @@ def _register_models() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
-    from sglang_hyperdflash.reference.deepseek_v4 import PortableDeepseekV4ForCausalLM
+    from sglang_hyperdflash.reference.deepseek_v4 import PortableDeepSeekV4ForCausalLM
 
     ModelRegistry.models[DRAFT_ARCHITECTURE] = HyperDFlashDraftModel
-    ModelRegistry.models[PORTABLE_TARGET] = PortableDeepseekV4ForCausalLM
+    ModelRegistry.models[PORTABLE_TARGET] = PortableDeepSeekV4ForCausalLM
 
 
 def _register_reference_attention() -> None:

@@ -91,7 +91,7 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 try:
                     os.killpg(self.process.pid, number)
-                    self.process.wait(timeout=10)
+                    self.process.wait(timeout=3)
                     break
                 except subprocess.TimeoutExpired:
                     continue

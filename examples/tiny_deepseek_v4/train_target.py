@@ -25,7 +25,7 @@ import corpus
 LAYERS, SEQUENCE, BATCH = 5, 256, 16
 PEAK_LR, FLOOR_LR, WARMUP_STEPS = 3e-3, 1e-4, 100
 CHAT_REPEATS = 2  # the chat text is an eighth of the other two
-PORTABLE_ARCHITECTURE = "PortableDeepseekV4ForCausalLM"
+PORTABLE_ARCHITECTURE = "PortableDeepSeekV4ForCausalLM"
 
 
 def make_config(tokenizer) -> DeepseekV4Config:

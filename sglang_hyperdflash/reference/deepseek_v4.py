@@ -21,7 +21,7 @@ from sglang_hyperdflash.reference.deepseek_v4_core import DeepseekV4Core, Unsupp
 from sglang_hyperdflash.reference.weights import load_core
 
 
-class PortableDeepseekV4ForCausalLM(nn.Module):
+class PortableDeepSeekV4ForCausalLM(nn.Module):
     """A ``deepseek_v4`` checkpoint whose ``architectures`` names this class."""
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
@@ -99,7 +99,7 @@ class PortableDeepseekV4ForCausalLM(nn.Module):
 class _Holder:
     """Presents core, embedding and LM head under one flat set of checkpoint names."""
 
-    def __init__(self, owner: PortableDeepseekV4ForCausalLM) -> None:
+    def __init__(self, owner: PortableDeepSeekV4ForCausalLM) -> None:
         self.owner = owner
 
     def named_parameters(self):
@@ -112,4 +112,4 @@ class _Holder:
             yield f"{name}.weight", weight[:rows]
 
 
-EntryClass = PortableDeepseekV4ForCausalLM
+EntryClass = PortableDeepSeekV4ForCausalLM

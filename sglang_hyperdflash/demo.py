@@ -33,7 +33,6 @@ class Answer:
     text: str
     token_ids: list[int]
     seconds: float
-    first_token_seconds: float | None
     correct_drafts: int
     verify_rounds: int
     histogram: list[int]
@@ -81,13 +80,12 @@ def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> A
         "max_tokens": max_new_tokens,
         "extra_body": extra,
     }
-    started, first = time.perf_counter(), None
+    started = time.perf_counter()
     text, extension = "", {}
     if stream:
         for chunk in client.chat.completions.create(stream=True, **options):
             for choice in chunk.choices:
                 text += choice.delta.content or ""
-                first = first or time.perf_counter() - started
             extension |= (chunk.model_extra or {}).get("sglext") or {}
     else:
         reply = client.chat.completions.create(**options)
@@ -99,7 +97,6 @@ def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> A
         text=text,
         token_ids=extension["output_ids"][0],
         seconds=seconds,
-        first_token_seconds=first,
         correct_drafts=int(details.get("spec_num_correct_drafts", 0)),
         verify_rounds=int(details.get("spec_verify_ct", 0)),
         histogram=list(details.get("spec_correct_drafts_histogram", [])),
@@ -110,7 +107,7 @@ def read_prompts(path: Path) -> list[dict]:
     """Read ``{"kind", "messages"}`` lines."""
     if not path.is_file():
         raise FileNotFoundError(f"--prompts {path} does not exist.")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from sglang_hyperdflash.metrics import accept_length, position_acceptance
 from sglang_hyperdflash.training.blocks import (
     anchor_positions,
     block_labels,
@@ -159,11 +160,10 @@ class Trainer:
         result = {}
         for kind, cache in self.held_out.items():
             histogram = self.simulated_acceptance(cache)
-            rounds = max(sum(histogram), 1)
             accepted = sum(i * n for i, n in enumerate(histogram))
             result[kind] = {
-                "tau": 1 + accepted / rounds,
-                "position_acceptance": [sum(histogram[k:]) / rounds for k in range(1, self.block)],
+                "tau": accept_length(accepted, max(sum(histogram), 1)),
+                "position_acceptance": position_acceptance(histogram, self.block - 1),
             }
         self.drafter.train()
         return result

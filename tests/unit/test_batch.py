@@ -51,7 +51,10 @@ def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path):
     prompts = read_prompts(source)
     output = tmp_path / "out.jsonl"
     whole = "".join(
-        json.dumps({"index": p.index, "digest": p.digest, "outputs": ["é"]}) + "\n"
+        json.dumps(
+            {"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]}, ensure_ascii=False
+        )
+        + "\n"
         for p in prompts[:2]
     )
     output.write_bytes(whole.encode() + b'{"index": 2, "dig')

@@ -37,8 +37,8 @@ def python_distribution(logits, temperature=1.0, top_k=None, top_p=None, min_p=N
     return [kept.get(token, 0.0) / total for token in range(len(probs))]
 
 
-def as_rows(value, rows, default):
-    return None if value is None else torch.full((rows,), value if value is not None else default)
+def as_rows(value, rows):
+    return None if value is None else torch.full((rows,), value)
 
 
 def probabilities(logits, parameters):
@@ -46,9 +46,9 @@ def probabilities(logits, parameters):
     return target_probabilities(
         logits,
         torch.full((rows,), parameters.get("temperature", 1.0)),
-        as_rows(parameters.get("top_k"), rows, 0),
-        as_rows(parameters.get("top_p"), rows, 0.0),
-        as_rows(parameters.get("min_p"), rows, 0.0),
+        as_rows(parameters.get("top_k"), rows),
+        as_rows(parameters.get("top_p"), rows),
+        as_rows(parameters.get("min_p"), rows),
     )
 
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+
+if torch.cuda.is_available():
+    import triton_ops.hc_gate_backward_kernels
+else:
+    # Without a GPU our kernels run in Triton's interpreter. Triton reads the variable while it is
+    # imported and while it decorates a kernel; servers that tests start must not inherit it.
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        # A launch would import it, too late.
+        import triton.experimental.gluon  # noqa: F401
+
+        import triton_ops.hc_gate_backward_kernels  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"

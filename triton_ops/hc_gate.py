@@ -6,12 +6,41 @@
     y = sum_j a_j * RMSNorm(H_j; path_norm_j)             # [N, d]
     c = RMSNorm(y; hidden_norm)                           # [N, d]
 
-All arithmetic is fp32; the result has ``hidden``'s dtype.
+    tensor        shape        dtype
+    hidden        [N, m*d]     bf16, fp16 or fp32; unit column stride, any row stride
+    fn            [m, m*d]     any of the three, contiguous; fp32 in a checkpoint
+    base, scale   [m], [1]     likewise
+    path_norm     [m, d]       likewise, or None: the raw paths are gated
+    hidden_norm   [d]          likewise, or None: y is returned
+    c             [N, d]       hidden's dtype
+
+All arithmetic is fp32. On CUDA, m is 1, 2, 4 or 8 and d a multiple of 64 up to 32768.
+
+``hc_gate_op.hc_gate_reduce`` checks its arguments and dispatches. CPU tensors run
+:func:`hc_gate_reduce_reference`; CUDA tensors run Triton (``hc_gate_row`` up to
+``MAX_TOKENS`` tokens, ``hc_gate_tiles`` above, ``hc_gate_backward``). Both are the
+operator ``torch.ops.hyperdflash.hc_gate_reduce``, which torch.compile and CUDA graphs see whole.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+PATHS = (1, 2, 4, 8)
+MAX_WIDTH = 32768
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """At least fp32; fp64 stays, so that gradients can be checked numerically."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last dimension, in fp32 (or fp64)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * wide(weight)
 
 
 def hc_gate_reduce_reference(
@@ -27,20 +56,16 @@ def hc_gate_reduce_reference(
 ) -> torch.Tensor:
     """Reduce ``hidden [N, m*d]`` to the context feature ``[N, d]`` in plain torch.
 
-    Args:
-        hidden: pre-collapse residual, flattened paths, ``[N, m*d]``, any float dtype.
-        fn: gate matrix ``[m, m*d]``; base: ``[m]``; scale: ``[1]``.
-        path_norm: per-path RMSNorm weights ``[m, d]``, or None to gate the raw paths.
-        hidden_norm: weight ``[d]`` of the final RMSNorm, or None to return ``y``.
-        rms_eps: epsilon of every RMSNorm; hc_eps: offset added to the gates.
+    Args: see the module's table. ``rms_eps`` is the epsilon of every RMSNorm, ``hc_eps`` is added
+        to the gates. fp64 inputs are computed in fp64.
 
     Returns:
         ``[N, d]`` in ``hidden.dtype``; differentiable in every tensor argument.
     """
     m = fn.shape[0]
-    x = hidden.float()
+    x = wide(hidden)
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
-    gates = torch.sigmoid((x @ fn.float().T) * inverse_rms * scale.float() + base.float()) + hc_eps
+    gates = torch.sigmoid((x @ wide(fn).T) * inverse_rms * wide(scale) + wide(base)) + hc_eps
     paths = x.view(*x.shape[:-1], m, x.shape[-1] // m)
     if path_norm is not None:
         paths = rms_norm(paths, path_norm, rms_eps)
@@ -50,43 +75,88 @@ def hc_gate_reduce_reference(
     return y.to(hidden.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last dimension, in fp32."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+@dataclass(frozen=True)
+class GateArguments:
+    """The arguments of one reduction, checked."""
 
+    hidden: torch.Tensor
+    fn: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+    path_norm: torch.Tensor | None
+    hidden_norm: torch.Tensor | None
+    rms_eps: float
+    hc_eps: float
 
-def hc_gate_reduce(
-    hidden: torch.Tensor,
-    fn: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    path_norm: torch.Tensor | None,
-    hidden_norm: torch.Tensor | None,
-    *,
-    rms_eps: float,
-    hc_eps: float,
-) -> torch.Tensor:
-    """Checked entry point of :func:`hc_gate_reduce_reference`; same arguments and result.
+    @property
+    def m(self) -> int:
+        """Residual paths."""
+        return self.fn.shape[0]
 
-    Raises:
-        ValueError: a shape does not fit, with what was expected and what was found.
-    """
-    if fn.ndim != 2 or fn.shape[1] % fn.shape[0]:
-        raise ValueError(f"gate matrix fn must be [m, m*d], found {tuple(fn.shape)}")
-    m, width = fn.shape
-    expected = {"base": (base, (m,)), "scale": (scale, (1,))}
-    if path_norm is not None:
-        expected["path_norm"] = (path_norm, (m, width // m))
-    if hidden_norm is not None:
-        expected["hidden_norm"] = (hidden_norm, (width // m,))
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, found {tuple(tensor.shape)}")
-    if hidden.ndim != 2 or hidden.shape[1] != width:
-        raise ValueError(
-            f"pre-collapse residual must be [N, {width}] (m={m} paths of {width // m}), "
-            f"found {tuple(hidden.shape)}"
+    @property
+    def d(self) -> int:
+        """Width of one path."""
+        return self.fn.shape[1] // self.fn.shape[0]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by name."""
+        names = ("hidden", "fn", "base", "scale", "path_norm", "hidden_norm")
+        return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """Six tensors for a kernel; ``fn`` stands in for a norm that is absent (never read)."""
+        return (
+            self.hidden,
+            self.fn,
+            self.base,
+            self.scale,
+            self.fn if self.path_norm is None else self.path_norm,
+            self.fn if self.hidden_norm is None else self.hidden_norm,
         )
-    return hc_gate_reduce_reference(
-        hidden, fn, base, scale, path_norm, hidden_norm, rms_eps=rms_eps, hc_eps=hc_eps
-    )
+
+    def check(self) -> GateArguments:
+        """Raise ``ValueError`` or ``TypeError`` unless shapes, dtypes, devices, strides fit."""
+        self._check_shapes()
+        for name, tensor in self.named().items():
+            allowed = DTYPES if tensor.is_cuda else (*DTYPES, torch.float64)
+            if tensor.dtype not in allowed:
+                names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+                raise TypeError(f"{name} must be one of {names}; found {tensor.dtype}")
+            if tensor.device != self.hidden.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, the residual on {self.hidden.device}; "
+                    "move them to one device"
+                )
+            if name != "hidden" and not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
+        if self.hidden.stride(1) != 1:
+            raise ValueError(
+                "the pre-collapse residual must have unit stride along its columns, found strides "
+                f"{self.hidden.stride()}; call .contiguous()"
+            )
+        if self.hidden.is_cuda:
+            self.check_kernel_limits()
+        return self
+
+    def _check_shapes(self) -> None:
+        if self.fn.ndim != 2 or self.fn.shape[1] % self.fn.shape[0]:
+            raise ValueError(f"gate matrix fn must be [m, m*d], found {tuple(self.fn.shape)}")
+        m, d = self.m, self.d
+        expected = {"base": (m,), "scale": (1,), "path_norm": (m, d), "hidden_norm": (d,)}
+        for name, tensor in self.named().items():
+            shape = expected.get(name)
+            if shape is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must be {shape}, found {tuple(tensor.shape)}")
+        if self.hidden.ndim != 2 or self.hidden.shape[1] != m * d:
+            raise ValueError(
+                f"pre-collapse residual must be [N, {m * d}] (m={m} paths of {d}), "
+                f"found {tuple(self.hidden.shape)}"
+            )
+
+    def check_kernel_limits(self) -> None:
+        """Raise ``ValueError`` for sizes that the CUDA kernels do not take."""
+        if self.m not in PATHS or self.d % 64 or self.d > MAX_WIDTH:
+            raise ValueError(
+                f"on CUDA the reducer takes m in {PATHS} paths whose width is a multiple of 64 up "
+                f"to {MAX_WIDTH}; found m={self.m}, d={self.d}"
+            )

@@ -1,0 +1,82 @@
+"""Inputs and comparisons of the gate kernels' tests."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import torch
+
+from triton_ops.hc_gate import GateArguments
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
+# Largest relative error ||out - ref|| / ||ref||, as the project's contract has it.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+
+
+def random_arguments(
+    n: int,
+    m: int,
+    d: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    norms: tuple[bool, bool] = (True, True),
+    seed: int = 0,
+) -> GateArguments:
+    """Fresh inputs on the test device; fp32 weights."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
+
+    tensors = [
+        (normal(n, m * d) * 3).to(dtype),
+        normal(m, m * d) * 0.1,
+        normal(m),
+        torch.rand(1, generator=g) + 0.5,
+        normal(m, d) if norms[0] else None,
+        normal(d) if norms[1] else None,
+    ]
+    placed = [t if t is None else t.to(DEVICE) for t in tensors]
+    return GateArguments(*placed, **EPSILONS).check()
+
+
+def in_fp64(a: GateArguments) -> GateArguments:
+    """The same arguments in fp64 on the CPU."""
+    tensors = (a.hidden, a.fn, a.base, a.scale, a.path_norm, a.hidden_norm)
+    wide = (t if t is None else t.double().cpu() for t in tensors)
+    return GateArguments(*wide, a.rms_eps, a.hc_eps)
+
+
+def tensors_of(a: GateArguments) -> tuple[torch.Tensor | None, ...]:
+    """The six tensors in the order of every function that takes them."""
+    return a.hidden, a.fn, a.base, a.scale, a.path_norm, a.hidden_norm
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """``||found - expected|| / ||expected||``; NaN where found is not finite."""
+    difference = (found.double().cpu() - expected.double().cpu()).norm()
+    return (difference / expected.double().cpu().norm().clamp_min(1e-300)).item()
+
+
+def bf16_dot_in_the_interpreter():
+    """Triton's interpreter keeps bf16 as 16-bit integers and multiplies those in ``tl.dot``.
+
+    This patch decodes them first; casts and loads are the interpreter's own.
+    """
+    from triton.language import bfloat16
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def decoded(handle):
+        if handle.dtype.scalar != bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+    def create_dot(self, a, b, d, *rest):
+        return plain(self, decoded(a), decoded(b), d, *rest)
+
+    return mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot)

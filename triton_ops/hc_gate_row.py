@@ -1,0 +1,108 @@
+"""Few rows (decode, verify): one CTA per token, every load in flight at once.
+
+Latency decides here, and one CTA asks for the whole gate matrix in a few microseconds. Formulas:
+:mod:`triton_ops.hc_gate`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+# fmt: off
+@triton.jit
+def column_weight(ptr, cols, mask, PRESENT: tl.constexpr):
+    """A norm weight ``[COLS]`` in fp32, ones where the norm has none."""
+    if PRESENT:
+        return tl.load(ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.where(mask, 1.0, 0.0)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _row_kernel(
+    x_ptr, fn_ptr, base_ptr, scale_ptr, path_ptr, norm_ptr, out_ptr, stats_ptr, x_stride,
+    n_tokens, rms_eps, hc_eps,
+    M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    PATH_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, SAVE_STATS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * x_stride
+    path = tl.arange(0, M)
+    z_part = tl.zeros([M, BLOCK], tl.float32)
+    sq_part = tl.zeros([M, BLOCK], tl.float32)
+    for start in tl.static_range(0, D, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < D
+        for j in tl.static_range(M):
+            x = tl.load(x_row + j * D + cols, mask=mask, other=0.0).to(tl.float32)
+            fn = tl.load(
+                fn_ptr + path[:, None] * (M * D) + j * D + cols[None, :],
+                mask=mask[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            z_part += fn * x[None, :]
+            sq_part += tl.where(path[:, None] == j, (x * x)[None, :], 0.0)
+    z = tl.sum(z_part, axis=1)
+    sq = tl.sum(sq_part, axis=1)
+    r = tl.rsqrt(tl.sum(sq, axis=0) / (M * D) + rms_eps)
+    scale = tl.load(scale_ptr).to(tl.float32)
+    base = tl.load(base_ptr + path).to(tl.float32)
+    s = tl.sigmoid(scale * z * r + base) + hc_eps
+    if PATH_NORM:
+        s = s * tl.rsqrt(sq / D + rms_eps)
+
+    cols = tl.arange(0, BLOCK_D)
+    mask = cols < D
+    y = tl.zeros([BLOCK_D], tl.float32)
+    for j in tl.static_range(M):
+        x = tl.load(x_row + j * D + cols, mask=mask, other=0.0).to(tl.float32)
+        s_j = tl.sum(tl.where(path == j, s, 0.0), axis=0)
+        y += s_j * (x * column_weight(path_ptr + j * D, cols, mask, PATH_NORM))
+    inverse = 1.0
+    if HIDDEN_NORM:
+        inverse = tl.rsqrt(tl.sum(y * y, axis=0) / D + rms_eps)
+        y = y * inverse * tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if SAVE_STATS:
+        tl.store(stats_ptr + path * n_tokens + row, z)
+        tl.store(stats_ptr + (M + path) * n_tokens + row, sq)
+        tl.store(stats_ptr + 2 * M * n_tokens + row, inverse)
+# fmt: on
+
+
+# Up to so many tokens; above, sharing the gate matrix pays.
+MAX_TOKENS = 256
+
+
+def launch(arguments, out: torch.Tensor, stats: torch.Tensor | None) -> None:
+    """One CTA per token; ``arguments`` is a checked :class:`triton_ops.hc_gate.GateArguments`."""
+    a = arguments
+    n = len(a.hidden)
+    _row_kernel[(n,)](
+        *a.pointers(),
+        out,
+        out if stats is None else stats,
+        a.hidden.stride(0),
+        n,
+        a.rms_eps,
+        a.hc_eps,
+        **constants(a, stats is not None),
+        num_warps=16,
+    )
+
+
+def constants(a, save_stats: bool) -> dict[str, int | bool]:
+    """Compile-time arguments of the row kernel."""
+    block_d = triton.next_power_of_2(a.d)
+    return {
+        "M": a.m,
+        "D": a.d,
+        "BLOCK": min(block_d, 8192 // a.m),
+        "BLOCK_D": block_d,
+        "PATH_NORM": a.path_norm is not None,
+        "HIDDEN_NORM": a.hidden_norm is not None,
+        "SAVE_STATS": save_stats,
+    }

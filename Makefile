@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test gpu-test
+.PHONY: setup demo test lint slow-test gpu-test bench
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,train]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot]'
 	touch $@
 
 demo: setup
@@ -28,3 +28,7 @@ slow-test: setup
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/unit/test_gate_kernels.py
+
+bench: setup
+	$(BIN)/python -m triton_ops.bench --out eval/results/kernels

@@ -28,10 +28,14 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         self.reducer_name, reducer = build_reducer(parsed)
         setattr(self, self.reducer_name, reducer)
 
+    @property
+    def reducer_module(self) -> torch.nn.Module:
+        """The reducer under its checkpoint name."""
+        return getattr(self, self.reducer_name)
+
     def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
         """Pre-collapse residual ``[N, m * d]`` to context features ``[N, d]`` (eq. 1)."""
-        reducer = getattr(self, self.reducer_name)
-        return reducer(target_hidden, self.hidden_norm.weight)
+        return self.reducer_module(target_hidden, self.hidden_norm.weight)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load exactly the tensors the config describes; anything else is an error."""

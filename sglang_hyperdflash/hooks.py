@@ -208,3 +208,15 @@ def target_hc_head(model: torch.nn.Module) -> tuple[torch.Tensor, ...] | None:
     if not all(isinstance(getattr(inner, name, None), torch.Tensor) for name in names):
         return None
     return tuple(getattr(inner, name) for name in names)
+
+
+def fused_kv_in_use(worker) -> bool:
+    """Whether the worker still writes draft K/V of all layers with SGLang's one fused kernel.
+
+    Seam: ``DFlashWorkerV2._use_fused_kv_materialize`` and ``_fused_kv_helper``. SGLang clears both,
+    with no more than a warning, when the fused path cannot be set up or fails once.
+    """
+    try:
+        return bool(worker._use_fused_kv_materialize) and worker._fused_kv_helper is not None
+    except AttributeError as error:
+        raise SeamError(f"SGLang seam DFlashWorkerV2 fused K/V is gone: {error}") from error

@@ -44,14 +44,22 @@ def _device() -> str:
     return f"CPU: {', '.join(sorted(names))}, {torch.get_num_threads()} cores"
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def provenance() -> dict[str, str | None]:
     """Facts to store beside every measured result."""
     return {
         "argv": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
         "sglang_hyperdflash": __version__,
-        "sglang": metadata.version("sglang"),
+        "sglang": _version("sglang"),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "device": _device(),
     }

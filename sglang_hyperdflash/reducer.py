@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from sglang_hyperdflash.config import HyperDFlashConfig
-from triton_ops import hc_gate_reduce
+from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
 from triton_ops.hc_gate import rms_norm
+from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
+
+# ||kernel - reference|| / ||reference|| at which a kernel counts as broken: twice what rounding
+# the output to the dtype can do.
+KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 class HCGateReducer(nn.Module):
@@ -80,3 +85,41 @@ def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
     return "reducer", HCGateReducer(
         m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps, path_norm=config.path_norm
     )
+
+
+@torch.inference_mode()
+def check_kernels(reducer: nn.Module, hidden_norm: torch.Tensor) -> None:
+    """Run the reducer as it will serve, once for few and once for many tokens, and compare.
+
+    On CUDA this compiles both Triton kernels before the first request. An :class:`FcReducer` has
+    no kernel of ours and passes.
+
+    Args:
+        hidden_norm: ``[d]``, in the dtype of the residuals to come.
+
+    Raises:
+        RuntimeError: a kernel is further from the fp32 reference than rounding explains.
+    """
+    if not isinstance(reducer, HCGateReducer):
+        return
+    fn, dtype = reducer.fn, hidden_norm.dtype
+    for tokens in (1, ROW_KERNEL_TOKENS + 1):
+        hidden = torch.randn(tokens, fn.shape[1], device=fn.device).to(dtype)
+        found = reducer(hidden, hidden_norm).float()
+        expected = hc_gate_reduce_reference(
+            hidden.float(),
+            fn,
+            reducer.base,
+            reducer.scale,
+            reducer.path_norm,
+            hidden_norm,
+            rms_eps=reducer.rms_eps,
+            hc_eps=reducer.hc_eps,
+        )
+        error = ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+        if not error < KERNEL_TOLERANCE[dtype]:
+            raise RuntimeError(
+                f"the reducer's kernel is wrong on {fn.device} for {tokens} tokens of {dtype}: "
+                f"relative error {error:.1e}, expected below {KERNEL_TOLERANCE[dtype]:.0e}. "
+                "Run: python -m pytest tests/unit/test_gate_kernels.py"
+            )

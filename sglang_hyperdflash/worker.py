@@ -26,7 +26,13 @@ from sglang_hyperdflash.config import (
     hc_head_fingerprint,
 )
 from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
-from sglang_hyperdflash.hooks import check_seams, pre_collapse_residual_width, target_hc_head
+from sglang_hyperdflash.hooks import (
+    check_seams,
+    fused_kv_in_use,
+    pre_collapse_residual_width,
+    target_hc_head,
+)
+from sglang_hyperdflash.reducer import check_kernels
 from sglang_hyperdflash.verify import accept_sampled, target_probabilities
 
 logger = logging.getLogger(__name__)
@@ -62,10 +68,19 @@ class HyperDFlashWorker(DFlashWorkerV2):
         hc_head = target_hc_head(target.model)
         fingerprint = None if hc_head is None else hc_head_fingerprint(*hc_head)
         check_fingerprint(config, fingerprint)
+        hidden_norm = self.draft_model.hidden_norm.weight
+        check_kernels(self.draft_model.reducer_module, hidden_norm)
+        fused_kv = fused_kv_in_use(self)
+        if hidden_norm.is_cuda and not fused_kv:
+            logger.warning(
+                "HYPERDFLASH: SGLang's fused draft K/V write is off; see its message above"
+            )
         logger.info(
-            "HYPERDFLASH ready: source=%s reducer=%s block_size=%d paths=%d",
+            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d",
             config.source,
             config.reducer,
+            "triton" if hidden_norm.is_cuda else "torch",
+            fused_kv,
             config.block_size,
             config.hc_mult,
         )

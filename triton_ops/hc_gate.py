@@ -18,7 +18,7 @@ All arithmetic is fp32. On CUDA, m is 1, 2, 4 or 8 and d a multiple of 64 up to 
 
 ``hc_gate_op.hc_gate_reduce`` checks its arguments and dispatches. CPU tensors run
 :func:`hc_gate_reduce_reference`; CUDA tensors run Triton (``hc_gate_row`` up to
-``MAX_TOKENS`` tokens, ``hc_gate_tiles`` above, ``hc_gate_backward``). Both are the
+``ROW_KERNEL_TOKENS`` tokens, ``hc_gate_tiles`` above, ``hc_gate_backward``). Both are the
 operator ``torch.ops.hyperdflash.hc_gate_reduce``, which torch.compile and CUDA graphs see whole.
 """
 

@@ -13,6 +13,8 @@ from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference, wide
 _ARGUMENTS = (
     "Tensor hidden, Tensor fn, Tensor base, Tensor scale, Tensor? path_norm, Tensor? hidden_norm"
 )
+# Up to so many tokens each has a CTA of its own; above, sharing the gate matrix pays.
+ROW_KERNEL_TOKENS = 256
 _EPSILONS = "float rms_eps, float hc_eps"
 
 
@@ -34,7 +36,7 @@ def reduce_cuda(
     if n == 0:
         return out, stats
     with torch.cuda.device(device):
-        if n <= hc_gate_row.MAX_TOKENS:
+        if n <= ROW_KERNEL_TOKENS:
             hc_gate_row.launch(arguments, out, stats)
         else:
             shape = hc_gate_tiles.TileShape.for_sizes(arguments.m, out.dtype)

@@ -50,3 +50,4 @@ def test_greedy_differs_only_at_ties(
     assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
     log = server.log.read_text(errors="replace")
     assert "falling back" not in log, "a fused path fell back"
+    assert "reducer=hc_gate kernels=triton fused_kv=True" in log

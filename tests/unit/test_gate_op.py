@@ -30,6 +30,14 @@ def test_the_operators_pass_torchs_own_checks(norms, dtype):
         torch.library.opcheck(hc_gate_reduce_backward_op, (*arguments, need_hidden))
 
 
+@pytest.fixture
+def _dynamo():
+    """The CPU platform turns torch.compile off for SGLang in the whole process."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
+@pytest.mark.usefixtures("_dynamo")
 @pytest.mark.parametrize("norms", NORMS)
 def test_compiled_whole_it_gives_the_same_values_and_gradients(norms):
     a = random_arguments(9, 4, 64, norms=norms)

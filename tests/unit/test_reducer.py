@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sglang_hyperdflash.reducer import FcReducer, HCGateReducer
+from sglang_hyperdflash import reducer as reducer_module
+from sglang_hyperdflash.reducer import FcReducer, HCGateReducer, check_kernels
 from sglang_hyperdflash.reference.mhc import hc_head_collapse
 from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
 
@@ -143,3 +144,19 @@ def test_fc_reducer_is_a_projection_then_the_norm():
     y = hidden @ reducer.weight.T
     expected = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * 2
     torch.testing.assert_close(reducer(hidden, torch.full((8,), 2.0)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_kernel_is_found_before_it_serves(monkeypatch, dtype):
+    reducer = HCGateReducer(4, 64, rms_eps=1e-6, hc_eps=1e-6, path_norm=True)
+    hidden_norm = torch.ones(64, dtype=dtype)
+    check_kernels(reducer, hidden_norm)
+    check_kernels(FcReducer(4, 64, rms_eps=1e-6), hidden_norm)
+    plain = reducer_module.hc_gate_reduce
+
+    def off_by_two_percent(*args, **kwargs):
+        return plain(*args, **kwargs) * 1.02
+
+    monkeypatch.setattr(reducer_module, "hc_gate_reduce", off_by_two_percent)
+    with pytest.raises(RuntimeError, match="kernel is wrong on cpu for 1 tokens"):
+        check_kernels(reducer, hidden_norm)

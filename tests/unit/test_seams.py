@@ -80,3 +80,13 @@ def test_draft_model_is_called_where_we_expect():
 
     source = inspect.getsource(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc)
     assert "self.draft_model.project_target_hidden(target_hidden)" in source
+
+
+def test_the_fused_kv_switches_are_where_we_expect():
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    source = inspect.getsource(DFlashWorkerV2)
+    for name in ("_use_fused_kv_materialize", "_fused_kv_helper"):
+        assert f"self.{name} = " in source, name
+    with pytest.raises(hooks.SeamError, match="fused K/V is gone"):
+        hooks.fused_kv_in_use(object())

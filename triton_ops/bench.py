@@ -1,0 +1,227 @@
+"""``make bench``: the reducer against its rivals on one GPU, beside the copy bandwidth.
+
+For every size and number of tokens, the served kernel is checked against the fp32 reference on
+fresh inputs; then each contender is captured in a CUDA graph of several calls over rotating inputs
+and replayed in rounds that interleave all contenders with a plain copy of as many bytes. A time is
+the median of the rounds, per call.
+
+Contenders: ``triton`` (what is served); ``eager`` and ``compile`` (the torch reference);
+``fused_hc_head`` (SGLang's kernel alone, no norms); ``fused_hc_head+norms`` (the same between the
+per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a norm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sglang_hyperdflash.provenance import provenance
+from triton_ops.bench_report import plot, table
+from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
+from triton_ops.hc_gate_op import reduce_cuda
+
+TOKENS = (1, 7, 28, 112, 448, 2048, 8192, 32768)
+SIZES = ("4x4096", "4x7168")
+EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
+L2_BYTES = 128 << 20
+MEMORY_BYTES = 24 << 30
+Call = Callable[[int], Any]
+
+
+def traffic_bytes(n: int, m: int, d: int, itemsize: int = 2) -> int:
+    """Least DRAM traffic of ``n`` tokens: the residual read once, the feature written once."""
+    return n * (m + 1) * d * itemsize
+
+
+def load_fused_hc_head(path: str | None) -> Callable | None:
+    """SGLang's ``fused_hc_head``, from the installed package or from its unmodified file."""
+    if path is None:
+        try:
+            from sglang.kernels.ops.layernorm.mhc_head import fused_hc_head
+        except ImportError:
+            return None
+        return fused_hc_head
+    spec = importlib.util.spec_from_file_location("sglang_mhc_head", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.fused_hc_head
+
+
+class Case:
+    """One size and number of tokens: rotating inputs and a call for every contender."""
+
+    def __init__(self, n: int, m: int, d: int, fused: Callable | None) -> None:
+        self.n, self.m, self.d = n, m, d
+        wanted = -(-2 * L2_BYTES // traffic_bytes(n, m, d))
+        self.sets = max(1, min(wanted, 64, MEMORY_BYTES // traffic_bytes(n, m, d)))
+        new = {"device": "cuda"}
+        self.hidden = [torch.randn(n, m * d, **new).bfloat16() * 3 for _ in range(self.sets)]
+        self.fn = torch.randn(m, m * d, **new) * (m * d) ** -0.5
+        self.base, self.scale = torch.randn(m, **new), torch.ones(1, **new)
+        self.path_norm, self.norm = torch.rand(m, d, **new) + 0.5, torch.ones(d, **new).bfloat16()
+        self.fused = fused
+        self.fc = torch.randn(d, m * d, **new).bfloat16() * (m * d) ** -0.5
+
+    def arguments(self, i: int) -> GateArguments:
+        hidden = self.hidden[i % self.sets]
+        weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
+        return GateArguments(hidden, *weights, **EPSILONS)
+
+    def reference(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
+        return hc_gate_reduce_reference(hidden, *weights, **EPSILONS)
+
+    def triton(self, i: int) -> torch.Tensor:
+        return reduce_cuda(self.arguments(i), save_stats=False)[0]
+
+    def sglang(self, i: int) -> torch.Tensor:
+        paths = self.hidden[i % self.sets].view(self.n, self.m, self.d)
+        return self.fused(paths, self.fn, self.scale, self.base, 1e-6, 1e-6)
+
+    def sglang_norms(self, i: int) -> torch.Tensor:
+        paths = self.hidden[i % self.sets].view(self.n, self.m, self.d)
+        paths = F.rms_norm(paths, (self.d,), eps=1e-6) * self.path_norm.bfloat16()
+        y = self.fused(paths.contiguous(), self.fn, self.scale, self.base, 1e-6, 1e-6)
+        return F.rms_norm(y, (self.d,), self.norm, 1e-6)
+
+    def generic(self, i: int) -> torch.Tensor:
+        y = F.linear(self.hidden[i % self.sets], self.fc)
+        return F.rms_norm(y, (self.d,), self.norm, 1e-6)
+
+    def copies(self) -> Call:
+        """A copy that reads and writes as many bytes as the reducer must, half each."""
+        elements = traffic_bytes(self.n, self.m, self.d) // 4
+        source = [torch.randn(elements, device="cuda").bfloat16() for _ in range(self.sets)]
+        target = [torch.empty_like(s) for s in source]
+        return lambda i: target[i % self.sets].copy_(source[i % self.sets])
+
+    def contenders(self) -> dict[str, Call]:
+        compiled = torch.compile(self.reference, dynamic=False, fullgraph=True)
+        calls = {
+            "triton": self.triton,
+            "eager": lambda i: self.reference(self.hidden[i % self.sets]),
+            "compile": lambda i: compiled(self.hidden[i % self.sets]),
+        }
+        if self.fused is not None:
+            calls |= {"fused_hc_head": self.sglang, "fused_hc_head+norms": self.sglang_norms}
+        return calls | {"fc": self.generic, "copy": self.copies()}
+
+    def error(self) -> float:
+        """Relative error of the served kernel against the fp32 reference on the first inputs."""
+        a = self.arguments(0)
+        rows = slice(0, min(self.n, 4096))
+        exact = self.reference(a.hidden[rows].float())
+        found = torch.full_like(exact, float("nan")).copy_(self.triton(0)[rows].float())
+        return ((found - exact).norm() / exact.norm()).item()
+
+
+def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of ``calls`` calls over rotating inputs, warmed up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            call(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Microseconds per call of one replay, by CUDA events."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / calls
+
+
+@torch.inference_mode()
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """One row of the results: every contender's median time with its quartiles, and ratios."""
+    error = case.error()
+    calls = max(2, min(case.sets, 32))
+    graphs = {name: capture(call, calls) for name, call in case.contenders().items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    order = list(graphs)
+    for turn in range(rounds + 2):
+        random.Random(turn).shuffle(order)
+        for name in order:
+            value = replay_us(graphs[name], calls)
+            if turn >= 2:
+                times[name].append(value)
+    moved = traffic_bytes(case.n, case.m, case.d)
+    row: dict[str, Any] = {"m": case.m, "d": case.d, "tokens": case.n, "relative_error": error}
+    for name, values in times.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        row[name] = {"median_us": median, "quartiles_us": [low, high]}
+        row[name]["tb_per_s"] = moved / median / 1e6
+    row["share_of_copy"] = row["copy"]["median_us"] / row["triton"]["median_us"]
+    return row
+
+
+def run(sizes: list[str], tokens: list[int], rounds: int, fused: Callable | None) -> list[dict]:
+    """All rows, each printed as it is measured."""
+    rows = []
+    for size in sizes:
+        m, d = map(int, size.split("x"))
+        for n in tokens:
+            rows.append(measure(Case(n, m, d, fused), rounds))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+    return rows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="MxD")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    parser.add_argument(
+        "--mhc-head", metavar="FILE", help="SGLang's mhc_head.py where sglang is not installed"
+    )
+    parser.add_argument("--plot-only", action="store_true", help="redraw OUT/hc_gate.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table, write ``hc_gate.json`` and ``hc_gate.png``."""
+    options = parse(argv)
+    results = options.out / "hc_gate.json"
+    if not options.plot_only:
+        if not torch.cuda.is_available():
+            print("bench needs a CUDA device; torch found none", file=sys.stderr)
+            return 2
+        fused = load_fused_hc_head(options.mhc_head)
+        if fused is None:
+            print("sglang is not installed: no fused_hc_head columns (see --mhc-head)")
+        rows = run(options.sizes, options.tokens, options.rounds, fused)
+        options.out.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))
+    if not results.is_file():
+        print(f"no results to plot: {results} does not exist", file=sys.stderr)
+        return 2
+    rows = json.loads(results.read_text())["rows"]
+    print(table(rows))
+    plot(rows, options.out / "hc_gate.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands; each module adds its own arguments and names its function."""
     from sglang_hyperdflash import batch, demo
+    from sglang_hyperdflash.training import initialise
 
     parser = argparse.ArgumentParser(
         prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
@@ -17,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo.add_parser(commands)
     batch.add_parser(commands)
+    initialise.add_parser(commands)
     return parser
 
 

@@ -20,6 +20,7 @@ from sglang_hyperdflash.training.data import FeatureCache, Sample
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.target_files import TargetFacts
 
 MAX_PROMPT, MAX_NEW, GENERATION_BATCH = 160, 128, 192
 HELD_OUT_PROMPTS = 24
@@ -93,7 +94,8 @@ def main() -> None:
     print(f"{len(samples)} samples, {sum(len(s.tokens) for s in samples)} tokens", flush=True)
 
     shape = DrafterShape(layers=args.layers)
-    raw = draft_config(target.config, target.hc_head, shape, tokenizer.mask_token_id)
+    facts = TargetFacts.from_config(target.config.to_dict())
+    raw = draft_config(facts, target.hc_head, shape, tokenizer.mask_token_id)
     drafter = Drafter(raw)
     drafter.inherit(target.hc_head)
     recipe = Recipe(minutes=args.minutes)

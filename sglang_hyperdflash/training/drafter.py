@@ -24,6 +24,7 @@ from sglang_hyperdflash.config import (
     parse_config,
 )
 from sglang_hyperdflash.reducer import HCGateReducer, build_reducer
+from sglang_hyperdflash.training.target_files import TargetFacts
 
 
 @dataclass(frozen=True)
@@ -38,31 +39,36 @@ class DrafterShape:
     block_size: int = 7
     reducer: str = "hc_gate"
     path_norm: bool = True
+    rope_theta: float = 10000.0
 
 
-def draft_config(target_config, hc_head, shape: DrafterShape, mask_token_id: int) -> dict[str, Any]:
+def draft_config(
+    target: TargetFacts,
+    hc_head: tuple[torch.Tensor, ...] | None,
+    shape: DrafterShape,
+    mask_token_id: int,
+) -> dict[str, Any]:
     """The ``config.json`` of a new drafter for a target (DESIGN, section 4).
 
     Args:
-        target_config: the target's transformers config.
-        hc_head: its ``(fn, base, scale)``, or None for a target without one.
+        hc_head: the target's ``(fn, base, scale)``, or None for a target without one.
     """
-    last = target_config.num_hidden_layers
+    last = target.num_hidden_layers
     fingerprint = None if hc_head is None else hc_head_fingerprint(*hc_head)
     return {
         "architectures": [DRAFT_ARCHITECTURE],
         "model_type": "qwen3",
-        "hidden_size": target_config.hidden_size,
-        "vocab_size": target_config.vocab_size,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "intermediate_size": shape.intermediate_size,
         "hidden_act": "silu",
-        "rms_norm_eps": target_config.rms_norm_eps,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": target_config.max_position_embeddings,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": target.max_position_embeddings,
         "attention_bias": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
@@ -77,13 +83,13 @@ def draft_config(target_config, hc_head, shape: DrafterShape, mask_token_id: int
         "hyperdflash_config": {
             "source": "pre_hc_head",
             "reducer": shape.reducer,
-            "hc_mult": target_config.hc_mult,
-            "hc_eps": target_config.hc_eps,
+            "hc_mult": target.hc_mult,
+            "hc_eps": target.hc_eps,
             "path_norm": shape.path_norm,
             "target": {
-                "architecture": target_config.architectures[0],
-                "hidden_size": target_config.hidden_size,
-                "vocab_size": target_config.vocab_size,
+                "architecture": target.architecture,
+                "hidden_size": target.hidden_size,
+                "vocab_size": target.vocab_size,
                 "num_hidden_layers": last,
                 "hc_head_fingerprint": fingerprint,
             },

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands; each module adds its own arguments and names its function."""
     from sglang_hyperdflash import batch, demo
-    from sglang_hyperdflash.training import initialise
+    from sglang_hyperdflash.training import initialise, schedule
 
     parser = argparse.ArgumentParser(
         prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
@@ -19,6 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_parser(commands)
     batch.add_parser(commands)
     initialise.add_parser(commands)
+    schedule.add_parser(commands)
     return parser
 
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)
-    except (HyperDFlashConfigError, FileNotFoundError, ServerFailed) as error:
+    except (HyperDFlashConfigError, OSError, FloatingPointError, ServerFailed) as error:
         print(f"hyperdflash {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -19,6 +19,7 @@ import corpus
 from sglang_hyperdflash.training.data import FeatureCache, Sample
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.target import LocalTarget
 from sglang_hyperdflash.training.target_files import TargetFacts
 
@@ -44,7 +45,7 @@ def generate(
     """Continue prompts in length-sorted batches, appending to ``path``; resumes there."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     done = path.read_text().splitlines() if path.is_file() else []
-    samples = [Sample(*json.loads(line)) for line in done]
+    samples = [Sample.continuation(*json.loads(line)) for line in done]
     generator = torch.Generator().manual_seed(len(samples))
     with path.open("a") as out:
         for start in range(len(samples), len(order), GENERATION_BATCH):
@@ -53,7 +54,7 @@ def generate(
                 chosen, max_new_tokens=MAX_NEW, temperature=temperature, generator=generator
             )
             for prompt, answer in zip(chosen, answers, strict=True):
-                samples.append(Sample(prompt + answer, len(prompt)))
+                samples.append(Sample.continuation(prompt + answer, len(prompt)))
                 out.write(json.dumps([samples[-1].tokens, len(prompt)]) + "\n")
             out.flush()
             print(f"{path.name}: {len(samples)}/{len(order)}", flush=True)
@@ -90,7 +91,7 @@ def main() -> None:
         unseen = unseen[:: max(1, len(unseen) // HELD_OUT_PROMPTS)][:HELD_OUT_PROMPTS]
         path = args.work / f"{kind}-held-out.jsonl"
         held_out[kind] = FeatureCache(target, generate(target, unseen, 0.0, path))
-    samples = [s for s in samples if len(s.tokens) - s.prompt_length >= 8]
+    samples = [s for s in samples if s.answer_tokens >= 8]
     print(f"{len(samples)} samples, {sum(len(s.tokens) for s in samples)} tokens", flush=True)
 
     shape = DrafterShape(layers=args.layers)
@@ -100,7 +101,9 @@ def main() -> None:
     drafter.inherit(target.hc_head)
     recipe = Recipe(minutes=args.minutes)
     cache = FeatureCache(target, samples)
-    Trainer(drafter, target, cache, held_out, recipe, args.work).run(args.out)
+    trainer = Trainer(drafter, target, cache, held_out, recipe, args.work)
+    with Monitor(trainer, "drafter") as monitor:
+        trainer.run(args.out, monitor)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,29 @@ import torch
 
 
 def sample_anchors(
-    valid: torch.Tensor, count: int, generator: torch.Generator
+    valid: torch.Tensor, count: int, seeds: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw up to ``count`` anchors a row, uniformly and without replacement, in order.
 
+    A row's draw depends on its own seed and valid positions, so not on the padding or the other
+    rows of its batch: many processes draw what one would.
+
     Args:
-        valid: ``[b, S]`` bool, where an anchor may stand.
+        valid: ``[b, S]`` bool, where an anchor may stand; seeds: one a row.
 
     Returns:
-        anchors ``[b, count]`` int64 and ``[b, count]`` bool, False for rows' padding entries.
+        anchors ``[b, n]`` int64 and ``[b, n]`` bool, False for rows' padding entries.
     """
-    keys = torch.rand(valid.shape, generator=generator).masked_fill(~valid, -1.0)
-    best, index = keys.topk(min(count, valid.shape[1]), dim=1)
-    keep = best >= 0
-    order = torch.where(keep, index, valid.shape[1]).sort(dim=1)
-    keep = order.values < valid.shape[1]
-    return torch.where(keep, order.values, 0), keep
+    drawn = []
+    for row, seed in zip(valid, seeds, strict=True):
+        places = row.nonzero().squeeze(1)
+        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
+        drawn.append(places[order[:count]].sort().values)
+    anchors = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True, padding_value=-1)
+    if anchors.shape[1] == 0:
+        anchors = torch.full((len(valid), 1), -1)
+    keep = anchors >= 0
+    return anchors.clamp(min=0), keep
 
 
 def anchor_positions(loss_mask: torch.Tensor) -> torch.Tensor:

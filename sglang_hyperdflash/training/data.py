@@ -1,32 +1,65 @@
-"""Training samples: token rows with an answer mask, padded into batches."""
+"""Training samples: tokens with answer spans, collated into batches with the target's states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the target's own continuation of it."""
+    """Tokens of a conversation and the spans ``[start, end)`` that the target answered."""
 
     tokens: list[int]
-    prompt_length: int
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def continuation(cls, tokens: list[int], prompt_length: int) -> Sample:
+        """A prompt and one answer that runs to the end."""
+        return cls(tokens, ((prompt_length, len(tokens)),))
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens inside the spans."""
+        return sum(end - start for start, end in self.spans)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Padded samples with the target's states.
-
-    tokens ``[b, S]``, loss_mask ``[b, S]`` bool (answer tokens), residual ``[b, S, m*d]``
-    (pre-collapse), final ``[b, S, d]`` (final-norm state, the true gated collapse).
-    """
+class Rows:
+    """Padded samples: tokens ``[b, S]`` int64 and loss_mask ``[b, S]`` bool (answer tokens)."""
 
     tokens: torch.Tensor
     loss_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class States:
+    """The target's states of some rows: residual ``[b, S, m*d]`` (pre-collapse) and final
+    ``[b, S, d]`` (after the final norm: the true gated collapse), fp32, zero in the padding."""
+
     residual: torch.Tensor
     final: torch.Tensor
+
+
+class Source(Protocol):
+    """Where a trainer gets samples and their states from."""
+
+    samples: list[Sample]
+
+    def states(self, indices: list[int]) -> States:
+        """The target's states of the samples at ``indices``, padded like :func:`collate`."""
+
+
+def collate(samples: list[Sample]) -> Rows:
+    """Right-pad samples; padding is outside the loss mask."""
+    tokens = pad([sample.tokens for sample in samples])
+    loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        for start, end in sample.spans:
+            loss_mask[row, start:end] = True
+    return Rows(tokens, loss_mask)
 
 
 class FeatureCache:
@@ -44,26 +77,34 @@ class FeatureCache:
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            tokens = pad([samples[i].tokens for i in chosen])
-            final, residual = target.features(tokens)
+            final, residual = target.features(pad([samples[i].tokens for i in chosen]))
             for row, i in enumerate(chosen):
                 n = len(samples[i].tokens)
                 self.final[i] = final[row, :n].to(dtype).clone()
                 self.residual[i] = residual[row, :n].to(dtype).clone()
 
-    def batch(self, indices: list[int]) -> Batch:
-        """Collate samples; padding rows are zero and outside the loss mask."""
-        tokens = pad([self.samples[i].tokens for i in indices])
-        loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, i in enumerate(indices):
-            sample = self.samples[i]
-            loss_mask[row, sample.prompt_length : len(sample.tokens)] = True
-        return Batch(
-            tokens,
-            loss_mask,
+    def states(self, indices: list[int]) -> States:
+        """See :class:`Source`."""
+        return States(
             _pad_states([self.residual[i] for i in indices]),
             _pad_states([self.final[i] for i in indices]),
         )
+
+
+class OnlineFeatures:
+    """The target's states computed for each batch anew: nothing is kept."""
+
+    def __init__(self, target, samples: list[Sample]) -> None:
+        self.target, self.samples = target, samples
+
+    def states(self, indices: list[int]) -> States:
+        """See :class:`Source`."""
+        rows = collate([self.samples[i] for i in indices])
+        final, residual = self.target.features(rows.tokens)
+        lengths = torch.tensor([len(self.samples[i].tokens) for i in indices])
+        real = (torch.arange(rows.tokens.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
+        # Clones: the target ran in inference mode, whose tensors autograd cannot save.
+        return States((residual * real).clone(), (final * real).clone())
 
 
 def pad(rows: list[list[int]]) -> torch.Tensor:

@@ -1,237 +1,266 @@
-"""The training loop of a drafter: one process, time-budgeted, resumable, best-by-tau."""
+"""The training loop of a drafter: one process or many, exactly resumable, best-by-tau."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sglang_hyperdflash.metrics import accept_length, position_acceptance
-from sglang_hyperdflash.training.blocks import (
-    anchor_positions,
-    block_labels,
-    block_mask,
-    sample_anchors,
-)
-from sglang_hyperdflash.training.data import Batch, FeatureCache
+from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.training.data import Rows, Source, States, collate
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.losses import cross_entropy, kl_distillation, position_weights
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.objective import Blocks, Objective, denominators, sums
+from sglang_hyperdflash.training.replay import Replay
+from sglang_hyperdflash.training.world import World
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyperparameters under the paper's symbols (section 2.3, eq. 2-3)."""
+    """Hyperparameters of one stage; ``steps`` or ``minutes`` is its length.
 
-    minutes: float = 30.0
+    batch: samples of the global batch; micro_batch: samples in memory at a time, per process;
+    anchors: blocks a sample; every: steps between checkpoints.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
     lr: float = 2e-3
     lr_floor: float = 2e-5
     warmup_steps: int = 50
     weight_decay: float = 0.0
+    clip: float = 1.0
     batch: int = 8
+    micro_batch: int = 8
     anchors: int = 32
-    decay: float | None = 4.0
-    alpha: float = 0.15
-    T_KD: float = 1.0
-    P: int = 2
-    teacher: str = "gated"
+    every: int = 400
+    bf16: bool = True
     seed: int = 0
+    objective: Objective = field(default_factory=Objective)
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise HyperDFlashConfigError("a recipe needs steps or minutes, and not both.")
+        positive = ("steps", "minutes", "lr", "batch", "micro_batch", "anchors", "every", "clip")
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise HyperDFlashConfigError(f"recipe.{name} must be above 0, found {value!r}.")
 
 
 class Trainer:
-    """Trains ``drafter`` on cached target states; ``folder`` holds its state and its log."""
+    """Trains ``drafter`` on a source of target states; ``folder`` holds its state and its log.
+
+    Every step's samples, anchors and learning rate follow from the recipe and the step's number
+    alone (with ``minutes`` the learning rate follows the clock), so a killed run that resumes
+    from ``state.pt`` ends with the weights of one that was never killed.
+    """
 
     def __init__(
         self,
         drafter: Drafter,
-        target: LocalTarget,
-        train: FeatureCache,
-        held_out: dict[str, FeatureCache],
+        target,
+        train: Source,
+        held_out: dict[str, Source],
         recipe: Recipe,
         folder: Path,
+        world: World | None = None,
     ) -> None:
+        if not train.samples:
+            raise HyperDFlashConfigError("there are no training samples.")
         self.drafter, self.target, self.recipe = drafter, target, recipe
-        self.train_cache, self.held_out, self.folder = train, held_out, folder
-        self.block = drafter.config.block_size
-        self.weights = position_weights(self.block - 1, recipe.decay)
-        self.mask_embedding = target.embed_tokens.weight[drafter.config.mask_token_id]
-        matrices = [p for n, p in drafter.named_parameters() if "_proj." in n or n == "fc.weight"]
-        chosen = {id(p) for p in matrices}
-        others = [p for p in drafter.parameters() if id(p) not in chosen]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": recipe.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+        self.train, self.held_out, self.folder = train, held_out, folder
+        self.world = world or World()
+        self.replay = Replay(drafter, target)
+        self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0}
-        self.generator = torch.Generator().manual_seed(recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
-    def block_embeddings(self, tokens: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """``[b, n, B, d]``: the anchor token's embedding, then mask embeddings."""
-        first = self.target.embed_tokens(tokens.gather(1, anchors))
-        masks = self.mask_embedding.expand(*anchors.shape, self.block - 1, -1)
-        return torch.cat([first.unsqueeze(2), masks], dim=2)
+    def step_indices(self, step: int) -> list[int]:
+        """The global batch of a step: passes over the data, each in an order of its own."""
+        count, batch = len(self.train.samples), self.recipe.batch
+        indices = []
+        for at in range(step * batch, (step + 1) * batch):
+            indices.append(self._order(at // count)[at % count])
+        return indices
 
-    def draft_states(self, batch: Batch, anchors: torch.Tensor, keep: torch.Tensor):
-        """Hidden states ``[b, n, B, d]`` of the blocks anchored at ``anchors``."""
-        mask = block_mask(anchors, keep, batch.tokens.shape[1], self.block)
-        context = self.drafter.reduce(batch.residual)
-        return self.drafter(context, self.block_embeddings(batch.tokens, anchors), anchors, mask)
+    def _order(self, epoch: int) -> list[int]:
+        if getattr(self, "_cached_order", (None,))[0] != epoch:
+            generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.train.samples), generator=generator).tolist()
+            self._cached_order = (epoch, order)
+        return self._cached_order[1]
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """CE + alpha * KL of one batch (eq. 3), and its parts for the log."""
-        valid = anchor_positions(batch.loss_mask)
-        anchors, keep = sample_anchors(valid, self.recipe.anchors, self.generator)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = self.draft_states(batch, anchors, keep)[:, :, 1:]
-        labels, supervised = block_labels(batch.tokens, batch.loss_mask, anchors, self.block)
-        supervised = supervised & keep.unsqueeze(-1)
-        logits = self.target.lm_head(hidden[supervised].float())
-        weights = self.weights.expand_as(labels)[supervised]
-        numerator, denominator = cross_entropy(logits, labels[supervised], weights)
-        ce = numerator / denominator
-        report = {"ce": ce.item()}
-        if not self.recipe.alpha:
-            return ce, report
-        early = torch.arange(self.block - 1) < self.recipe.P
-        early = early.expand_as(supervised)[supervised]
-        teacher = self._teacher_logits(batch, anchors, supervised)
-        numerator, denominator = kl_distillation(
-            logits[early], teacher, int(keep.sum()), self.recipe.T_KD, self.recipe.P
-        )
-        kl = numerator / denominator
-        report["kl"] = kl.item()
-        return ce + self.recipe.alpha * kl, report
+    def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
+        """This process's share of a step, cut to the micro batch, with its anchors drawn."""
+        indices = self.step_indices(step)
+        seeds = [(self.recipe.seed + 1) * 2**40 + step * 2**16 + i for i in range(len(indices))]
+        mine = list(zip(indices, seeds, strict=True))[self.world.rank :: self.world.size]
+        block, parts = self.drafter.config.block_size, []
+        for start in range(0, len(mine), self.recipe.micro_batch):
+            ids, part_seeds = zip(*mine[start : start + self.recipe.micro_batch], strict=True)
+            rows = collate([self.train.samples[i] for i in ids])
+            blocks = Blocks.draw(rows, self.recipe.anchors, block, list(part_seeds))
+            parts.append((list(ids), rows, blocks))
+        return parts
 
-    def _teacher_logits(
-        self, batch: Batch, anchors: torch.Tensor, supervised: torch.Tensor
-    ) -> torch.Tensor:
-        """Target logits at a+k-1 for the supervised drafts k <= P, in their flattened order."""
-        p = self.recipe.P
-        early = supervised[..., :p]
-        at = (anchors.unsqueeze(-1) + torch.arange(p)).clamp(max=batch.tokens.shape[1] - 1)
-        rows = torch.arange(len(anchors)).view(-1, 1, 1).expand_as(at)
-        if self.recipe.teacher == "gated":
-            states = batch.final[rows[early], at[early]]
-        else:
-            states = self.target.mean_pooled_state(batch.residual[rows[early], at[early]])
-        with torch.no_grad():
-            return self.target.lm_head(states)
+    def accumulate(self, step: int) -> dict[str, Any]:
+        """Gradients of one global batch, summed over micro batches and processes, and its report.
 
-    @torch.no_grad()
-    def simulated_acceptance(self, cache: FeatureCache, batch: int = 8) -> list[int]:
-        """Replay held-out continuations block by block: a histogram of accepted drafts."""
-        histogram = [0] * self.block
-        for start in range(0, len(cache.samples), batch):
-            indices = list(range(start, min(start + batch, len(cache.samples))))
-            data = cache.batch(indices)
-            valid = anchor_positions(data.loss_mask)
-            count = int(valid.sum(1).max())
-            if count == 0:
-                continue
-            anchors, keep = sample_anchors(valid, count, torch.Generator().manual_seed(0))
-            hidden = self.draft_states(data, anchors, keep)[:, :, 1:]
-            drafts = self.target.lm_head(hidden).argmax(-1)
-            labels, real = block_labels(data.tokens, data.loss_mask, anchors, self.block)
-            accepted = ((drafts == labels) & real).int().cumprod(-1).sum(-1)
-            for row in range(len(indices)):
-                at, starts = 0, anchors[row][keep[row]].tolist()
-                while at < len(starts):
-                    # A block cut short by the sample's end says nothing of its tail.
-                    if not bool(real[row, at].all()):
-                        break
-                    taken = int(accepted[row, at])
-                    histogram[taken] += 1
-                    at += taken + 1
-        return histogram
+        Raises:
+            FloatingPointError: the loss is not finite; nothing was changed.
+        """
+        objective = self.recipe.objective
+        parts = self.micro_batches(step)
+        divide = torch.zeros(2)
+        for _, _, blocks in parts:
+            divide += denominators(objective, blocks)
+        ce_rows, kl_blocks = self.world.sum(divide).clamp(min=1e-9).tolist()
+        drafts = self.drafter.config.num_drafts
+        totals = torch.zeros(2 + 2 * drafts)
+        for ids, rows, blocks in parts:
+            states = self.train.states(ids)
+            part = self._sums(rows, states, blocks)
+            loss = part.ce / ce_rows + objective.alpha * part.kl / kl_blocks
+            if loss.requires_grad:
+                loss.backward()
+            ce, kl = part.ce.detach() / ce_rows, part.kl.detach() / kl_blocks
+            totals += torch.cat([torch.stack([ce, kl]), part.hits, part.rows])
+        self.world.sum(totals)
+        ce, kl = totals[:2].tolist()
+        if not math.isfinite(ce + kl):
+            raise FloatingPointError(
+                f"the loss is not finite (CE {ce}, KL {kl}) at step {step}; lower the learning "
+                f"rate and resume from {self.folder / 'state.pt'}."
+            )
+        self.world.sum_gradients(self.drafter.parameters())
+        hits, rows = totals[2 : 2 + drafts], totals[2 + drafts :]
+        return {"ce": ce, "kl": kl, "hits": hits, "rows": rows, "loss": ce + objective.alpha * kl}
 
-    def evaluate(self) -> dict[str, dict]:
-        """tau (bonus included) and per-position acceptance of every held-out kind."""
-        self.drafter.eval()
-        result = {}
-        for kind, cache in self.held_out.items():
-            histogram = self.simulated_acceptance(cache)
-            accepted = sum(i * n for i, n in enumerate(histogram))
-            result[kind] = {
-                "tau": accept_length(accepted, max(sum(histogram), 1)),
-                "position_acceptance": position_acceptance(histogram, self.block - 1),
-            }
-        self.drafter.train()
-        return result
+    def _sums(self, rows: Rows, states: States, blocks: Blocks):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.recipe.bf16):
+            hidden = self.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
+        return sums(self.recipe.objective, self.target, rows, states, blocks, hidden)
 
-    def learning_rate(self, progress: float) -> float:
+    def progress(self) -> float:
+        """Share of the stage that is done, 0 to 1."""
+        if self.recipe.steps is not None:
+            return min(1.0, self.state["step"] / self.recipe.steps)
+        return min(1.0, self.state["seconds"] / (60 * self.recipe.minutes))
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine to ``lr_floor``."""
         r = self.recipe
-        cosine = r.lr_floor + (r.lr - r.lr_floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        cosine = r.lr_floor + (r.lr - r.lr_floor) * 0.5 * (1 + math.cos(math.pi * self.progress()))
         return cosine * min(1.0, (self.state["step"] + 1) / r.warmup_steps)
 
-    def run(self, out: Path, *, evaluate_every: float = 180.0) -> None:
-        """Train until the time budget is spent; keep the best checkpoint by mean tau in ``out``."""
-        budget, reports, last_eval = self.recipe.minutes * 60, [], self.state["seconds"]
-        while self.state["seconds"] < budget:
-            started = time.monotonic()
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate(min(1.0, self.state["seconds"] / budget))
-            count = len(self.train_cache.samples)
-            chosen = torch.randperm(count, generator=self.generator)[: self.recipe.batch]
-            loss, report = self.loss(self.train_cache.batch(chosen.tolist()))
-            if not torch.isfinite(loss):
-                raise FloatingPointError(
-                    f"loss is {loss.item()} at step {self.state['step']}; lower the learning rate "
-                    f"or resume from {self.folder / 'state.pt'}."
-                )
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            reports.append(report)
-            self.state["step"] += 1
-            self.state["seconds"] += time.monotonic() - started
-            finished = self.state["seconds"] >= budget
-            if finished or self.state["seconds"] - last_eval > evaluate_every:
-                last_eval = self.state["seconds"]
-                self._checkpoint(out, reports)
-                reports.clear()
+    def step(self) -> dict[str, Any]:
+        """One optimizer step."""
+        started = time.monotonic()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.zero_grad()
+        report = self.accumulate(self.state["step"])
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)
+        self.optimizer.step()
+        self.state["step"] += 1
+        spent = torch.tensor([time.monotonic() - started])
+        self.state["seconds"] += self.world.sum(spent).item() / self.world.size
+        return report
 
-    def _checkpoint(self, out: Path, reports: list[dict[str, float]]) -> None:
+    def run(self, out: Path, display=None) -> dict[str, Any]:
+        """Train to the end of the stage; keep the best checkpoint by mean tau in ``out``.
+
+        Args:
+            display: called with the trainer and each step's report (a progress bar).
+
+        Returns:
+            The last checkpoint's record.
+        """
+        reports, record = [], {}
+        while self.progress() < 1.0:
+            reports.append(self.step())
+            if display is not None:
+                display(self, reports[-1])
+            if self.progress() >= 1.0 or self.state["step"] % self.recipe.every == 0:
+                record = self._checkpoint(out, reports)
+                reports.clear()
+        return record
+
+    def _checkpoint(self, out: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        record: dict[str, Any] = {}
+        if self.world.is_main:
+            record = self._record(reports)
+            self.state["tau"] = record["tau"]
+            if record["tau"] > self.state["best_tau"] or not self.held_out:
+                self.state["best_tau"] = record["tau"]
+                self.drafter.save(out)
+            self._save_state()
+            with (self.folder / "training_log.jsonl").open("a") as log:
+                log.write(json.dumps(record) + "\n")
+        self.world.barrier()
+        return record
+
+    def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        hits = sum(r["hits"] for r in reports)
+        rows = sum(r["rows"] for r in reports).clamp(min=1)
         record = {"step": self.state["step"], "minutes": round(self.state["seconds"] / 60, 2)}
-        for key in reports[0]:
-            record[key] = sum(r[key] for r in reports) / len(reports)
-        record["held_out"] = self.evaluate()
-        record["tau"] = sum(r["tau"] for r in record["held_out"].values()) / len(self.held_out)
-        if record["tau"] > self.state["best_tau"]:
-            self.state["best_tau"] = record["tau"]
-            self.drafter.save(out)
+        record |= {k: sum(r[k] for r in reports) / len(reports) for k in ("loss", "ce", "kl")}
+        record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
+        held_out = {kind: self.replay.evaluate(source) for kind, source in self.held_out.items()}
+        taus = [result["tau"] for result in held_out.values()]
+        return record | {"held_out": held_out, "tau": sum(taus) / len(taus) if taus else 0.0}
+
+    def _save_state(self) -> None:
         partial = self.folder / "state.pt.partial"
-        torch.save(
-            {
-                "drafter": self.drafter.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "state": self.state,
-                "generator": self.generator.get_state(),
-            },
-            partial,
-        )
+        content = {
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "state": self.state,
+            "recipe": asdict(self.recipe),
+        }
+        try:
+            torch.save(content, partial)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(
+                f"cannot write {partial}: {error}. The checkpoint before this one is whole; free "
+                "space and run the same command to resume from it."
+            ) from error
         partial.replace(self.folder / "state.pt")
-        with (self.folder / "training_log.jsonl").open("a") as log:
-            log.write(json.dumps(record) + "\n")
-        print(json.dumps(record), flush=True)
 
     def _resume(self) -> None:
         path = self.folder / "state.pt"
         if not path.is_file():
             return
         saved = torch.load(path, weights_only=True)
+        free = ("steps", "minutes", "every")  # a stage may be lengthened
+        mine, theirs = asdict(self.recipe), saved["recipe"]
+        changed = [k for k in mine if k not in free and mine[k] != theirs.get(k)]
+        if changed:
+            raise HyperDFlashConfigError(
+                f"{path} was trained with another {', '.join(changed)} "
+                f"({', '.join(repr(theirs.get(k)) for k in changed)}); restore it, or choose a new "
+                "working folder."
+            )
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.state = saved["state"]
-        self.generator.set_state(saved["generator"])
-        print(f"resumed at step {self.state['step']}", flush=True)
+
+
+def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only, never on the gate or a norm."""
+    matrices, others = [], []
+    for name, parameter in drafter.named_parameters():
+        chosen = matrices if "_proj." in name or name == "fc.weight" else others
+        chosen.append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)

@@ -45,10 +45,9 @@ def test_anchor_and_first_draft_must_be_answer_tokens():
 
 def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
     valid = torch.tensor([[True, False, True, True, False, True], [False] * 6])
-    generator = torch.Generator().manual_seed(0)
     seen = torch.zeros(6)
-    for _ in range(2000):
-        anchors, keep = sample_anchors(valid, 2, generator)
+    for seed in range(2000):
+        anchors, keep = sample_anchors(valid, 2, [seed, seed])
         chosen = anchors[0][keep[0]].tolist()
         assert chosen == sorted(set(chosen))
         assert len(chosen) == 2
@@ -61,8 +60,23 @@ def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
 
 def test_fewer_valid_positions_than_anchors_are_all_taken():
     valid = torch.tensor([[False, True, False, True]])
-    anchors, keep = sample_anchors(valid, 4, torch.Generator().manual_seed(0))
+    anchors, keep = sample_anchors(valid, 4, [0])
     assert anchors[0][keep[0]].tolist() == [1, 3]
+
+
+def test_a_rows_anchors_do_not_depend_on_its_batch():
+    valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    together, keep = sample_anchors(valid, 5, [7, 8, 9])
+    padded = torch.nn.functional.pad(valid[1:2], (0, 11))
+    alone, _ = sample_anchors(padded, 5, [8])
+    assert together[1].tolist() == alone[0].tolist()
+    assert keep.all()
+
+
+def test_no_valid_position_gives_an_empty_block():
+    anchors, keep = sample_anchors(torch.zeros(2, 5, dtype=torch.bool), 3, [0, 1])
+    assert anchors.shape == (2, 1)
+    assert not keep.any()
 
 
 def test_labels_stop_at_the_first_token_outside_the_answer():

@@ -1,0 +1,178 @@
+"""Chat data to samples: several JSONL forms, the target's chat template, assistant-only masks.
+
+Forms, told apart by their fields: ``{"messages": [{"role", "content"}]}``; ShareGPT's
+``{"conversations": [{"from", "value"}]}``; ``{"instruction", "output"}`` (Evol-CodeAlpaca);
+``{"turns": [...]}``, user turns without answers, which only regeneration can use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.training.data import Sample
+
+Messages = list[dict[str, str]]
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_SHAREGPT_ROLES["system"] = "system"
+
+
+def read_conversations(path: str | Path) -> Iterator[Messages]:
+    """Conversations of a JSONL file, each a list of ``{"role", "content"}``.
+
+    Raises:
+        FileNotFoundError: no such file. HyperDFlashConfigError: a line in none of the forms, or a
+            file without any; both name the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"data file {path} does not exist.")
+    empty = True
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                empty = False
+                yield parse_conversation(line, f"{path}, line {number}")
+    if empty:
+        raise HyperDFlashConfigError(f"data file {path} is empty.")
+
+
+def parse_conversation(line: str, where: str) -> Messages:
+    """One line in any of the forms; ``where`` names it in errors."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise HyperDFlashConfigError(f"{where} is not JSON: {error}.") from error
+    if not isinstance(record, Mapping):
+        raise HyperDFlashConfigError(f"{where} must be an object, found {type(record).__name__}.")
+    if "messages" in record:
+        messages = [_message(m, "role", "content", where) for m in _list(record, "messages", where)]
+    elif "conversations" in record:
+        turns = _list(record, "conversations", where)
+        messages = [_message(m, "from", "value", where) for m in turns]
+    elif "instruction" in record and "output" in record:
+        extra = record.get("input") or ""
+        prompt = record["instruction"] + (f"\n{extra}" if extra else "")
+        messages = [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": record["output"]},
+        ]
+    elif "turns" in record:
+        messages = [{"role": "user", "content": t} for t in _list(record, "turns", where)]
+    else:
+        raise HyperDFlashConfigError(
+            f"{where} needs messages, conversations, instruction and output, or turns; found "
+            f"{', '.join(map(repr, record)) or 'nothing'}."
+        )
+    if not all(isinstance(m["content"], str) for m in messages):
+        raise HyperDFlashConfigError(f"{where}: every message must be text.")
+    return messages
+
+
+def _list(record: Mapping[str, Any], name: str, where: str) -> list:
+    value = record[name]
+    if not isinstance(value, list) or not value:
+        raise HyperDFlashConfigError(f"{where}: {name} must be a non-empty list.")
+    return value
+
+
+def _message(entry: Any, role: str, content: str, where: str) -> dict[str, str]:
+    if not isinstance(entry, Mapping) or role not in entry or content not in entry:
+        raise HyperDFlashConfigError(f"{where}: every turn must have {role} and {content}.")
+    name = _SHAREGPT_ROLES.get(entry[role]) if role == "from" else entry[role]
+    if name not in ("system", "user", "assistant"):
+        raise HyperDFlashConfigError(
+            f"{where}: role {entry[role]!r} is not one of system, user, assistant (human, gpt)."
+        )
+    return {"role": name, "content": entry[content]}
+
+
+def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> Sample | None:
+    """Tokens of a whole conversation, its assistant answers (end tokens included) as spans.
+
+    The template is rendered up to every answer and after it; what an answer adds is its span. That
+    works with any template that only appends.
+
+    Returns:
+        None without an assistant message.
+
+    Raises:
+        HyperDFlashConfigError: the template rewrites earlier turns, or an answer adds no token.
+    """
+    spans: list[tuple[int, int]] = []
+    tokens: list[int] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:i], prompt=True)
+        after = _render(tokenizer, messages[: i + 1], prompt=False)
+        if not after.startswith(before):
+            raise HyperDFlashConfigError(
+                f"{where}: the chat template renders an answer differently once it is there, so "
+                "its tokens cannot be told apart. Use a template that only appends."
+            )
+        start = tokenizer(before, add_special_tokens=False)["input_ids"]
+        answer = tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
+        if tokens and start[: len(tokens)] != tokens:
+            raise HyperDFlashConfigError(
+                f"{where}: the chat template rewrites earlier turns (it may drop reasoning). "
+                "Split the conversation into one line for each answer."
+            )
+        if not answer:
+            raise HyperDFlashConfigError(
+                f"{where}: the chat template yields no assistant tokens for answer "
+                f"{len(spans) + 1}."
+            )
+        spans.append((len(start), len(start) + len(answer)))
+        tokens = start + answer
+    return Sample(tokens, tuple(spans)) if spans else None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Samples of some files and how many conversations were left out, by reason."""
+
+    samples: list[Sample]
+    without_answer: int
+    too_long: int
+
+    def __str__(self) -> str:
+        tokens = sum(sample.answer_tokens for sample in self.samples)
+        return (
+            f"{len(self.samples)} samples, {tokens} answer tokens; left out {self.too_long} over "
+            f"the length limit and {self.without_answer} without an answer"
+        )
+
+
+def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loaded:
+    """Samples of JSONL files, in order; conversations over ``max_length`` tokens are left out.
+
+    Raises:
+        HyperDFlashConfigError: a bad line, or nothing left to train on (and why).
+    """
+    samples, without, long = [], 0, 0
+    paths = list(paths)
+    for path in paths:
+        for number, messages in enumerate(read_conversations(path), 1):
+            sample = to_sample(tokenizer, messages, f"{path}, conversation {number}")
+            if sample is None:
+                without += 1
+            elif len(sample.tokens) > max_length:
+                long += 1
+            else:
+                samples.append(sample)
+    loaded = Loaded(samples, without, long)
+    if not samples:
+        raise HyperDFlashConfigError(
+            f"no samples in {', '.join(map(str, paths))} ({loaded}); raise max_length "
+            f"({max_length}), or answer the prompts with the target first."
+        )
+    return loaded
+
+
+def _render(tokenizer, messages: Messages, *, prompt: bool) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)

@@ -1,0 +1,203 @@
+"""``hyperdflash train``: stages from a TOML file, each a run of :class:`Trainer`.
+
+target = "DIR"            # the model that is accelerated
+draft = "DIR"             # from `hyperdflash init`
+out = "DIR"               # the trained drafter
+max_length = 512          # tokens of a conversation
+features = "cache"        # or "online": the target's states anew for each batch
+[held_out]                # simulated tau is the mean over these
+math = "math.jsonl"
+[objective]               # alpha, T, P, teacher, weights, gamma: see training.objective
+[[stage]]                 # one or more, in order; each starts from the best of the one before
+data = ["a.jsonl"]
+epochs = 5                # or steps, or minutes
+lr = 8e-4                 # and the other fields of training.loop.Recipe
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sglang_hyperdflash.config import HyperDFlashConfigError, check_fingerprint, hc_head_fingerprint
+from sglang_hyperdflash.training.conversations import load_samples
+from sglang_hyperdflash.training.data import FeatureCache, OnlineFeatures
+from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.monitor import Monitor
+from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.world import World
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SOURCES = {"cache": FeatureCache, "online": OnlineFeatures}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its files, its length in epochs (or in its recipe), and its other fields."""
+
+    data: tuple[Path, ...]
+    epochs: float | None
+    recipe: dict[str, Any]
+
+    def resolve(self, samples: int, objective: Objective) -> Recipe:
+        """The recipe for so many samples."""
+        values = dict(self.recipe)
+        if self.epochs is not None:
+            batch = values.get("batch", Recipe.batch)
+            values["steps"] = max(1, math.ceil(self.epochs * samples / batch))
+        return Recipe(**values, objective=objective)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A checked training file; relative paths count from its folder."""
+
+    target: Path
+    draft: Path
+    out: Path
+    max_length: int
+    features: str
+    held_out: dict[str, Path]
+    objective: Objective
+    stages: tuple[Stage, ...]
+
+
+def read_schedule(path: Path) -> Schedule:
+    """Read and check a training file.
+
+    Raises:
+        FileNotFoundError: no such file. HyperDFlashConfigError: not TOML, or a field is missing,
+            unknown or wrong.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--config {path} does not exist.")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise HyperDFlashConfigError(f"{path} is not TOML: {error}.") from error
+    known = {f.name for f in fields(Schedule)} - {"stages"} | {"stage"}
+    _refuse_unknown(raw, known, str(path))
+    for name in ("target", "draft", "out", "stage"):
+        if not raw.get(name):
+            raise HyperDFlashConfigError(f"{path}: {name} is missing.")
+    features = raw.get("features", "cache")
+    if features not in SOURCES:
+        raise HyperDFlashConfigError(
+            f"{path}: features must be one of {', '.join(SOURCES)}; found {features!r}."
+        )
+    objective = raw.get("objective", {})
+    _refuse_unknown(objective, {f.name for f in fields(Objective)}, f"{path}: [objective]")
+    base = path.resolve().parent
+    return Schedule(
+        target=base / raw["target"],
+        draft=base / raw["draft"],
+        out=base / raw["out"],
+        max_length=int(raw.get("max_length", 2048)),
+        features=features,
+        held_out={kind: base / file for kind, file in raw.get("held_out", {}).items()},
+        objective=Objective(**objective),
+        stages=tuple(
+            _stage(entry, base, f"{path}: stage {i}") for i, entry in enumerate(raw["stage"], 1)
+        ),
+    )
+
+
+def _stage(entry: Mapping[str, Any], base: Path, where: str) -> Stage:
+    allowed = {f.name for f in fields(Recipe)} - {"objective"} | {"data", "epochs"}
+    _refuse_unknown(entry, allowed, where)
+    if not entry.get("data"):
+        raise HyperDFlashConfigError(f"{where}: data is missing.")
+    lengths = [name for name in ("epochs", "steps", "minutes") if name in entry]
+    if len(lengths) != 1:
+        raise HyperDFlashConfigError(
+            f"{where} needs exactly one of epochs, steps or minutes; found {lengths or 'none'}."
+        )
+    recipe = {k: v for k, v in entry.items() if k not in ("data", "epochs")}
+    return Stage(tuple(base / file for file in entry["data"]), entry.get("epochs"), recipe)
+
+
+def _refuse_unknown(section: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(section) - known)
+    if unknown:
+        raise HyperDFlashConfigError(
+            f"{where}: unknown field {unknown[0]}; known are {', '.join(sorted(known))}."
+        )
+
+
+def load_pair(schedule: Schedule):
+    """The target and the untrained drafter, refused unless they belong together."""
+    from sglang_hyperdflash.training.target import LocalTarget
+
+    drafter = Drafter.load(schedule.draft)
+    target = LocalTarget(schedule.target)
+    check_fingerprint(drafter.config, hc_head_fingerprint(*target.hc_head))
+    return target, drafter
+
+
+def train(schedule: Schedule, work: Path, world: World) -> None:
+    """Run every stage; finished ones are skipped, a cut one resumes."""
+    from transformers import AutoTokenizer
+
+    target, drafter = load_pair(schedule)
+    tokenizer = AutoTokenizer.from_pretrained(schedule.target)
+    source = SOURCES[schedule.features]
+    held_out = {
+        kind: source(target, load_samples([file], tokenizer, schedule.max_length).samples)
+        for kind, file in schedule.held_out.items()
+    }
+    best = schedule.draft
+    for number, stage in enumerate(schedule.stages, 1):
+        folder = work / f"stage-{number}"
+        loaded = load_samples(stage.data, tokenizer, schedule.max_length)
+        if world.is_main:
+            print(f"stage {number}: {loaded}", flush=True)
+        drafter = Drafter.load(best)
+        recipe = stage.resolve(len(loaded.samples), schedule.objective)
+        features = source(target, loaded.samples)
+        trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
+        with Monitor(trainer, f"stage {number}") as monitor:
+            trainer.run(folder / "best", monitor)
+        best = folder / "best"
+    if world.is_main:
+        shutil.copytree(best, schedule.out, dirs_exist_ok=True)
+        print(f"trained drafter: {schedule.out}")
+
+
+def add_parser(commands) -> None:
+    """Register ``train`` and its arguments."""
+    parser = commands.add_parser(
+        "train",
+        help="train a drafter",
+        description="Train a drafter in the stages of a TOML file; run again to resume. For many "
+        "processes: torchrun --nproc-per-node N -m sglang_hyperdflash.cli train ...",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="training file (TOML)")
+    parser.add_argument("--work", type=Path, required=True, help="folder for states and logs")
+    parser.add_argument("--threads", type=int, help="CPU threads of each process")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train as the file says."""
+    import torch
+
+    schedule = read_schedule(args.config)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    world = World()
+    try:
+        train(schedule, args.work, world)
+    finally:
+        world.close()
+    return 0

@@ -2,7 +2,9 @@
 
 Forms, told apart by their fields: ``{"messages": [{"role", "content"}]}``; ShareGPT's
 ``{"conversations": [{"from", "value"}]}``; ``{"instruction", "output"}`` (Evol-CodeAlpaca);
-``{"turns": [...]}``, user turns without answers, which only regeneration can use.
+``{"turns": [...]}``, user turns without answers, which only regeneration can use. Lines of
+``hyperdflash regenerate`` hold ``samples`` with the target's exact tokens, which are taken as they
+are.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ def read_conversations(path: str | Path) -> Iterator[Messages]:
         FileNotFoundError: no such file. HyperDFlashConfigError: a line in none of the forms, or a
             file without any; both name the line.
     """
+    for line, where in read_lines(path):
+        yield parse_conversation(line, where)
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank, each with the words that name it in errors."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"data file {path} does not exist.")
@@ -36,19 +44,14 @@ def read_conversations(path: str | Path) -> Iterator[Messages]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 empty = False
-                yield parse_conversation(line, f"{path}, line {number}")
+                yield line, f"{path}, line {number}"
     if empty:
         raise HyperDFlashConfigError(f"data file {path} is empty.")
 
 
 def parse_conversation(line: str, where: str) -> Messages:
     """One line in any of the forms; ``where`` names it in errors."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{where} is not JSON: {error}.") from error
-    if not isinstance(record, Mapping):
-        raise HyperDFlashConfigError(f"{where} must be an object, found {type(record).__name__}.")
+    record = _record(line, where)
     if "messages" in record:
         messages = [_message(m, "role", "content", where) for m in _list(record, "messages", where)]
     elif "conversations" in record:
@@ -71,6 +74,40 @@ def parse_conversation(line: str, where: str) -> Messages:
     if not all(isinstance(m["content"], str) for m in messages):
         raise HyperDFlashConfigError(f"{where}: every message must be text.")
     return messages
+
+
+def _record(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise HyperDFlashConfigError(f"{where} is not JSON: {error}.") from error
+    if not isinstance(record, Mapping):
+        raise HyperDFlashConfigError(f"{where} must be an object, found {type(record).__name__}.")
+    return record
+
+
+def line_samples(tokenizer, line: str, where: str) -> list[Sample]:
+    """The samples of one line: regenerated tokens as they are, else its conversation's one."""
+    record = _record(line, where)
+    if "samples" in record:
+        return [_regenerated(entry, where) for entry in record["samples"]]
+    sample = to_sample(tokenizer, parse_conversation(line, where), where)
+    return [] if sample is None else [sample]
+
+
+def _regenerated(entry: Any, where: str) -> Sample:
+    try:
+        tokens = [int(token) for token in entry["tokens"]]
+        spans = tuple((int(start), int(end)) for start, end in entry["spans"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise HyperDFlashConfigError(
+            f"{where}: samples must hold tokens and spans of whole numbers ({error!r})."
+        ) from error
+    if not all(0 < start < end <= len(tokens) for start, end in spans):
+        raise HyperDFlashConfigError(
+            f"{where}: spans {list(spans)} do not lie inside {len(tokens)} tokens."
+        )
+    return Sample(tokens, spans)
 
 
 def _list(record: Mapping[str, Any], name: str, where: str) -> list:
@@ -157,14 +194,12 @@ def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loa
     samples, without, long = [], 0, 0
     paths = list(paths)
     for path in paths:
-        for number, messages in enumerate(read_conversations(path), 1):
-            sample = to_sample(tokenizer, messages, f"{path}, conversation {number}")
-            if sample is None:
-                without += 1
-            elif len(sample.tokens) > max_length:
-                long += 1
-            else:
-                samples.append(sample)
+        for line, where in read_lines(path):
+            found = line_samples(tokenizer, line, where)
+            without += not found
+            fitting = [sample for sample in found if len(sample.tokens) <= max_length]
+            long += len(found) - len(fitting)
+            samples += fitting
     loaded = Loaded(samples, without, long)
     if not samples:
         raise HyperDFlashConfigError(

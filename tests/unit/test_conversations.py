@@ -86,6 +86,23 @@ def test_long_and_unanswered_conversations_are_counted(tokenizer, tmp_path):
         load_samples([path], tokenizer, max_length=5)
 
 
+def test_regenerated_lines_keep_their_exact_tokens(tokenizer, tmp_path):
+    first = {"tokens": [5, 6, 7, 8], "spans": [[2, 4]]}
+    second = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[5, 6]]}
+    path = write(tmp_path / "data.jsonl", {"messages": CHAT, "samples": [first, second]})
+    loaded = load_samples([path], tokenizer, max_length=5)
+    assert [(s.tokens, s.spans) for s in loaded.samples] == [([5, 6, 7, 8], ((2, 4),))]
+    assert (loaded.without_answer, loaded.too_long) == (0, 1)
+    for bad in (
+        {"tokens": [1]},
+        {"tokens": ["x"], "spans": []},
+        {"tokens": [1], "spans": [[0, 2]]},
+    ):
+        path = write(tmp_path / "bad.jsonl", {"samples": [bad]})
+        with pytest.raises(HyperDFlashConfigError, match=r"line 1: (samples must hold|spans)"):
+            load_samples([path], tokenizer, max_length=5)
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

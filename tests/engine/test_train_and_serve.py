@@ -1,0 +1,147 @@
+"""What was trained is what is served: the same drafts, an overfit block, the target's answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.metrics import counters
+from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.training.data import FeatureCache, Sample, collate
+from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.replay import Replay
+from sglang_hyperdflash.training.target import LocalTarget
+from tests.conftest import EXAMPLE
+from tests.engine.conftest import FP32, chat_ids, greedy
+
+RECORDER = '''
+"""Appends every verified block, ``[position of its anchor, anchor, draft, ...]``, to a file."""
+
+import json
+import os
+
+
+def record(result, self, *args, **kwargs):
+    with open(os.environ["RECORDED_BLOCKS"], "a") as out:
+        for prefix, block in zip(kwargs["prefix_lens"].tolist(), kwargs["candidates"].tolist()):
+            out.write(json.dumps([prefix, *block]) + "\\n")
+
+
+def load():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang_hyperdflash.worker.HyperDFlashWorker._accept_block", record, HookType.AFTER
+    )
+'''
+
+
+def install_recorder(folder: Path) -> dict[str, str]:
+    """A throw-away distribution with a plugin entry point; returns the server's environment."""
+    (folder / "recorder_plugin.py").write_text(RECORDER)
+    info = folder / "recorder_plugin-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recorder-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nrecorder = recorder_plugin:load\n"
+    )
+    return {"PYTHONPATH": str(folder), "RECORDED_BLOCKS": str(folder / "blocks.jsonl")}
+
+
+def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, list[int]]]:
+    """The blocks of one finished request, with the position of each anchor in ``tokens``."""
+    path = folder / "blocks.jsonl"
+    blocks = [json.loads(line) for line in path.read_text().splitlines()]
+    path.unlink()
+    found = []
+    for prefix, anchor, *drafts in blocks:
+        if start <= prefix < len(tokens):
+            assert anchor == tokens[prefix], "a block's anchor is not the token at its position"
+            found.append((prefix, drafts))
+    return found
+
+
+def test_training_and_server_propose_the_same_tokens(
+    servers, target_dir, drafter_dir, own_prompts, tmp_path
+):
+    """On 200 contexts and more, fp32: the same six tokens from the same context."""
+    server = servers.get(
+        "recorder",
+        target_dir,
+        *FP32,
+        *hyperdflash_arguments(drafter_dir),
+        environment=install_recorder(tmp_path),
+    )
+    (tmp_path / "blocks.jsonl").unlink(missing_ok=True)  # the server's own warm-up
+    target, compared = LocalTarget(target_dir), 0
+    replay = Replay(Drafter.load(drafter_dir).eval(), target)
+    for prompt in own_prompts:
+        tokens = prompt + greedy(server, prompt, 96)["output_ids"]
+        blocks = recorded(tmp_path, tokens, len(prompt))
+        source = FeatureCache(
+            target, [Sample.continuation(tokens, len(prompt))], dtype=torch.float32
+        )
+        anchors = torch.tensor([[at for at, _ in blocks]])
+        with torch.no_grad():
+            hidden = replay.draft_states(
+                collate(source.samples),
+                source.states([0]),
+                anchors,
+                torch.ones_like(anchors).bool(),
+            )
+            ours = target.lm_head(hidden).argmax(-1)[0].tolist()
+        assert ours == [drafts for _, drafts in blocks]
+        compared += len(blocks)
+    servers.stop("recorder")
+    assert compared >= 200
+
+
+def test_one_sample_overfits_and_every_full_block_is_accepted(
+    servers, target_dir, own_prompts, own_reference, tmp_path
+):
+    """Init, train on one answer, serve: the gate that the whole path has to pass."""
+    options = "--layers 2 --heads 2 --kv-heads 1 --head-dim 64 --intermediate-size 256"
+    draft = tmp_path / "draft"
+    assert main(["init", "--target", str(target_dir), "--out", str(draft), *options.split()]) == 0
+    prompt, answer = own_prompts[0], own_reference[0][:64]
+    target = LocalTarget(target_dir)
+    cache = FeatureCache(target, [Sample.continuation(prompt + answer, len(prompt))])
+    drafter = Drafter.load(draft)
+    recipe = Recipe(steps=300, batch=1, anchors=64, lr=3e-3, warmup_steps=10, every=50)
+    trainer = Trainer(drafter, target, cache, {"train": cache}, recipe, tmp_path / "work")
+    record = trainer.run(tmp_path / "trained")
+    print(f"simulated on the sample itself: {record['held_out']['train']}")
+    server = servers.get("overfit", target_dir, *FP32, *hyperdflash_arguments(tmp_path / "trained"))
+    # 1 token of the prefill and nine full blocks of seven.
+    result = greedy(server, prompt, len(answer))
+    servers.stop("overfit")
+    assert result["output_ids"] == answer
+    accepted, rounds, histogram = counters(result["meta_info"])
+    assert (accepted, rounds, histogram) == (54, 9, [0, 0, 0, 0, 0, 0, 9])
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_regenerated_answers_are_the_targets_own(
+    hyper_server, target_server, target_dir, tokenizer, tmp_path, turns
+):
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:2]
+    questions = [json.loads(line)["messages"][-1]["content"] for line in lines]
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text(json.dumps({"turns": questions[:turns]}) + "\n")
+    arguments = ["--server", hyper_server.url, "--target", str(target_dir), "--input", str(data)]
+    options = ["--temperature", "0", "--max-new-tokens", "24"]
+    assert main(["regenerate", *arguments, "--output", str(out), *options]) == 0
+    record = json.loads(out.read_text())
+    assert len(record["samples"]) == turns
+    for i, sample in enumerate(record["samples"]):
+        (start, end), tokens = sample["spans"][0], sample["tokens"]
+        assert tokens[:start] == chat_ids(tokenizer, record["messages"][: 2 * i + 1])
+        plain = target_server.generate(
+            input_ids=tokens[:start], sampling_params={"temperature": 0, "max_new_tokens": 24}
+        )
+        assert tokens[start:end] == plain["output_ids"]

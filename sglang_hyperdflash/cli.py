@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands; each module adds its own arguments and names its function."""
     from sglang_hyperdflash import batch, demo
-    from sglang_hyperdflash.training import initialise, regenerate, schedule
+    from sglang_hyperdflash.training import capture, initialise, regenerate, schedule
 
     parser = argparse.ArgumentParser(
         prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_parser(commands)
     initialise.add_parser(commands)
     regenerate.add_parser(commands)
+    capture.add_parser(commands)
     schedule.add_parser(commands)
     return parser
 

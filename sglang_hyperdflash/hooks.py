@@ -9,6 +9,7 @@ parameter names it relies on, so another SGLang fails at once and not in the mid
 from __future__ import annotations
 
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from importlib import metadata
 import torch
 
 from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
+from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, write_prefill_residual
 
 
 class SeamError(RuntimeError):
@@ -28,11 +30,12 @@ class Seam:
     """One hook: its target, its kind, why it is needed and the parameters it relies on."""
 
     target: str
-    kind: str  # "after" or "replace"
+    kind: str  # "after", "around" or "replace"
     hook: Callable
     parameters: tuple[str, ...]
     reason: str
     cpu_only: bool = False
+    capture_only: bool = False
 
 
 def suppress_aux_capture(config, *args, **kwargs):
@@ -132,15 +135,36 @@ def _seams() -> tuple[Seam, ...]:
             "the request-to-token writer of speculative decoding is a Triton kernel",
             cpu_only=True,
         ),
+        Seam(
+            "sglang.srt.managers.scheduler_components.batch_result_processor"
+            ".SchedulerBatchResultProcessor._append_prefill_hidden_states",
+            "around",
+            write_prefill_residual,
+            (
+                "self",
+                "req",
+                "logits_output",
+                "hidden_state_offset",
+                "capture_hidden_mode",
+                "extend_input_len",
+                "store",
+            ),
+            "captured residuals go to disk, not through two processes as Python numbers",
+            capture_only=True,
+        ),
     )
 
 
 def active_seams() -> tuple[Seam, ...]:
-    """The seams this process needs: the CPU ones only on the reference platform."""
+    """The seams this process needs: CPU ones on the reference platform, capture's in captures."""
     from sglang_hyperdflash.reference.activation import is_active
 
-    on_cpu = is_active()
-    return tuple(seam for seam in _seams() if on_cpu or not seam.cpu_only)
+    on_cpu, capturing = is_active(), CAPTURE_FOLDER in os.environ
+    return tuple(
+        seam
+        for seam in _seams()
+        if (on_cpu or not seam.cpu_only) and (capturing or not seam.capture_only)
+    )
 
 
 def install() -> None:
@@ -148,7 +172,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_version()
-    kinds = {"after": HookType.AFTER, "replace": HookType.REPLACE}
+    kinds = {kind.value: kind for kind in HookType}
     for seam in active_seams():
         check_signature(seam)
         HookRegistry.register(seam.target, seam.hook, kinds[seam.kind])

@@ -4,7 +4,8 @@ target = "DIR"            # the model that is accelerated
 draft = "DIR"             # from `hyperdflash init`
 out = "DIR"               # the trained drafter
 max_length = 512          # tokens of a conversation
-features = "cache"        # or "online": the target's states anew for each batch
+features = "cache"        # or "online": the target's states anew for each batch; or
+                          # "captured": data and held_out are folders of `hyperdflash capture`
 [held_out]                # simulated tau is the mean over these
 math = "math.jsonl"
 [objective]               # alpha, T, P, teacher, weights, gamma: see training.objective
@@ -26,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.config import HyperDFlashConfigError, check_fingerprint, hc_head_fingerprint
+from sglang_hyperdflash.training.captured import CapturedFeatures
 from sglang_hyperdflash.training.conversations import load_samples
-from sglang_hyperdflash.training.data import FeatureCache, OnlineFeatures
+from sglang_hyperdflash.training.data import FeatureCache, OnlineFeatures, Source
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.monitor import Monitor
@@ -39,7 +41,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SOURCES = {"cache": FeatureCache, "online": OnlineFeatures}
+FEATURES = ("cache", "online", "captured")
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ def read_schedule(path: Path) -> Schedule:
         if not raw.get(name):
             raise HyperDFlashConfigError(f"{path}: {name} is missing.")
     features = raw.get("features", "cache")
-    if features not in SOURCES:
+    if features not in FEATURES:
         raise HyperDFlashConfigError(
-            f"{path}: features must be one of {', '.join(SOURCES)}; found {features!r}."
+            f"{path}: features must be one of {', '.join(FEATURES)}; found {features!r}."
         )
     objective = raw.get("objective", {})
     _refuse_unknown(objective, {f.name for f in fields(Objective)}, f"{path}: [objective]")
@@ -151,20 +153,24 @@ def train(schedule: Schedule, work: Path, world: World) -> None:
 
     target, drafter = load_pair(schedule)
     tokenizer = AutoTokenizer.from_pretrained(schedule.target)
-    source = SOURCES[schedule.features]
-    held_out = {
-        kind: source(target, load_samples([file], tokenizer, schedule.max_length).samples)
-        for kind, file in schedule.held_out.items()
-    }
+    fingerprint = drafter.config.target.hc_head_fingerprint
+
+    def source(files: tuple[Path, ...], title: str) -> Source:
+        if schedule.features == "captured":
+            return captured(files, fingerprint)
+        loaded = load_samples(files, tokenizer, schedule.max_length)
+        if world.is_main:
+            print(f"{title}: {loaded}", flush=True)
+        kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
+        return kind(target, loaded.samples)
+
+    held_out = {kind: source((file,), kind) for kind, file in schedule.held_out.items()}
     best = schedule.draft
     for number, stage in enumerate(schedule.stages, 1):
         folder = work / f"stage-{number}"
-        loaded = load_samples(stage.data, tokenizer, schedule.max_length)
-        if world.is_main:
-            print(f"stage {number}: {loaded}", flush=True)
+        features = source(stage.data, f"stage {number}")
         drafter = Drafter.load(best)
-        recipe = stage.resolve(len(loaded.samples), schedule.objective)
-        features = source(target, loaded.samples)
+        recipe = stage.resolve(len(features.samples), schedule.objective)
         trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
         with Monitor(trainer, f"stage {number}") as monitor:
             trainer.run(folder / "best", monitor)
@@ -172,6 +178,20 @@ def train(schedule: Schedule, work: Path, world: World) -> None:
     if world.is_main:
         shutil.copytree(best, schedule.out, dirs_exist_ok=True)
         print(f"trained drafter: {schedule.out}")
+
+
+def captured(folders: tuple[Path, ...], fingerprint: str | None) -> CapturedFeatures:
+    """A stage's capture, refused unless it is of the drafter's target."""
+    if len(folders) != 1:
+        raise HyperDFlashConfigError("captured features take one folder a stage.")
+    features = CapturedFeatures(folders[0])
+    found = features.identity.hc_head_fingerprint
+    if found != fingerprint:
+        raise HyperDFlashConfigError(
+            f"{folders[0]} was captured from another target: its hc_head fingerprint is {found}, "
+            f"the drafter's target has {fingerprint}."
+        )
+    return features
 
 
 def add_parser(commands) -> None:

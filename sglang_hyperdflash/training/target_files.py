@@ -102,6 +102,22 @@ class TargetFiles:
         with self._open("model.safetensors") as file:
             return dict.fromkeys(_header(file, "model.safetensors")[0], "model.safetensors")
 
+    def _places(self) -> dict[str, tuple[str, str]]:
+        return {core_name(name): (name, file) for name, file in self._tensor_files().items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in fp32, by its name in the core's scheme (``norm``, ``hc_head_fn``).
+
+        Raises:
+            HyperDFlashConfigError: the checkpoint has no such tensor.
+        """
+        places = self._places()
+        if name not in places:
+            raise HyperDFlashConfigError(f"target {self.name} has no tensor for {name}.")
+        source, file = places[name]
+        with self._open(file) as handle:
+            return read_tensor(handle, source, file).float()
+
     def hc_head(self, m: int, d: int) -> tuple[torch.Tensor, ...] | None:
         """``fn [m, m*d], base [m], scale [1]`` in fp32, or None for a target without them.
 
@@ -110,7 +126,7 @@ class TargetFiles:
         Raises:
             HyperDFlashConfigError: only some of the three are there, or a shape differs.
         """
-        places = {core_name(name): (name, file) for name, file in self._tensor_files().items()}
+        places = self._places()
         found = [name for name in HC_HEAD if name in places]
         if not found:
             return None
@@ -122,9 +138,7 @@ class TargetFiles:
         shapes = {"hc_head_fn": (m, m * d), "hc_head_base": (m,), "hc_head_scale": (1,)}
         tensors = []
         for name in HC_HEAD:
-            source, file = places[name]
-            with self._open(file) as handle:
-                tensor = read_tensor(handle, source, file).float()
+            source, tensor = places[name][0], self.tensor(name)
             if tuple(tensor.shape) != shapes[name]:
                 raise HyperDFlashConfigError(
                     f"target {self.name}: tensor {source} has shape {tuple(tensor.shape)}; its "

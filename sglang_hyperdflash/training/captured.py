@@ -1,0 +1,190 @@
+"""Target states on disk: safetensors shards with an index, written once and streamed in training.
+
+``index.json`` names what was captured (target, data, sizes) and every shard with its SHA-256 and
+its samples; shard ``i`` holds, for each of its samples ``n``, ``n.tokens [S]`` int32,
+``n.residual [S, m*d]`` (pre-collapse) and ``n.final [S, d]`` (after the final norm).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.training.data import Sample, States
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class CaptureIdentity:
+    """What a capture is of; a folder never mixes two."""
+
+    target_architecture: str
+    hc_head_fingerprint: str | None
+    hc_mult: int
+    hidden_size: int
+    data_digest: str
+
+
+def data_digest(samples: list[Sample]) -> str:
+    """A short hash of tokens and spans, in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps([sample.tokens, sample.spans]).encode())
+    return digest.hexdigest()[:16]
+
+
+def bytes_of(sample: Sample, m: int, d: int, itemsize: int) -> int:
+    """Disk bytes of one sample's states."""
+    return len(sample.tokens) * ((m + 1) * d * itemsize + 4)
+
+
+def shard_ranges(
+    samples: list[Sample], m: int, d: int, itemsize: int, limit: int
+) -> list[tuple[int, int]]:
+    """Consecutive ranges ``[start, end)`` of samples of up to ``limit`` bytes, one at least."""
+    ranges, start, size = [], 0, 0
+    for i, sample in enumerate(samples):
+        more = bytes_of(sample, m, d, itemsize)
+        if i > start and size + more > limit:
+            ranges.append((start, i))
+            start, size = i, 0
+        size += more
+    return [*ranges, (start, len(samples))] if samples else []
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class CaptureWriter:
+    """Adds shards to a folder, each whole or not at all; finished ranges are skipped on resume.
+
+    Raises:
+        HyperDFlashConfigError: the folder holds a capture of something else.
+    """
+
+    def __init__(self, folder: Path, identity: CaptureIdentity) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.identity = folder, identity
+        self.shards: list[dict[str, Any]] = []
+        if (folder / INDEX).is_file():
+            index = _read_index(folder)
+            if index["identity"] != asdict(identity):
+                raise HyperDFlashConfigError(
+                    f"{folder} holds a capture of another target or of other data "
+                    f"({index['identity']}); choose a new folder."
+                )
+            self.shards = [s for s in index["shards"] if (folder / s["file"]).is_file()]
+
+    def has(self, start: int, end: int) -> bool:
+        """Whether exactly this range is on disk."""
+        return any((s["start"], s["end"]) == (start, end) for s in self.shards)
+
+    def add(self, start: int, samples: list[Sample], states: list[States]) -> None:
+        """Write one shard and then the index.
+
+        Args:
+            start: position of the first sample in the data; states: ``[1, S, .]`` for each.
+
+        Raises:
+            OSError: the disk is full; nothing half-written stays.
+        """
+        tensors = {}
+        for i, (sample, state) in enumerate(zip(samples, states, strict=True), start):
+            tensors[f"{i}.tokens"] = torch.tensor(sample.tokens, dtype=torch.int32)
+            tensors[f"{i}.residual"] = state.residual[0].contiguous()
+            tensors[f"{i}.final"] = state.final[0].contiguous()
+        name = f"states-{start:08d}.safetensors"
+        partial = self.folder / f"{name}.partial"
+        try:
+            save_file(tensors, partial)
+        except Exception as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(
+                f"cannot write {partial}: {error}. Earlier shards are whole; free space and run "
+                "the same command to go on."
+            ) from error
+        entry = {
+            "file": name,
+            "sha256": _sha256(partial),
+            "start": start,
+            "end": start + len(samples),
+            "spans": [sample.spans for sample in samples],
+        }
+        partial.replace(self.folder / name)
+        self.shards = sorted([*self.shards, entry], key=lambda s: s["start"])
+        content = {"identity": asdict(self.identity), "shards": self.shards}
+        partial = self.folder / f"{INDEX}.partial"
+        partial.write_text(json.dumps(content, indent=1))
+        partial.replace(self.folder / INDEX)
+
+
+def _read_index(folder: Path) -> Mapping[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no capture ({INDEX} is missing).")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise HyperDFlashConfigError(f"{path} is not JSON: {error}.") from error
+
+
+class CapturedFeatures:
+    """A :class:`~sglang_hyperdflash.training.data.Source` over a capture; reads what it is asked.
+
+    A shard's checksum is verified when it is first opened.
+
+    Raises:
+        FileNotFoundError: no capture there. HyperDFlashConfigError: a shard is missing or corrupt.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        index = _read_index(self.folder)
+        self.identity = CaptureIdentity(**index["identity"])
+        self._handles: dict[str, Any] = {}
+        self._places: list[tuple[str, int]] = []
+        self.samples: list[Sample] = []
+        for shard in index["shards"]:
+            for offset, spans in enumerate(shard["spans"]):
+                at = shard["start"] + offset
+                tokens = self._open(shard).get_tensor(f"{at}.tokens").tolist()
+                self.samples.append(Sample(tokens, tuple(map(tuple, spans))))
+                self._places.append((shard["file"], at))
+
+    def _open(self, shard: Mapping[str, Any]):
+        name = shard["file"]
+        if name not in self._handles:
+            path = self.folder / name
+            if not path.is_file():
+                raise HyperDFlashConfigError(
+                    f"shard {path} is missing; run `hyperdflash capture` again to make it."
+                )
+            if _sha256(path) != shard["sha256"]:
+                raise HyperDFlashConfigError(
+                    f"shard {path} is corrupt (its SHA-256 is not the index's). Delete it and run "
+                    "`hyperdflash capture` again: only this shard is made anew."
+                )
+            self._handles[name] = safe_open(path, framework="pt")
+        return self._handles[name]
+
+    def states(self, indices: list[int]) -> States:
+        """See :class:`~sglang_hyperdflash.training.data.Source`."""
+
+        def rows(name: str) -> torch.Tensor:
+            places = [self._places[i] for i in indices]
+            parts = [self._handles[file].get_tensor(f"{at}.{name}") for file, at in places]
+            return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).float()
+
+        return States(rows("residual"), rows("final"))

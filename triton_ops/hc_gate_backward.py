@@ -55,10 +55,10 @@ def backward_reference(
     p = torch.rsqrt(squares / d + a.rms_eps) if normed else torch.ones_like(squares)
     s = gates * p
     u = paths * wide(a.path_norm) if normed else paths
-    y = torch.einsum("nj,njd->nd", s, u)
+    y = (s.unsqueeze(-1) * u).sum(1)
     h = dc * wide(a.hidden_norm) if a.hidden_norm is not None else dc
-    big_p = torch.einsum("nd,njd->nj", h, u)
-    big_r = torch.einsum("nd,njd->nj", y, u)
+    big_p = (h.unsqueeze(1) * u).sum(-1)
+    big_r = (y.unsqueeze(1) * u).sum(-1)
     lam = (s * big_p).sum(-1, keepdim=True) * i.pow(3) / d * (a.hidden_norm is not None)
     q = i * big_p - lam * big_r
     t = q * p * sig * (1 - sig)
@@ -69,7 +69,7 @@ def backward_reference(
     dy = i * h - lam * y
     dw, dnorm, dx = (a.hidden.new_empty(0) for _ in range(3))
     if normed:
-        dw = torch.einsum("nj,nd,njd->jd", s, dy, paths).to(a.path_norm.dtype)
+        dw = (s.unsqueeze(-1) * dy.unsqueeze(1) * paths).sum(0).to(a.path_norm.dtype)
     if need_hidden:
         weighted = s.unsqueeze(-1) * dy.unsqueeze(1)
         weighted = weighted * wide(a.path_norm) if normed else weighted

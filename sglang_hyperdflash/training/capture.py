@@ -66,7 +66,7 @@ def add_parser(commands) -> None:
     )
     add = parser.add_argument
     add("--target", dest="model", required=True, help="target folder or hub id")
-    add("--data", type=Path, nargs="+", required=True, help="chat JSONL")
+    add("--data", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
     add("--out", type=Path, required=True, help="folder for the shards")
     add("--max-length", type=int, default=4096, help="longer conversations are left out")
     add("--shard-mib", type=int, default=1024)

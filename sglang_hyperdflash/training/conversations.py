@@ -1,7 +1,8 @@
 """Chat data to samples: several JSONL forms, the target's chat template, assistant-only masks.
 
 Forms, told apart by their fields: ``{"messages": [{"role", "content"}]}``; ShareGPT's
-``{"conversations": [{"from", "value"}]}``; ``{"instruction", "output"}`` (Evol-CodeAlpaca);
+``{"conversations": [{"from", "value"}]}`` (or, as in EagleChat, with role and content);
+``{"instruction", "output"}`` (Evol-CodeAlpaca);
 ``{"turns": [...]}``, user turns without answers, which only regeneration can use. Lines of
 ``hyperdflash regenerate`` hold ``samples`` with the target's exact tokens, which are taken as they
 are.
@@ -19,8 +20,14 @@ from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.training.data import Sample
 
 Messages = list[dict[str, str]]
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-_SHAREGPT_ROLES["system"] = "system"
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+HUB = "hub:"
 
 
 def read_conversations(path: str | Path) -> Iterator[Messages]:
@@ -35,7 +42,13 @@ def read_conversations(path: str | Path) -> Iterator[Messages]:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with the words that name it in errors."""
+    """Lines that are not blank, each with the words that name it in errors.
+
+    ``hub:OWNER/NAME`` (``hub:OWNER/NAME:SPLIT``) streams a data set of the hub, a line for a row.
+    """
+    if str(path).startswith(HUB):
+        yield from _hub_lines(str(path).removeprefix(HUB))
+        return
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"data file {path} does not exist.")
@@ -49,14 +62,30 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, str]]:
         raise HyperDFlashConfigError(f"data file {path} is empty.")
 
 
+def _hub_lines(name: str) -> Iterator[tuple[str, str]]:
+    from datasets import load_dataset
+
+    name, _, split = name.partition(":")
+    try:
+        rows = load_dataset(name, split=split or "train", streaming=True)
+    except Exception as error:  # the hub client raises many kinds
+        raise FileNotFoundError(f"data set {name} cannot be read from the hub: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield json.dumps(row, default=str), f"{HUB}{name}, row {number}"
+
+
+def data_place(base: Path, name: str) -> Path | str:
+    """A data file relative to ``base``, or a hub data set's name as it is."""
+    return name if name.startswith(HUB) else base / name
+
+
 def parse_conversation(line: str, where: str) -> Messages:
     """One line in any of the forms; ``where`` names it in errors."""
     record = _record(line, where)
     if "messages" in record:
-        messages = [_message(m, "role", "content", where) for m in _list(record, "messages", where)]
+        messages = [_message(m, where) for m in _list(record, "messages", where)]
     elif "conversations" in record:
-        turns = _list(record, "conversations", where)
-        messages = [_message(m, "from", "value", where) for m in turns]
+        messages = [_message(m, where) for m in _list(record, "conversations", where)]
     elif "instruction" in record and "output" in record:
         extra = record.get("input") or ""
         prompt = record["instruction"] + (f"\n{extra}" if extra else "")
@@ -117,15 +146,20 @@ def _list(record: Mapping[str, Any], name: str, where: str) -> list:
     return value
 
 
-def _message(entry: Any, role: str, content: str, where: str) -> dict[str, str]:
-    if not isinstance(entry, Mapping) or role not in entry or content not in entry:
-        raise HyperDFlashConfigError(f"{where}: every turn must have {role} and {content}.")
-    name = _SHAREGPT_ROLES.get(entry[role]) if role == "from" else entry[role]
-    if name not in ("system", "user", "assistant"):
+def _message(entry: Any, where: str) -> dict[str, str]:
+    fields = entry if isinstance(entry, Mapping) else {}
+    for role, content in (("role", "content"), ("from", "value")):
+        if role in fields and content in fields:
+            break
+    else:
         raise HyperDFlashConfigError(
-            f"{where}: role {entry[role]!r} is not one of system, user, assistant (human, gpt)."
+            f"{where}: every turn must have role and content (or from and value)."
         )
-    return {"role": name, "content": entry[content]}
+    if fields[role] not in _ROLES:
+        raise HyperDFlashConfigError(
+            f"{where}: role {fields[role]!r} is not one of {', '.join(_ROLES)}."
+        )
+    return {"role": _ROLES[fields[role]], "content": fields[content]}
 
 
 def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> Sample | None:

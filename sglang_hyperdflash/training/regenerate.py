@@ -39,7 +39,7 @@ class Task:
     prompts: Messages
 
 
-def read_tasks(paths: list[Path], limit: int | None) -> list[Task]:
+def read_tasks(paths: list[str], limit: int | None) -> list[Task]:
     """The user and system turns of every conversation, in order."""
     tasks: list[Task] = []
     for path in paths:
@@ -168,7 +168,7 @@ def add_parser(commands) -> None:
     add = parser.add_argument
     add("--server", required=True, help="address of a running SGLang server, http://HOST:PORT")
     add("--target", required=True, help="folder or hub id of the target's tokenizer")
-    add("--input", type=Path, nargs="+", required=True, help="chat JSONL")
+    add("--input", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
     add("--output", type=Path, required=True)
     add("--temperature", type=float, default=0.7)
     add("--top-p", type=float, default=0.8)

@@ -10,7 +10,7 @@ features = "cache"        # or "online": the target's states anew for each batch
 math = "math.jsonl"
 [objective]               # alpha, T, P, teacher, weights, gamma: see training.objective
 [[stage]]                 # one or more, in order; each starts from the best of the one before
-data = ["a.jsonl"]
+data = ["a.jsonl"]       # files, or "hub:OWNER/NAME" data sets
 epochs = 5                # or steps, or minutes
 lr = 8e-4                 # and the other fields of training.loop.Recipe
 """
@@ -26,14 +26,21 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sglang_hyperdflash.config import HyperDFlashConfigError, check_fingerprint, hc_head_fingerprint
+from sglang_hyperdflash.config import (
+    HyperDFlashConfigError,
+    check_fingerprint,
+    hc_head_fingerprint,
+    load_config,
+)
+from sglang_hyperdflash.training.borrowed import BorrowedTarget
 from sglang_hyperdflash.training.captured import CapturedFeatures
-from sglang_hyperdflash.training.conversations import load_samples
+from sglang_hyperdflash.training.conversations import data_place, load_samples
 from sglang_hyperdflash.training.data import FeatureCache, OnlineFeatures, Source
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles
 from sglang_hyperdflash.training.world import World
 
 if sys.version_info >= (3, 11):
@@ -48,7 +55,7 @@ FEATURES = ("cache", "online", "captured")
 class Stage:
     """One stage: its files, its length in epochs (or in its recipe), and its other fields."""
 
-    data: tuple[Path, ...]
+    data: tuple[Path | str, ...]
     epochs: float | None
     recipe: dict[str, Any]
 
@@ -65,12 +72,12 @@ class Stage:
 class Schedule:
     """A checked training file; relative paths count from its folder."""
 
-    target: Path
+    target: str
     draft: Path
     out: Path
     max_length: int
     features: str
-    held_out: dict[str, Path]
+    held_out: dict[str, Path | str]
     objective: Objective
     stages: tuple[Stage, ...]
 
@@ -102,12 +109,12 @@ def read_schedule(path: Path) -> Schedule:
     _refuse_unknown(objective, {f.name for f in fields(Objective)}, f"{path}: [objective]")
     base = path.resolve().parent
     return Schedule(
-        target=base / raw["target"],
+        target=str(base / raw["target"]) if (base / raw["target"]).is_dir() else raw["target"],
         draft=base / raw["draft"],
         out=base / raw["out"],
         max_length=int(raw.get("max_length", 2048)),
         features=features,
-        held_out={kind: base / file for kind, file in raw.get("held_out", {}).items()},
+        held_out={kind: data_place(base, file) for kind, file in raw.get("held_out", {}).items()},
         objective=Objective(**objective),
         stages=tuple(
             _stage(entry, base, f"{path}: stage {i}") for i, entry in enumerate(raw["stage"], 1)
@@ -126,7 +133,9 @@ def _stage(entry: Mapping[str, Any], base: Path, where: str) -> Stage:
             f"{where} needs exactly one of epochs, steps or minutes; found {lengths or 'none'}."
         )
     recipe = {k: v for k, v in entry.items() if k not in ("data", "epochs")}
-    return Stage(tuple(base / file for file in entry["data"]), entry.get("epochs"), recipe)
+    return Stage(
+        tuple(data_place(base, file) for file in entry["data"]), entry.get("epochs"), recipe
+    )
 
 
 def _refuse_unknown(section: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -138,13 +147,22 @@ def _refuse_unknown(section: Mapping[str, Any], known: set[str], where: str) -> 
 
 
 def load_pair(schedule: Schedule):
-    """The target and the untrained drafter, refused unless they belong together."""
+    """The target, or what is borrowed of a captured one, and the untrained drafter.
+
+    Raises:
+        HyperDFlashConfigError: they do not belong together.
+    """
+    load_config(schedule.draft)  # says what is wrong with the folder, if something is
+    drafter = Drafter.load(schedule.draft)
+    files = TargetFiles(schedule.target)
+    facts = TargetFacts.from_config(files.config())
+    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    check_fingerprint(drafter.config, None if hc_head is None else hc_head_fingerprint(*hc_head))
+    if schedule.features == "captured":
+        return BorrowedTarget(files), drafter
     from sglang_hyperdflash.training.target import LocalTarget
 
-    drafter = Drafter.load(schedule.draft)
-    target = LocalTarget(schedule.target)
-    check_fingerprint(drafter.config, hc_head_fingerprint(*target.hc_head))
-    return target, drafter
+    return LocalTarget(schedule.target), drafter
 
 
 def train(schedule: Schedule, work: Path, world: World) -> None:
@@ -152,12 +170,12 @@ def train(schedule: Schedule, work: Path, world: World) -> None:
     from transformers import AutoTokenizer
 
     target, drafter = load_pair(schedule)
-    tokenizer = AutoTokenizer.from_pretrained(schedule.target)
     fingerprint = drafter.config.target.hc_head_fingerprint
 
-    def source(files: tuple[Path, ...], title: str) -> Source:
+    def source(files: tuple[Path | str, ...], title: str) -> Source:
         if schedule.features == "captured":
             return captured(files, fingerprint)
+        tokenizer = AutoTokenizer.from_pretrained(schedule.target)
         loaded = load_samples(files, tokenizer, schedule.max_length)
         if world.is_main:
             print(f"{title}: {loaded}", flush=True)
@@ -180,7 +198,7 @@ def train(schedule: Schedule, work: Path, world: World) -> None:
         print(f"trained drafter: {schedule.out}")
 
 
-def captured(folders: tuple[Path, ...], fingerprint: str | None) -> CapturedFeatures:
+def captured(folders: tuple[Path | str, ...], fingerprint: str | None) -> CapturedFeatures:
     """A stage's capture, refused unless it is of the drafter's target."""
     if len(folders) != 1:
         raise HyperDFlashConfigError("captured features take one folder a stage.")

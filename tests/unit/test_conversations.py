@@ -44,11 +44,31 @@ def write(path, *records):
                 {"from": "gpt", "value": "It is 4."},
             ]
         },
+        {"conversations": CHAT[1:3]},
         {"instruction": "What is 2 + 2?", "output": "It is 4."},
     ],
 )
 def test_every_form_gives_the_same_conversation(record):
     assert parse_conversation(json.dumps(record), "here") == CHAT[1:3]
+
+
+def test_a_hub_data_set_is_streamed(monkeypatch, tokenizer):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, *, split, streaming):
+        asked.append((name, split, streaming))
+        if name == "owner/gone":
+            raise ConnectionError("offline")
+        return iter([{"conversations": CHAT, "id": 3}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(read_conversations("hub:owner/name")) == [CHAT]
+    assert len(load_samples(["hub:owner/name:test"], tokenizer, 512).samples) == 1
+    assert asked == [("owner/name", "train", True), ("owner/name", "test", True)]
+    with pytest.raises(FileNotFoundError, match="owner/gone cannot be read from the hub: offline"):
+        list(read_conversations("hub:owner/gone"))
 
 
 def test_turns_are_prompts_without_answers(tokenizer):

@@ -46,6 +46,13 @@ class HCGateReducer(nn.Module):
                 )
             own.copy_(source)
 
+    @torch.no_grad()
+    def randomise(self) -> None:
+        """Gates that inherit nothing: ``x @ fn.T`` of unit size before the sigmoid."""
+        self.fn.normal_(std=self.fn.shape[1] ** -0.5)
+        self.base.zero_()
+        self.scale.fill_(1.0)
+
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
         """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``; fp32 inside."""
         return hc_gate_reduce(

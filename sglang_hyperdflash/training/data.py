@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
+from typing_extensions import Self
+
+
+class Tensors:
+    """A dataclass of tensors that moves as one."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return type(self)(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Tensors):
     """Padded samples: tokens ``[b, S]`` int64 and loss_mask ``[b, S]`` bool (answer tokens)."""
 
     tokens: torch.Tensor
@@ -35,7 +44,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class States:
+class States(Tensors):
     """The target's states of some rows: residual ``[b, S, m*d]`` (pre-collapse) and final
     ``[b, S, d]`` (after the final norm: the true gated collapse), fp32, zero in the padding."""
 
@@ -80,8 +89,8 @@ class FeatureCache:
             final, residual = target.features(pad([samples[i].tokens for i in chosen]))
             for row, i in enumerate(chosen):
                 n = len(samples[i].tokens)
-                self.final[i] = final[row, :n].to(dtype).clone()
-                self.residual[i] = residual[row, :n].to(dtype).clone()
+                self.final[i] = final[row, :n].to(dtype).cpu().clone()
+                self.residual[i] = residual[row, :n].to(dtype).cpu().clone()
 
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
@@ -104,6 +113,7 @@ class OnlineFeatures:
         lengths = torch.tensor([len(self.samples[i].tokens) for i in indices])
         real = (torch.arange(rows.tokens.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
         # Clones: the target ran in inference mode, whose tensors autograd cannot save.
+        real = real.to(final.device)
         return States((residual * real).clone(), (final * real).clone())
 
 

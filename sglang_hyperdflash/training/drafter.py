@@ -242,7 +242,7 @@ class Drafter(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            name: tensor.detach().to(torch.bfloat16 if "_proj." in name else torch.float32)
+            name: tensor.detach().cpu().to(torch.bfloat16 if "_proj." in name else torch.float32)
             for name, tensor in self.state_dict().items()
         }
         tensors = dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))

@@ -33,6 +33,12 @@ def add_parser(commands) -> None:
     add("--block-size", type=int, default=default.block_size, help="anchor plus drafts")
     add("--rope-theta", type=float, default=default.rope_theta)
     add("--reducer", choices=("hc_gate", "fc"), default="hc_gate")
+    add(
+        "--gate",
+        choices=("inherited", "random"),
+        default="inherited",
+        help="random: an hc_gate that inherits nothing, to compare with",
+    )
     add("--no-path-norm", action="store_true", help="gate the raw residual paths")
     add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
     add("--seed", type=int, default=0)
@@ -84,8 +90,10 @@ def new_drafter(
     drafter = Drafter(
         draft_config(facts, hc_head, shape_of(args, facts.hidden_size), mask_token_id)
     )
-    if hc_head is not None:
+    if hc_head is not None and args.gate == "inherited":
         drafter.inherit(hc_head)
+    elif args.reducer == "hc_gate":
+        drafter.reducer.randomise()
     return drafter, facts
 
 
@@ -106,11 +114,14 @@ def run(args: argparse.Namespace) -> int:
     drafter.save(args.out)
     count = sum(p.numel() for p in drafter.parameters())
     gate = (
-        f"hc_gate inherited exactly from the target's hc_head, path norm "
-        f"{'on' if drafter.config.path_norm else 'off'}"
-        if args.reducer == "hc_gate"
-        else "fc, a generic projection: nothing is inherited"
+        "fc, a generic projection: nothing is inherited"
+        if args.reducer == "fc"
+        else "hc_gate at random: nothing is inherited"
+        if args.gate == "random"
+        else "hc_gate inherited exactly from the target's hc_head"
     )
+    if args.reducer == "hc_gate":
+        gate += f", path norm {'on' if drafter.config.path_norm else 'off'}"
     print(f"target  {args.target}: {facts.architecture}, {facts.hc_mult} x {facts.hidden_size}")
     print(
         f"drafter {args.out}: {args.layers} layers, {count:,} parameters, block {args.block_size}"

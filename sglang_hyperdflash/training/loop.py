@@ -75,6 +75,7 @@ class Trainer:
         self.drafter, self.target, self.recipe = drafter, target, recipe
         self.train, self.held_out, self.folder = train, held_out, folder
         self.world = world or World()
+        self.device = next(drafter.parameters()).device
         self.replay = Replay(drafter, target)
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0}
@@ -120,18 +121,18 @@ class Trainer:
         divide = torch.zeros(2)
         for _, _, blocks in parts:
             divide += denominators(objective, blocks)
-        ce_rows, kl_blocks = self.world.sum(divide).clamp(min=1e-9).tolist()
+        ce_rows, kl_blocks = self.world.sum(divide.to(self.device)).clamp(min=1e-9).tolist()
         drafts = self.drafter.config.num_drafts
-        totals = torch.zeros(2 + 2 * drafts)
+        totals = torch.zeros(2 + 2 * drafts, device=self.device)
         for ids, rows, blocks in parts:
-            states = self.train.states(ids)
-            part = self._sums(rows, states, blocks)
+            part = self._sums(rows, self.train.states(ids), blocks)
             loss = part.ce / ce_rows + objective.alpha * part.kl / kl_blocks
             if loss.requires_grad:
                 loss.backward()
             ce, kl = part.ce.detach() / ce_rows, part.kl.detach() / kl_blocks
             totals += torch.cat([torch.stack([ce, kl]), part.hits, part.rows])
         self.world.sum(totals)
+        totals = totals.cpu()
         ce, kl = totals[:2].tolist()
         if not math.isfinite(ce + kl):
             raise FloatingPointError(
@@ -143,9 +144,12 @@ class Trainer:
         return {"ce": ce, "kl": kl, "hits": hits, "rows": rows, "loss": ce + objective.alpha * kl}
 
     def _sums(self, rows: Rows, states: States, blocks: Blocks):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.recipe.bf16):
-            hidden = self.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
-        return sums(self.recipe.objective, self.target, rows, states, blocks, hidden)
+        rows, states, blocks = (x.to(self.device) for x in (rows, states, blocks))
+        kind = self.device.type
+        with self.device:  # new tensors are made there too
+            with torch.autocast(kind, dtype=torch.bfloat16, enabled=self.recipe.bf16):
+                hidden = self.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
+            return sums(self.recipe.objective, self.target, rows, states, blocks, hidden)
 
     def progress(self) -> float:
         """Share of the stage that is done, 0 to 1."""
@@ -169,7 +173,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.state["step"] += 1
-        spent = torch.tensor([time.monotonic() - started])
+        spent = torch.tensor([time.monotonic() - started], device=self.device)
         self.state["seconds"] += self.world.sum(spent).item() / self.world.size
         return report
 
@@ -238,7 +242,7 @@ class Trainer:
         path = self.folder / "state.pt"
         if not path.is_file():
             return
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True, map_location="cpu")
         free = ("steps", "minutes", "every")  # a stage may be lengthened
         mine, theirs = asdict(self.recipe), saved["recipe"]
         changed = [k for k in mine if k not in free and mine[k] != theirs.get(k)]

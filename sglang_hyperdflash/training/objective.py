@@ -8,7 +8,7 @@ import torch
 
 from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.training.blocks import anchor_positions, block_labels, sample_anchors
-from sglang_hyperdflash.training.data import Rows, States
+from sglang_hyperdflash.training.data import Rows, States, Tensors
 from sglang_hyperdflash.training.losses import dpace_weights, position_weights, row_losses
 
 TEACHERS = ("gated", "mean")
@@ -53,7 +53,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Tensors):
     """Anchors ``[b, n]`` with ``keep``, labels ``[b, n, B-1]`` and which of them are supervised."""
 
     anchors: torch.Tensor

@@ -36,6 +36,14 @@ class Replay:
         embeddings = self.block_embeddings(rows.tokens, anchors)
         return self.drafter(context, embeddings, anchors, mask)[:, :, 1:]
 
+    def draft(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
+        """The most probable tokens ``[b, n, B-1]`` of every block, on the CPU."""
+        device = self.mask_embedding.device
+        rows, states, blocks = (x.to(device) for x in (rows, states, blocks))
+        with device:
+            hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)
+            return self.target.lm_head(hidden).argmax(-1).cpu()
+
     def evaluate(self, source: Source) -> dict[str, Any]:
         """Simulated tau (bonus included) and per-position acceptance on held-out answers."""
         self.drafter.eval()
@@ -56,8 +64,7 @@ class Replay:
             rows = collate([source.samples[i] for i in indices])
             every = rows.tokens.shape[1]
             blocks = Blocks.draw(rows, every, self.block, [0] * len(indices))
-            hidden = self.draft_states(rows, source.states(indices), blocks.anchors, blocks.keep)
-            drafts = self.target.lm_head(hidden).argmax(-1)
+            drafts = self.draft(rows, source.states(indices), blocks)
             accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
             for row in range(len(indices)):
                 for taken in _rounds(accepted[row], blocks, row):

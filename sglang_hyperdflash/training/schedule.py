@@ -26,6 +26,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglang_hyperdflash.config import (
     HyperDFlashConfigError,
     check_fingerprint,
@@ -165,11 +167,12 @@ def load_pair(schedule: Schedule):
     return LocalTarget(schedule.target), drafter
 
 
-def train(schedule: Schedule, work: Path, world: World) -> None:
+def train(schedule: Schedule, work: Path, world: World, device: torch.device) -> None:
     """Run every stage; finished ones are skipped, a cut one resumes."""
     from transformers import AutoTokenizer
 
     target, drafter = load_pair(schedule)
+    target.to(device)
     fingerprint = drafter.config.target.hc_head_fingerprint
 
     def source(files: tuple[Path | str, ...], title: str) -> Source:
@@ -187,7 +190,7 @@ def train(schedule: Schedule, work: Path, world: World) -> None:
     for number, stage in enumerate(schedule.stages, 1):
         folder = work / f"stage-{number}"
         features = source(stage.data, f"stage {number}")
-        drafter = Drafter.load(best)
+        drafter = Drafter.load(best).to(device)
         recipe = stage.resolve(len(features.samples), schedule.objective)
         trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
         with Monitor(trainer, f"stage {number}") as monitor:
@@ -222,20 +225,22 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("--config", type=Path, required=True, help="training file (TOML)")
     parser.add_argument("--work", type=Path, required=True, help="folder for states and logs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--threads", type=int, help="CPU threads of each process")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train as the file says."""
-    import torch
-
     schedule = read_schedule(args.config)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     world = World()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(world.local_rank)
     try:
-        train(schedule, args.work, world)
+        train(schedule, args.work, world, device)
     finally:
         world.close()
     return 0

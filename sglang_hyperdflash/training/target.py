@@ -72,8 +72,14 @@ class LocalTarget(nn.Module):
         """``fn [m, m*d]``, ``base [m]``, ``scale [1]``."""
         return self.core.hc_head_fn, self.core.hc_head_base, self.core.hc_head_scale
 
+    @property
+    def device(self) -> torch.device:
+        """Where the target is; methods take tensors of any device and return them here."""
+        return self.embed_tokens.weight.device
+
     def new_cache(self, batch: int, length: int) -> DenseCache:
-        return DenseCache(len(self.core.layers), batch, length, self.config.head_dim)
+        with self.device:
+            return DenseCache(len(self.core.layers), batch, length, self.config.head_dim)
 
     @torch.inference_mode()
     def step(
@@ -85,11 +91,11 @@ class LocalTarget(nn.Module):
             Final-norm states ``[batch, n, d]`` and pre-collapse residuals ``[batch, n, m*d]``.
         """
         batch, n = tokens.shape
-        ids = tokens.reshape(-1)
-        positions = (lengths[:, None] + torch.arange(n)).reshape(-1)
-        hidden, residual = self.core(
-            self.embed_tokens(ids), ids, positions, cache.attend(lengths, n, self.scaling)
-        )
+        ids, lengths = tokens.reshape(-1).to(self.device), lengths.to(self.device)
+        with self.device:
+            positions = (lengths[:, None] + torch.arange(n)).reshape(-1)
+            attend = cache.attend(lengths, n, self.scaling)
+            hidden, residual = self.core(self.embed_tokens(ids), ids, positions, attend)
         return hidden.view(batch, n, -1), residual.view(batch, n, -1)
 
     @torch.inference_mode()
@@ -118,7 +124,7 @@ class LocalTarget(nn.Module):
         done = torch.zeros(len(prompts), dtype=torch.bool)
         ends = lengths + max_new_tokens
         for at in range(shortest, limit):
-            logits = self.lm_head(hidden[:, -1])
+            logits = self.lm_head(hidden[:, -1]).cpu()
             if temperature == 0:
                 chosen = logits.argmax(-1)
             else:

@@ -114,6 +114,16 @@ def test_a_target_without_hc_head_needs_fc(tmp_path, target_dir, capsys):
     assert Drafter.load(tmp_path / "draft").fc.weight.shape == (256, 1024)
 
 
+def test_a_random_gate_inherits_nothing(tmp_path, target_dir, hc_head, capsys):
+    assert initialise(target_dir, tmp_path / "draft", "--gate", "random") == 0
+    assert "hc_gate at random: nothing is inherited" in capsys.readouterr().out
+    reducer = Drafter.load(tmp_path / "draft").reducer
+    assert (reducer.fn - hc_head[0]).norm() > 0.5 * hc_head[0].norm()
+    hidden = torch.randn(500, 1024) * 7
+    normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True))
+    assert 0.8 < float((normed @ reducer.fn.T).std()) < 1.2
+
+
 def test_bad_targets_say_what_is_wrong(tmp_path, target_dir, hc_head, capsys):
     whole = dict(zip(NAMES.values(), hc_head, strict=True))
     half = {name: whole[name] for name in list(whole)[:2]}

@@ -1,0 +1,33 @@
+"""Training on a CUDA device follows training on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.training.loop import Trainer
+from sglang_hyperdflash.training.target import LocalTarget
+from tests.unit.test_training import RECIPE, new_drafter, samples
+
+__all__ = ["samples"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_losses_and_gradients_are_the_cpus(target_dir, samples, tmp_path):
+    reports, gradients = [], []
+    for device in ("cpu", "cuda"):
+        target = LocalTarget(target_dir)
+        drafter = new_drafter(target).to(device)
+        target.to(device)
+        cache = FeatureCache(target, samples, dtype=torch.float32)
+        trainer = Trainer(drafter, target, cache, {"all": cache}, RECIPE, tmp_path / device)
+        reports.append(trainer.accumulate(0)["loss"])
+        grads = [p.grad.reshape(-1).cpu() for p in drafter.parameters()]
+        gradients.append(torch.cat(grads))
+        trainer.run(tmp_path / device / "best")
+    assert reports[1] == pytest.approx(reports[0], rel=1e-3)
+    assert (gradients[1] - gradients[0]).norm() < 1e-2 * gradients[0].norm()

@@ -139,14 +139,20 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
+def json_option(name: str, text: str) -> dict[str, Any]:
+    """A command-line option that holds a JSON object; anything else is an error naming it."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise HyperDFlashConfigError(f"{name} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise HyperDFlashConfigError(f"{name} must be a JSON object.")
+    return value
+
+
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The ``sgl.Engine`` keyword arguments of a command line."""
-    try:
-        extra = json.loads(args.engine_args)
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"--engine-args is not JSON: {error}.") from error
-    if not isinstance(extra, dict):
-        raise HyperDFlashConfigError("--engine-args must be a JSON object.")
+    extra = json_option("--engine-args", args.engine_args)
     arguments = {"model_path": args.model, "dtype": args.dtype, "tp_size": args.tp}
     arguments |= {"log_level": "error"}
     if args.draft:

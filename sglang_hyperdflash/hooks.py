@@ -135,23 +135,27 @@ def _seams() -> tuple[Seam, ...]:
             "the request-to-token writer of speculative decoding is a Triton kernel",
             cpu_only=True,
         ),
-        Seam(
-            "sglang.srt.managers.scheduler_components.batch_result_processor"
-            ".SchedulerBatchResultProcessor._append_prefill_hidden_states",
-            "around",
-            write_prefill_residual,
-            (
-                "self",
-                "req",
-                "logits_output",
-                "hidden_state_offset",
-                "capture_hidden_mode",
-                "extend_input_len",
-                "store",
-            ),
-            "captured residuals go to disk, not through two processes as Python numbers",
-            capture_only=True,
+        _capture_seam(),
+    )
+
+
+def _capture_seam() -> Seam:
+    return Seam(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._append_prefill_hidden_states",
+        "around",
+        write_prefill_residual,
+        (
+            "self",
+            "req",
+            "logits_output",
+            "hidden_state_offset",
+            "capture_hidden_mode",
+            "extend_input_len",
+            "store",
         ),
+        "captured residuals go to disk, not through two processes as Python numbers",
+        capture_only=True,
     )
 
 

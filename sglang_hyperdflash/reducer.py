@@ -55,16 +55,16 @@ class HCGateReducer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
         """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``; fp32 inside."""
-        return hc_gate_reduce(
-            hidden,
-            self.fn,
-            self.base,
-            self.scale,
-            self.path_norm,
-            hidden_norm,
-            rms_eps=self.rms_eps,
-            hc_eps=self.hc_eps,
-        )
+        return hc_gate_reduce(*self.operands(hidden, hidden_norm), **self.epsilons)
+
+    def operands(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> tuple:
+        """The tensors of :func:`hc_gate_reduce`, in its order."""
+        return hidden, self.fn, self.base, self.scale, self.path_norm, hidden_norm
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """Its keyword arguments."""
+        return {"rms_eps": self.rms_eps, "hc_eps": self.hc_eps}
 
 
 class FcReducer(nn.Module):
@@ -113,16 +113,8 @@ def check_kernels(reducer: nn.Module, hidden_norm: torch.Tensor) -> None:
     for tokens in (1, ROW_KERNEL_TOKENS + 1):
         hidden = torch.randn(tokens, fn.shape[1], device=fn.device).to(dtype)
         found = reducer(hidden, hidden_norm).float()
-        expected = hc_gate_reduce_reference(
-            hidden.float(),
-            fn,
-            reducer.base,
-            reducer.scale,
-            reducer.path_norm,
-            hidden_norm,
-            rms_eps=reducer.rms_eps,
-            hc_eps=reducer.hc_eps,
-        )
+        operands = reducer.operands(hidden.float(), hidden_norm)
+        expected = hc_gate_reduce_reference(*operands, **reducer.epsilons)
         error = ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()
         if not error < KERNEL_TOLERANCE[dtype]:
             raise RuntimeError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import requests
 
-from sglang_hyperdflash.batch import resume
+from sglang_hyperdflash.batch import json_option, resume
 from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.serving import ServerFailed
 from sglang_hyperdflash.training.conversations import Messages, read_conversations
@@ -190,12 +190,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.concurrency < 1 or args.max_new_tokens < 1:
         raise HyperDFlashConfigError("--concurrency and --max-new-tokens must be at least 1.")
-    try:
-        template = json.loads(args.template_args)
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"--template-args is not JSON: {error}.") from error
-    if not isinstance(template, dict):
-        raise HyperDFlashConfigError("--template-args must be a JSON object.")
+    template = json_option("--template-args", args.template_args)
     tasks = read_tasks(args.input, args.limit)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     done = resume(args.output, tasks)

@@ -97,6 +97,21 @@ def benchmark_prompts(tokenizer) -> list[list[int]]:
     return prompts
 
 
+def install_plugin(folder: Path, name: str, source: str) -> dict[str, str]:
+    """A throw-away distribution with one SGLang plugin, for a server started with this environment.
+
+    Args:
+        source: a module with ``load``.
+    """
+    (folder / f"{name}_plugin.py").write_text(source)
+    info = folder / f"{name}_plugin-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 0\n")
+    entry = f"[sglang.srt.plugins]\n{name} = {name}_plugin:load\n"
+    (info / "entry_points.txt").write_text(entry)
+    return {"PYTHONPATH": str(folder)}
+
+
 def greedy(server: Server, prompt: list[int], max_new_tokens: int = NEW_TOKENS, **options) -> dict:
     """One temperature-0 answer of a fixed length."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.target import LocalTarget
 from sglang_hyperdflash.verify import target_probabilities
-from tests.engine.conftest import FP32
+from tests.engine.conftest import FP32, install_plugin
 from tests.unit.statistics_help import chi_square_p_value
 
 SETTINGS = {
@@ -133,23 +132,13 @@ def load():
 '''
 
 
-def install_argmax_plugin(folder: Path) -> None:
-    """A throw-away distribution whose only content is a plugin entry point."""
-    (folder / "argmax_plugin.py").write_text(ARGMAX_PLUGIN)
-    info = folder / "argmax_plugin-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: argmax-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nargmax = argmax_plugin:load\n")
-
-
 def test_an_argmax_verified_worker_fails(servers, contexts, target_dir, drafter_dir, tmp_path):
-    install_argmax_plugin(tmp_path)
     server = servers.get(
         "argmax",
         target_dir,
         *FP32,
         *hyperdflash_arguments(drafter_dir),
-        environment={"PYTHONPATH": str(tmp_path)},
+        environment=install_plugin(tmp_path, "argmax", ARGMAX_PLUGIN),
     )
     values = [p_values(contexts, server, i, {}, 200) for i in range(3)]
     servers.stop("argmax")

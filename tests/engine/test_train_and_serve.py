@@ -17,7 +17,7 @@ from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.target import LocalTarget
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import FP32, chat_ids, greedy
+from tests.engine.conftest import FP32, chat_ids, greedy, install_plugin
 
 RECORDER = '''
 """Appends every verified block, ``[position of its anchor, anchor, draft, ...]``, to a file."""
@@ -39,18 +39,6 @@ def load():
         "sglang_hyperdflash.worker.HyperDFlashWorker._accept_block", record, HookType.AFTER
     )
 '''
-
-
-def install_recorder(folder: Path) -> dict[str, str]:
-    """A throw-away distribution with a plugin entry point; returns the server's environment."""
-    (folder / "recorder_plugin.py").write_text(RECORDER)
-    info = folder / "recorder_plugin-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recorder-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nrecorder = recorder_plugin:load\n"
-    )
-    return {"PYTHONPATH": str(folder), "RECORDED_BLOCKS": str(folder / "blocks.jsonl")}
 
 
 def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, list[int]]]:
@@ -75,7 +63,8 @@ def test_training_and_server_propose_the_same_tokens(
         target_dir,
         *FP32,
         *hyperdflash_arguments(drafter_dir),
-        environment=install_recorder(tmp_path),
+        environment=install_plugin(tmp_path, "recorder", RECORDER)
+        | {"RECORDED_BLOCKS": str(tmp_path / "blocks.jsonl")},
     )
     (tmp_path / "blocks.jsonl").unlink(missing_ok=True)  # the server's own warm-up
     target, compared = LocalTarget(target_dir), 0

@@ -328,8 +328,8 @@ def constants(a, shape: TileShape, save_stats: bool) -> dict[str, int | bool]:
 def tile_lag(shape: TileShape, d: int, multiprocessors: int) -> int:
     """Tiles between the stats items and the apply items of one step.
 
-    One step more than the GPU holds at once (two CTAs a multiprocessor, two items a piece): an apply
-    item then seldom waits, and what it reads again is some 25 MB behind, inside L2.
+    One step more than the GPU holds at once (two CTAs a multiprocessor, two items a piece): apply
+    items then seldom wait, and what they read again is some 25 MB behind, inside L2.
     """
     return triton.cdiv(2 * multiprocessors, 2 * shape.pieces(d)) + 1
 

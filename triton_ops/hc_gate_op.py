@@ -13,7 +13,8 @@ from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference, wide
 _ARGUMENTS = (
     "Tensor hidden, Tensor fn, Tensor base, Tensor scale, Tensor? path_norm, Tensor? hidden_norm"
 )
-# Up to so many tokens each has a CTA of its own; above, sharing the gate matrix pays.
+# Up to so many tokens each has a CTA of its own (two a multiprocessor); above, they share the gate
+# matrix. Estimated from the traffic of both kernels; `make bench` measures it.
 ROW_KERNEL_TOKENS = 256
 _EPSILONS = "float rms_eps, float hc_eps"
 

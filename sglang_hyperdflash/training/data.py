@@ -114,7 +114,7 @@ class OnlineFeatures:
         real = (torch.arange(rows.tokens.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
         # Clones: the target ran in inference mode, whose tensors autograd cannot save.
         real = real.to(final.device)
-        return States((residual * real).clone(), (final * real).clone())
+        return States((residual.float() * real).clone(), (final.float() * real).clone())
 
 
 def pad(rows: list[list[int]]) -> torch.Tensor:

@@ -51,6 +51,7 @@ else:
     import tomli as tomllib
 
 FEATURES = ("cache", "online", "captured")
+PORTABLE = "PortableDeepSeekV4ForCausalLM"  # loaded by this package; others by transformers
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,14 @@ def load_pair(schedule: Schedule):
     check_fingerprint(drafter.config, None if hc_head is None else hc_head_fingerprint(*hc_head))
     if schedule.features == "captured":
         return BorrowedTarget(files), drafter
-    from sglang_hyperdflash.training.target import LocalTarget
+    if facts.architecture == PORTABLE:
+        from sglang_hyperdflash.training.target import LocalTarget
 
-    return LocalTarget(schedule.target), drafter
+        return LocalTarget(schedule.target), drafter
+    from sglang_hyperdflash.training.transformers_target import TransformersTarget
+
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return TransformersTarget(schedule.target, dtype=dtype), drafter
 
 
 def train(schedule: Schedule, work: Path, world: World, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from sglang_hyperdflash.training.data import OnlineFeatures, Sample
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.objective import Objective
-from sglang_hyperdflash.training.schedule import read_schedule
+from sglang_hyperdflash.training.schedule import load_pair, read_schedule
 from sglang_hyperdflash.training.target import LocalTarget
-from tests.conftest import ROOT
+from sglang_hyperdflash.training.transformers_target import TransformersTarget
+from tests.conftest import EXAMPLE, ROOT
+
+DRAFTER = EXAMPLE / "drafter"
 
 WHOLE = """
 target = "target"
@@ -107,6 +111,22 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, target_dir, drafter_di
     work = ["--work", str(tmp_path / "work")]
     assert main(["train", "--config", str(written(tmp_path, text)), *work]) == 2
     assert "was made for another target" in capsys.readouterr().err
+
+
+def test_a_target_of_transformers_own_class_is_loaded_by_transformers(tmp_path, target_dir):
+    target = tmp_path / "target"
+    target.mkdir()
+    for path in target_dir.iterdir():
+        (target / path.name).symlink_to(path)
+    (target / "config.json").unlink()
+    config = (target_dir / "config.json").read_text().replace("PortableDeepSeekV4", "DeepseekV4")
+    (target / "config.json").write_text(config)
+    shutil.copytree(DRAFTER, tmp_path / "draft")
+    for folder, kind in ((target, TransformersTarget), (target_dir, LocalTarget)):
+        text = WHOLE.replace('"target"', f'"{folder}"')
+        loaded, drafter = load_pair(read_schedule(written(tmp_path, text)))
+        assert type(loaded) is kind
+        assert drafter.config.hidden_size == 256
 
 
 def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypatch):

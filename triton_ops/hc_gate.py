@@ -62,17 +62,31 @@ def hc_gate_reduce_reference(
     Returns:
         ``[N, d]`` in ``hidden.dtype``; differentiable in every tensor argument.
     """
-    m = fn.shape[0]
-    x = wide(hidden)
-    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
-    gates = torch.sigmoid((x @ wide(fn).T) * inverse_rms * wide(scale) + wide(base)) + hc_eps
-    paths = x.view(*x.shape[:-1], m, x.shape[-1] // m)
-    if path_norm is not None:
-        paths = rms_norm(paths, path_norm, rms_eps)
-    y = (gates.unsqueeze(-1) * paths).sum(-2)
+    y, _ = gated_sum(hidden, fn, base, scale, path_norm, rms_eps, hc_eps)
     if hidden_norm is not None:
         y = rms_norm(y, hidden_norm, rms_eps)
     return y.to(hidden.dtype)
+
+
+def gated_sum(
+    hidden: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    path_norm: torch.Tensor | None,
+    rms_eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y [N, d]`` before the hidden norm, and the gate products ``x @ fn.T [N, m]``, fp32."""
+    m = fn.shape[0]
+    x = wide(hidden)
+    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
+    z = x @ wide(fn).T
+    gates = torch.sigmoid(z * inverse_rms * wide(scale) + wide(base)) + hc_eps
+    paths = x.view(*x.shape[:-1], m, x.shape[-1] // m)
+    if path_norm is not None:
+        paths = rms_norm(paths, path_norm, rms_eps)
+    return (gates.unsqueeze(-1) * paths).sum(-2), z
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference, wide
+from triton_ops.hc_gate import GateArguments, gated_sum, hc_gate_reduce_reference, wide
 
 _ARGUMENTS = (
     "Tensor hidden, Tensor fn, Tensor base, Tensor scale, Tensor? path_norm, Tensor? hidden_norm"
@@ -47,20 +47,17 @@ def reduce_cuda(
     return out, stats
 
 
-def reference_stats(arguments: GateArguments) -> torch.Tensor:
-    """``stats [2m + 1, N]`` in plain torch."""
+def reduce_reference(arguments: GateArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """``c [N, d]`` and ``stats [2m + 1, N]`` in plain torch."""
     a = arguments
-    x = wide(a.hidden)
-    paths = x.view(len(x), a.m, a.d)
-    squares = paths.square().sum(-1)
-    z = x @ wide(a.fn).T
+    y, z = gated_sum(a.hidden, a.fn, a.base, a.scale, a.path_norm, a.rms_eps, a.hc_eps)
+    squares = wide(a.hidden).view(-1, a.m, a.d).square().sum(-1)
     inverse = torch.ones_like(z[:, :1])
     if a.hidden_norm is not None:
-        y = hc_gate_reduce_reference(
-            x, a.fn, a.base, a.scale, a.path_norm, None, rms_eps=a.rms_eps, hc_eps=a.hc_eps
-        )
         inverse = torch.rsqrt(y.square().mean(-1, keepdim=True) + a.rms_eps)
-    return torch.cat([z, squares, inverse], dim=1).T.contiguous()
+        y = y * inverse * wide(a.hidden_norm)
+    stats = torch.cat([z, squares, inverse], dim=1).T.contiguous()
+    return y.to(a.hidden.dtype), stats
 
 
 @torch.library.custom_op(
@@ -71,10 +68,7 @@ def reference_stats(arguments: GateArguments) -> torch.Tensor:
 def hc_gate_reduce_op(hidden, fn, base, scale, path_norm, hidden_norm, rms_eps, hc_eps):
     """``(c [N, d], stats [2m + 1, N])``; the CPU implementation."""
     arguments = GateArguments(hidden, fn, base, scale, path_norm, hidden_norm, rms_eps, hc_eps)
-    out = hc_gate_reduce_reference(
-        hidden, fn, base, scale, path_norm, hidden_norm, rms_eps=rms_eps, hc_eps=hc_eps
-    )
-    return out, reference_stats(arguments.check())
+    return reduce_reference(arguments.check())
 
 
 @hc_gate_reduce_op.register_kernel("cuda")

@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         hc_head_fingerprint(*collapse.hc_head),
         m,
         d,
+        args.dtype,
         data_digest(loaded.samples),
     )
     writer = CaptureWriter(args.out, identity)
@@ -131,7 +132,7 @@ def _with_engine(arguments, scratch: Path, args, samples, waiting, collapse, wri
 
     # A prefix hit would leave its rows out; the whole row must be computed.
     fixed = {"enable_return_hidden_states": True, "disable_radix_cache": True}
-    engine = sglang.Engine(**arguments, **fixed)
+    engine = sglang.Engine(**(arguments | fixed))
     try:
         for start, end in tqdm(waiting, unit="shard"):
             chosen = samples[start:end]

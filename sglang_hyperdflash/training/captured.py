@@ -32,6 +32,7 @@ class CaptureIdentity:
     hc_head_fingerprint: str | None
     hc_mult: int
     hidden_size: int
+    dtype: str
     data_digest: str
 
 
@@ -82,7 +83,7 @@ class CaptureWriter:
             index = _read_index(folder)
             if index["identity"] != asdict(identity):
                 raise HyperDFlashConfigError(
-                    f"{folder} holds a capture of another target or of other data "
+                    f"{folder} holds a capture of another target, dtype or data "
                     f"({index['identity']}); choose a new folder."
                 )
             self.shards = [s for s in index["shards"] if (folder / s["file"]).is_file()]
@@ -109,7 +110,7 @@ class CaptureWriter:
         partial = self.folder / f"{name}.partial"
         try:
             save_file(tensors, partial)
-        except Exception as error:
+        except Exception as error:  # safetensors raises a kind of its own for a full disk
             partial.unlink(missing_ok=True)
             raise OSError(
                 f"cannot write {partial}: {error}. Earlier shards are whole; free space and run "

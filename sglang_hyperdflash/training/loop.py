@@ -79,6 +79,7 @@ class Trainer:
         self.replay = Replay(drafter, target)
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0}
+        self._drawn_order: tuple[int, list[int]] = (-1, [])
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
@@ -91,11 +92,11 @@ class Trainer:
         return indices
 
     def _order(self, epoch: int) -> list[int]:
-        if getattr(self, "_cached_order", (None,))[0] != epoch:
+        if self._drawn_order[0] != epoch:
             generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + epoch)
             order = torch.randperm(len(self.train.samples), generator=generator).tolist()
-            self._cached_order = (epoch, order)
-        return self._cached_order[1]
+            self._drawn_order = (epoch, order)
+        return self._drawn_order[1]
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step, cut to the micro batch, with its anchors drawn."""

@@ -18,7 +18,7 @@ from tests.unit.gate_help import (
 from triton_ops import hc_gate_row, hc_gate_tiles
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
 from triton_ops.hc_gate_backward import backward_triton
-from triton_ops.hc_gate_op import reference_stats
+from triton_ops.hc_gate_op import reduce_reference
 
 KERNELS = ("row", "tile")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ def check_forward(kernel: str, a: GateArguments, columns: int = 128) -> None:
     assert relative_error(out, expected) < TOLERANCE[a.hidden.dtype]
     # The gate products of 16-bit inputs go through two 16-bit terms of each weight.
     limit = 1e-6 if a.hidden.dtype == torch.float32 else 5e-5
-    wanted = reference_stats(exact)
+    wanted = reduce_reference(exact)[1]
     for rows in (slice(0, a.m), slice(a.m, 2 * a.m), slice(2 * a.m, None)):
         assert relative_error(stats[rows], wanted[rows]) < limit
 
@@ -163,7 +163,7 @@ def test_backward_of_saturated_gates_and_zero_rows():
 def check_backward(a: GateArguments) -> None:
     grad = torch.randn(len(a.hidden), a.d, generator=torch.Generator().manual_seed(1))
     grad = grad.to(a.hidden.dtype).to(DEVICE)
-    stats = reference_stats(in_fp64(a)).float().to(DEVICE)
+    stats = reduce_reference(in_fp64(a))[1].float().to(DEVICE)
     found = backward_triton(a, grad, stats, need_hidden=True)
     expected = autograd_reference(a, grad)
     names = ("hidden", "fn", "base", "scale", "path_norm", "hidden_norm")
@@ -175,7 +175,7 @@ def check_backward(a: GateArguments) -> None:
 
 def test_backward_leaves_out_the_residuals_gradient_unless_asked():
     a = random_arguments(5, 2, 64)
-    stats = reference_stats(a)
+    stats = reduce_reference(a)[1]
     with_hidden = backward_triton(a, torch.ones(5, 64, device=DEVICE), stats, need_hidden=True)
     without = backward_triton(a, torch.ones(5, 64, device=DEVICE), stats, need_hidden=False)
     assert without[0].numel() == 0
@@ -185,6 +185,6 @@ def test_backward_leaves_out_the_residuals_gradient_unless_asked():
 
 def test_no_tokens():
     a = random_arguments(0, 2, 64)
-    gradients = backward_triton(a, torch.ones(0, 64, device=DEVICE), reference_stats(a), True)
+    gradients = backward_triton(a, torch.ones(0, 64, device=DEVICE), reduce_reference(a)[1], True)
     assert [g.shape for g in gradients] == [t.shape for t in tensors_of(a)]
     assert not any(g.any() for g in gradients)

@@ -137,7 +137,7 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     samples = [Sample.continuation(row, 6) for row in rows]
     online = OnlineFeatures(target, samples)
     fingerprint = hc_head_fingerprint(*target.hc_head)
-    identity = CaptureIdentity("any", fingerprint, 4, 256, data_digest(samples))
+    identity = CaptureIdentity("any", fingerprint, 4, 256, "float32", data_digest(samples))
     states = [online.states([i]) for i in range(3)]
     CaptureWriter(tmp_path / "states", identity).add(0, samples, states)
     options = "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64"

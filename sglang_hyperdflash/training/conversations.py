@@ -81,7 +81,10 @@ def data_place(base: Path, name: str) -> Path | str:
 
 def parse_conversation(line: str, where: str) -> Messages:
     """One line in any of the forms; ``where`` names it in errors."""
-    record = _record(line, where)
+    return _messages(_record(line, where), where)
+
+
+def _messages(record: Mapping[str, Any], where: str) -> Messages:
     if "messages" in record:
         messages = [_message(m, where) for m in _list(record, "messages", where)]
     elif "conversations" in record:
@@ -120,7 +123,7 @@ def line_samples(tokenizer, line: str, where: str) -> list[Sample]:
     record = _record(line, where)
     if "samples" in record:
         return [_regenerated(entry, where) for entry in record["samples"]]
-    sample = to_sample(tokenizer, parse_conversation(line, where), where)
+    sample = to_sample(tokenizer, _messages(record, where), where)
     return [] if sample is None else [sample]
 
 

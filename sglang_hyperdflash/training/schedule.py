@@ -180,11 +180,13 @@ def train(schedule: Schedule, work: Path, world: World, device: torch.device) ->
     target, drafter = load_pair(schedule)
     target.to(device)
     fingerprint = drafter.config.target.hc_head_fingerprint
+    tokenizer = None
+    if schedule.features != "captured":
+        tokenizer = AutoTokenizer.from_pretrained(schedule.target)
 
     def source(files: tuple[Path | str, ...], title: str) -> Source:
         if schedule.features == "captured":
             return captured(files, fingerprint)
-        tokenizer = AutoTokenizer.from_pretrained(schedule.target)
         loaded = load_samples(files, tokenizer, schedule.max_length)
         if world.is_main:
             print(f"{title}: {loaded}", flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ class TargetFiles:
         with self._open("model.safetensors") as file:
             return dict.fromkeys(_header(file, "model.safetensors")[0], "model.safetensors")
 
+    @cached_property
     def _places(self) -> dict[str, tuple[str, str]]:
+        """Checkpoint name and file of every tensor, by its name in the core's scheme."""
         return {core_name(name): (name, file) for name, file in self._tensor_files().items()}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -111,10 +114,9 @@ class TargetFiles:
         Raises:
             HyperDFlashConfigError: the checkpoint has no such tensor.
         """
-        places = self._places()
-        if name not in places:
+        if name not in self._places:
             raise HyperDFlashConfigError(f"target {self.name} has no tensor for {name}.")
-        source, file = places[name]
+        source, file = self._places[name]
         with self._open(file) as handle:
             return read_tensor(handle, source, file).float()
 
@@ -126,8 +128,7 @@ class TargetFiles:
         Raises:
             HyperDFlashConfigError: only some of the three are there, or a shape differs.
         """
-        places = self._places()
-        found = [name for name in HC_HEAD if name in places]
+        found = [name for name in HC_HEAD if name in self._places]
         if not found:
             return None
         if len(found) != len(HC_HEAD):
@@ -138,7 +139,7 @@ class TargetFiles:
         shapes = {"hc_head_fn": (m, m * d), "hc_head_base": (m,), "hc_head_scale": (1,)}
         tensors = []
         for name in HC_HEAD:
-            source, tensor = places[name][0], self.tensor(name)
+            source, tensor = self._places[name][0], self.tensor(name)
             if tuple(tensor.shape) != shapes[name]:
                 raise HyperDFlashConfigError(
                     f"target {self.name}: tensor {source} has shape {tuple(tensor.shape)}; its "

@@ -23,7 +23,7 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
     f = raw["intermediate_size"]
     shapes: dict[str, tuple] = {"hidden_norm.weight": (d,), "norm.weight": (d,)}
     if config.reducer == "fc":
-        shapes["fc.weight"] = (d, m * d)
+        shapes["fc.weight"] = (d, config.source_width)
     else:
         shapes |= {"reducer.fn": (m, m * d), "reducer.base": (m,), "reducer.scale": (1,)}
         if config.path_norm:

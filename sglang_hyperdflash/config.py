@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
-SOURCES = ("pre_hc_head",)
+# Where the context features come from: the residual in front of the collapse (the method); the
+# collapse itself, and means of the paths after chosen layers (DFlash), to compare with.
+SOURCES = ("pre_hc_head", "post_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
 
 
@@ -53,11 +55,28 @@ class HyperDFlashConfig:
     hc_eps: float
     rms_norm_eps: float
     path_norm: bool
+    target_layer_ids: tuple[int, ...]
     target: TargetIdentity
 
     @property
     def num_drafts(self) -> int:
         return self.block_size - 1
+
+    @property
+    def reads_hc_head(self) -> bool:
+        """Whether the drafter depends on the target's ``hc_head``."""
+        return self.reducer == "hc_gate" or self.source == "post_hc_head"
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter reads: none unless the source is ``layers``."""
+        return self.target_layer_ids if self.source == "layers" else ()
+
+    @property
+    def source_width(self) -> int:
+        """Columns of the source that the reducer reads."""
+        paths = {"pre_hc_head": self.hc_mult, "layers": len(self.target_layer_ids)}
+        return paths.get(self.source, 1) * self.hidden_size
 
 
 def _require(mapping: Mapping[str, Any], name: str, kind: type | tuple, where: str) -> Any:
@@ -99,6 +118,16 @@ def _parse_target(section: Mapping[str, Any]) -> TargetIdentity:
     )
 
 
+def _layer_ids(dflash: Mapping[str, Any]) -> tuple[int, ...]:
+    found = dflash.get("target_layer_ids") or []
+    if not isinstance(found, list) or not all(type(i) is int and i >= 0 for i in found):
+        raise HyperDFlashConfigError(
+            f"draft config: dflash_config.target_layer_ids must be a list of layer numbers, "
+            f"found {found!r}."
+        )
+    return tuple(found)
+
+
 def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
     """Parse and validate a draft ``config.json`` read as a dictionary.
 
@@ -132,6 +161,7 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         hc_eps=float(_require(section, "hc_eps", (int, float), where)),
         rms_norm_eps=float(_require(config, "rms_norm_eps", (int, float), "")),
         path_norm=_require(section, "path_norm", bool, where),
+        target_layer_ids=_layer_ids(dflash),
         target=_parse_target(_require(section, "target", Mapping, where)),
     )
     _check_consistency(parsed, dflash)
@@ -166,11 +196,27 @@ def _check_consistency(parsed: HyperDFlashConfig, dflash: Mapping[str, Any]) -> 
                 f"hyperdflash_config.target.{name} {getattr(parsed.target, name)}; the drafter "
                 "borrows the target's embedding and LM head, so they must be equal."
             )
-    if parsed.reducer == "hc_gate" and parsed.target.hc_head_fingerprint is None:
+    if parsed.reducer == "hc_gate" and parsed.source != "pre_hc_head":
         raise HyperDFlashConfigError(
-            "draft config: reducer hc_gate needs a target with an hc_head, but "
-            "hyperdflash_config.target.hc_head_fingerprint is missing. Use reducer fc for a "
-            "target without hc_head."
+            f"draft config: source {parsed.source} has no residual paths to gate; use reducer fc."
+        )
+    _check_layer_ids(parsed)
+    if parsed.reads_hc_head and parsed.target.hc_head_fingerprint is None:
+        raise HyperDFlashConfigError(
+            f"draft config: source {parsed.source} with reducer {parsed.reducer} needs a target "
+            "with an hc_head, but hyperdflash_config.target.hc_head_fingerprint is missing. Use "
+            "source pre_hc_head with reducer fc for a target without hc_head."
+        )
+
+
+def _check_layer_ids(parsed: HyperDFlashConfig) -> None:
+    if parsed.source != "layers":
+        return
+    layers = parsed.target.num_hidden_layers
+    if not parsed.target_layer_ids or max(parsed.target_layer_ids) >= layers:
+        raise HyperDFlashConfigError(
+            f"draft config: source layers needs dflash_config.target_layer_ids between 0 and "
+            f"{layers - 1}, found {list(parsed.target_layer_ids)}."
         )
 
 
@@ -241,12 +287,12 @@ def hc_head_fingerprint(fn: torch.Tensor, base: torch.Tensor, scale: torch.Tenso
 def check_fingerprint(config: HyperDFlashConfig, found: str | None) -> None:
     """Refuse a target whose ``hc_head`` is not the one that the gate was inherited from."""
     expected = config.target.hc_head_fingerprint
-    if config.reducer != "hc_gate" or expected == found:
+    if not config.reads_hc_head or expected == found:
         return
     if found is None:
         raise HyperDFlashConfigError(
-            "the drafter's reducer is hc_gate but the served target has no hc_head. Use a drafter "
-            "with reducer fc for such a target."
+            f"the drafter's reducer is {config.reducer} (source {config.source}) but the served "
+            "target has no hc_head. Use a drafter with reducer fc, source pre_hc_head, for it."
         )
     raise HyperDFlashConfigError(
         f"the drafter was made for another target: its hc_head fingerprint is {expected}, the "

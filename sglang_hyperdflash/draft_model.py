@@ -10,6 +10,7 @@ from sglang.srt.models.dflash import DFlashDraftModel
 from sglang_hyperdflash.checkpoint import checked_tensors, expected_tensors
 from sglang_hyperdflash.config import parse_config
 from sglang_hyperdflash.reducer import build_reducer
+from sglang_hyperdflash.reference.mhc import collapse_residual
 
 
 class HyperDFlashDraftModel(DFlashDraftModel):
@@ -24,7 +25,8 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         parsed = parse_config(self.raw_config)
         super().__init__(config, quant_config=quant_config, prefix=prefix)
         self.hyperdflash_config = parsed
-        del self.fc  # sized for captured layers, which HyperDFlash does not use
+        del self.fc  # sized for captured layers; ours follows the config's source
+        self._hc_head: tuple[torch.Tensor, ...] | None = None
         self.reducer_name, reducer = build_reducer(parsed)
         setattr(self, self.reducer_name, reducer)
 
@@ -33,8 +35,21 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         """The reducer under its checkpoint name."""
         return getattr(self, self.reducer_name)
 
+    def read_collapse_of(self, hc_head: tuple[torch.Tensor, ...]) -> None:
+        """Source ``post_hc_head``: collapse residuals with the target's ``(fn, base, scale)``."""
+        self._hc_head = hc_head
+
     def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
-        """Pre-collapse residual ``[N, m * d]`` to context features ``[N, d]`` (eq. 1)."""
+        """What the target gave to context features ``[N, d]`` (eq. 1).
+
+        Args:
+            target_hidden: the pre-collapse residual ``[N, m * d]``, or, with source ``layers``,
+                the chosen layers' means ``[N, len(ids) * d]``.
+        """
+        config = self.hyperdflash_config
+        if config.source == "post_hc_head":
+            eps = {"rms_eps": config.rms_norm_eps, "hc_eps": config.hc_eps}
+            target_hidden = collapse_residual(target_hidden, self._hc_head, **eps)
         return self.reducer_module(target_hidden, self.hidden_norm.weight)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -39,13 +39,16 @@ class Seam:
 
 
 def suppress_aux_capture(config, *args, **kwargs):
-    """Keep the pre-collapse residual: layer capture would take its place in the output.
+    """Keep the pre-collapse residual, unless the drafter's source is captured layers.
 
     The target hands the residual to the logits processor as ``hidden_states_before_norm``;
     ``configure_aux_hidden_state_capture`` would demand a capture method the target lacks.
     """
     algorithm = kwargs["spec_algorithm"]
     if getattr(algorithm, "name", None) == ALGORITHM and config.dflash_use_aux_hidden_state:
+        section = getattr(config.draft_model_config.hf_config, "hyperdflash_config", None) or {}
+        if section.get("source") == "layers":
+            return config
         config.dflash_use_aux_hidden_state = False
         config.dflash_target_layer_ids = None
     return config

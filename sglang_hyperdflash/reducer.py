@@ -68,16 +68,20 @@ class HCGateReducer(nn.Module):
 
 
 class FcReducer(nn.Module):
-    """The generic fallback ``fc: R^{m*d} -> R^d`` followed by the hidden norm."""
+    """The generic fallback ``fc: R^width -> R^d`` followed by the hidden norm.
 
-    def __init__(self, m: int, d: int, *, rms_eps: float) -> None:
+    Args:
+        width: columns of the source; ``m * d`` for the pre-collapse residual.
+    """
+
+    def __init__(self, width: int, d: int, *, rms_eps: float) -> None:
         super().__init__()
         self.rms_eps = rms_eps
-        self.weight = nn.Parameter(torch.empty(d, m * d))
-        nn.init.normal_(self.weight, std=(m * d) ** -0.5)
+        self.weight = nn.Parameter(torch.empty(d, width))
+        nn.init.normal_(self.weight, std=width**-0.5)
 
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
-        """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``."""
+        """``[N, width]`` to ``[N, d]`` in ``hidden.dtype``."""
         y = nn.functional.linear(hidden.to(self.weight.dtype), self.weight)
         if hidden_norm is None:
             return y.to(hidden.dtype)
@@ -88,7 +92,7 @@ def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
     """Return the reducer named in the config and its checkpoint prefix (``reducer`` or ``fc``)."""
     m, d = config.hc_mult, config.hidden_size
     if config.reducer == "fc":
-        return "fc", FcReducer(m, d, rms_eps=config.rms_norm_eps)
+        return "fc", FcReducer(config.source_width, d, rms_eps=config.rms_norm_eps)
     return "reducer", HCGateReducer(
         m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps, path_norm=config.path_norm
     )

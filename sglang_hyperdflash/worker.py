@@ -60,7 +60,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             )
         target = self.target_worker.model_runner
         width = pre_collapse_residual_width(target.model_config.hf_text_config)
-        if width != config.hc_mult * config.hidden_size:
+        if not config.captured_layers and width != config.hc_mult * config.hidden_size:
             raise HyperDFlashConfigError(
                 f"the reducer reads residuals of width {config.hc_mult * config.hidden_size}; the "
                 f"target's pre-collapse residual is {width} wide."
@@ -68,6 +68,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         hc_head = target_hc_head(target.model)
         fingerprint = None if hc_head is None else hc_head_fingerprint(*hc_head)
         check_fingerprint(config, fingerprint)
+        if config.source == "post_hc_head":
+            self.draft_model.read_collapse_of(hc_head)
         hidden_norm = self.draft_model.hidden_norm.weight
         check_kernels(self.draft_model.reducer_module, hidden_norm)
         fused_kv = fused_kv_in_use(self)

@@ -14,11 +14,10 @@ import json
 import time
 from pathlib import Path
 
-import continuations
 import torch
-from train_drafter import new_drafter
 from transformers import AutoTokenizer
 
+import continuations
 from sglang_hyperdflash.provenance import provenance
 from sglang_hyperdflash.training.data import FeatureCache
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
@@ -26,6 +25,7 @@ from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.target import LocalTarget
+from train_drafter import new_drafter
 
 HERE = Path(__file__).resolve().parent
 # Checkpoints, the held-out replays and the comparison at the end.

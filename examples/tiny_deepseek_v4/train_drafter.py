@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import continuations
 import torch
 from transformers import AutoTokenizer
 
+import continuations
 from sglang_hyperdflash.training.data import FeatureCache
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.loop import Recipe, Trainer

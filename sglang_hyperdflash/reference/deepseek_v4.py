@@ -44,6 +44,7 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config)
+        self.captured_layers: tuple[int, ...] = ()
         window = config.sliding_window
         self.attention = nn.ModuleList(
             RadixAttention(
@@ -66,6 +67,10 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         window = self.config.sliding_window
         return None if window >= self.config.max_position_embeddings else window - 1
 
+    def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
+        """Seam: give DFLASH the paths' means after these layers, in place of the residual."""
+        self.captured_layers = tuple(layer_ids)
+
     @torch.no_grad()
     def forward(
         self,
@@ -82,13 +87,16 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
             )
 
         embeddings = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        hidden, residual = self.model(embeddings, input_ids, positions, attend)
+        trace: list[torch.Tensor] | None = [] if self.captured_layers else None
+        hidden, residual = self.model(embeddings, input_ids, positions, attend, trace)
+        means = [trace[i].mean(1) for i in self.captured_layers]
         return self.logits_processor(
             input_ids,
             hidden,
             self.lm_head,
             forward_batch,
-            hidden_states_before_norm=residual,
+            aux_hidden_states=means or None,
+            hidden_states_before_norm=None if means else residual,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

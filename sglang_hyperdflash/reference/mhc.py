@@ -61,6 +61,18 @@ class HyperConnection(nn.Module):
         return mixed + post.to(dtype).unsqueeze(-1) * output.unsqueeze(1)
 
 
+def collapse_residual(
+    residual: torch.Tensor,
+    hc_head: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    rms_eps: float,
+    hc_eps: float,
+) -> torch.Tensor:
+    """:func:`hc_head_collapse` of a flat residual ``[N, m*d]`` by ``(fn, base, scale)``."""
+    streams = residual.unflatten(-1, (len(hc_head[1]), -1))
+    return hc_head_collapse(streams, *hc_head, rms_eps=rms_eps, hc_eps=hc_eps)
+
+
 def hc_head_collapse(
     streams: torch.Tensor,
     fn: torch.Tensor,

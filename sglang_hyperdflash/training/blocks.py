@@ -58,15 +58,22 @@ def block_labels(
 
 
 def block_mask(
-    anchors: torch.Tensor, keep: torch.Tensor, context: int, block_size: int
+    anchors: torch.Tensor,
+    keep: torch.Tensor,
+    context: int,
+    block_size: int,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``[b, n*B, context + n*B]`` bool, True where a block row may look.
 
     Args:
         anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
+        starts: ``[b, n]`` first position of each anchor's sample; None for zeros.
     """
     b, n = anchors.shape
     before = torch.arange(context) < anchors.unsqueeze(-1)  # [b, n, S]
+    if starts is not None:
+        before &= torch.arange(context) >= starts.unsqueeze(-1)
     before = before.unsqueeze(2).expand(b, n, block_size, context).reshape(b, -1, context)
     owner = torch.arange(n).repeat_interleave(block_size)
     own = (owner[:, None] == owner[None, :]).expand(b, -1, -1)

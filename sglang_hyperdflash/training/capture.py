@@ -19,7 +19,7 @@ import torch
 from sglang_hyperdflash.batch import engine_arguments
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.config import HyperDFlashConfigError, hc_head_fingerprint
-from sglang_hyperdflash.reference.mhc import hc_head_collapse
+from sglang_hyperdflash.reference.mhc import collapse_residual
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
@@ -48,11 +48,10 @@ class Collapse:
     def states(self, residual: torch.Tensor) -> States:
         """States of one sample from its residual ``[S, m*d]``, in the residual's dtype."""
         f = self.facts
-        paths = residual.view(len(residual), f.hc_mult, f.hidden_size)
         eps = {"rms_eps": f.rms_norm_eps, "hc_eps": f.hc_eps}
-        y = hc_head_collapse(paths, *self.hc_head, **eps).float()
+        y = collapse_residual(residual, self.hc_head, **eps).float()
         final = torch.nn.functional.rms_norm(y, self.norm.shape, self.norm, f.rms_norm_eps)
-        return States(residual.unsqueeze(0), final.to(residual.dtype).unsqueeze(0))
+        return States.without_layers(residual.unsqueeze(0), final.to(residual.dtype).unsqueeze(0))
 
 
 def add_parser(commands) -> None:

@@ -191,4 +191,4 @@ class CapturedFeatures:
             parts = [self._handles[file].get_tensor(f"{at}.{name}") for file, at in places]
             return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).float()
 
-        return States(rows("residual"), rows("final"))
+        return States.without_layers(rows("residual"), rows("final"))

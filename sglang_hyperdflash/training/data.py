@@ -37,19 +37,34 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rows(Tensors):
-    """Padded samples: tokens ``[b, S]`` int64 and loss_mask ``[b, S]`` bool (answer tokens)."""
+    """Padded samples: tokens ``[b, S]`` int64 and loss_mask ``[b, S]`` bool (answer tokens).
+
+    starts: ``[b, S]`` int64, where the sample that a position belongs to begins in its row; zero
+    unless samples are packed.
+    """
 
     tokens: torch.Tensor
     loss_mask: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclass(frozen=True)
 class States(Tensors):
-    """The target's states of some rows: residual ``[b, S, m*d]`` (pre-collapse) and final
-    ``[b, S, d]`` (after the final norm: the true gated collapse), fp32, zero in the padding."""
+    """The target's states of some rows, fp32, zero in the padding.
+
+    residual: ``[b, S, m*d]`` (pre-collapse). final: ``[b, S, d]`` (after the final norm: the true
+    gated collapse). layers: ``[b, S, len(layer_ids) * d]``, the paths' means after chosen layers,
+    zero columns wide when none are.
+    """
 
     residual: torch.Tensor
     final: torch.Tensor
+    layers: torch.Tensor
+
+    @classmethod
+    def without_layers(cls, residual: torch.Tensor, final: torch.Tensor) -> States:
+        """States that no chosen layer was kept of."""
+        return cls(residual, final, residual.new_zeros(*residual.shape[:-1], 0))
 
 
 class Source(Protocol):
@@ -68,53 +83,59 @@ def collate(samples: list[Sample]) -> Rows:
     for row, sample in enumerate(samples):
         for start, end in sample.spans:
             loss_mask[row, start:end] = True
-    return Rows(tokens, loss_mask)
+    return Rows(tokens, loss_mask, torch.zeros_like(tokens))
 
 
 class FeatureCache:
     """The target's states of every sample, computed once and kept in memory.
 
-    Stored in ``dtype`` (bf16 by default): ``(m + 1) * d`` numbers a token.
+    Stored in ``dtype`` (bf16 by default): ``(m + 1 + len(layer_ids)) * d`` numbers a token.
     """
 
     def __init__(
-        self, target, samples: list[Sample], *, batch: int = 32, dtype: torch.dtype = torch.bfloat16
+        self,
+        target,
+        samples: list[Sample],
+        *,
+        batch: int = 32,
+        dtype: torch.dtype = torch.bfloat16,
+        layer_ids: tuple[int, ...] = (),
     ) -> None:
         self.samples = samples
-        self.residual: list[torch.Tensor | None] = [None] * len(samples)
-        self.final: list[torch.Tensor | None] = [None] * len(samples)
+        self._kept: list[tuple[torch.Tensor, ...]] = [()] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            final, residual = target.features(pad([samples[i].tokens for i in chosen]))
+            tokens = pad([samples[i].tokens for i in chosen])
+            final, residual, layers = target.features_with_layers(tokens, layer_ids)
             for row, i in enumerate(chosen):
                 n = len(samples[i].tokens)
-                self.final[i] = final[row, :n].to(dtype).cpu().clone()
-                self.residual[i] = residual[row, :n].to(dtype).cpu().clone()
+                self._kept[i] = tuple(
+                    states[row, :n].to(dtype).cpu().clone() for states in (residual, final, layers)
+                )
 
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
         return States(
-            _pad_states([self.residual[i] for i in indices]),
-            _pad_states([self.final[i] for i in indices]),
+            *(_pad_states(rows) for rows in zip(*(self._kept[i] for i in indices), strict=True))
         )
 
 
 class OnlineFeatures:
     """The target's states computed for each batch anew: nothing is kept."""
 
-    def __init__(self, target, samples: list[Sample]) -> None:
-        self.target, self.samples = target, samples
+    def __init__(self, target, samples: list[Sample], layer_ids: tuple[int, ...] = ()) -> None:
+        self.target, self.samples, self.layer_ids = target, samples, layer_ids
 
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
         rows = collate([self.samples[i] for i in indices])
-        final, residual = self.target.features(rows.tokens)
+        final, residual, layers = self.target.features_with_layers(rows.tokens, self.layer_ids)
         lengths = torch.tensor([len(self.samples[i].tokens) for i in indices])
         real = (torch.arange(rows.tokens.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
         # Clones: the target ran in inference mode, whose tensors autograd cannot save.
         real = real.to(final.device)
-        return States((residual.float() * real).clone(), (final.float() * real).clone())
+        return States(*((x.float() * real).clone() for x in (residual, final, layers)))
 
 
 def pad(rows: list[list[int]]) -> torch.Tensor:

@@ -40,6 +40,8 @@ class DrafterShape:
     reducer: str = "hc_gate"
     path_norm: bool = True
     rope_theta: float = 10000.0
+    source: str = "pre_hc_head"
+    layer_ids: tuple[int, ...] = ()
 
 
 def draft_config(
@@ -78,10 +80,10 @@ def draft_config(
             "mask_token_id": mask_token_id,
             "block_size": shape.block_size,
             "num_target_layers": last,
-            "target_layer_ids": [last - 1],
+            "target_layer_ids": list(shape.layer_ids) or [last - 1],
         },
         "hyperdflash_config": {
-            "source": "pre_hc_head",
+            "source": shape.source,
             "reducer": shape.reducer,
             "hc_mult": target.hc_mult,
             "hc_eps": target.hc_eps,
@@ -204,11 +206,11 @@ class Drafter(nn.Module):
         if isinstance(reducer, HCGateReducer):
             reducer.inherit(*hc_head)
 
-    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        """Residual ``[b, S, m*d]`` to context features ``[b, S, d]`` (eq. 1)."""
+    def reduce(self, source: torch.Tensor) -> torch.Tensor:
+        """The config's source ``[b, S, width]`` to context features ``[b, S, d]`` (eq. 1)."""
         reducer = getattr(self, self.reducer_name)
-        flat = reducer(residual.flatten(0, 1), self.hidden_norm.weight)
-        return flat.view(*residual.shape[:2], -1)
+        flat = reducer(source.flatten(0, 1), self.hidden_norm.weight)
+        return flat.view(*source.shape[:2], -1)
 
     def forward(
         self,
@@ -216,26 +218,31 @@ class Drafter(nn.Module):
         block_embeddings: torch.Tensor,
         anchors: torch.Tensor,
         mask: torch.Tensor,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draft every block in one pass.
 
         Args:
             context: ``[b, S, d]`` reduced features; block_embeddings: ``[b, n, B, d]``.
-            anchors: ``[b, n]`` positions; mask: ``[b, n*B, S + n*B]`` bool.
+            anchors: ``[b, n]`` positions in their samples; mask: ``[b, n*B, S + n*B]`` bool.
+            positions: ``[b, S]`` of the context in its samples; None for one sample a row.
 
         Returns:
             Hidden states ``[b, n, B, d]`` after the final norm; row k drafts the token at a+k.
         """
         b, n, block = block_embeddings.shape[:3]
-        positions = (anchors.unsqueeze(-1) + torch.arange(block)).flatten(1)
-        positions = positions.clamp(max=len(self.cos) - 1)
-        rope_block = (self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
-        s = context.shape[1]
-        rope_context = (self.cos[:s].view(1, 1, s, -1), self.sin[:s].view(1, 1, s, -1))
+        if positions is None:
+            positions = torch.arange(context.shape[1]).unsqueeze(0)
+        rope_block = self._rope((anchors.unsqueeze(-1) + torch.arange(block)).flatten(1))
+        rope_context = self._rope(positions)
         x, mask = block_embeddings.flatten(1, 2), mask.unsqueeze(1)
         for layer in self.layers:
             x = layer(x, context, rope_context, rope_block, mask)
         return self.norm(x).view(b, n, block, -1)
+
+    def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        at = positions.clamp(max=len(self.cos) - 1)
+        return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
 
     def save(self, folder: str | Path) -> None:
         """Write the served checkpoint: bf16 matrices, fp32 reducer and norms."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.config import SOURCES, HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles, mask_token_of
 
@@ -39,6 +39,13 @@ def add_parser(commands) -> None:
         default="inherited",
         help="random: an hc_gate that inherits nothing, to compare with",
     )
+    add(
+        "--source",
+        choices=SOURCES,
+        default="pre_hc_head",
+        help="what the reducer reads; the others, with --reducer fc, are there to compare with",
+    )
+    add("--layer-ids", type=int, nargs="+", help="target layers of --source layers, from 0")
     add("--no-path-norm", action="store_true", help="gate the raw residual paths")
     add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
     add("--seed", type=int, default=0)
@@ -56,6 +63,10 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         raise HyperDFlashConfigError(
             f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}."
         )
+    if (args.source == "layers") != bool(args.layer_ids):
+        raise HyperDFlashConfigError(
+            "--source layers needs --layer-ids, and no other source takes them."
+        )
     if args.head_dim % 2:
         raise HyperDFlashConfigError(f"--head-dim {args.head_dim} must be even, for RoPE.")
     return DrafterShape(
@@ -68,6 +79,8 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         reducer=args.reducer,
         path_norm=not args.no_path_norm,
         rope_theta=args.rope_theta,
+        source=args.source,
+        layer_ids=tuple(args.layer_ids or ()),
     )
 
 
@@ -127,4 +140,6 @@ def run(args: argparse.Namespace) -> int:
         f"drafter {args.out}: {args.layers} layers, {count:,} parameters, block {args.block_size}"
     )
     print(f"reducer {gate}")
+    if args.source != "pre_hc_head":
+        print(f"source  {args.source}, not the pre-collapse residual of the method")
     return 0

@@ -15,6 +15,7 @@ from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.training.data import Rows, Source, States, collate
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective, denominators, sums
+from sglang_hyperdflash.training.packing import first_fit, pack
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.world import World
 
@@ -24,7 +25,8 @@ class Recipe:
     """Hyperparameters of one stage; ``steps`` or ``minutes`` is its length.
 
     batch: samples of the global batch; micro_batch: samples in memory at a time, per process;
-    anchors: blocks a sample; every: steps between checkpoints.
+    anchors: blocks a sample; pack: tokens of a row that short samples are packed into, None for
+    one sample a row; every: steps between checkpoints.
     """
 
     steps: int | None = None
@@ -37,6 +39,7 @@ class Recipe:
     batch: int = 8
     micro_batch: int = 8
     anchors: int = 32
+    pack: int | None = None
     every: int = 400
     bf16: bool = True
     seed: int = 0
@@ -45,7 +48,17 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise HyperDFlashConfigError("a recipe needs steps or minutes, and not both.")
-        positive = ("steps", "minutes", "lr", "batch", "micro_batch", "anchors", "every", "clip")
+        positive = (
+            "steps",
+            "minutes",
+            "lr",
+            "batch",
+            "micro_batch",
+            "anchors",
+            "every",
+            "clip",
+            "pack",
+        )
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -126,7 +139,12 @@ class Trainer:
         drafts = self.drafter.config.num_drafts
         totals = torch.zeros(2 + 2 * drafts, device=self.device)
         for ids, rows, blocks in parts:
-            part = self._sums(rows, self.train.states(ids), blocks)
+            states = self.train.states(ids)
+            if self.recipe.pack:
+                lengths = [len(self.train.samples[i].tokens) for i in ids]
+                plan = first_fit(lengths, self.recipe.pack)
+                rows, states, blocks = pack(plan, lengths, rows, states, blocks)
+            part = self._sums(rows, states, blocks)
             loss = part.ce / ce_rows + objective.alpha * part.kl / kl_blocks
             if loss.requires_grad:
                 loss.backward()

@@ -11,6 +11,7 @@ from sglang_hyperdflash.training.blocks import block_mask
 from sglang_hyperdflash.training.data import Rows, Source, States, collate
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks
+from sglang_hyperdflash.training.sources import source_of
 
 
 class Replay:
@@ -31,10 +32,12 @@ class Replay:
         self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``."""
-        mask = block_mask(anchors, keep, rows.tokens.shape[1], self.block)
-        context = self.drafter.reduce(states.residual)
+        starts = rows.starts.gather(1, anchors)
+        mask = block_mask(anchors, keep, rows.tokens.shape[1], self.block, starts)
+        positions = torch.arange(rows.tokens.shape[1]) - rows.starts
+        context = self.drafter.reduce(source_of(self.drafter.config, self.target, states))
         embeddings = self.block_embeddings(rows.tokens, anchors)
-        return self.drafter(context, embeddings, anchors, mask)[:, :, 1:]
+        return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
 
     def draft(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
         """The most probable tokens ``[b, n, B-1]`` of every block, on the CPU."""

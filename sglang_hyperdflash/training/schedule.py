@@ -191,7 +191,7 @@ def train(schedule: Schedule, work: Path, world: World, device: torch.device) ->
         if world.is_main:
             print(f"{title}: {loaded}", flush=True)
         kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
-        return kind(target, loaded.samples)
+        return kind(target, loaded.samples, layer_ids=drafter.config.captured_layers)
 
     held_out = {kind: source((file,), kind) for kind, file in schedule.held_out.items()}
     best = schedule.draft

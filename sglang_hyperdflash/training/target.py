@@ -83,9 +83,15 @@ class LocalTarget(nn.Module):
 
     @torch.inference_mode()
     def step(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: DenseCache
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        cache: DenseCache,
+        trace: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``tokens [batch, n]`` after ``lengths [batch]`` cached ones.
+
+        ``trace``, when given, receives every layer's ``[batch * n, m, d]`` streams.
 
         Returns:
             Final-norm states ``[batch, n, d]`` and pre-collapse residuals ``[batch, n, m*d]``.
@@ -95,7 +101,7 @@ class LocalTarget(nn.Module):
         with self.device:
             positions = (lengths[:, None] + torch.arange(n)).reshape(-1)
             attend = cache.attend(lengths, n, self.scaling)
-            hidden, residual = self.core(self.embed_tokens(ids), ids, positions, attend)
+            hidden, residual = self.core(self.embed_tokens(ids), ids, positions, attend, trace)
         return hidden.view(batch, n, -1), residual.view(batch, n, -1)
 
     @torch.inference_mode()
@@ -143,8 +149,19 @@ class LocalTarget(nn.Module):
     @torch.inference_mode()
     def features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[batch, S]`` tokens to final-norm ``[batch, S, d]`` and residual ``[.., m*d]``."""
-        cache = self.new_cache(*tokens.shape)
-        return self.step(tokens, torch.zeros(len(tokens), dtype=torch.long), cache)
+        return self.features_with_layers(tokens, ())[:2]
+
+    @torch.inference_mode()
+    def features_with_layers(
+        self, tokens: torch.Tensor, layer_ids: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """:meth:`features`, and the paths' means after layers, ``[batch, S, len(ids) * d]``."""
+        cache, trace = self.new_cache(*tokens.shape), []
+        lengths = torch.zeros(len(tokens), dtype=torch.long)
+        final, residual = self.step(tokens, lengths, cache, trace)
+        layers = [trace[i].mean(1).view_as(final) for i in layer_ids]
+        none = final.new_zeros(*tokens.shape, 0)
+        return final, residual, torch.cat([none, *layers], -1)
 
     def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
         """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""

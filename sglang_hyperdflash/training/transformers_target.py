@@ -6,10 +6,21 @@ one takes whatever transformers loads, on its devices and in its dtype.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import nn
 
 from sglang_hyperdflash.config import HyperDFlashConfigError
+
+
+def _keep_mean(means: dict[int, torch.Tensor], i: int):
+    """A forward hook that stores the mean over the paths of a layer's output ``[b, S, m, d]``."""
+
+    def keep(_module, _args, output) -> None:
+        means[i] = (output[0] if isinstance(output, tuple) else output).mean(-2)
+
+    return keep
 
 
 class TransformersTarget(nn.Module):
@@ -65,10 +76,24 @@ class TransformersTarget(nn.Module):
 
         Attention is causal, so padding on the right changes no real row.
         """
+        return self.features_with_layers(tokens, ())[:2]
+
+    @torch.no_grad()
+    def features_with_layers(
+        self, tokens: torch.Tensor, layer_ids: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """:meth:`features`, and the paths' means after layers, ``[b, S, len(ids) * d]``."""
         tokens = tokens.to(self.embed_tokens.weight.device)
-        final = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        means: dict[int, torch.Tensor] = {}
+        with ExitStack() as hooks:
+            for i in layer_ids:
+                hook = self.model.model.layers[i].register_forward_hook(_keep_mean(means, i))
+                hooks.callback(hook.remove)
+            final = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
         residual, self._residual = self._residual, None
-        return final, residual.flatten(2)
+        layers = [means[i].to(final.device) for i in layer_ids]
+        none = final.new_zeros(*tokens.shape, 0)
+        return final, residual.flatten(2), torch.cat([none, *layers], -1)
 
     def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
         """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""

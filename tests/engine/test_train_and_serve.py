@@ -54,26 +54,32 @@ def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, lis
     return found
 
 
-def test_training_and_server_propose_the_same_tokens(
-    servers, target_dir, drafter_dir, own_prompts, tmp_path
-):
-    """On 200 contexts and more, fp32: the same six tokens from the same context."""
+def compare_drafts(servers, target_dir, draft, prompts, length, tmp_path) -> list[list[int]]:
+    """Serve ``prompts`` and assert that training proposes the six tokens the server proposed.
+
+    Returns:
+        The served answers, fp32, greedy.
+    """
     server = servers.get(
         "recorder",
         target_dir,
         *FP32,
-        *hyperdflash_arguments(drafter_dir),
+        *hyperdflash_arguments(draft),
         environment=install_plugin(tmp_path, "recorder", RECORDER)
         | {"RECORDED_BLOCKS": str(tmp_path / "blocks.jsonl")},
     )
     (tmp_path / "blocks.jsonl").unlink(missing_ok=True)  # the server's own warm-up
-    target, compared = LocalTarget(target_dir), 0
-    replay = Replay(Drafter.load(drafter_dir).eval(), target)
-    for prompt in own_prompts:
-        tokens = prompt + greedy(server, prompt, 96)["output_ids"]
+    target, compared, answers = LocalTarget(target_dir), 0, []
+    replay = Replay(Drafter.load(draft).eval(), target)
+    for prompt in prompts:
+        answers.append(greedy(server, prompt, length)["output_ids"])
+        tokens = prompt + answers[-1]
         blocks = recorded(tmp_path, tokens, len(prompt))
         source = FeatureCache(
-            target, [Sample.continuation(tokens, len(prompt))], dtype=torch.float32
+            target,
+            [Sample.continuation(tokens, len(prompt))],
+            dtype=torch.float32,
+            layer_ids=replay.drafter.config.captured_layers,
         )
         anchors = torch.tensor([[at for at, _ in blocks]])
         with torch.no_grad():
@@ -88,6 +94,26 @@ def test_training_and_server_propose_the_same_tokens(
         compared += len(blocks)
     servers.stop("recorder")
     assert compared >= 200
+    return answers
+
+
+def test_training_and_server_propose_the_same_tokens(
+    servers, target_dir, drafter_dir, own_prompts, tmp_path
+):
+    """On 200 contexts and more, fp32: the same six tokens from the same context."""
+    compare_drafts(servers, target_dir, drafter_dir, own_prompts, 96, tmp_path)
+
+
+@pytest.mark.parametrize("source", ["post_hc_head", "layers --layer-ids 1 3"])
+def test_other_sources_propose_the_same_tokens_and_lose_nothing(
+    servers, target_dir, own_prompts, own_reference, tmp_path, source
+):
+    """Untrained drafters of the sources to compare with: nearly every draft is rejected."""
+    draft = tmp_path / "draft"
+    options = f"--reducer fc --source {source} --layers 1 --intermediate-size 128".split()
+    assert main(["init", "--target", str(target_dir), "--out", str(draft), *options]) == 0
+    answers = compare_drafts(servers, target_dir, draft, own_prompts[:4], 64, tmp_path)
+    assert answers == [reference[:64] for reference in own_reference[:4]]
 
 
 def test_one_sample_overfits_and_every_full_block_is_accepted(

@@ -29,7 +29,7 @@ def states(sample: Sample) -> States:
     g = torch.Generator().manual_seed(len(sample.tokens))
     n = len(sample.tokens)
     residual = torch.randn(1, n, M * D, generator=g).bfloat16()
-    return States(residual, torch.randn(1, n, D, generator=g).bfloat16())
+    return States.without_layers(residual, torch.randn(1, n, D, generator=g).bfloat16())
 
 
 def write(folder, ranges=((0, 2), (2, 4))) -> CaptureWriter:

@@ -135,11 +135,11 @@ def test_inherits_the_hc_head_exactly_and_refuses_another_shape():
 def test_parameter_count_is_the_papers():
     reducer = HCGateReducer(4, 4096, rms_eps=1e-6, hc_eps=1e-6, path_norm=False)
     assert reducer.fn.numel() == 65536  # paper, table 1
-    assert FcReducer(4, 64, rms_eps=1e-6).weight.shape == (64, 256)
+    assert FcReducer(256, 64, rms_eps=1e-6).weight.shape == (64, 256)
 
 
 def test_fc_reducer_is_a_projection_then_the_norm():
-    reducer = FcReducer(4, 8, rms_eps=1e-6)
+    reducer = FcReducer(32, 8, rms_eps=1e-6)
     hidden = torch.randn(5, 32)
     y = hidden @ reducer.weight.T
     expected = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * 2
@@ -151,7 +151,7 @@ def test_a_wrong_kernel_is_found_before_it_serves(monkeypatch, dtype):
     reducer = HCGateReducer(4, 64, rms_eps=1e-6, hc_eps=1e-6, path_norm=True)
     hidden_norm = torch.ones(64, dtype=dtype)
     check_kernels(reducer, hidden_norm)
-    check_kernels(FcReducer(4, 64, rms_eps=1e-6), hidden_norm)
+    check_kernels(FcReducer(256, 64, rms_eps=1e-6), hidden_norm)
     plain = reducer_module.hc_gate_reduce
 
     def off_by_two_percent(*args, **kwargs):

@@ -19,6 +19,7 @@ import torch
 
 from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, write_prefill_residual
+from sglang_hyperdflash.round_times import ROUND_TIMES, time_round, time_target
 
 
 class SeamError(RuntimeError):
@@ -35,7 +36,7 @@ class Seam:
     parameters: tuple[str, ...]
     reason: str
     cpu_only: bool = False
-    capture_only: bool = False
+    only_with: str | None = None  # an environment variable; without it the seam is not used
 
 
 def suppress_aux_capture(config, *args, **kwargs):
@@ -90,6 +91,7 @@ def mark_worker_ours() -> None:
 
 
 def _seams() -> tuple[Seam, ...]:
+    from sglang_hyperdflash.reference.eagle_seams import eagle_seams
     from sglang_hyperdflash.reference.torch_ops import assign_req_to_token_pool
 
     return (
@@ -139,6 +141,8 @@ def _seams() -> tuple[Seam, ...]:
             cpu_only=True,
         ),
         _capture_seam(),
+        *eagle_seams(),
+        *_timing_seams(),
     )
 
 
@@ -158,7 +162,38 @@ def _capture_seam() -> Seam:
             "store",
         ),
         "captured residuals go to disk, not through two processes as Python numbers",
-        capture_only=True,
+        only_with=CAPTURE_FOLDER,
+    )
+
+
+def _timing_seams() -> tuple[Seam, ...]:
+    reason = "the time of a round is measured where every algorithm passes"
+    return (
+        Seam(
+            "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+            "around",
+            time_target,
+            (
+                "self",
+                "batch",
+                "forward_batch",
+                "pp_proxy_tensors",
+                "is_verify",
+                "skip_attn_backend_init",
+                "capture_hidden_mode",
+                "return_kv_loc_plan",
+            ),
+            reason,
+            only_with=ROUND_TIMES,
+        ),
+        Seam(
+            "sglang.srt.managers.scheduler.Scheduler.run_batch",
+            "around",
+            time_round,
+            ("self", "batch", "pp_proxy_tensors"),
+            reason,
+            only_with=ROUND_TIMES,
+        ),
     )
 
 
@@ -166,11 +201,12 @@ def active_seams() -> tuple[Seam, ...]:
     """The seams this process needs: CPU ones on the reference platform, capture's in captures."""
     from sglang_hyperdflash.reference.activation import is_active
 
-    on_cpu, capturing = is_active(), CAPTURE_FOLDER in os.environ
+    on_cpu = is_active()
     return tuple(
         seam
         for seam in _seams()
-        if (on_cpu or not seam.cpu_only) and (capturing or not seam.capture_only)
+        if (on_cpu or not seam.cpu_only)
+        and (seam.only_with is None or seam.only_with in os.environ)
     )
 
 

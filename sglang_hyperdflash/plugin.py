@@ -8,6 +8,7 @@ from sglang_hyperdflash.config import DRAFT_ARCHITECTURE
 # Spelled so that SGLang's tests for "DeepseekV4" in an architecture's name do not match: they
 # would select V4's own chat encoding, cache layout and start-up rules.
 PORTABLE_TARGET = "PortableDeepSeekV4ForCausalLM"
+PORTABLE_NEXTN = "PortableDeepSeekV4ForCausalLMNextN"
 
 
 def _worker_class(server_args) -> type:
@@ -42,9 +43,11 @@ def _register_models() -> None:
 
     from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
     from sglang_hyperdflash.reference.deepseek_v4 import PortableDeepSeekV4ForCausalLM
+    from sglang_hyperdflash.reference.nextn import PortableDeepSeekV4ForCausalLMNextN
 
     ModelRegistry.models[DRAFT_ARCHITECTURE] = HyperDFlashDraftModel
     ModelRegistry.models[PORTABLE_TARGET] = PortableDeepSeekV4ForCausalLM
+    ModelRegistry.models[PORTABLE_NEXTN] = PortableDeepSeekV4ForCausalLMNextN
 
 
 def _register_reference_attention() -> None:
@@ -55,8 +58,10 @@ def _register_reference_attention() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from sglang_hyperdflash.reference.attention import TorchReferenceAttention
+    from sglang_hyperdflash.reference.eagle_seams import fill_missing_kernels
     from sglang_hyperdflash.reference.platform import ATTENTION_BACKEND
 
+    fill_missing_kernels()
     add_attention_backend_choices([ATTENTION_BACKEND])
     add_draft_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(TorchReferenceAttention)

@@ -38,11 +38,9 @@ from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.target import LocalTarget
-from train_drafter import new_drafter
+from train_drafter import DFLASH_LAYERS, new_drafter
 
 HERE = Path(__file__).resolve().parent
-# Outputs of layers 1, 2 and 3 of 0 to 4; after the last comes the pre-collapse residual itself.
-LAYERS = (1, 2, 3)
 SERVER = ("--dtype", "float32", "--mem-fraction-static", "0.2", "--max-total-tokens", "16384")
 SERVER += ("--sleep-on-idle", "--log-level", "warning")
 
@@ -69,7 +67,7 @@ VARIANTS = {
     "mean teacher": Variant(objective=Objective(teacher="mean")),
     "no path norm": Variant(DrafterShape(path_norm=False)),
     "post-collapse, fc": fc("post_hc_head"),
-    "layers 1-3, fc": fc("layers", LAYERS),
+    "layers 1-3, fc": fc("layers", DFLASH_LAYERS),
 }
 
 
@@ -95,8 +93,10 @@ def train(args: argparse.Namespace) -> None:
     samples, unseen = continuations.load(
         target, tokenizer, args.data_dir, args.samples, args.per_kind
     )
-    cache = FeatureCache(target, samples[:: args.every_nth], layer_ids=LAYERS)
-    held_out = {kind: FeatureCache(target, part, layer_ids=LAYERS) for kind, part in unseen.items()}
+    cache = FeatureCache(target, samples[:: args.every_nth], layer_ids=DFLASH_LAYERS)
+    held_out = {
+        kind: FeatureCache(target, part, layer_ids=DFLASH_LAYERS) for kind, part in unseen.items()
+    }
     part, parts = map(int, args.part.split("/"))
     runs = [(name, seed) for seed in args.seeds for name in VARIANTS][part - 1 :: parts]
     for name, seed in runs:

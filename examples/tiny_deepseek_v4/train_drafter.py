@@ -1,14 +1,18 @@
 """Train the tiny target's drafter on the target's own continuations.
 
     python examples/tiny_deepseek_v4/train_drafter.py --data-dir DIR --target target --out drafter
+    python examples/tiny_deepseek_v4/train_drafter.py --data-dir DIR --target target --out dflash \\
+        --method dflash --work build/tiny_dflash --samples build/tiny_drafter --steps 3575
 
 Generates continuations (half greedy, half at temperature 0.7), caches the target's states, then
-trains with CE + KL, the gate inherited from the target's hc_head. Both halves resume.
+trains with CE + KL, the gate inherited from the target's hc_head. Both halves resume. ``dflash`` is
+the rival: means of the paths after layers 1 to 3, a generic projection, everything else the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -22,6 +26,9 @@ from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.target import LocalTarget
 from sglang_hyperdflash.training.target_files import TargetFacts
 
+# Outputs of layers 1, 2 and 3 of 0 to 4; after the last comes the pre-collapse residual itself.
+DFLASH_LAYERS = (1, 2, 3)
+
 
 def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
     """An untrained drafter for the tiny target, its gate inherited."""
@@ -31,6 +38,13 @@ def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
     return drafter
 
 
+def name_dflash(folder: Path) -> None:
+    """Let SGLang's own DFLASH serve the checkpoint: the layers and names are its class's."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | {"architectures": ["DFlashDraftModel"]}
+    path.write_text(json.dumps(raw, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -38,7 +52,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_drafter"))
     parser.add_argument("--per-kind", type=int, default=2000)
-    parser.add_argument("--minutes", type=float, default=35.0)
+    parser.add_argument("--method", choices=("hyperdflash", "dflash"), default="hyperdflash")
+    parser.add_argument("--samples", type=Path, help="folder of continuations (default: --work)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float)
+    length.add_argument("--steps", type=int)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -47,13 +65,25 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = LocalTarget(args.target)
-    samples, unseen = continuations.load(target, tokenizer, args.data_dir, args.work, args.per_kind)
-    held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
-    drafter = new_drafter(target, tokenizer, DrafterShape(layers=args.layers))
-    recipe = Recipe(minutes=args.minutes)
-    trainer = Trainer(drafter, target, FeatureCache(target, samples), held_out, recipe, args.work)
-    with Monitor(trainer, "drafter") as monitor:
+    work = args.samples or args.work
+    samples, unseen = continuations.load(target, tokenizer, args.data_dir, work, args.per_kind)
+    shape = DrafterShape(layers=args.layers)
+    if args.method == "dflash":
+        shape = DrafterShape(
+            layers=args.layers, reducer="fc", source="layers", layer_ids=DFLASH_LAYERS
+        )
+    drafter = new_drafter(target, tokenizer, shape)
+
+    def cache(samples) -> FeatureCache:
+        return FeatureCache(target, samples, layer_ids=drafter.config.captured_layers)
+
+    recipe = Recipe(steps=args.steps, minutes=None if args.steps else args.minutes or 35.0)
+    held_out = {kind: cache(part) for kind, part in unseen.items()}
+    trainer = Trainer(drafter, target, cache(samples), held_out, recipe, args.work)
+    with Monitor(trainer, args.method) as monitor:
         trainer.run(args.out, monitor)
+    if args.method == "dflash":
+        name_dflash(args.out)
 
 
 if __name__ == "__main__":

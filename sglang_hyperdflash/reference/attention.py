@@ -41,10 +41,15 @@ class QueryGroup:
 
 
 class TorchReferenceAttention(AttentionBackend):
-    """Seam: ``register_attention_backend`` and the ``AttentionBackend`` contract."""
+    """Seam: ``register_attention_backend`` and the ``AttentionBackend`` contract.
 
-    def __init__(self, model_runner) -> None:
+    Args:
+        ahead: tokens that a decode step lies beyond ``seq_lens``: the draft step of a chain.
+    """
+
+    def __init__(self, model_runner, ahead: int = 0) -> None:
         super().__init__()
+        self.ahead = ahead
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -62,6 +67,7 @@ class TorchReferenceAttention(AttentionBackend):
         totals = forward_batch.seq_lens.tolist()
         if mode.is_decode():
             lengths = [1] * len(rows)
+            totals = [total + self.ahead for total in totals]
         elif mode.is_target_verify():
             n = int(forward_batch.spec_info.draft_token_num)
             lengths = [n] * len(rows)

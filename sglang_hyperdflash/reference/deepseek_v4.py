@@ -62,6 +62,10 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
+    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seam: what an EAGLE draft shares."""
+        return self.embed_tokens.weight, self.lm_head.weight
+
     def get_attention_sliding_window_size(self) -> int | None:
         """Seam: ModelRunner sizes window metadata with it; None when the window never closes."""
         window = self.config.sliding_window

@@ -15,7 +15,7 @@ from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.reference.torch_ops import extend_cache_locs
 
 ATTENTION_BACKEND = "torch_reference"
-SUPPORTED_ALGORITHMS = (ALGORITHM, "DFLASH")
+SUPPORTED_ALGORITHMS = (ALGORITHM, "DFLASH", "EAGLE")
 
 
 class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):

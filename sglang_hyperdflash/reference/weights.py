@@ -44,6 +44,9 @@ _CORE_NAMES = (
 )
 
 
+NEXTN_PREFIX = "mtp.0."
+
+
 def core_name(name: str) -> str:
     """One checkpoint name, of either scheme, in the core's scheme (without ``model.``)."""
     name = name.removeprefix("model.")
@@ -116,3 +119,19 @@ def load_core(
             f"target checkpoint: missing tensors for {', '.join(sorted(missing)[:8])}"
             f"{' ...' if len(missing) > 8 else ''}."
         )
+
+
+def nextn_tensors(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The ``mtp.0.*`` tensors under the core's names."""
+    own = ("e_proj.", "h_proj.", "enorm", "hnorm", "norm.", "hc_head_")
+    for name, tensor in weights:
+        name = name.removeprefix("model.")
+        if not name.startswith(NEXTN_PREFIX):
+            continue
+        name = name.removeprefix(NEXTN_PREFIX)
+        if name.startswith(own):
+            yield name.replace("norm.weight", "norm"), tensor
+        else:
+            yield f"layer.{name}", tensor

@@ -1,0 +1,1 @@
+"""Compare HYPERDFLASH with its rivals on one target: ``python -m eval run | report``."""

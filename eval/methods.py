@@ -1,0 +1,107 @@
+"""The methods that can be compared: server arguments, and what each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BASELINE = "target"
+NOISE = "target-again"
+
+
+class EvalError(ValueError):
+    """A command that cannot work: what was expected, what was found, what to do."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A method: SGLang's algorithm, its drafts a round, and the option that names its draft."""
+
+    algorithm: str | None
+    num_drafts: int
+    draft_option: str | None = None
+    draft_required: bool = True
+
+
+def _mtp(steps: int) -> Kind:
+    # A target that carries its own NextN layer (DeepSeek-V4) needs no draft folder.
+    return Kind("EAGLE", steps, "mtp_draft", draft_required=False)
+
+
+KINDS: Mapping[str, Kind] = {
+    BASELINE: Kind(None, 0),
+    "mtp3": _mtp(3),
+    "mtp6": _mtp(6),
+    "dflash6": Kind("DFLASH", 6, "dflash_draft"),
+    "hyperdflash6": Kind("HYPERDFLASH", 6, "hyperdflash_draft"),
+    "dspark": Kind("DSPARK", 6, "dspark_draft"),
+    "ngram": Kind("NGRAM", 6),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method to run: its server's arguments, or the address of a running server."""
+
+    name: str
+    arguments: tuple[str, ...]
+    num_drafts: int
+    url: str | None = None
+
+
+def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
+    if kind.algorithm is None:
+        return ()
+    arguments = ("--speculative-algorithm", kind.algorithm)
+    if draft is not None:
+        arguments += ("--speculative-draft-model-path", str(draft))
+    if name.startswith("mtp"):
+        steps = str(kind.num_drafts)
+        arguments += ("--speculative-num-steps", steps, "--speculative-eagle-topk", "1")
+        arguments += ("--speculative-num-draft-tokens", str(kind.num_drafts + 1))
+    if name == "ngram":
+        arguments += ("--speculative-num-draft-tokens", str(kind.num_drafts + 1))
+    return arguments
+
+
+def resolve(
+    names: Sequence[str], drafts: Mapping[str, str | None], urls: Mapping[str, str]
+) -> list[Method]:
+    """Methods by name.
+
+    Args:
+        drafts: folder or hub id by draft option. urls: running servers by method.
+
+    Raises:
+        EvalError: an unknown method, a missing draft, or no ``target`` to compare with.
+    """
+    methods = []
+    for name in [*names, *(n for n in urls if n not in names)]:
+        if name not in KINDS:
+            raise EvalError(f"unknown method {name!r}; known are {', '.join(KINDS)}.")
+        kind = KINDS[name]
+        if name in urls:
+            methods.append(Method(name, (), kind.num_drafts, urls[name]))
+            continue
+        draft = drafts.get(kind.draft_option or "")
+        if kind.draft_option and kind.draft_required and not draft:
+            option = "--" + kind.draft_option.replace("_", "-")
+            raise EvalError(f"method {name} needs {option}: the folder or hub id of its draft.")
+        if draft and Path(draft).is_absolute() and not Path(draft).is_dir():
+            raise EvalError(f"method {name}: its draft {draft} is not a folder.")
+        methods.append(Method(name, _arguments(name, kind, draft), kind.num_drafts))
+    if BASELINE not in {m.name for m in methods}:
+        raise EvalError(f"--methods must hold {BASELINE}: speedup and identity are against it.")
+    return sorted(methods, key=lambda m: list(KINDS).index(m.name))
+
+
+def parse_urls(pairs: Sequence[str]) -> dict[str, str]:
+    """``name=url`` options; raises ``EvalError`` for anything else."""
+    urls = {}
+    for pair in pairs:
+        name, separator, url = pair.partition("=")
+        if not separator or not url.startswith(("http://", "https://")):
+            raise EvalError(f"--server takes name=url, found {pair!r}.")
+        urls[name] = url.rstrip("/")
+    return urls

@@ -1,0 +1,62 @@
+"""Benchmark prompts: JSONL lines of ``{"turns": [...]}`` in a folder, or a hub data set's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.methods import EvalError
+
+BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
+
+
+def _turns(line: str, where: str) -> list[str]:
+    try:
+        turns = json.loads(line)["turns"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise EvalError(f'{where}: expected {{"turns": ["...", ...]}}, found {line[:80]!r}.') from (
+            error
+        )
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+        raise EvalError(f"{where}: turns must be a list of texts, found {turns!r}.")
+    return turns
+
+
+def _file(data_dir: Path, name: str) -> Path:
+    """``DIR/name.jsonl``, a path of its own, or one file of a hub data set ``hub:owner/set/f``."""
+    if name.startswith("hub:"):
+        from huggingface_hub import hf_hub_download
+
+        owner, repository, file = name.removeprefix("hub:").split("/", 2)
+        return Path(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset"))
+    own = Path(name)
+    return own if own.suffix == ".jsonl" else data_dir / f"{name}.jsonl"
+
+
+def title(name: str) -> str:
+    """A benchmark's name in tables: the file's stem for paths and hub files."""
+    return Path(name).stem if name.endswith(".jsonl") else name
+
+
+def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[list[str]]]:
+    """Up to ``limit`` conversations of every benchmark, evenly spread over its file.
+
+    Raises:
+        EvalError: a missing or empty file, or a line of another form.
+    """
+    found = {}
+    for name in names:
+        path = _file(data_dir, name)
+        if not path.is_file():
+            raise EvalError(
+                f"benchmark {name}: {path} does not exist. Give --data-dir a folder of NAME.jsonl "
+                "files, or name a .jsonl file or hub:owner/dataset/file.jsonl."
+            )
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        if not lines:
+            raise EvalError(f"benchmark {name}: {path} is empty.")
+        step = max(1, len(lines) // limit)
+        chosen = list(enumerate(lines, 1))[::step][:limit]
+        found[title(name)] = [_turns(line, f"{path}:{number}") for number, line in chosen]
+    return found

@@ -1,0 +1,38 @@
+"""Known comparisons, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
+# Made by examples/tiny_deepseek_v4/held_out_prompts.py: data stay out of the repository.
+HELD_OUT = Path("build/held_out")
+# fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
+SERVER = "--dtype float32 --mem-fraction-static 0.1 --max-total-tokens 8192 --sleep-on-idle"
+SERVER += " --log-level warning"
+
+
+def tiny() -> dict[str, Any]:
+    """All five methods on the tiny DeepSeek-V4: three benchmarks and its own kinds of text."""
+    return {
+        "target": str(EXAMPLE / "target"),
+        "hyperdflash_draft": str(EXAMPLE / "drafter"),
+        "dflash_draft": str(EXAMPLE / "dflash"),
+        "mtp_draft": str(EXAMPLE / "mtp"),
+        "benchmarks": [
+            "gsm8k",
+            "humaneval",
+            "mt-bench",
+            *(str(HELD_OUT / f"{kind}.jsonl") for kind in ("math", "code", "chat")),
+        ],
+        "temperature": [0.0, 1.0],
+        "num_prompts": 16,
+        "max_new_tokens": 128,
+        "rounds": 3,
+        "threads": 1,
+        "server_args": SERVER.split(),
+    }
+
+
+SUITES = {"tiny": tiny}

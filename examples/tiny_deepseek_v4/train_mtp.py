@@ -1,0 +1,79 @@
+"""Train the tiny target's NextN (MTP) layer on the drafter's continuations, for as many samples.
+
+    python examples/tiny_deepseek_v4/train_mtp.py --data-dir DIR --target target --out mtp
+
+The state is written to ``--work`` every few hundred steps; the same command resumes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+import continuations
+from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
+from sglang_hyperdflash.training.target import LocalTarget
+
+
+@torch.no_grad()
+def accuracy(trainer: NextNTrainer, source: FeatureCache) -> float:
+    """Share of held-out answer tokens that one step of the layer gets right."""
+    training, trainer.source = trainer.source, source
+    _, right = trainer.losses(list(range(len(source.samples))))
+    trainer.source = training
+    return round(right.item(), 4)
+
+
+def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> None:
+    """Run to the end, writing the checkpoint, the state and a log line now and then."""
+    snapshot = args.work / "mtp.pt"
+    if snapshot.is_file():
+        trainer.load_state_dict(torch.load(snapshot, weights_only=True))
+    started, losses = time.monotonic(), []
+    while trainer.done < trainer.steps:
+        losses.append(trainer.step()[0])
+        if trainer.done % args.every and trainer.done < trainer.steps:
+            continue
+        record = {"step": trainer.done, "loss": sum(losses) / len(losses)}
+        record["minutes"] = round((time.monotonic() - started) / 60, 2)
+        record["held_out"] = {kind: accuracy(trainer, part) for kind, part in held_out.items()}
+        losses.clear()
+        save(trainer.core, args.out)
+        torch.save(trainer.state_dict(), f"{snapshot}.partial")
+        Path(f"{snapshot}.partial").replace(snapshot)
+        with (args.out / "training_log.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("build/tiny_drafter"))
+    parser.add_argument("--per-kind", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=3575, help="of eight samples")
+    parser.add_argument("--every", type=int, default=400)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = LocalTarget(args.target)
+    samples, unseen = continuations.load(target, tokenizer, args.data_dir, args.work, args.per_kind)
+    raw = nextn_config(json.loads((args.target / "config.json").read_text()))
+    core = new_nextn(target, raw, args.out)
+    cache = FeatureCache(target, samples)
+    held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
+    train(NextNTrainer(core, target, cache, steps=args.steps), held_out, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test gpu-test bench
+.PHONY: setup demo test lint slow-test gpu-test bench retrain eval-tiny
+
+# A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
+DATA ?= data
 
 setup: $(STAMP)
 
@@ -16,8 +19,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/hyperdflash demo
 
+# Two files at a time: engine tests mostly wait for servers of one thread each.
 test: setup lint
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,3 +36,12 @@ gpu-test: setup
 
 bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels
+
+# Under 30 minutes on two idle cores; fails when the new drafter is worse than the committed one.
+retrain: setup
+	$(BIN)/python examples/tiny_deepseek_v4/retrain.py --data-dir $(DATA)/train --out build/retrain
+
+eval-tiny: setup
+	$(BIN)/python examples/tiny_deepseek_v4/held_out_prompts.py --data-dir $(DATA)/train \
+		--out build/held_out
+	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out eval/results/tiny

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from eval.methods import BASELINE
+from eval.runner import Cell
 from sglang_hyperdflash.metrics import accept_length, add_histograms, position_acceptance
 
 RESAMPLES = 1000
@@ -134,11 +135,8 @@ def collect(out: Path) -> Entry:
     run = json.loads((out / "run.json").read_text())
 
     def units(cell: Entry, method: str) -> list[Entry | None]:
-        name = (
-            f"{cell['benchmark']}-t{cell['temperature']:g}-{cell['thinking']}"
-            f"-c{cell['concurrency']}"
-        )
-        paths = [out / "units" / name / f"{method}-r{i}.json" for i in range(run["rounds"])]
+        folder = out / "units" / Cell(**cell).folder
+        paths = [folder / f"{method}-r{i}.json" for i in range(run["rounds"])]
         return [json.loads(p.read_text()) if p.is_file() else None for p in paths]
 
     rows = []

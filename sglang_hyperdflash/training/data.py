@@ -76,6 +76,31 @@ class Source(Protocol):
         """The target's states of the samples at ``indices``, padded like :func:`collate`."""
 
 
+class Passes:
+    """The samples of every step: passes over the data, each in an order of its own.
+
+    A step's samples follow from its number and the seed alone.
+    """
+
+    def __init__(self, count: int, batch: int, seed: int) -> None:
+        self.count, self.batch_size, self.seed = count, batch, seed
+        self._drawn: tuple[int, list[int]] = (-1, [])
+
+    def batch(self, step: int) -> list[int]:
+        """Indices of the global batch of a step."""
+        first = step * self.batch_size
+        return [
+            self._order(at // self.count)[at % self.count]
+            for at in range(first, first + self.batch_size)
+        ]
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._drawn[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._drawn = (epoch, torch.randperm(self.count, generator=generator).tolist())
+        return self._drawn[1]
+
+
 def collate(samples: list[Sample]) -> Rows:
     """Right-pad samples; padding is outside the loss mask."""
     tokens = pad([sample.tokens for sample in samples])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.training.data import Rows, Source, States, collate
+from sglang_hyperdflash.training.data import Passes, Rows, Source, States, collate
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective, denominators, sums
 from sglang_hyperdflash.training.packing import first_fit, pack
@@ -92,28 +92,13 @@ class Trainer:
         self.replay = Replay(drafter, target)
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0}
-        self._drawn_order: tuple[int, list[int]] = (-1, [])
+        self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
-    def step_indices(self, step: int) -> list[int]:
-        """The global batch of a step: passes over the data, each in an order of its own."""
-        count, batch = len(self.train.samples), self.recipe.batch
-        indices = []
-        for at in range(step * batch, (step + 1) * batch):
-            indices.append(self._order(at // count)[at % count])
-        return indices
-
-    def _order(self, epoch: int) -> list[int]:
-        if self._drawn_order[0] != epoch:
-            generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self.train.samples), generator=generator).tolist()
-            self._drawn_order = (epoch, order)
-        return self._drawn_order[1]
-
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step, cut to the micro batch, with its anchors drawn."""
-        indices = self.step_indices(step)
+        indices = self.passes.batch(step)
         seeds = [(self.recipe.seed + 1) * 2**40 + step * 2**16 + i for i in range(len(indices))]
         mine = list(zip(indices, seeds, strict=True))[self.world.rank :: self.world.size]
         block, parts = self.drafter.config.block_size, []

@@ -34,7 +34,7 @@ class Monitor:
         now, step = time.monotonic(), trainer.state["step"]
         hits, rows = report["hits"], report["rows"].clamp(min=1)
         accuracy = hits / rows
-        tokens = sum(trainer.train.samples[i].answer_tokens for i in trainer.step_indices(step - 1))
+        tokens = sum(trainer.train.samples[i].answer_tokens for i in trainer.passes.batch(step - 1))
         rate = tokens / max(now - self.then, 1e-9)
         self.then = now
         self.bar.update(1)

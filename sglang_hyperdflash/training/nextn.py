@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from sglang_hyperdflash.reference.nextn_core import NextNCore
 from sglang_hyperdflash.reference.weights import NEXTN_PREFIX
-from sglang_hyperdflash.training.data import Source, collate
+from sglang_hyperdflash.training.data import Passes, Source, collate
 from sglang_hyperdflash.training.losses import row_losses
 from sglang_hyperdflash.training.target import LocalTarget
 
@@ -86,25 +86,15 @@ class NextNTrainer:
         seed: int = 0,
     ) -> None:
         self.core, self.target, self.source = core, target, source
-        self.steps, self.batch, self.lr, self.alpha, self.seed = steps, batch, lr, alpha, seed
+        self.steps, self.lr, self.alpha = steps, lr, alpha
+        self.passes = Passes(len(source.samples), batch, seed)
         parameters = [p for p in core.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.done, self.epoch, self.order = 0, -1, []
-
-    def indices(self) -> list[int]:
-        """The samples of the step at hand; each pass has an order of its own."""
-        count, found = len(self.source.samples), []
-        for at in range(self.done * self.batch, (self.done + 1) * self.batch):
-            if at // count != self.epoch:
-                self.epoch = at // count
-                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-                self.order = torch.randperm(count, generator=generator).tolist()
-            found.append(self.order[at % count])
-        return found
+        self.done = 0
 
     def losses(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of some samples and the share of right answer tokens."""
-        rows, states = collate([self.source.samples[i] for i in indices]), None
+        rows = collate([self.source.samples[i] for i in indices])
         states = self.source.states(indices)
         tokens, answer = rows.tokens, rows.loss_mask
         b, n = tokens.shape[0], tokens.shape[1] - 1
@@ -143,7 +133,7 @@ class NextNTrainer:
         for group in self.optimizer.param_groups:
             cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share))
             group["lr"] = self.lr * cosine * min(1.0, (self.done + 1) / 50)
-        loss, accuracy = self.losses(self.indices())
+        loss, accuracy = self.losses(self.passes.batch(self.done))
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss.item()} at step {self.done}.")
         self.optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,9 @@ class Servers:
 
     def get(self, name: str, model: Path, *arguments: str, **options) -> Server:
         if name not in self.running:
-            log = ROOT / "build" / "test-logs" / f"{name}.log"
+            # Two workers each have servers of the same names.
+            worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+            log = ROOT / "build" / "test-logs" / worker / f"{name}.log"
             self.running[name] = Server(model, *arguments, log=log, **options)
         return self.running[name].wait()
 

@@ -137,7 +137,7 @@ def test_online_features_are_the_cached_ones(target, cache, samples):
 
 def test_every_sample_comes_once_in_a_pass(target, cache, tmp_path):
     trainer = new_trainer(target, cache, tmp_path, batch=3)
-    seen = [i for step in range(5) for i in trainer.step_indices(step)]
+    seen = [i for step in range(5) for i in trainer.passes.batch(step)]
     assert [sorted(seen[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
 
 

@@ -1,0 +1,63 @@
+"""``python -m eval run`` and ``serving`` on real servers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eval.__main__ import main
+from eval.methods import Method
+from eval.serving_study import Study, run
+from tests.conftest import EXAMPLE
+from tests.engine.conftest import FP32
+
+
+@pytest.fixture
+def data(tmp_path):
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:4]
+    turns = [[json.loads(line)["messages"][-1]["content"]] for line in lines]
+    text = "".join(json.dumps({"turns": entry}) + "\n" for entry in turns)
+    (tmp_path / "own.jsonl").write_text(text)
+    return tmp_path, turns
+
+
+def test_rows_hold_what_the_servers_said(target_server, hyper_server, target_dir, data):
+    folder, _ = data
+    command = ["run", "--target", str(target_dir), "--out", str(folder / "out"), "--rounds", "2"]
+    command += ["--methods", "target,hyperdflash6", "--server", f"target={target_server.url}"]
+    command += ["--server", f"hyperdflash6={hyper_server.url}", "--data-dir", str(folder)]
+    assert main([*command, "--benchmarks", "own", "--max-new-tokens", "48"]) == 0
+    rows = json.loads((folder / "out" / "results.json").read_text())["rows"]
+    ours = next(r for r in rows if r["method"] == "hyperdflash6")
+    assert ours["identical_to_target"] is True and ours["compared_answers"] == 8
+    assert 1.5 < ours["tau"] <= 7 and ours["verify_rounds"] > 0
+    accepted = sum(ours["position_acceptance"])
+    assert ours["tau"] == pytest.approx(1 + accepted)
+    assert ours["round_cost"] == pytest.approx(ours["tau"] / ours["speedup"])
+
+
+@pytest.mark.slow
+def test_the_serving_study_measures_load_latency_and_rounds(target_dir, drafter_dir, data):
+    folder, turns = data
+    draft = ("--speculative-draft-model-path", str(drafter_dir))
+    ours = Method("hyperdflash6", ("--speculative-algorithm", "HYPERDFLASH", *draft), 6)
+    study = Study(
+        target=str(target_dir),
+        methods=(ours,),
+        prompts=turns,
+        levels=(1, 2),
+        rates=(2.0,),
+        prompts_per_level=4,
+        max_new_tokens=48,
+        server_args=FP32,
+        out=folder / "out",
+    )
+    content = run(study)
+    assert [e["concurrency"] for e in content["concurrency"]["hyperdflash6"]] == [1, 2]
+    (poisson,) = content["poisson"]["hyperdflash6"]
+    assert poisson["requests"] == 4 and 0 < poisson["ttft_ms"][0] <= poisson["ttft_ms"][1]
+    times = content["round_ms"]["hyperdflash6"]
+    assert times["rounds"] >= 10
+    assert min(times["target"], times["draft"], times["scheduler"]) > 0
+    assert json.loads((folder / "out" / "serving.json").read_text()) == content

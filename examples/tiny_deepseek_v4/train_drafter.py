@@ -12,7 +12,6 @@ the rival: means of the paths after layers 1 to 3, a generic projection, everyth
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -20,7 +19,12 @@ from transformers import AutoTokenizer
 
 import continuations
 from sglang_hyperdflash.training.data import FeatureCache
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.drafter import (
+    Drafter,
+    DrafterShape,
+    draft_config,
+    name_for_dflash,
+)
 from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.target import LocalTarget
@@ -36,13 +40,6 @@ def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
     drafter = Drafter(draft_config(facts, target.hc_head, shape, tokenizer.mask_token_id))
     drafter.inherit(target.hc_head)
     return drafter
-
-
-def name_dflash(folder: Path) -> None:
-    """Let SGLang's own DFLASH serve the checkpoint: the layers and names are its class's."""
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | {"architectures": ["DFlashDraftModel"]}
-    path.write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def main() -> None:
@@ -83,7 +80,7 @@ def main() -> None:
     with Monitor(trainer, args.method) as monitor:
         trainer.run(args.out, monitor)
     if args.method == "dflash":
-        name_dflash(args.out)
+        name_for_dflash(args.out)
 
 
 if __name__ == "__main__":

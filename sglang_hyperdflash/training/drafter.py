@@ -20,11 +20,14 @@ from sglang_hyperdflash.checkpoint import checked_tensors, expected_tensors
 from sglang_hyperdflash.config import (
     DRAFT_ARCHITECTURE,
     HyperDFlashConfig,
+    HyperDFlashConfigError,
     hc_head_fingerprint,
     parse_config,
 )
 from sglang_hyperdflash.reducer import HCGateReducer, build_reducer
 from sglang_hyperdflash.training.target_files import TargetFacts
+
+DFLASH_ARCHITECTURE = "DFlashDraftModel"
 
 
 @dataclass(frozen=True)
@@ -268,3 +271,19 @@ class Drafter(nn.Module):
             dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
         )
         return drafter
+
+
+def name_for_dflash(folder: Path) -> None:
+    """Let SGLang's own DFLASH serve a checkpoint of source ``layers``: its class has these names.
+
+    Raises:
+        HyperDFlashConfigError: another source or reducer, which that class cannot compute.
+    """
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    config = parse_config(raw | {"architectures": [DRAFT_ARCHITECTURE]})
+    if not config.captured_layers:
+        raise HyperDFlashConfigError(
+            f"{folder}: DFLASH reads captured layers; this drafter's source is {config.source}."
+        )
+    path.write_text(json.dumps(raw | {"architectures": [DFLASH_ARCHITECTURE]}, indent=2) + "\n")

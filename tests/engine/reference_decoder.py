@@ -50,12 +50,11 @@ def decode(
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == wanted[accepted]:
             accepted += 1
-        before = len(tokens)
+        # As the engine counts: also the right drafts behind an answer's end.
+        histogram[accepted] += 1
         for token in wanted[: accepted + 1]:
             if open_():
                 tokens.append(token)
-        # Drafts behind the answer's end were never output; the engine does not count them.
-        histogram[min(accepted, len(tokens) - before)] += 1
     return tokens[len(prompt) :], histogram
 
 

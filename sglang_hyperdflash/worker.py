@@ -104,8 +104,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """Accept a prefix of each chain; seam: ``DFlashWorkerV2._accept_block``.
 
         All-greedy batches keep SGLang's argmax path. Any batch with a sampled row goes through
-        ``verify.py``: SGLang verifies by argmax without its CUDA kernel, and that kernel ignores
-        min-p.
+        ``verify.py``: SGLang's own kernel is CUDA's alone and ignores min-p.
         """
         sampled = not _is_all_greedy(sampling_info) and target_predict is None
         if not sampled or SIMULATE_ACC_LEN > 0:

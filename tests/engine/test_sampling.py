@@ -117,17 +117,19 @@ def test_engine_draws_follow_the_targets_law(hyper_server, contexts):
 
 
 ARGMAX_PLUGIN = '''
-"""A deliberately lossy worker: sampled requests are verified by argmax, as without our override."""
+"""A deliberately lossy worker: sampled requests are verified by argmax."""
 
 
 def load():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+    def accept_block(self, **inputs):
+        inputs["target_predict"] = inputs["next_token_logits"].argmax(-1)
+        return DFlashWorkerV2._accept_block(self, **inputs)
+
     HookRegistry.register(
-        "sglang_hyperdflash.worker.HyperDFlashWorker._accept_block",
-        DFlashWorkerV2._accept_block,
-        HookType.REPLACE,
+        "sglang_hyperdflash.worker.HyperDFlashWorker._accept_block", accept_block, HookType.REPLACE
     )
 '''
 

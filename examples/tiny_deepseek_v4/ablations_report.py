@@ -39,6 +39,10 @@ def _kind(runs: list[dict], kind: str) -> float:
     return mean(run["served"]["held_out"][kind]["tau"] for run in runs)
 
 
+def _listed(values) -> str:
+    return ", ".join(str(value) for value in sorted(set(values)))
+
+
 def difference(runs: list[dict], baseline: list[dict]) -> str:
     """The paired difference from the baseline in words: mean, range, and whether seeds agree."""
     ours, theirs = _taus(runs), _taus(baseline)
@@ -103,10 +107,10 @@ def write_report(results: dict[str, list[dict]], out: Path) -> None:
         raise SystemExit("the baseline was not served yet: run train and serve first.")
     out.mkdir(parents=True, exist_ok=True)
     every = [run for runs in results.values() for run in runs]
-    steps = sorted({run["trained"]["step"] for run in every})
+    steps = _listed(run["trained"]["step"] for run in every)
     same = sum(run["served"]["identical"] for run in every)
     answers = sum(run["served"]["answers"] for run in every)
-    seeds = sorted({run["seed"] for run in every})
+    seeds = _listed(run["seed"] for run in every)
     lines = [
         "# Ablations on the tiny DeepSeek-V4",
         "",

@@ -19,6 +19,9 @@ DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # collapse itself, and means of the paths after chosen layers (DFlash), to compare with.
 SOURCES = ("pre_hc_head", "post_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
+# What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only
+# resembles its collapse, or the constant gate of a mean (targets.py).
+GATES = ("inherited", "random", "approximate", "constant")
 
 
 class HyperDFlashConfigError(ValueError):
@@ -41,7 +44,7 @@ class HyperDFlashConfig:
     """The checked view of a draft ``config.json``.
 
     Symbols of the paper: ``m`` residual paths, ``d`` hidden width, ``block_size`` B (the anchor
-    plus B-1 drafts).
+    plus B-1 drafts). ``window`` is W, the context tokens that a block may see; None for all.
     """
 
     block_size: int
@@ -57,6 +60,8 @@ class HyperDFlashConfig:
     path_norm: bool
     target_layer_ids: tuple[int, ...]
     target: TargetIdentity
+    gate: str = "inherited"
+    window: int | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -65,7 +70,8 @@ class HyperDFlashConfig:
     @property
     def reads_hc_head(self) -> bool:
         """Whether the drafter depends on the target's ``hc_head``."""
-        return self.reducer == "hc_gate" or self.source == "post_hc_head"
+        gated = self.reducer == "hc_gate" and self.gate in ("inherited", "random")
+        return gated or self.source == "post_hc_head"
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -118,6 +124,12 @@ def _parse_target(section: Mapping[str, Any]) -> TargetIdentity:
     )
 
 
+def _window(section: Mapping[str, Any]) -> int | None:
+    if section.get("window") is None:
+        return None
+    return _require(section, "window", int, "hyperdflash_config.")
+
+
 def _layer_ids(dflash: Mapping[str, Any]) -> tuple[int, ...]:
     found = dflash.get("target_layer_ids") or []
     if not isinstance(found, list) or not all(type(i) is int and i >= 0 for i in found):
@@ -163,6 +175,9 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         path_norm=_require(section, "path_norm", bool, where),
         target_layer_ids=_layer_ids(dflash),
         target=_parse_target(_require(section, "target", Mapping, where)),
+        # Checkpoints older than the field inherit.
+        gate=_choice(section.get("gate", "inherited"), GATES, where + "gate"),
+        window=_window(section),
     )
     _check_consistency(parsed, dflash)
     return parsed
@@ -179,6 +194,11 @@ def _check_consistency(parsed: HyperDFlashConfig, dflash: Mapping[str, Any]) -> 
         raise HyperDFlashConfigError(
             f"draft config: block_size must be at least 2 (the anchor and one draft), "
             f"found {parsed.block_size}."
+        )
+    if parsed.window is not None and parsed.window < parsed.block_size:
+        raise HyperDFlashConfigError(
+            f"draft config: hyperdflash_config.window must be at least the block size "
+            f"{parsed.block_size}, found {parsed.window}."
         )
     if not 0 <= parsed.mask_token_id < parsed.vocab_size:
         raise HyperDFlashConfigError(

@@ -68,7 +68,7 @@ def block_mask(
 
     Args:
         anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
-        starts: ``[b, n]`` first position of each anchor's sample; None for zeros.
+        starts: ``[b, n]`` first position that each block may see; None for zeros.
     """
     b, n = anchors.shape
     before = torch.arange(context) < anchors.unsqueeze(-1)  # [b, n, S]

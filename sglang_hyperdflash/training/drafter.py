@@ -45,6 +45,7 @@ class DrafterShape:
     rope_theta: float = 10000.0
     source: str = "pre_hc_head"
     layer_ids: tuple[int, ...] = ()
+    window: int | None = None
 
 
 def draft_config(
@@ -91,6 +92,7 @@ def draft_config(
             "hc_mult": target.hc_mult,
             "hc_eps": target.hc_eps,
             "path_norm": shape.path_norm,
+            "window": shape.window,
             "target": {
                 "architecture": target.architecture,
                 "hidden_size": target.hidden_size,

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from sglang_hyperdflash.config import SOURCES, HyperDFlashConfigError
+from sglang_hyperdflash.targets import constant_gate
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
-from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles, mask_token_of
+from sglang_hyperdflash.training.target_files import Gate, TargetFacts, TargetFiles, mask_token_of
 
 
 def add_parser(commands) -> None:
@@ -17,8 +18,8 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "init",
         help="make a new drafter for a target",
-        description="Make an untrained draft checkpoint whose gate is the target's hc_head. Reads "
-        "the target's config.json and hc_head only.",
+        description="Make an untrained draft checkpoint whose gate starts as the target's own "
+        "collapse, where it has one. Reads the target's config.json and gate only.",
     )
     default = DrafterShape()
     add = parser.add_argument
@@ -35,9 +36,10 @@ def add_parser(commands) -> None:
     add("--reducer", choices=("hc_gate", "fc"), default="hc_gate")
     add(
         "--gate",
-        choices=("inherited", "random"),
+        choices=("inherited", "approximate", "random"),
         default="inherited",
-        help="random: an hc_gate that inherits nothing, to compare with",
+        help="approximate: the gate nearest to the collapse of a target that cannot hand over its "
+        "own (DeepSeek-V4.1); random: an hc_gate that inherits nothing, to compare with",
     )
     add(
         "--source",
@@ -84,6 +86,51 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
     )
 
 
+def starting_gate(
+    files: TargetFiles, facts: TargetFacts, args: argparse.Namespace, hc_head: Gate | None
+) -> tuple[str, Gate | None]:
+    """What the hc_gate starts from (one of ``config.GATES``) and its tensors, None for random.
+
+    Args:
+        hc_head: the target's own, where it collapses with one.
+
+    Raises:
+        HyperDFlashConfigError: the target's kind has no such start; what to choose instead.
+    """
+    kind, name = files.kind, f"target {files.name} ({facts.architecture})"
+    if kind.start == "fc":
+        raise HyperDFlashConfigError(
+            f"{name} has no gate that a path's could start from: {kind.statement}. Use "
+            "--reducer fc."
+        )
+    if kind.start == "exact" and hc_head is None:
+        raise HyperDFlashConfigError(
+            f"{name} has no hc_head to inherit a gate from. "
+            "Use --reducer fc: the generic projection, trained from scratch."
+        )
+    if kind.start == "approximate" and args.gate != "approximate":
+        raise HyperDFlashConfigError(
+            f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from it "
+            "all the same, or --reducer fc: the generic projection, trained from scratch."
+        )
+    if kind.start == "approximate":
+        m, d = facts.hc_mult, facts.hidden_size
+        return "approximate", files.lagged_gate(m, d, facts.num_hidden_layers)
+    if args.gate == "approximate":
+        raise HyperDFlashConfigError(
+            f"--gate approximate is for targets that cannot hand over their own gate; {name} can: "
+            f"{kind.statement}. Drop --gate."
+        )
+    if kind.start == "constant":
+        if args.gate == "random":
+            raise HyperDFlashConfigError(
+                f"--gate random is there to compare with an inherited hc_head; {name} has none. "
+                "Drop --gate."
+            )
+        return "constant", constant_gate(facts.hc_mult, facts.hidden_size, facts.hc_eps)
+    return args.gate, None if args.gate == "random" else hc_head
+
+
 def new_drafter(
     files: TargetFiles, args: argparse.Namespace, mask_token_id: int
 ) -> tuple[Drafter, TargetFacts]:
@@ -92,22 +139,39 @@ def new_drafter(
     Raises:
         HyperDFlashConfigError: the target cannot have such a drafter.
     """
+    if args.reducer == "fc" and args.gate != "inherited":
+        raise HyperDFlashConfigError(f"--gate {args.gate} needs --reducer hc_gate, found fc.")
     facts = TargetFacts.from_config(files.config())
     hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
-    if hc_head is None and args.reducer == "hc_gate":
-        raise HyperDFlashConfigError(
-            f"target {files.name} ({facts.architecture}) has no hc_head to inherit a gate from. "
-            "Use --reducer fc: the generic projection, trained from scratch."
-        )
+    shape = shape_of(args, facts.hidden_size)
+    raw = draft_config(facts, hc_head, shape, mask_token_id)
+    gate = None
+    if args.reducer == "hc_gate":
+        start, gate = starting_gate(files, facts, args, hc_head)
+        raw["hyperdflash_config"]["gate"] = start
     torch.manual_seed(args.seed)
-    drafter = Drafter(
-        draft_config(facts, hc_head, shape_of(args, facts.hidden_size), mask_token_id)
-    )
-    if hc_head is not None and args.gate == "inherited":
-        drafter.inherit(hc_head)
+    drafter = Drafter(raw)
+    if gate is not None:
+        drafter.inherit(gate)
     elif args.reducer == "hc_gate":
         drafter.reducer.randomise()
     return drafter, facts
+
+
+def reducer_line(drafter: Drafter) -> str:
+    """What the reducer started from, and whether that is the target's own collapse."""
+    config = drafter.config
+    if config.reducer == "fc":
+        return "fc, a generic projection: nothing is inherited"
+    starts = {
+        "inherited": "hc_gate inherited exactly from the target's hc_head",
+        "random": "hc_gate at random: nothing is inherited",
+        "approximate": "hc_gate APPROXIMATE, from the last layer's hc_ffn: the target applies that "
+        "gate one sub-layer later than it computes it, so this is not its collapse",
+        "constant": f"hc_gate constant, 1/{config.hc_mult} on every path, exactly the target's: "
+        "its collapse is a mean; no tensor is read",
+    }
+    return f"{starts[config.gate]}, path norm {'on' if config.path_norm else 'off'}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,20 +190,17 @@ def run(args: argparse.Namespace) -> int:
     drafter, facts = new_drafter(files, args, mask)
     drafter.save(args.out)
     count = sum(p.numel() for p in drafter.parameters())
-    gate = (
-        "fc, a generic projection: nothing is inherited"
-        if args.reducer == "fc"
-        else "hc_gate at random: nothing is inherited"
-        if args.gate == "random"
-        else "hc_gate inherited exactly from the target's hc_head"
+    kind = files.kind
+    print(
+        f"target  {args.target}: {facts.architecture} ({kind.name}), "
+        f"{facts.hc_mult} x {facts.hidden_size}"
     )
-    if args.reducer == "hc_gate":
-        gate += f", path norm {'on' if drafter.config.path_norm else 'off'}"
-    print(f"target  {args.target}: {facts.architecture}, {facts.hc_mult} x {facts.hidden_size}")
     print(
         f"drafter {args.out}: {args.layers} layers, {count:,} parameters, block {args.block_size}"
     )
-    print(f"reducer {gate}")
+    print(f"reducer {reducer_line(drafter)}")
     if args.source != "pre_hc_head":
         print(f"source  {args.source}, not the pre-collapse residual of the method")
+    if kind.not_served is not None:
+        print(f"serving not yet: {kind.not_served}")
     return 0

@@ -33,7 +33,9 @@ class Replay:
     ) -> torch.Tensor:
         """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``."""
         starts = rows.starts.gather(1, anchors)
-        mask = block_mask(anchors, keep, rows.tokens.shape[1], self.block, starts)
+        window = self.drafter.config.window
+        first = starts if window is None else torch.maximum(starts, anchors - window)
+        mask = block_mask(anchors, keep, rows.tokens.shape[1], self.block, first)
         positions = torch.arange(rows.tokens.shape[1]) - rows.starts
         context = self.drafter.reduce(source_of(self.drafter.config, self.target, states))
         embeddings = self.block_embeddings(rows.tokens, anchors)

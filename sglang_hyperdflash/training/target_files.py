@@ -1,7 +1,7 @@
-"""What a drafter needs of a target checkpoint, without loading it: its config and its ``hc_head``.
+"""What a drafter needs of a target checkpoint, without loading it: its config and its gate.
 
 A target is a folder or a hub id. Tensors are read by byte range through the safetensors index, so
-of a 160 GB checkpoint some 300 KB are read, and a shard that holds no ``hc_head`` is never opened.
+of a 160 GB checkpoint some 300 KB are read, and a shard without the gate is never opened.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 
 from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.reference.weights import core_name
+from sglang_hyperdflash.targets import TargetKind, target_kind, text_fields
 
-HC_HEAD = ("hc_head_fn", "hc_head_base", "hc_head_scale")
+Gate = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -37,21 +38,29 @@ class TargetFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TargetFacts:
-        """Read a ``config.json``; raise ``HyperDFlashConfigError`` naming what it lacks."""
+        """Read a ``config.json``; raise ``HyperDFlashConfigError`` naming what it lacks.
+
+        Fields of a multimodal target are read in its ``text_config``.
+        """
+        kind = target_kind(config)
+        fields = text_fields(config)
+        fields.setdefault("hc_mult", fields.get(kind.paths_field))
+        if kind.start == "fc":
+            # Only a gate adds an epsilon, and such a target has none to state.
+            fields.setdefault("hc_eps", 0.0)
         names = [name for name in cls.__dataclass_fields__ if name != "architecture"]
-        missing = [name for name in names if config.get(name) is None]
-        if not config.get("architectures"):
-            missing.insert(0, "architectures")
+        missing = [name for name in names if fields.get(name) is None]
         if missing:
             hint = (
-                "HYPERDFLASH needs a target with hyper-connection residual streams (hc_mult)."
+                "HYPERDFLASH needs a target with hyper-connection residual streams "
+                f"({kind.paths_field})."
                 if "hc_mult" in missing
                 else "Add the fields to the target's config.json."
             )
             raise HyperDFlashConfigError(
                 f"the target's config.json lacks {', '.join(missing)}. {hint}"
             )
-        return cls(config["architectures"][0], *(config[name] for name in names))
+        return cls(config["architectures"][0], *(fields[name] for name in names))
 
 
 class TargetFiles:
@@ -90,10 +99,19 @@ class TargetFiles:
                 f"{error}"
             ) from error
 
-    def config(self) -> dict[str, Any]:
-        """The target's ``config.json``."""
+    @cached_property
+    def _config(self) -> dict[str, Any]:
         with self._open("config.json") as file:
             return json.load(file)
+
+    def config(self) -> dict[str, Any]:
+        """The target's ``config.json``."""
+        return self._config
+
+    @property
+    def kind(self) -> TargetKind:
+        """The target's entry in the table; raises as :func:`target_kind` does."""
+        return target_kind(self._config)
 
     def _tensor_files(self) -> dict[str, str]:
         """File of every tensor, from the index, or from the one file's own header."""
@@ -106,7 +124,7 @@ class TargetFiles:
     @cached_property
     def _places(self) -> dict[str, tuple[str, str]]:
         """Checkpoint name and file of every tensor, by its name in the core's scheme."""
-        return {core_name(name): (name, file) for name, file in self._tensor_files().items()}
+        return {_plain(name): (name, file) for name, file in self._tensor_files().items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in fp32, by its name in the core's scheme (``norm``, ``hc_head_fn``).
@@ -120,33 +138,76 @@ class TargetFiles:
         with self._open(file) as handle:
             return read_tensor(handle, source, file).float()
 
-    def hc_head(self, m: int, d: int) -> tuple[torch.Tensor, ...] | None:
+    def hc_head(self, m: int, d: int) -> Gate | None:
         """``fn [m, m*d], base [m], scale [1]`` in fp32, or None for a target without them.
 
-        Names in transformers' or DeepSeek's own scheme; an MTP layer's ``hc_head`` is another one.
+        In any spelling of the target's kind; an MTP layer's ``hc_head`` is another one, and so are
+        tensors of that name in a target that does not collapse with them.
 
         Raises:
             HyperDFlashConfigError: only some of the three are there, or a shape differs.
         """
-        found = [name for name in HC_HEAD if name in self._places]
-        if not found:
+        if self.kind.start != "exact":
             return None
-        if len(found) != len(HC_HEAD):
+        return self._gate(self.kind.tensors, ((m, m * d), (m,), (1,)))
+
+    def lagged_gate(self, m: int, d: int, layers: int) -> Gate:
+        """The last layer's ``hc_ffn`` gate: ``fn [m, m*d], base [m], scale [1]`` in fp32.
+
+        The target gates with the same formula, but on the residual before that layer's FFN: as a
+        start for a gate of the final residual it is approximate (SGLang's
+        ``models/deepseek_v4_mhc.py``: ``pre`` is the first of a connection's three parts).
+
+        Raises:
+            HyperDFlashConfigError: a tensor is missing or a shape differs.
+        """
+        spellings = tuple(
+            tuple(name.format(last=layers - 1) for name in names) for names in self.kind.tensors
+        )
+        size = (2 + m) * m
+        gate = self._gate(spellings, ((size, m * d), (size,), (3,)))
+        if gate is None:
             raise HyperDFlashConfigError(
-                f"target {self.name} holds {', '.join(found)} but not "
-                f"{', '.join(sorted(set(HC_HEAD) - set(found)))}; its checkpoint is incomplete."
+                f"target {self.name} ({self.kind.name}) has no tensor {spellings[0][0]}, whose "
+                "gate --gate approximate starts from. Use --reducer fc."
             )
-        shapes = {"hc_head_fn": (m, m * d), "hc_head_base": (m,), "hc_head_scale": (1,)}
-        tensors = []
-        for name in HC_HEAD:
-            source, tensor = self._places[name][0], self.tensor(name)
-            if tuple(tensor.shape) != shapes[name]:
-                raise HyperDFlashConfigError(
-                    f"target {self.name}: tensor {source} has shape {tuple(tensor.shape)}; its "
-                    f"config.json (hc_mult {m}, hidden_size {d}) asks for {shapes[name]}."
-                )
-            tensors.append(tensor)
-        return tuple(tensors)
+        fn, base, scale = gate
+        return fn[:m].clone(), base[:m].clone(), scale[:1].clone()
+
+    def _gate(
+        self, spellings: tuple[tuple[str, ...], ...], shapes: tuple[tuple[int, ...], ...]
+    ) -> Gate | None:
+        """The three tensors, each by the first of its spellings that is there; None without any."""
+        plain = [[_plain(name) for name in names] for names in spellings]
+        found = [next((n for n in names if n in self._places), None) for names in plain]
+        if not any(found):
+            return None
+        missing = [names[0] for names, name in zip(spellings, found, strict=True) if name is None]
+        if missing:
+            raise HyperDFlashConfigError(
+                f"target {self.name} holds {', '.join(name for name in found if name)} but not "
+                f"{', '.join(missing)}; its checkpoint is incomplete."
+            )
+        fn, base, scale = (
+            self._shaped(name, shape) for name, shape in zip(found, shapes, strict=True)
+        )
+        return fn, base, scale
+
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.tensor(name)
+        if tuple(tensor.shape) != shape:
+            facts = TargetFacts.from_config(self._config)
+            raise HyperDFlashConfigError(
+                f"target {self.name}: tensor {self._places[name][0]} has shape "
+                f"{tuple(tensor.shape)}; its config.json (hc_mult {facts.hc_mult}, hidden_size "
+                f"{facts.hidden_size}) asks for {shape}."
+            )
+        return tensor
+
+
+def _plain(name: str) -> str:
+    """A checkpoint name of any target without prefixes, in the core's scheme."""
+    return core_name(name.replace("language_model.", ""))
 
 
 def _header(file, name: str) -> tuple[dict[str, Any], int]:

@@ -12,25 +12,42 @@ import torch
 from torch import nn
 
 from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.targets import TARGETS
 
 
-def _keep_mean(means: dict[int, torch.Tensor], i: int):
-    """A forward hook that stores the mean over the paths of a layer's output ``[b, S, m, d]``."""
+def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
+    """A forward hook: the mean over the paths of a layer's ``[b, S, m, d]`` or ``[b, S, m*d]``."""
 
     def keep(_module, _args, output) -> None:
-        means[i] = (output[0] if isinstance(output, tuple) else output).mean(-2)
+        state = output[0] if isinstance(output, tuple) else output
+        means[i] = state.flatten(2).unflatten(-1, (m, -1)).mean(-2)
 
     return keep
 
 
+def _load(name: str, **options) -> nn.Module:
+    """The model of a causal LM or, for a target whose only class is multimodal, of that."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **options)
+    except ValueError as error:
+        # transformers says so before it reads a weight; it has no public way to ask first.
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        return AutoModelForImageTextToText.from_pretrained(name, **options)
+
+
 class TransformersTarget(nn.Module):
-    """A ``*ForCausalLM`` whose ``model.hc_head`` collapses the residual paths (DeepSeek-V4).
+    """A model of transformers with one module that collapses the residual paths (``targets.py``).
+
+    ``hc_head`` is that module's ``(fn, base, scale)``, or None where it gates in another way.
 
     Args:
         name: folder or hub id. dtype, device_map: as transformers takes them.
 
     Raises:
-        HyperDFlashConfigError: the model has no ``hc_head`` to read the residual in front of.
+        HyperDFlashConfigError: the model has no such module to read the residual in front of.
     """
 
     def __init__(
@@ -41,21 +58,28 @@ class TransformersTarget(nn.Module):
         device_map: str | dict | None = None,
     ) -> None:
         super().__init__()
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map)
-        self.config = self.model.config
-        head = getattr(self.model.model, "hc_head", None)
-        if head is None:
+        self.model = _load(name, dtype=dtype, device_map=device_map)
+        # Any kind with this module will do: they share its name and the paths' one.
+        kind = next((kind for kind in TARGETS if hasattr(self.text, kind.collapse_module)), None)
+        if kind is None:
+            modules = dict.fromkeys(f"model.{kind.collapse_module}" for kind in TARGETS)
             raise HyperDFlashConfigError(
-                f"target {name} ({type(self.model).__name__}) has no model.hc_head; its residual "
-                "cannot be read in front of the collapse."
+                f"target {name} ({type(self.model).__name__}) has no {' or '.join(modules)}; its "
+                "residual cannot be read in front of the collapse."
             )
-        self.hc_head = (head.hc_fn, head.hc_base, head.hc_scale)
+        head = getattr(self.text, kind.collapse_module)
+        self.config = self.model.config.get_text_config()
+        self.m = int(getattr(self.config, kind.paths_field))
+        self.hc_head = (head.hc_fn, head.hc_base, head.hc_scale) if hasattr(head, "hc_fn") else None
         self._residual: torch.Tensor | None = None
         head.register_forward_pre_hook(self._keep)
         self.requires_grad_(False)
         self.eval()
+
+    @property
+    def text(self) -> nn.Module:
+        """The text model; a multimodal target holds it under ``language_model``."""
+        return getattr(self.model.model, "language_model", self.model.model)
 
     def _keep(self, _module, args) -> None:
         self._residual = args[0]
@@ -87,15 +111,24 @@ class TransformersTarget(nn.Module):
         means: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:
             for i in layer_ids:
-                hook = self.model.model.layers[i].register_forward_hook(_keep_mean(means, i))
+                hook = self.text.layers[i].register_forward_hook(_keep_mean(means, i, self.m))
                 hooks.callback(hook.remove)
-            final = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            final = self.text(input_ids=tokens, use_cache=False).last_hidden_state
         residual, self._residual = self._residual, None
         layers = [means[i].to(final.device) for i in layer_ids]
         none = final.new_zeros(*tokens.shape, 0)
         return final, residual.flatten(2), torch.cat([none, *layers], -1)
 
     def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
-        """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""
-        paths = residual.unflatten(-1, (self.config.hc_mult, -1))
-        return self.model.model.norm(paths.float().mean(-2).to(residual.dtype))
+        """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``.
+
+        Raises:
+            HyperDFlashConfigError: the target has no final norm (Qwen4-exp).
+        """
+        if not hasattr(self.text, "norm"):
+            raise HyperDFlashConfigError(
+                f"{type(self.text).__name__} has no final norm behind its collapse, so a mean of "
+                "the paths is no state of its; use the gated teacher."
+            )
+        paths = residual.unflatten(-1, (self.m, -1))
+        return self.text.norm(paths.float().mean(-2).to(residual.dtype))

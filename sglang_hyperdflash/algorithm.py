@@ -53,6 +53,12 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
             device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
         )
 
+    def build_disagg_draft_input(self, batch, last_tokens_tensor, future_map):
+        """Seam: what a decode node drafts from first, as DFLASH builds it."""
+        from sglang.srt.speculative.dflash_disaggregation import build_dflash_disagg_draft_input
+
+        return build_dflash_disagg_draft_input(batch, last_tokens_tensor, future_map)
+
     def handle_server_args(self, server_args) -> None:
         """Resolve the speculative fields as SGLang does for DFLASH.
 
@@ -61,6 +67,9 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
         """
         from sglang.srt.arg_groups.overrides import resolving_view
         from sglang.srt.arg_groups.speculative_hook import _handle_dflash
+
+        from sglang_hyperdflash.deepseek_v4 import keep_draft_kv_unquantised
+        from sglang_hyperdflash.server_args import load_draft_config
 
         _handle_dflash(server_args)
         resolved = resolving_view(server_args)
@@ -75,3 +84,5 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
         if resolved.speculative_draft_load_format in (None, "auto"):
             # "auto" would fall back to pickled weights.
             server_args.speculative_draft_load_format = "safetensors"
+        keep_draft_kv_unquantised(server_args)
+        server_args.speculative_draft_window_size = load_draft_config(server_args).window

@@ -19,6 +19,7 @@ import torch
 
 from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, write_prefill_residual
+from sglang_hyperdflash.position_metrics import metrics_seam
 from sglang_hyperdflash.round_times import ROUND_TIMES, time_round, time_target
 
 
@@ -91,7 +92,9 @@ def mark_worker_ours() -> None:
 
 
 def _seams() -> tuple[Seam, ...]:
+    from sglang_hyperdflash.deepseek_v4 import deepseek_v4_seams
     from sglang_hyperdflash.reference.eagle_seams import eagle_seams
+    from sglang_hyperdflash.reference.parallel_seams import parallel_seams
     from sglang_hyperdflash.reference.torch_ops import assign_req_to_token_pool
 
     return (
@@ -141,7 +144,10 @@ def _seams() -> tuple[Seam, ...]:
             cpu_only=True,
         ),
         _capture_seam(),
+        *deepseek_v4_seams(),
         *eagle_seams(),
+        *parallel_seams(),
+        metrics_seam(),
         *_timing_seams(),
     )
 

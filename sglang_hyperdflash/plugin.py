@@ -37,6 +37,17 @@ def _register_algorithm() -> None:
         )(_worker_class)
 
 
+def _register_resolution() -> None:
+    """Seam: ``register_resolution_hook``, which would register the same hook twice."""
+    from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
+
+    from sglang_hyperdflash.deepseek_v4 import resolve_early
+
+    step = "handle_missing_default_values"
+    if resolve_early not in _HOOKS.get(step, ()):
+        register_resolution_hook(step)(resolve_early)
+
+
 def _register_models() -> None:
     """Seam: ``ModelRegistry.models``, filled in every process before a model is built."""
     from sglang.srt.models.registry import ModelRegistry
@@ -77,6 +88,7 @@ def load() -> None:
     from sglang_hyperdflash.reference.activation import is_active
 
     _register_algorithm()
+    _register_resolution()
     if is_active():
         _register_reference_attention()
     _register_models()

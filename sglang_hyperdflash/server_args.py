@@ -6,7 +6,9 @@ Runs in the launcher before any process starts (seam: ``SpeculativeAlgorithm.reg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.config import (
@@ -15,6 +17,11 @@ from sglang_hyperdflash.config import (
     check_target,
     parse_config,
 )
+from sglang_hyperdflash.kv_budget import pool_ratio
+from sglang_hyperdflash.targets import check_served_target
+
+# Draft attention backends whose K/V indices are slots, not pages.
+TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
 
 # (field, unsupported when, why, what to do)
 UNSUPPORTED = (
@@ -72,18 +79,6 @@ UNSUPPORTED = (
         "leave it at 1.0",
     ),
     (
-        "speculative_draft_window_size",
-        lambda v: v is not None,
-        "drafters are trained with the full context",
-        "drop the flag",
-    ),
-    (
-        "disaggregation_mode",
-        lambda v: v not in (None, "null"),
-        "prefill/decode disaggregation is untested",
-        "serve without it",
-    ),
-    (
         "speculative_draft_load_format",
         lambda v: v not in (None, "auto", "safetensors", "dummy"),
         "drafters are read from safetensors only",
@@ -111,7 +106,9 @@ def validate_server_args(server_args) -> None:
             )
     config = load_draft_config(server_args)
     _check_block_size(server_args, config)
+    _check_window(server_args, config)
     _check_served_target(server_args, config)
+    _check_context(server_args)
 
 
 def load_draft_config(server_args) -> HyperDFlashConfig:
@@ -144,7 +141,37 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
         )
     except (OSError, ValueError) as error:
         raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {error}") from error
-    return parse_config(config.to_dict())
+    raw = config.to_dict()
+    parsed = parse_config(raw)
+    check_ranks(server_args, raw)
+    return parsed
+
+
+def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
+    """Refuse ranks that the drafter's layers cannot be split over, before any of them starts.
+
+    Source: the assertions of SGLang's ``DFlashAttention`` and parallel linears. K/V heads fewer
+    than ranks are replicated. Attention data parallelism has groups of its own, checked there.
+
+    Args:
+        draft: the draft's ``config.json``.
+
+    Raises:
+        HyperDFlashConfigError: heads or the MLP width do not divide.
+    """
+    ranks = int(getattr(server_args, "tp_size", None) or 1)
+    if getattr(server_args, "enable_dp_attention", False):
+        return
+    heads = int(draft["num_attention_heads"])
+    kv_heads = int(draft.get("num_key_value_heads") or heads)
+    width = int(draft["intermediate_size"])
+    if heads % ranks or width % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise HyperDFlashConfigError(
+            f"the drafter's layers cannot be split over --tp-size {ranks}: expected its "
+            f"num_attention_heads and intermediate_size to be multiples of it, and "
+            f"num_key_value_heads a multiple or a divisor; found {heads}, {width} and "
+            f"{kv_heads}. Choose another --tp-size."
+        )
 
 
 def _check_block_size(server_args, config: HyperDFlashConfig) -> None:
@@ -157,6 +184,57 @@ def _check_block_size(server_args, config: HyperDFlashConfig) -> None:
             )
 
 
+def _check_window(server_args, config: HyperDFlashConfig) -> None:
+    flag = getattr(server_args, "speculative_draft_window_size", None)
+    if flag is not None and flag != config.window:
+        raise HyperDFlashConfigError(
+            f"the drafter was trained with window {config.window or 'none: the full context'}; "
+            f"speculative_draft_window_size={flag} would silently ruin its acceptance. Drop the "
+            "flag."
+        )
+    if config.window is None:
+        return
+    pool_ratio()
+    backend = getattr(server_args, "speculative_draft_attention_backend", None)
+    if backend not in (None, *TOKEN_BACKENDS):
+        raise HyperDFlashConfigError(
+            f"a windowed drafter needs draft attention that reads single K/V slots "
+            f"({', '.join(TOKEN_BACKENDS)}); speculative_draft_attention_backend={backend} reads "
+            "whole pages. Drop the flag."
+        )
+    if getattr(server_args, "disaggregation_mode", None) not in (None, "null"):
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support prefill/decode disaggregation with a windowed drafter: "
+            "its K/V are not at the target's slots, which are what is sent. Use a drafter without "
+            "a window."
+        )
+
+
+def _check_context(server_args) -> None:
+    """The drafter must have positions for all that the target may serve."""
+    from sglang.srt.utils.hf_transformers_utils import (
+        get_config,
+        get_context_length,
+        get_hf_text_config,
+    )
+
+    def length(path: str, revision: str | None) -> int:
+        config = get_config(path, trust_remote_code=False, revision=revision)
+        return int(get_context_length(get_hf_text_config(config)))
+
+    served = server_args.context_length
+    if served is None:
+        served = length(server_args.model_path, getattr(server_args, "revision", None))
+    revision = getattr(server_args, "speculative_draft_model_revision", None)
+    drafted = length(server_args.speculative_draft_model_path, revision)
+    if drafted < served:
+        raise HyperDFlashConfigError(
+            f"the drafter has {drafted} positions (max_position_embeddings of its config.json), "
+            f"the server would serve {served}. Pass --context-length {drafted}, or export the "
+            "drafter with the target's max_position_embeddings."
+        )
+
+
 def _check_served_target(server_args, config: HyperDFlashConfig) -> None:
     from sglang.srt.utils.hf_transformers_utils import get_config
 
@@ -165,6 +243,7 @@ def _check_served_target(server_args, config: HyperDFlashConfig) -> None:
         trust_remote_code=server_args.trust_remote_code,
         revision=getattr(server_args, "revision", None),
     )
+    check_served_target(target.to_dict())
     check_target(
         config,
         architecture=(getattr(target, "architectures", None) or ["unknown"])[0],

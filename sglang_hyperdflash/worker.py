@@ -14,7 +14,6 @@ import torch
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_worker_v2 import (
     SIMULATE_ACC_LEN,
-    DFlashWorkerV2,
     _commit_accept,
     _is_all_greedy,
 )
@@ -25,6 +24,7 @@ from sglang_hyperdflash.config import (
     check_fingerprint,
     hc_head_fingerprint,
 )
+from sglang_hyperdflash.deepseek_v4 import clear_rejected_states
 from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
 from sglang_hyperdflash.hooks import (
     check_seams,
@@ -34,11 +34,12 @@ from sglang_hyperdflash.hooks import (
 )
 from sglang_hyperdflash.reducer import check_kernels
 from sglang_hyperdflash.verify import accept_sampled, target_probabilities
+from sglang_hyperdflash.windowed import WindowedWorker
 
 logger = logging.getLogger(__name__)
 
 
-class HyperDFlashWorker(DFlashWorkerV2):
+class HyperDFlashWorker(WindowedWorker):
     """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
@@ -86,6 +87,12 @@ class HyperDFlashWorker(DFlashWorkerV2):
             config.block_size,
             config.hc_mult,
         )
+
+    def forward_batch_generation(self, batch, *args, **kwargs):
+        """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        clear_rejected_states(self, batch, result)
+        return result
 
     def _validate_phase1_sampling_support(self, batch) -> None:
         """Nothing to warn of: sampled verification is exact on every device."""

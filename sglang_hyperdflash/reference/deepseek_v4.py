@@ -14,11 +14,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_hyperdflash.reference.deepseek_v4_core import DeepseekV4Core, UnsupportedTarget
-from sglang_hyperdflash.reference.weights import load_core
+from sglang_hyperdflash.reference.weights import load_core, shard_rows
 
 
 class PortableDeepSeekV4ForCausalLM(nn.Module):
@@ -26,11 +25,6 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
-        tp_size = int(get_parallel().tp_size)
-        if tp_size != 1:
-            raise UnsupportedTarget(
-                f"the portable DeepSeek-V4 target runs on one rank; found --tp-size {tp_size}."
-            )
         if quant_config is not None:
             raise UnsupportedTarget("the portable DeepSeek-V4 target has no quantised form.")
         if config.v_head_dim != config.head_dim:
@@ -105,23 +99,41 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load either naming scheme; every tensor must be there, once, finite and in shape."""
-        load_core(_Holder(self), weights, skip=("mtp.",))
+        own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
+        sharded = shard_rows(weights, own, total=self.config.vocab_size)
+        load_core(_Holder(self), sharded, skip=("mtp.",))
+
+
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
+def vocabulary_rows(layer: VocabParallelEmbedding) -> slice:
+    """The vocabulary's rows that this rank holds.
+
+    Seam: ``VocabParallelEmbedding.shard_indices``, which the DFLASH worker reads too.
+    """
+    indices = layer.shard_indices
+    return slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
 
 
 class _Holder:
-    """Presents core, embedding and LM head under one flat set of checkpoint names."""
+    """Presents core, embedding and LM head under one flat set of checkpoint names.
+
+    Of the last two, this rank's rows.
+    """
 
     def __init__(self, owner: PortableDeepSeekV4ForCausalLM) -> None:
         self.owner = owner
 
     def named_parameters(self):
         yield from self.owner.model.named_parameters()
-        # The vocabulary may be padded; the checkpoint fills the leading rows.
-        rows = self.owner.config.vocab_size
-        for name in ("embed_tokens", "lm_head"):
-            weight = getattr(self.owner, name).weight
-            weight.data[rows:] = 0
-            yield f"{name}.weight", weight[:rows]
+        # A shard may be padded; the checkpoint fills the leading rows.
+        for name in VOCABULARY:
+            layer = getattr(self.owner, name)
+            own = vocabulary_rows(layer)
+            rows = own.stop - own.start
+            layer.weight.data[rows:] = 0
+            yield f"{name}.weight", layer.weight[:rows]
 
 
 EntryClass = PortableDeepSeekV4ForCausalLM

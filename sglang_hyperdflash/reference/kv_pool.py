@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+logger = logging.getLogger(__name__)
 
 
 class TorchKVPool(MHATokenToKVPool):
     """Seam: ``SRTPlatform.get_kv_pool_cls``; the in-tree constructor warms a Triton copy up."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        # SGLang's own line rounds to 10 MB and names no heads: sharding would not show.
+        slots, heads, head_dim = self.k_buffer[0].shape
+        logger.info(
+            "Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d",
+            len(self.k_buffer),
+            heads,
+            head_dim,
+            slots,
+        )
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None

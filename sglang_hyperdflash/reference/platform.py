@@ -31,12 +31,14 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace the backend that SGLang's ``--device cpu`` rule has already named.
+        """Replace what SGLang's ``--device cpu`` rule has already named and cannot run here.
 
-        AMX's needs sgl_kernel's CPU operators; torch_native has no sinks and no verify mode.
+        AMX's backend needs sgl_kernel's CPU operators; torch_native has no sinks and no verify
+        mode. Ranks reduce over gloo: custom all-reduce would only fail to set up, with a warning.
         """
         if server_args.attention_backend in (None, "intel_amx", "torch_native"):
             server_args.attention_backend = ATTENTION_BACKEND
+        server_args.disable_custom_all_reduce = True
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -119,6 +119,30 @@ def load_core(
             f"target checkpoint: missing tensors for {', '.join(sorted(missing)[:8])}"
             f"{' ...' if len(missing) > 8 else ''}."
         )
+
+
+def shard_rows(
+    weights: Iterable[tuple[str, torch.Tensor]], rows: Mapping[str, slice], *, total: int
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Cut the tensors named in ``rows`` to one rank's rows; pass all others through.
+
+    Args:
+        rows: core names to the rows ``[start, stop)`` to keep. total: rows each must have.
+
+    Raises:
+        HyperDFlashConfigError: a named tensor without ``total`` rows; a wrong one could
+            otherwise have just the rows of a shard.
+    """
+    for source, tensor in weights:
+        name = core_name(source)
+        if name in rows:
+            if tensor.dim() != 2 or len(tensor) != total:
+                raise HyperDFlashConfigError(
+                    f"target checkpoint: tensor {source} has shape {tuple(tensor.shape)}; the "
+                    f"config asks for {total} rows."
+                )
+            tensor = tensor[rows[name]]
+        yield source, tensor
 
 
 def nextn_tensors(

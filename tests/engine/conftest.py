@@ -62,8 +62,9 @@ def target_server(servers, target_dir) -> Server:
 
 @pytest.fixture(scope="session")
 def hyper_server(servers, target_dir, drafter_dir) -> Server:
-    """HYPERDFLASH, fp32, overlap scheduling on, radix cache on."""
-    return servers.get("hyper", target_dir, *FP32, *hyperdflash_arguments(drafter_dir))
+    """HYPERDFLASH, fp32, overlap scheduling on, radix cache on, metrics on."""
+    arguments = (*FP32, "--enable-metrics", *hyperdflash_arguments(drafter_dir))
+    return servers.get("hyper", target_dir, *arguments)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ def arguments(target_dir, drafter_dir, monkeypatch):
         speculative_num_draft_tokens=None,
         speculative_dflash_block_size=None,
         pp_size=1,
+        context_length=None,
         disaggregation_mode="null",
     )
 
@@ -52,7 +53,7 @@ def test_the_committed_pair_is_accepted(arguments):
         ("speculative_accept_threshold_single", 0.9, "changes the output distribution"),
         ("speculative_accept_threshold_acc", 0.9, "changes the output distribution"),
         ("speculative_draft_window_size", 64, "full context"),
-        ("disaggregation_mode", "decode", "disaggregation"),
+        ("context_length", 4096, "Pass --context-length 2048"),
         ("use_ray", True, "Ray"),
         ("speculative_draft_load_format", "pt", "safetensors only"),
         ("speculative_num_draft_tokens", 16, "trained with block size 7"),

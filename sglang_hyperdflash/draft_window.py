@@ -1,0 +1,104 @@
+"""Slots for the K/V of a drafter that attends to the last W context tokens only.
+
+A ring: every token that is committed takes the next slot, whoever it belongs to, and the oldest
+token loses its own. Target token ids map to slots, so a prefix hit finds what is still there. A
+request's live tokens are always a suffix of its context, because they were written in order. Lost
+tokens cost acceptance, never correctness: drafts are verified.
+
+Everything stays on the device; no method reads a value back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class DraftWindow:
+    """Which pool slot holds which token's draft K/V.
+
+    Pool slots: 0 is SGLang's sink, ``1 ... ring`` the ring, then ``block`` of a drafted block for
+    each request of a batch, overwritten in every round.
+
+    Args:
+        tokens: target token ids in use, 0 included.
+        ring: slots shared by all requests; window: W; block: B; batch: most requests at once.
+    """
+
+    def __init__(
+        self, *, tokens: int, ring: int, window: int, block: int, batch: int, device: str
+    ) -> None:
+        if ring < window:
+            raise ValueError(f"a ring of {ring} slots cannot hold one window of {window} tokens")
+        self.ring, self.window, self.block = ring, window, block
+        self.slot_of = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        # One more owner than slots: tokens that do not enter write there.
+        self.owner = torch.full((ring + 1,), -1, dtype=torch.int64, device=device)
+        self.head = torch.zeros((), dtype=torch.int64, device=device)
+        self.drafts = 1 + ring + torch.arange(batch * block, device=device)
+        self.back = torch.arange(window, device=device)
+
+    @property
+    def size(self) -> int:
+        """Slots that the pool needs, the sink not counted."""
+        return self.ring + len(self.drafts)
+
+    def enter(self, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Give tokens the next slots.
+
+        Args:
+            ids: ``[n]`` int64 target token ids, each at most once among the kept.
+            kept: ``[n]`` bool; at most ``ring`` of them. The others lose the slot they had.
+
+        Returns:
+            ``[n]`` int64 pool slots, 0 where not kept.
+        """
+        place = torch.remainder(self.head + kept.long().cumsum(0) - 1, self.ring)
+        self.slot_of[ids] = torch.where(kept, place, -1)
+        self.owner[torch.where(kept, place, self.ring)] = ids
+        self.head.add_(kept.sum()).remainder_(self.ring)
+        return torch.where(kept, place + 1, 0)
+
+    def forget(self, ids: torch.Tensor) -> None:
+        """Ids that were given to new tokens: what they held is no longer theirs."""
+        self.slot_of[ids] = -1
+
+    def per_request(self, requests: int) -> int:
+        """Tokens of each of ``requests`` prompts that may enter in one call."""
+        return min(self.window, self.ring // max(requests, 1))
+
+    def view(
+        self, table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The live end of some requests' contexts, at most W tokens.
+
+        Args:
+            table: the target's ``req_to_token [R, L]``; rows, lengths: ``[b]``.
+
+        Returns:
+            slots ``[b, W]`` int64, oldest first, and how many of them count, ``[b]`` int64.
+        """
+        at = lengths.long().unsqueeze(1) - 1 - self.back
+        ids = table[rows.long().unsqueeze(1), at.clamp(min=0)].long()
+        slot = self.slot_of[ids]
+        live = (at >= 0) & (slot >= 0) & (self.owner[slot.clamp(min=0)] == ids)
+        visible = live.long().cumprod(1).sum(1)
+        newest_last = (visible.unsqueeze(1) - 1 - self.back).clamp(min=0)
+        return (slot.clamp(min=0) + 1).gather(1, newest_last), visible
+
+    def lay_out(
+        self, table: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor
+    ) -> None:
+        """Write the drafter's own rows: the window, then the slots of the block.
+
+        Args:
+            table: the drafter's ``req_to_token [R, >= W + B]``; slots, visible: from :meth:`view`.
+        """
+        rows = rows.long().unsqueeze(1)
+        table[rows, self.back] = slots.to(table.dtype)
+        block = self.drafts[: len(rows) * self.block].view(len(rows), self.block)
+        columns = visible.unsqueeze(1) + self.back.new_tensor(range(self.block))
+        table[rows, columns] = block.to(table.dtype)
+
+    def block_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where a round's blocks write, ``[bs * B]``, whatever ids the target gave the rows."""
+        return self.drafts[: ids.numel()]

@@ -1,0 +1,73 @@
+"""Two ranks over gloo: the tokens of one, and half the draft's K/V heads on each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from tests.engine.conftest import FP32, greedy, greedy_all, ids
+
+RANKS = 2
+TOKENS = 64
+CONCURRENCY = 4
+
+
+@pytest.fixture(scope="module")
+def parallel_server(servers, target_dir, drafter_dir) -> Iterator[Server]:
+    """HYPERDFLASH on two ranks, fp32; stopped when this file is done."""
+    arguments = (*FP32, "--tp-size", str(RANKS), *hyperdflash_arguments(drafter_dir))
+    yield servers.get("hyper-tp2", target_dir, *arguments)
+    servers.stop("hyper-tp2")
+
+
+def ask(server: Server, prompt: list[int]) -> dict:
+    return greedy(server, prompt, TOKENS)
+
+
+def accept_length(answers: list[dict]) -> float:
+    """Tokens per verification round, the bonus token included."""
+    drafts = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
+    return 1 + drafts / sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+
+
+def test_tokens_are_target_only_s_and_drafts_are_as_good(
+    parallel_server, hyper_server, own_prompts, own_reference
+):
+    answers = greedy_all(parallel_server, own_prompts, CONCURRENCY, ask)
+    assert len(answers) >= 8
+    assert ids(answers) == [tokens[:TOKENS] for tokens in own_reference]
+    single = accept_length(greedy_all(hyper_server, own_prompts, CONCURRENCY, ask))
+    found = accept_length(answers)
+    assert found > 1.5
+    # Sums over two ranks round differently: a draft's own near-tie may flip, no more.
+    assert found == pytest.approx(single, rel=0.02)
+
+
+def test_draft_kv_heads_are_split_and_every_rank_has_its_pool(parallel_server, drafter_dir):
+    config = json.loads((drafter_dir / "config.json").read_text())
+    log = parallel_server.log.read_text(errors="replace")
+    pools = re.findall(r"TP(\d)\] Torch K/V pool: layers=(\d+) heads=(\d+) head_dim=(\d+)", log)
+    layers, heads, head_dim = (
+        config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    )
+    draft = [tuple(map(int, pool)) for pool in pools if int(pool[1]) == layers]
+    assert heads >= RANKS
+    expected = [(rank, layers, heads // RANKS, head_dim) for rank in range(RANKS)]
+    assert sorted(draft) == expected, pools
+
+
+def test_sampled_requests_finish_on_both_ranks(parallel_server, own_prompts, own_reference):
+    """Ranks that drew different tokens would run out of step and hang, or answer wrongly after."""
+    sampled = {"temperature": 1, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+    def sample(server, prompt):
+        return server.generate(input_ids=prompt, sampling_params=sampled, timeout=60)
+
+    answers = greedy_all(parallel_server, own_prompts[:4], CONCURRENCY, sample)
+    assert {len(tokens) for tokens in ids(answers)} == {TOKENS}
+    after = greedy_all(parallel_server, own_prompts[:4], CONCURRENCY, ask)
+    assert ids(after) == [tokens[:TOKENS] for tokens in own_reference[:4]]

@@ -1,0 +1,85 @@
+"""Windowed drafters: the pool is as large as the windows, and the tokens are target-only's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sglang_hyperdflash.kv_budget import POOL_RATIO
+from sglang_hyperdflash.serving import Server, ServerFailed, hyperdflash_arguments
+from tests.engine.conftest import FP32, greedy, greedy_all, ids
+
+# Blocks of 8 requests and about five windows of 32 tokens: most contexts lose tokens.
+TIGHT = {POOL_RATIO: "0.0068"}
+TOKENS, REQUESTS, BLOCK = 32768, 8, 7
+
+
+def windowed(drafter_dir: Path, folder: Path, window: int) -> Path:
+    """The committed drafter told to look back ``window`` tokens only."""
+    shutil.copytree(drafter_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["hyperdflash_config"]["window"] = window
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def start(servers, name: str, target_dir: Path, draft: Path, **environment) -> Server:
+    arguments = (*FP32, "--max-running-requests", str(REQUESTS), *hyperdflash_arguments(draft))
+    return servers.get(name, target_dir, *arguments, environment=environment)
+
+
+def draft_slots(server: Server, layers: int) -> int:
+    """Slots of the drafter's pool as its worker allocated them."""
+    log = server.log.read_text(errors="replace")
+    pools = re.findall(r"K/V pool: layers=(\d+) .*slots=(\d+)", log)
+    return next(int(slots) for found, slots in pools if int(found) == layers)
+
+
+def rounds(answers: list[dict]) -> list[list[int]]:
+    return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+
+
+def test_a_window_over_every_context_drafts_as_without(
+    servers, hyper_server, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
+):
+    draft = windowed(drafter_dir, tmp_path / "wide", 512)
+    server = start(servers, "window-512", target_dir, draft)
+    try:
+        answers = greedy_all(server, own_prompts, 4)
+        assert ids(answers) == own_reference
+        assert rounds(answers) == rounds(greedy_all(hyper_server, own_prompts, 4))
+        # A prefix hit finds the draft K/V that the first request wrote.
+        assert rounds(greedy_all(server, own_prompts, 1)) == rounds(answers)
+        assert draft_slots(server, 3) == int(TOKENS * 0.1) + 1
+    finally:
+        servers.stop("window-512")
+
+
+def test_a_pool_that_loses_tokens_costs_acceptance_only(
+    servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
+):
+    draft = windowed(drafter_dir, tmp_path / "narrow", 32)
+    server = start(servers, "window-32", target_dir, draft, **TIGHT)
+    try:
+        alone = greedy_all(server, own_prompts, 1)
+        together = greedy_all(server, own_prompts, REQUESTS)
+        assert ids(alone) == ids(together) == own_reference
+        # Eight requests share five windows: some rounds had lost context.
+        assert sum(map(sum, rounds(together))) > sum(map(sum, rounds(alone)))
+        long = [token for prompt in own_prompts for token in prompt]
+        assert len(long) > 500
+        assert len(ids([greedy(server, long)])[0]) == 128
+        assert draft_slots(server, 3) == int(TOKENS * float(TIGHT[POOL_RATIO])) + 1
+    finally:
+        servers.stop("window-32")
+
+
+def test_a_pool_too_small_for_one_window_is_refused(servers, target_dir, drafter_dir, tmp_path):
+    draft = windowed(drafter_dir, tmp_path / "none", 512)
+    with pytest.raises(ServerFailed, match="has 166 left for windows of 512 tokens"):
+        start(servers, "window-none", target_dir, draft, **TIGHT)
+    servers.stop("window-none")

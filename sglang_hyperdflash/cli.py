@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands; each module adds its own arguments and names its function."""
-    from sglang_hyperdflash import batch, demo
+    from sglang_hyperdflash import batch, demo, kv_plan
     from sglang_hyperdflash.training import capture, initialise, regenerate, schedule
 
     parser = argparse.ArgumentParser(
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     regenerate.add_parser(commands)
     capture.add_parser(commands)
     schedule.add_parser(commands)
+    kv_plan.add_parser(commands)
     return parser
 
 

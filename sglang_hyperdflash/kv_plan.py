@@ -145,8 +145,10 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
         if not isinstance(pool, pools.DSV4PoolConfigurator):
             raise HyperDFlashConfigError(f"{target} is not a DeepSeek-V4 target.")
         sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)
+        full = float(pool.bytes_per_full_token)
+        # What the same target costs with the rings of any speculation, but no draft.
+        pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
-    full = float(pool.bytes_per_full_token)
     return Budget(method, full, int(sizes.max_total_num_tokens), full - plain)
 
 

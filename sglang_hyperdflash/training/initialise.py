@@ -32,6 +32,7 @@ def add_parser(commands) -> None:
     add("--head-dim", type=int, default=default.head_dim)
     add("--intermediate-size", type=int, help="default: three times the hidden size")
     add("--block-size", type=int, default=default.block_size, help="anchor plus drafts")
+    add("--window", type=int, help="context tokens that a block may see (default: all)")
     add("--rope-theta", type=float, default=default.rope_theta)
     add("--reducer", choices=("hc_gate", "fc"), default="hc_gate")
     add(
@@ -83,6 +84,7 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         rope_theta=args.rope_theta,
         source=args.source,
         layer_ids=tuple(args.layer_ids or ()),
+        window=args.window,
     )
 
 

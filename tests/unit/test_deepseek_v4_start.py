@@ -10,7 +10,7 @@ import math
 import pytest
 
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.unit.v4_shapes import SHAPES, draft_folder, target_folder
+from tests.unit.v4_shapes import SHAPES, V41, draft_folder, target_folder
 from tests.unit.v4_start import start
 
 DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
@@ -64,7 +64,26 @@ def answers(tmp_path_factory) -> dict[str, dict]:
         "tokenizer_worker_num": 2,
     }.items():
         cases[option] = start_only | {"options": {option: value}}
+    cases |= v41_cases(root)
     return start(cases)
+
+
+def v41_cases(root) -> dict[str, dict]:
+    draft = DrafterShape(**{**vars(DRAFT), "reducer": "fc"})
+    case = {
+        "target": str(target_folder(root / "v41" / "target", V41)),
+        "draft": str(draft_folder(root / "v41" / "draft", V41, draft)),
+        "method": "HYPERDFLASH",
+        "node": ONE,
+        "size": False,
+    }
+    prefill = {"disaggregation_mode": "prefill"}
+    eagle = {"method": "EAGLE", "draft": None}
+    return {
+        "v41": case,
+        "v41 EAGLE": case | eagle,
+        "v41 prefill": case | {"options": prefill},
+    }
 
 
 def page(slot: int, slots: int) -> float:
@@ -149,6 +168,8 @@ def test_spelling_and_what_the_user_asked_for(answers):
     assert answers["fp8 draft"]["speculative_draft_kv_cache_dtype"] == "fp8_e4m3"
     assert answers["no requests given"]["max_running_requests"] == 256
     assert answers["prefill node"]["speculative_algorithm"] == "HYPERDFLASH"
+    assert answers["v41"]["speculative_algorithm"] == "HYPERDFLASH"
+    assert answers["v41"]["speculative_draft_attention_backend"] == "flashinfer"
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -175,6 +196,8 @@ def test_other_algorithms_are_untouched(answers):
     "case, message",
     [
         ("flash wrong draft", "made for a target"),
+        ("v41 EAGLE", "does not support speculative decoding other than DSpark"),
+        ("v41 prefill", "does not support disaggregation_mode on DeepSeek-V4.1"),
         ("window, prefill", "with a windowed drafter"),
         ("window, fa3", "needs draft attention that reads single K/V slots"),
         ("pp_size", "pp_size=2"),

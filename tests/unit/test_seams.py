@@ -90,3 +90,80 @@ def test_the_fused_kv_switches_are_where_we_expect():
         assert f"self.{name} = " in source, name
     with pytest.raises(hooks.SeamError, match="fused K/V is gone"):
         hooks.fused_kv_in_use(object())
+
+
+def test_the_compact_draft_cache_asks_what_the_window_answers():
+    """The overrides of ``windowed.py`` take SGLang's own arguments."""
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    expected = {
+        "alloc_memory_pool": {
+            "memory_pool_config",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+        },
+        "_compute_compact_draft_seq_lens": {"seq_lens"},
+        "_rebuild_compact_draft_cache": {
+            "req_pool_indices",
+            "prefix_lens",
+            "draft_prefix_lens",
+            "verify_out_cache_loc_2d",
+            "bs",
+            "block_size",
+        },
+        "_draft_write_ids": {"plan"},
+        "_append_target_hidden_to_draft_kv_by_loc": {
+            "target_hidden",
+            "cache_loc",
+            "positions",
+            "cache_loc_2d",
+            "commit_lens",
+            "extend_lens",
+        },
+    }
+    for name, parameters in expected.items():
+        found = inspect.signature(getattr(DFlashWorkerV2, name)).parameters
+        assert set(found) == {"self", *parameters}, name
+    source = inspect.getsource(DFlashWorkerV2.forward_batch_generation)
+    # The order that the overrides rely on: measure, then write the rows, then draft.
+    calls = ("_compute_compact_draft_seq_lens(", "_rebuild_compact_draft_cache(", ".bind(")
+    places = [source.index(call) for call in calls]
+    assert places == sorted(places)
+
+
+def test_the_draft_pool_is_sized_and_named_where_we_expect():
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+    from sglang.srt.mem_cache.kv_loc_plan import IdSpace, KVLocPlan
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    assert "config = self.memory_pool_config" in inspect.getsource(KVCacheConfigurator.configure)
+    assert "self._spaces[" in inspect.getsource(KVIndexTranslator.__init__)
+    assert set(IdSpace.__struct_fields__) == {"key", "write", "read_v2p"}
+    assert "self.write_virtual = write_virtual" in inspect.getsource(KVLocPlan.__init__)
+    assert tuple(inspect.signature(ReqToTokenPool).parameters) == (
+        "size",
+        "max_context_len",
+        "device",
+        "enable_memory_saver",
+    )
+
+
+def test_deepseek_v4_is_where_we_expect():
+    """What ``deepseek_v4.py`` reads and calls beside its three hooks."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
+
+    clear = DeepSeekV4TokenToKVPool.clear_unaccepted_c128_draft_states
+    assert tuple(inspect.signature(clear).parameters) == (
+        "self",
+        "req_pool_indices",
+        "seq_lens",
+        "accept_lens",
+        "num_draft_tokens",
+    )
+    source = inspect.getsource(DSV4PoolConfigurator)
+    for name in ("_spec_infl", "bytes_per_swa_token", "bytes_per_full_token"):
+        assert f"self.{name}" in source, name
+    for name in ("_get_bytes_per_swa_token", "_get_bytes_per_full_token"):
+        assert callable(getattr(DSV4PoolConfigurator, name)), name

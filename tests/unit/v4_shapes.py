@@ -70,6 +70,16 @@ PRO = COMMON | {
     "compress_ratios": _ratios((128, 128), 61),
 }
 SHAPES = {"flash": FLASH, "pro": PRO}
+# V4.1 as far as its start-up rules look: Flash's sizes under V4.1's type, no hc_head.
+V41 = FLASH | {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "hc_pre_from_prev_sublayer": True,
+    "qk_nope_head_dim": 448,
+    "v_head_dim": 512,
+    "kv_source_layer_ids": list(range(43)),
+    "index_source_layer_ids": [i for i in range(43) if FLASH["compress_ratios"][i] == 4],
+}
 
 
 def target_folder(folder: Path, shape: dict) -> Path:

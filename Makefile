@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test gpu-test bench retrain eval-tiny
+.PHONY: setup demo test lint slow-test soak gpu-test bench retrain eval-tiny
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -29,6 +29,10 @@ lint: setup
 
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
+
+# Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/engine/test_soak.py
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu

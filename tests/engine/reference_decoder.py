@@ -78,6 +78,8 @@ def block_draft(target: LocalTarget, folder: Path) -> Draft:
         context = drafter.reduce(source_of(config, target, States(residual, final, layers)))
         block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
         seen = torch.ones(1, config.block_size, len(tokens) - 1 + config.block_size).bool()
+        if config.window is not None:
+            seen[..., : max(0, len(tokens) - 1 - config.window)] = False
         anchor = torch.tensor([[len(tokens) - 1]])
         hidden = drafter(context, target.embed_tokens(block).unsqueeze(1), anchor, seen)
         return target.lm_head(hidden[0, 0, 1:]).argmax(-1).tolist()

@@ -11,7 +11,9 @@ import pytest
 
 from sglang_hyperdflash.kv_budget import POOL_RATIO
 from sglang_hyperdflash.serving import Server, ServerFailed, hyperdflash_arguments
-from tests.engine.conftest import FP32, greedy, greedy_all, ids
+from sglang_hyperdflash.training.target import LocalTarget
+from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.reference_decoder import block_draft, decode
 
 # Blocks of 8 requests and about five windows of 32 tokens: most contexts lose tokens.
 TIGHT = {POOL_RATIO: "0.0068"}
@@ -37,6 +39,10 @@ def draft_slots(server: Server, layers: int) -> int:
     log = server.log.read_text(errors="replace")
     pools = re.findall(r"K/V pool: layers=(\d+) .*slots=(\d+)", log)
     return next(int(slots) for found, slots in pools if int(found) == layers)
+
+
+def padded(histogram: list[int]) -> list[int]:
+    return histogram + [0] * (BLOCK - len(histogram))
 
 
 def rounds(answers: list[dict]) -> list[list[int]]:
@@ -66,13 +72,17 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
     server = start(servers, "window-32", target_dir, draft, **TIGHT)
     try:
         alone = greedy_all(server, own_prompts, 1)
+        target = LocalTarget(target_dir)
+        for prompt, answer in list(zip(own_prompts, alone, strict=True))[:3]:
+            _, expected = decode(target, block_draft(target, draft), prompt, NEW_TOKENS, None)
+            assert padded(answer["meta_info"]["spec_correct_drafts_histogram"]) == expected
         together = greedy_all(server, own_prompts, REQUESTS)
         assert ids(alone) == ids(together) == own_reference
         # Eight requests share five windows: some rounds had lost context.
         assert sum(map(sum, rounds(together))) > sum(map(sum, rounds(alone)))
         long = [token for prompt in own_prompts for token in prompt]
         assert len(long) > 500
-        assert len(ids([greedy(server, long)])[0]) == 128
+        assert len(ids([greedy(server, long)])[0]) == NEW_TOKENS
         assert draft_slots(server, 3) == int(TOKENS * float(TIGHT[POOL_RATIO])) + 1
     finally:
         servers.stop("window-32")

@@ -29,6 +29,16 @@ def test_mask_is_strictly_before_the_anchor_and_the_own_block():
                     assert bool(mask[b, query, key]) == expected, (b, query, key)
 
 
+def test_a_window_hides_what_lies_further_back():
+    anchors, keep = torch.tensor([[2, 6, 9]]), torch.ones(1, 3, dtype=torch.bool)
+    context, block, window = 10, 3, 4
+    mask = block_mask(anchors, keep, context, block, anchors - window)
+    for n, anchor in enumerate(anchors[0].tolist()):
+        for row in range(block):
+            seen = [key for key in range(context) if mask[0, n * block + row, key]]
+            assert seen == list(range(max(0, anchor - window), anchor))
+
+
 def test_every_mask_row_sees_something():
     anchors, keep = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bool)
     assert block_mask(anchors, keep, 5, 7).any(-1).all()

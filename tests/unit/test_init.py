@@ -105,6 +105,13 @@ def test_sizes_are_options(tmp_path, target_dir):
     assert (raw["block_size"], raw["rope_theta"], raw["intermediate_size"]) == (5, 5e5, 128)
 
 
+def test_a_window_is_in_the_config(tmp_path, target_dir, capsys):
+    assert initialise(target_dir, tmp_path / "draft", "--window", "64") == 0
+    assert load_config(tmp_path / "draft").window == 64
+    assert initialise(target_dir, tmp_path / "other", "--window", "6") == 2
+    assert "window must be at least the block size 7" in capsys.readouterr().err
+
+
 def test_a_target_without_hc_head_needs_fc(tmp_path, target_dir, capsys):
     target = target_of(tmp_path / "target", target_dir, {"norm.weight": torch.ones(256)})
     assert initialise(target, tmp_path / "draft", "--mask-token-id", "4") == 2

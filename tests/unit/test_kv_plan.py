@@ -1,0 +1,67 @@
+"""``hyperdflash plan``'s own part; the sizing itself is in ``test_deepseek_v4_start.py``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hyperdflash import cli, kv_budget
+from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.kv_plan import Budget, Node, report
+from tests.unit.v4_shapes import FLASH, target_folder
+
+NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
+
+
+def test_a_node_keeps_what_weights_leave():
+    assert NODE.kv_bytes == 50 * 2**30
+
+
+def test_the_report_compares_with_no_speculation():
+    budgets = [
+        Budget("none", 7000.0, 1_000_000, 0.0),
+        Budget("HYPERDFLASH", 9048.0, 750_000, 2048.0),
+    ]
+    text = report(budgets, NODE)
+    assert "50.0 GiB (tp 4, at most 256 requests)" in text
+    line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
+    assert line.split() == ["HYPERDFLASH", "9048", "2048", "750,000", "75%"]
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ((), "--weights-gib is needed"),
+        (("--weights-gib", "90"), "leaves nothing beside weights of 90 GiB"),
+    ],
+)
+def test_what_a_plan_needs(tmp_path, capsys, extra, message):
+    target = target_folder(tmp_path, FLASH)
+    arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
+    assert cli.main([*arguments, *extra]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
+    arguments = ["plan", "--target", str(target_dir), "--draft", str(drafter_dir)]
+    assert cli.main([*arguments, "--gpu-gib", "80", "--weights-gib", "1"]) == 2
+    assert "is not a DeepSeek-V4 target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])
+def test_a_wrong_pool_ratio_is_refused(monkeypatch, text):
+    monkeypatch.setenv(kv_budget.POOL_RATIO, text)
+    with pytest.raises(HyperDFlashConfigError, match="above 0 and at most 1"):
+        kv_budget.pool_ratio()
+
+
+@pytest.mark.parametrize("window, expected", [(None, 20480), (512, 2048)])
+def test_a_window_shrinks_the_cell(monkeypatch, window, expected):
+    monkeypatch.delenv(kv_budget.POOL_RATIO, raising=False)
+    config = SimpleNamespace(hyperdflash_config={"window": window})
+    aux = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+    kvc = SimpleNamespace(spec_aux_config=aux)
+    assert kv_budget.draft_cell_size(lambda kvc: 20480, kvc) == expected
+    none = SimpleNamespace(spec_aux_config=SimpleNamespace(draft_model_config=None))
+    assert kv_budget.draft_cell_size(lambda kvc: 0, none) == 0

@@ -87,11 +87,13 @@ def chart(
     lines: bool = True,
     zero: bool = True,
     logarithmic: bool = False,
+    names: Sequence[str] = (),
 ) -> str:
     """A ``<figure>`` with the chart and its legend; empty without any point.
 
     Args:
-        series: points by name. logarithmic: the x axis, base 2.
+        series: points by name. logarithmic: the x axis, base 2. names: all that the page's charts
+            may show, so that each has one colour in all of them.
     """
     series = {name: sorted(points) for name, points in series.items() if points}
     if not series:
@@ -103,8 +105,9 @@ def chart(
     svg = SubElement(figure, "svg", view)
     axes.draw_grid(svg, x, y)
     legend = SubElement(figure, "ul", {"class": "legend"})
-    for i, (name, points) in enumerate(series.items()):
-        colour = COLOURS[i % len(COLOURS)]
+    order = [*names, *(name for name in series if name not in names)]
+    for name, points in series.items():
+        colour = COLOURS[order.index(name) % len(COLOURS)]
         _draw_series(svg, axes, name, points, colour, lines)
         item = SubElement(legend, "li")
         SubElement(item, "i", {"style": f"background:{colour}"}).tail = name

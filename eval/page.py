@@ -54,6 +54,7 @@ def _charts(content: dict[str, Any]) -> str:
     acceptance = {LABELS.get(m, m): list(enumerate(positions(rows, m), start=1)) for m in methods}
     costs = {LABELS.get(m, m): [(cost, tau)] for m, cost, tau in cost_points(rows)}
     levels = sorted({r["concurrency"] for r in rows})
+    names = [LABELS.get(m, m) for m in (*methods, BASELINE)]
     throughput = {}
     for method in [BASELINE, *methods]:
         found = [(c, mean_of(rows, method, "tokens_per_s", concurrency=c)) for c in levels]
@@ -66,14 +67,16 @@ def _charts(content: dict[str, Any]) -> str:
     return "".join(
         (
             chart(
-                "Acceptance by drafted position (Figure 1)",
+                "Acceptance by drafted position (Figure 1), mean of all cells",
                 acceptance,
+                names=names,
                 x="drafted position",
                 y="share of rounds that accept it",
             ),
             chart(
                 "τ against round cost (up and left is better)",
                 costs,
+                names=names,
                 x="round cost, target-only steps",
                 y="τ",
                 lines=False,
@@ -82,6 +85,7 @@ def _charts(content: dict[str, Any]) -> str:
             chart(
                 "Throughput against concurrency",
                 throughput,
+                names=names,
                 x="concurrency",
                 y="output tokens a second",
                 logarithmic=True,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569", "#0891b2")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 360, 56, 48, 16, 16
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 360, 72, 48, 16, 16
 Points = Sequence[tuple[float, float]]
 
 

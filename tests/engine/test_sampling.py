@@ -35,8 +35,9 @@ def law(logits: torch.Tensor, setting: dict) -> torch.Tensor:
         name: torch.full((rows,), setting[name]) if name in setting else None
         for name in ("top_k", "top_p", "min_p")
     }
+    temperatures = torch.full((rows,), float(setting.get("temperature", 1.0)))
     return target_probabilities(
-        logits, torch.ones(rows), filters["top_k"], filters["top_p"], filters["min_p"]
+        logits, temperatures, filters["top_k"], filters["top_p"], filters["min_p"]
     )
 
 

@@ -5,3 +5,9 @@ SGLANG_VERSION = "0.5.23"
 ALGORITHM = "HYPERDFLASH"
 
 __all__ = ["ALGORITHM", "SGLANG_VERSION", "__version__"]
+
+
+def is_ours(algorithm: object) -> bool:
+    """Whether an algorithm's name, as the user spelled it, or SGLang's object is HYPERDFLASH."""
+    name = getattr(algorithm, "name", algorithm)
+    return isinstance(name, str) and name.upper() == ALGORITHM

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash import ALGORITHM, is_ours
 from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.kv_budget import draft_cell_size
 
@@ -21,12 +21,6 @@ POOL = "sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator.__init_
 DRAFT_CELL = "sglang.srt.model_executor.pool_configurator._dflash_draft_cell_size"
 # KV dtypes that say nothing of a quantised cache.
 PLAIN_KV = (None, "auto", "bfloat16", "bf16")
-
-
-def is_ours(algorithm) -> bool:
-    """Whether an algorithm's name, as the user spelled it, or its object is HYPERDFLASH."""
-    name = getattr(algorithm, "name", algorithm)
-    return isinstance(name, str) and name.upper() == ALGORITHM
 
 
 def resolve_early(server_args, previous) -> None:

@@ -17,7 +17,7 @@ from importlib import metadata
 
 import torch
 
-from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
+from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION, is_ours
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, write_prefill_residual
 from sglang_hyperdflash.position_metrics import metrics_seam
 from sglang_hyperdflash.round_times import ROUND_TIMES, time_round, time_target
@@ -46,8 +46,7 @@ def suppress_aux_capture(config, *args, **kwargs):
     The target hands the residual to the logits processor as ``hidden_states_before_norm``;
     ``configure_aux_hidden_state_capture`` would demand a capture method the target lacks.
     """
-    algorithm = kwargs["spec_algorithm"]
-    if getattr(algorithm, "name", None) == ALGORITHM and config.dflash_use_aux_hidden_state:
+    if is_ours(kwargs["spec_algorithm"]) and config.dflash_use_aux_hidden_state:
         section = getattr(config.draft_model_config.hf_config, "hyperdflash_config", None) or {}
         if section.get("source") == "layers":
             return config

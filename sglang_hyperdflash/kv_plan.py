@@ -133,7 +133,6 @@ def pool_configurator(arguments):
 
 def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
     """What one method leaves on the node; raises as :func:`resolved_arguments`."""
-    from sglang.srt.model_executor import pool_configurator as pools
     from sglang.srt.runtime_context import create_context, get_schedule, use_context
 
     options = dict(METHODS[method])
@@ -142,8 +141,6 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
     arguments = resolved_arguments(target, node, **options)
     with use_context(create_context(arguments, role="scheduler")):
         pool = pool_configurator(arguments)
-        if not isinstance(pool, pools.DSV4PoolConfigurator):
-            raise HyperDFlashConfigError(f"{target} is not a DeepSeek-V4 target.")
         sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)
         full = float(pool.bytes_per_full_token)
         # What the same target costs with the rings of any speculation, but no draft.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash import is_ours
 
 if TYPE_CHECKING:
     from sglang_hyperdflash.hooks import Seam
@@ -80,7 +80,7 @@ def count_round(tokens, self, result, batch) -> None:
     other than 0). Never changes the tokens.
     """
     global _counters
-    if getattr(batch.spec_algorithm, "name", None) != ALGORITHM:
+    if not is_ours(batch.spec_algorithm):
         return
     if not self.metrics_reporter.current_scheduler_metrics_enabled:
         return

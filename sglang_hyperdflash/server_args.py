@@ -107,14 +107,30 @@ def validate_server_args(server_args) -> None:
     config = load_draft_config(server_args)
     _check_block_size(server_args, config)
     _check_window(server_args, config)
-    _check_served_target(server_args, config)
-    _check_context(server_args)
+    target = _hub_config(
+        server_args.model_path,
+        getattr(server_args, "revision", None),
+        server_args.trust_remote_code,
+    )
+    _check_served_target(target, config)
+    _check_context(server_args, target)
+
+
+def _hub_config(path: str, revision: str | None, trust_remote_code: bool = False):
+    """A folder's or hub id's configuration as SGLang reads it."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return get_config(path, trust_remote_code=trust_remote_code, revision=revision)
+
+
+def _draft_hub_config(server_args):
+    """The draft's configuration; never remote code."""
+    revision = getattr(server_args, "speculative_draft_model_revision", None)
+    return _hub_config(server_args.speculative_draft_model_path, revision)
 
 
 def load_draft_config(server_args) -> HyperDFlashConfig:
     """Read the draft's config from its folder or hub id; no remote code, safetensors only."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
     path = server_args.speculative_draft_model_path
     if not path:
         raise HyperDFlashConfigError(
@@ -134,11 +150,7 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
                 "are not loaded. Re-export the drafter."
             )
     try:
-        config = get_config(
-            path,
-            trust_remote_code=False,
-            revision=getattr(server_args, "speculative_draft_model_revision", None),
-        )
+        config = _draft_hub_config(server_args)
     except (OSError, ValueError) as error:
         raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {error}") from error
     raw = config.to_dict()
@@ -210,23 +222,17 @@ def _check_window(server_args, config: HyperDFlashConfig) -> None:
         )
 
 
-def _check_context(server_args) -> None:
+def _check_context(server_args, target) -> None:
     """The drafter must have positions for all that the target may serve."""
-    from sglang.srt.utils.hf_transformers_utils import (
-        get_config,
-        get_context_length,
-        get_hf_text_config,
-    )
+    from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
 
-    def length(path: str, revision: str | None) -> int:
-        config = get_config(path, trust_remote_code=False, revision=revision)
+    def length(config) -> int:
         return int(get_context_length(get_hf_text_config(config)))
 
     served = server_args.context_length
     if served is None:
-        served = length(server_args.model_path, getattr(server_args, "revision", None))
-    revision = getattr(server_args, "speculative_draft_model_revision", None)
-    drafted = length(server_args.speculative_draft_model_path, revision)
+        served = length(target)
+    drafted = length(_draft_hub_config(server_args))
     if drafted < served:
         raise HyperDFlashConfigError(
             f"the drafter has {drafted} positions (max_position_embeddings of its config.json), "
@@ -235,14 +241,7 @@ def _check_context(server_args) -> None:
         )
 
 
-def _check_served_target(server_args, config: HyperDFlashConfig) -> None:
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    target = get_config(
-        server_args.model_path,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=getattr(server_args, "revision", None),
-    )
+def _check_served_target(target, config: HyperDFlashConfig) -> None:
     check_served_target(target.to_dict())
     check_target(
         config,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -21,8 +20,10 @@ import continuations
 import corpus
 from sglang_hyperdflash.metrics import accept_length, add_histograms, counters
 from sglang_hyperdflash.provenance import provenance
+from sglang_hyperdflash.reference.pool_log import logged_pools
 from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.drafter import with_window
 
 HERE = Path(__file__).resolve().parent
 SERVER = ("--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2")
@@ -44,31 +45,17 @@ def long_prompts(tokenizer, data_dir: Path, lengths: list[int], count: int) -> d
     return prompts
 
 
-def windowed(drafter: Path, window: int | None, folder: Path) -> Path:
-    """A copy of the drafter that looks back ``window`` tokens."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(drafter, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["hyperdflash_config"]["window"] = window
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def ask(server: Server, prompts: list[list[int]]) -> list[dict]:
     """Greedy answers of one length, one request at a time."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     return [server.generate(input_ids=ids, sampling_params=sampling) for ids in prompts]
 
 
-def draft_pool(log: Path, layers: int) -> int:
-    """Slots of the drafter's K/V pool, from the worker's own line."""
-    pools = re.findall(r"K/V pool: layers=(\d+) .*slots=(\d+)", log.read_text(errors="replace"))
-    return next(int(slots) for found, slots in pools if int(found) == layers)
-
-
 def measure(args, window: int | None, prompts: dict, expected: dict) -> dict:
     """Tau, identity and round times of one window at every length."""
-    folder = windowed(args.drafter, window, args.work / f"draft-{window or 'full'}")
+    folder = args.work / f"draft-{window or 'full'}"
+    shutil.rmtree(folder, ignore_errors=True)
+    with_window(args.drafter, folder, window)
     log = args.work / f"{window or 'full'}.log"
     found: dict = {"window": window, "lengths": {}}
     arguments = (*SERVER, *hyperdflash_arguments(folder))
@@ -79,8 +66,8 @@ def measure(args, window: int | None, prompts: dict, expected: dict) -> dict:
             histogram = add_histograms(counters(a["meta_info"])[2] for a in answers)
             tau = accept_length(sum(i * n for i, n in enumerate(histogram)), sum(histogram))
             found["lengths"][length] = {"tau": tau, "identical": same, "rounds": sum(histogram)}
-        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-        found["draft_slots"] = draft_pool(log, layers)
+        # The target's pool is allocated before the drafter's.
+        found["draft_slots"] = logged_pools(log.read_text(errors="replace"))[-1].slots
     for length in (min(prompts), max(prompts)):
         times = args.work / "rounds.jsonl"
         times.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ projected context features followed by the block's own rows.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,20 @@ class Drafter(nn.Module):
             dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
         )
         return drafter
+
+
+def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, whose blocks see ``window`` context tokens.
+
+    Raises:
+        HyperDFlashConfigError: the window is smaller than the block.
+    """
+    raw = json.loads((drafter / "config.json").read_text())
+    raw["hyperdflash_config"]["window"] = window
+    parse_config(raw)
+    shutil.copytree(drafter, folder)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    return folder
 
 
 def name_for_dflash(folder: Path) -> None:

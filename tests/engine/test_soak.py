@@ -20,7 +20,8 @@ from sglang_hyperdflash.provenance import provenance
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 from tests.conftest import ROOT
 from tests.engine.conftest import COMMON, NEW_TOKENS
-from tests.engine.test_api import SCHEMA
+from tests.engine.test_api import SCHEMA, wait_until_idle
+from tests.engine.test_metrics import samples
 
 MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
 CONCURRENCY = 16
@@ -130,25 +131,16 @@ def resident_mib(server: Server) -> float:
     return sum(process.memory_info().rss for process in every) / 2**20
 
 
-def gauge(server: Server, name: str) -> float:
-    text = requests.get(f"{server.url}/metrics", timeout=30).text
-    values = [line.split()[-1] for line in text.splitlines() if line.startswith(name + "{")]
-    return float(values[0])
-
-
 def idle_state(server: Server, prompt: list[int]) -> dict[str, float]:
     """Pool, queue and memory once everything is answered and the cache is flushed."""
-    for _ in range(60):
-        if gauge(server, "sglang:num_running_reqs") + gauge(server, "sglang:num_queue_reqs") == 0:
-            break
-        time.sleep(1)
+    wait_until_idle(server, 60)
     requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
     # Gauges move with batches: one small request after the flush brings them up to date.
     server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
     time.sleep(2)
     names = ("num_running_reqs", "num_queue_reqs", "num_used_tokens")
     return {
-        **{name: gauge(server, f"sglang:{name}") for name in names},
+        **{name: next(iter(samples(server, f"sglang:{name}").values())) for name in names},
         "resident_mib": resident_mib(server),
     }
 

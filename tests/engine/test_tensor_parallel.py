@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 
 import pytest
 
+from sglang_hyperdflash.metrics import accept_length, counters
+from sglang_hyperdflash.reference.pool_log import logged_pools
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy, greedy_all, ids
 
@@ -28,10 +29,10 @@ def ask(server: Server, prompt: list[int]) -> dict:
     return greedy(server, prompt, TOKENS)
 
 
-def accept_length(answers: list[dict]) -> float:
-    """Tokens per verification round, the bonus token included."""
-    drafts = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
-    return 1 + drafts / sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+def tau(answers: list[dict]) -> float:
+    """Tokens per verification round of all answers, the bonus token included."""
+    found = [counters(answer["meta_info"]) for answer in answers]
+    return accept_length(sum(f[0] for f in found), sum(f[1] for f in found))
 
 
 def test_tokens_are_target_only_s_and_drafts_are_as_good(
@@ -40,8 +41,8 @@ def test_tokens_are_target_only_s_and_drafts_are_as_good(
     answers = greedy_all(parallel_server, own_prompts, CONCURRENCY, ask)
     assert len(answers) >= 8
     assert ids(answers) == [tokens[:TOKENS] for tokens in own_reference]
-    single = accept_length(greedy_all(hyper_server, own_prompts, CONCURRENCY, ask))
-    found = accept_length(answers)
+    single = tau(greedy_all(hyper_server, own_prompts, CONCURRENCY, ask))
+    found = tau(answers)
     assert found > 1.5
     # Sums over two ranks round differently: a draft's own near-tie may flip, no more.
     assert found == pytest.approx(single, rel=0.02)
@@ -50,11 +51,11 @@ def test_tokens_are_target_only_s_and_drafts_are_as_good(
 def test_draft_kv_heads_are_split_and_every_rank_has_its_pool(parallel_server, drafter_dir):
     config = json.loads((drafter_dir / "config.json").read_text())
     log = parallel_server.log.read_text(errors="replace")
-    pools = re.findall(r"TP(\d)\] Torch K/V pool: layers=(\d+) heads=(\d+) head_dim=(\d+)", log)
+    pools = logged_pools(log)
     layers, heads, head_dim = (
         config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
     )
-    draft = [tuple(map(int, pool)) for pool in pools if int(pool[1]) == layers]
+    draft = [pool[:4] for pool in pools if pool.layers == layers]
     assert heads >= RANKS
     expected = [(rank, layers, heads // RANKS, head_dim) for rank in range(RANKS)]
     assert sorted(draft) == expected, pools

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from sglang_hyperdflash.kv_budget import POOL_RATIO
+from sglang_hyperdflash.reference.pool_log import logged_pools
 from sglang_hyperdflash.serving import Server, ServerFailed, hyperdflash_arguments
+from sglang_hyperdflash.training.drafter import with_window
 from sglang_hyperdflash.training.target import LocalTarget
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
 from tests.engine.reference_decoder import block_draft, decode
@@ -20,15 +19,6 @@ TIGHT = {POOL_RATIO: "0.0068"}
 TOKENS, REQUESTS, BLOCK = 32768, 8, 7
 
 
-def windowed(drafter_dir: Path, folder: Path, window: int) -> Path:
-    """The committed drafter told to look back ``window`` tokens only."""
-    shutil.copytree(drafter_dir, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["hyperdflash_config"]["window"] = window
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def start(servers, name: str, target_dir: Path, draft: Path, **environment) -> Server:
     arguments = (*FP32, "--max-running-requests", str(REQUESTS), *hyperdflash_arguments(draft))
     return servers.get(name, target_dir, *arguments, environment=environment)
@@ -36,9 +26,8 @@ def start(servers, name: str, target_dir: Path, draft: Path, **environment) -> S
 
 def draft_slots(server: Server, layers: int) -> int:
     """Slots of the drafter's pool as its worker allocated them."""
-    log = server.log.read_text(errors="replace")
-    pools = re.findall(r"K/V pool: layers=(\d+) .*slots=(\d+)", log)
-    return next(int(slots) for found, slots in pools if int(found) == layers)
+    pools = logged_pools(server.log.read_text(errors="replace"))
+    return next(pool.slots for pool in pools if pool.layers == layers)
 
 
 def padded(histogram: list[int]) -> list[int]:
@@ -52,7 +41,7 @@ def rounds(answers: list[dict]) -> list[list[int]]:
 def test_a_window_over_every_context_drafts_as_without(
     servers, hyper_server, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):
-    draft = windowed(drafter_dir, tmp_path / "wide", 512)
+    draft = with_window(drafter_dir, tmp_path / "wide", 512)
     server = start(servers, "window-512", target_dir, draft)
     try:
         answers = greedy_all(server, own_prompts, 4)
@@ -68,7 +57,7 @@ def test_a_window_over_every_context_drafts_as_without(
 def test_a_pool_that_loses_tokens_costs_acceptance_only(
     servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):
-    draft = windowed(drafter_dir, tmp_path / "narrow", 32)
+    draft = with_window(drafter_dir, tmp_path / "narrow", 32)
     server = start(servers, "window-32", target_dir, draft, **TIGHT)
     try:
         alone = greedy_all(server, own_prompts, 1)
@@ -89,7 +78,7 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
 
 
 def test_a_pool_too_small_for_one_window_is_refused(servers, target_dir, drafter_dir, tmp_path):
-    draft = windowed(drafter_dir, tmp_path / "none", 512)
+    draft = with_window(drafter_dir, tmp_path / "none", 512)
     with pytest.raises(ServerFailed, match="has 166 left for windows of 512 tokens"):
         start(servers, "window-none", target_dir, draft, **TIGHT)
     servers.stop("window-none")

@@ -20,6 +20,7 @@ import torch
 from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION, is_ours
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, write_prefill_residual
 from sglang_hyperdflash.position_metrics import metrics_seam
+from sglang_hyperdflash.residual import residual_seam
 from sglang_hyperdflash.round_times import ROUND_TIMES, time_round, time_target
 
 
@@ -94,8 +95,21 @@ def _seams() -> tuple[Seam, ...]:
     from sglang_hyperdflash.deepseek_v4 import deepseek_v4_seams
     from sglang_hyperdflash.reference.eagle_seams import eagle_seams
     from sglang_hyperdflash.reference.parallel_seams import parallel_seams
-    from sglang_hyperdflash.reference.torch_ops import assign_req_to_token_pool
 
+    return (
+        *_worker_seams(),
+        *_dflash_cpu_seams(),
+        _capture_seam(),
+        residual_seam(),
+        *deepseek_v4_seams(),
+        *eagle_seams(),
+        *parallel_seams(),
+        metrics_seam(),
+        *_timing_seams(),
+    )
+
+
+def _worker_seams() -> tuple[Seam, ...]:
     return (
         Seam(
             "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
@@ -119,6 +133,13 @@ def _seams() -> tuple[Seam, ...]:
             ("req", "enable_overlap"),
             "penalties are frozen for a block and would not be exact",
         ),
+    )
+
+
+def _dflash_cpu_seams() -> tuple[Seam, ...]:
+    from sglang_hyperdflash.reference.torch_ops import assign_req_to_token_pool
+
+    return (
         Seam(
             "sglang.srt.models.dflash.DFlashAttention.__init__",
             "after",
@@ -142,12 +163,6 @@ def _seams() -> tuple[Seam, ...]:
             "the request-to-token writer of speculative decoding is a Triton kernel",
             cpu_only=True,
         ),
-        _capture_seam(),
-        *deepseek_v4_seams(),
-        *eagle_seams(),
-        *parallel_seams(),
-        metrics_seam(),
-        *_timing_seams(),
     )
 
 
@@ -272,14 +287,16 @@ def pre_collapse_residual_width(target_config) -> int | None:
 def target_hc_head(model: torch.nn.Module) -> tuple[torch.Tensor, ...] | None:
     """``(fn [m, m*d], base [m], scale [1])`` of a loaded target, or None without an hc_head.
 
-    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``; the
-    portable target uses the same names.
+    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``, and of
+    the portable target; on ``model.model.hc_head`` of ``HYV4ForCausalLM``, ``fn`` as a linear.
     """
     inner = getattr(model, "model", model)
-    names = ("hc_head_fn", "hc_head_base", "hc_head_scale")
-    if not all(isinstance(getattr(inner, name, None), torch.Tensor) for name in names):
-        return None
-    return tuple(getattr(inner, name) for name in names)
+    head = getattr(inner, "hc_head", None)
+    # DeepSeek-V4's own hc_head is a method.
+    owner = head if isinstance(head, torch.nn.Module) else inner
+    found = [getattr(owner, f"hc_head_{name}", None) for name in ("fn", "base", "scale")]
+    found[0] = getattr(found[0], "weight", found[0])
+    return tuple(found) if all(isinstance(t, torch.Tensor) for t in found) else None
 
 
 def fused_kv_in_use(worker) -> bool:

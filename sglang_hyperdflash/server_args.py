@@ -18,7 +18,7 @@ from sglang_hyperdflash.config import (
     parse_config,
 )
 from sglang_hyperdflash.kv_budget import pool_ratio
-from sglang_hyperdflash.targets import check_served_target
+from sglang_hyperdflash.targets import check_served_target, text_fields
 
 # Draft attention backends whose K/V indices are slots, not pages.
 TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
@@ -112,7 +112,7 @@ def validate_server_args(server_args) -> None:
         getattr(server_args, "revision", None),
         server_args.trust_remote_code,
     )
-    _check_served_target(target, config)
+    _check_served_target(server_args, target, config)
     _check_context(server_args, target)
 
 
@@ -241,15 +241,21 @@ def _check_context(server_args, target) -> None:
         )
 
 
-def _check_served_target(target, config: HyperDFlashConfig) -> None:
-    check_served_target(target.to_dict())
+def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None:
+    kind = check_served_target(target.to_dict())
+    if not kind.exposed and getattr(server_args, "enable_two_batch_overlap", False):
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support enable_two_batch_overlap with {kind.name}: its residual "
+            "is read by a hook that knows one batch at a time. Drop the flag."
+        )
+    fields = text_fields(target.to_dict())
     check_target(
         config,
-        architecture=(getattr(target, "architectures", None) or ["unknown"])[0],
-        hidden_size=int(getattr(target, "hidden_size", 0)),
-        vocab_size=int(getattr(target, "vocab_size", 0)),
-        num_hidden_layers=int(getattr(target, "num_hidden_layers", 0)),
-        hc_mult=getattr(target, "hc_mult", None),
+        architecture=fields["architectures"][0],
+        hidden_size=int(fields.get("hidden_size") or 0),
+        vocab_size=int(fields.get("vocab_size") or 0),
+        num_hidden_layers=int(fields.get("num_hidden_layers") or 0),
+        hc_mult=fields.get(kind.paths_field),
     )
 
 

@@ -28,7 +28,8 @@ class TargetKind:
     Attributes:
         name: for messages. architectures: as ``config.json`` spells them.
         residual: where SGLang holds the ``m`` paths in front of the collapse.
-        exposed: whether SGLang hands that residual to a worker without a hook of ours.
+        exposed: whether SGLang hands that residual to a worker by itself; the others are made to
+            by :mod:`sglang_hyperdflash.residual`.
         collapse: the target's own way from ``m`` paths to one state.
         start: how the reducer starts. statement: that, in one sentence for the user.
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
@@ -102,8 +103,6 @@ HY_V4 = TargetKind(
         ("hc_head.hc_head_base", "hc_head.hc_base", "hc_pre.hc_head.hc_head_base"),
         ("hc_head.hc_head_scale", "hc_head.hc_scale", "hc_pre.hc_head.hc_head_scale"),
     ),
-    not_served="SGLang's model collapses the residual before it returns, and the hook that would "
-    "expose it is not there yet",
 )
 
 GLM5_NEXT = TargetKind(
@@ -114,8 +113,6 @@ GLM5_NEXT = TargetKind(
     collapse="the mean of the paths",
     start="constant",
     statement="the target's collapse is a mean, so the gate is the constant 1/m on every path",
-    not_served="SGLang's model averages the paths before it returns, and the hook that would "
-    "expose them is not there yet",
 )
 
 QWEN4_EXP = TargetKind(

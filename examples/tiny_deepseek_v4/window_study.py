@@ -1,9 +1,11 @@
 """What a draft window costs in acceptance, and what it saves, at growing contexts.
 
-    python examples/tiny_deepseek_v4/window_study.py --data-dir DATA --out eval/results/window
+    python examples/tiny_deepseek_v4/window_study.py train --data-dir DATA
+    python examples/tiny_deepseek_v4/window_study.py serve --data-dir DATA --out eval/results/window
 
-The committed drafter, told at serving time to look back W tokens only (it was trained without a
-window, so this is the worst case). A prompt is held-out documents one after another, cut to length,
+``train`` goes on from the committed drafter with each window, and without one as the control, for
+the same steps on the same samples (it resumes). ``serve`` measures these, and the committed drafter
+told its window only when served. A prompt is held-out documents one after another, cut to length,
 then one held-out question. One server at a time; a round's times come from a second pass.
 """
 
@@ -14,6 +16,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 import continuations
@@ -23,7 +26,11 @@ from sglang_hyperdflash.provenance import provenance
 from sglang_hyperdflash.reference.pool_log import logged_pools
 from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import with_window
+from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.training.drafter import Drafter, with_window
+from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.monitor import Monitor
+from sglang_hyperdflash.training.target import LocalTarget
 
 HERE = Path(__file__).resolve().parent
 SERVER = ("--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2")
@@ -51,13 +58,40 @@ def ask(server: Server, prompts: list[list[int]]) -> list[dict]:
     return [server.generate(input_ids=ids, sampling_params=sampling) for ids in prompts]
 
 
-def measure(args, window: int | None, prompts: dict, expected: dict) -> dict:
-    """Tau, identity and round times of one window at every length."""
-    folder = args.work / f"draft-{window or 'full'}"
+def name_of(window: int | None) -> str:
+    """A window as folders and the report call it."""
+    return "all" if window is None else str(window)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Go on from the committed drafter with every window; what is finished is not done again."""
+    torch.set_num_threads(args.threads)
+    target = LocalTarget(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    samples, unseen = continuations.load(
+        target, tokenizer, args.data_dir, args.samples, args.per_kind
+    )
+    cache = FeatureCache(target, samples)
+    held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
+    recipe = Recipe(steps=args.steps, every=args.steps // 3, lr=args.lr)
+    for window in (None, *args.windows):
+        folder = args.work / f"train-{name_of(window)}"
+        if not (folder / "start").is_dir():
+            with_window(args.drafter, folder / "start", window)
+        drafter = Drafter.load(folder / "start")
+        trainer = Trainer(drafter, target, cache, held_out, recipe, folder)
+        if trainer.progress() < 1.0:
+            with Monitor(trainer, f"window {name_of(window)}") as monitor:
+                trainer.run(folder / "drafter", monitor)
+
+
+def measure(args, drafter: Path, trained: bool, window: int | None, prompts, expected) -> dict:
+    """Tau, identity and round times of one drafter and window at every length."""
+    folder = args.work / f"draft-{name_of(window)}-{'trained' if trained else 'told'}"
     shutil.rmtree(folder, ignore_errors=True)
-    with_window(args.drafter, folder, window)
-    log = args.work / f"{window or 'full'}.log"
-    found: dict = {"window": window, "lengths": {}}
+    with_window(drafter, folder, window)
+    log = args.work / f"{folder.name}.log"
+    found: dict = {"window": window, "trained": trained, "lengths": {}}
     arguments = (*SERVER, *hyperdflash_arguments(folder))
     with Server(args.target, *arguments, log=log, threads=1).wait() as server:
         for length, ids in prompts.items():
@@ -88,47 +122,68 @@ def table(results: list[dict], lengths: list[int]) -> str:
         "# Draft windows on the tiny DeepSeek-V4",
         "",
         "The committed drafter, trained with the whole context, told when served to look back W "
-        f"tokens only. Held-out questions behind other documents, {NEW_TOKENS} greedy tokens, "
-        "fp32, one request at a time.",
+        "tokens only; and the same drafter after further training with that window (with none "
+        "in the first row: the control). Held-out questions behind other documents, "
+        f"{NEW_TOKENS} greedy tokens, fp32, one request at a time.",
         "",
-        f"| W | {' | '.join(heads)} | draft slots | drafting at {ends[0]} / {ends[1]}, ms |",
-        "|---" * (len(lengths) + 3) + "|",
+        f"| W | trained with it | {' | '.join(heads)} | draft slots "
+        f"| drafting at {ends[0]} / {ends[1]}, ms |",
+        "|---" * (len(lengths) + 4) + "|",
     ]
     for result in results:
         taus = [f"{result['lengths'][n]['tau']:.2f}" for n in lengths]
         times = [result["lengths"][n]["round_ms"]["draft"] for n in ends]
         lines.append(
-            f"| {result['window'] or 'all'} | {' | '.join(taus)} | {result['draft_slots']:,} | "
-            f"{times[0]:.1f} / {times[1]:.1f} |"
+            f"| {name_of(result['window'])} | {'yes' if result['trained'] else 'no'} "
+            f"| {' | '.join(taus)} | {result['draft_slots']:,} "
+            f"| {times[0]:.1f} / {times[1]:.1f} |"
         )
     same = all(entry["identical"] for r in results for entry in r["lengths"].values())
     lines += ["", f"Every answer equals target-only's: {'yes' if same else 'NO'}.", ""]
     return "\n".join(lines)
 
 
+def serve(args: argparse.Namespace) -> None:
+    """Serve target-only, then every drafter and window, and write the report."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    lengths = sorted(args.lengths)
+    prompts = long_prompts(tokenizer, args.data_dir, lengths, args.prompts)
+    log = args.work / "target.log"
+    with Server(args.target, *SERVER, log=log, threads=1).wait() as server:
+        expected = {n: [a["output_ids"] for a in ask(server, ids)] for n, ids in prompts.items()}
+    results = []
+    for window in (None, *args.windows):
+        trained = args.work / f"train-{name_of(window)}" / "drafter"
+        for drafter in (args.drafter, trained):
+            results.append(measure(args, drafter, drafter is trained, window, prompts, expected))
+    args.out.mkdir(parents=True, exist_ok=True)
+    content = {"provenance": provenance(), "results": results}
+    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    (args.out / "report.md").write_text(table(results, lengths))
+    print(table(results, lengths))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("train", "serve"))
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--drafter", type=Path, default=HERE / "drafter")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/window"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--windows", type=int, nargs="+", default=[256, 64, 16])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[200, 600, 1400])
-    parser.add_argument("--prompts", type=int, default=4, help="of each kind")
+    parser.add_argument("--windows", type=int, nargs="+", default=[64, 16])
+    training = parser.add_argument_group("train")
+    training.add_argument("--samples", type=Path, default=Path("build/tiny_drafter"))
+    training.add_argument("--per-kind", type=int, default=2000)
+    training.add_argument("--steps", type=int, default=600)
+    training.add_argument("--lr", type=float, default=5e-4)
+    training.add_argument("--threads", type=int, default=2)
+    serving = parser.add_argument_group("serve")
+    serving.add_argument("--out", type=Path, default=Path("build/window/report"))
+    serving.add_argument("--lengths", type=int, nargs="+", default=[200, 600, 1400])
+    serving.add_argument("--prompts", type=int, default=4, help="of each kind")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = long_prompts(tokenizer, args.data_dir, sorted(args.lengths), args.prompts)
-    log = args.work / "target.log"
-    with Server(args.target, *SERVER, log=log, threads=1).wait() as server:
-        expected = {n: [a["output_ids"] for a in ask(server, ids)] for n, ids in prompts.items()}
-    results = [measure(args, window, prompts, expected) for window in (None, *args.windows)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    content = {"provenance": provenance(), "results": results}
-    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-    (args.out / "report.md").write_text(table(results, sorted(args.lengths)))
-    print(table(results, sorted(args.lengths)))
+    {"train": train, "serve": serve}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Targets that collapse their residual inside: exposed, they compute the same and hand it out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER
+from sglang_hyperdflash.hooks import SeamError
+from sglang_hyperdflash.residual import EXPOSED, expose_glm5_next, expose_hy_v4, expose_residual
+from tests.unit import exposed_models
+from tests.unit.exposed_models import MODES, D, M
+from tests.unit.test_targets import glm5_next, hy_v4
+
+KINDS = ("HY-V4", "GLM-5-next")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict]:
+    folders = {}
+    for kind, make in zip(KINDS, (hy_v4, glm5_next), strict=True):
+        folders[kind] = tmp_path_factory.mktemp("exposed") / kind
+        make().save_pretrained(folders[kind])
+    return exposed_models.ask(folders)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sglangs_own_model_hands_out_its_residual(found, kind):
+    one = found[kind]
+    rows = {"decode": 5, "extend": 5, "idle": 0}
+    for mode in MODES:
+        assert one["modes"][mode] == {
+            "logits": True,
+            "before": [rows[mode], D],
+            "shape": [rows[mode], M * D],
+        }, mode
+    # The reducer's formula of what is handed out is the state that the model goes on with.
+    assert one["error"] < 1e-6
+    assert one["spread"] > 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_body_returns_the_pair_that_graph_runners_know(found, kind):
+    assert found[kind]["body"] == [[5, D], [5, M * D]]
+    assert found[kind]["embeddings"]
+    assert found[kind]["hc_head"] == (kind == "HY-V4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_algorithm_leaves_the_model_alone(found, kind):
+    assert found[kind]["untouched"]
+
+
+class HYV4ForCausalLM(nn.Module):
+    """Not built as SGLang's; only its name is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(1, 1)
+
+
+def runner(**changes) -> SimpleNamespace:
+    aux = SimpleNamespace(dflash_use_aux_hidden_state=changes.pop("aux", False))
+    options = {"spec_algorithm": "HYPERDFLASH", "is_draft_worker": False, **changes}
+    return SimpleNamespace(model=HYV4ForCausalLM(), spec_aux_config=aux, **options)
+
+
+def test_only_our_target_is_exposed(monkeypatch):
+    for changes in ({"spec_algorithm": None}, {"is_draft_worker": True}, {"aux": True}):
+        assert expose_residual(None, runner(**changes)) is None
+    with pytest.raises(SeamError, match=r"seam Linear\.hc_head changed"):
+        expose_residual(None, runner())
+    monkeypatch.setenv(CAPTURE_FOLDER, "/nowhere")
+    with pytest.raises(SeamError, match=r"seam Linear\.hc_head changed"):
+        expose_residual(None, runner(spec_algorithm=None))
+
+
+def test_a_changed_model_is_named():
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = [nn.Module()]
+    with pytest.raises(SeamError, match=r"seam Module\.ffn_boundary changed"):
+        expose_glm5_next(model)
+    model.model.hc_head = nn.Identity()
+    model.logits_processor = nn.Identity()
+    with pytest.raises(SeamError, match=r"Identity\.forward changed: .*hidden_states_before_norm"):
+        expose_hy_v4(model)
+
+
+def test_a_body_that_never_reads_its_residual_is_an_error():
+    class Processor(nn.Module):
+        def forward(self, input_ids, hidden_states, hidden_states_before_norm=None):
+            return hidden_states
+
+    model = nn.Module()
+    model.model = nn.Linear(2, 2)
+    model.model.hc_head = nn.Identity()
+    model.logits_processor = Processor()
+    expose_hy_v4(model)
+    with pytest.raises(RuntimeError, match="Linear returned without reading its residual"):
+        model.model(torch.zeros(1, 2))
+
+
+def test_the_classes_are_sglangs():
+    from sglang.srt.models.registry import ModelRegistry
+
+    for name in EXPOSED:
+        assert ModelRegistry.resolve_model_cls(name)[0].__name__ == name

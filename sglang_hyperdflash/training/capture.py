@@ -2,7 +2,7 @@
 
 What a single process cannot hold (DeepSeek-V4) an SGLang node can: every conversation is prefilled
 once, and a hook in the scheduler writes its pre-collapse residual to disk. The final-norm state is
-computed from the residual with the target's ``hc_head`` and norm.
+computed from the residual with the target's ``hc_head``, or its mean, and norm.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_hyperdflash.batch import engine_arguments
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.config import HyperDFlashConfigError, hc_head_fingerprint
 from sglang_hyperdflash.reference.mhc import collapse_residual
+from sglang_hyperdflash.targets import constant_gate
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
@@ -37,11 +38,15 @@ class Collapse:
 
     def __init__(self, files: TargetFiles, facts: TargetFacts) -> None:
         self.facts = facts
-        self.hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
-        if self.hc_head is None:
+        m, d = facts.hc_mult, facts.hidden_size
+        own = files.hc_head(m, d)
+        self.fingerprint = None if own is None else hc_head_fingerprint(*own)
+        mean = files.kind.start == "constant"
+        self.gate = constant_gate(m, d, facts.hc_eps) if mean else own
+        if self.gate is None:
             raise HyperDFlashConfigError(
-                f"target {files.name} has no hc_head, so its final state cannot be computed from "
-                "the residual; capture is for targets with one."
+                f"target {files.name} ({files.kind.name}) has no hc_head and no mean, so its final "
+                "state cannot be computed from the residual; capture is for targets with either."
             )
         self.norm = files.tensor("norm")
 
@@ -49,7 +54,7 @@ class Collapse:
         """States of one sample from its residual ``[S, m*d]``, in the residual's dtype."""
         f = self.facts
         eps = {"rms_eps": f.rms_norm_eps, "hc_eps": f.hc_eps}
-        y = collapse_residual(residual, self.hc_head, **eps).float()
+        y = collapse_residual(residual, self.gate, **eps).float()
         final = torch.nn.functional.rms_norm(y, self.norm.shape, self.norm, f.rms_norm_eps)
         return States.without_layers(residual.unsqueeze(0), final.to(residual.dtype).unsqueeze(0))
 
@@ -104,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     itemsize = 4 if args.dtype == "float32" else 2
     identity = CaptureIdentity(
         facts.architecture,
-        hc_head_fingerprint(*collapse.hc_head),
+        collapse.fingerprint,
         m,
         d,
         args.dtype,

@@ -30,6 +30,7 @@ from sglang_hyperdflash.targets import (
     constant_gate,
     target_kind,
 )
+from sglang_hyperdflash.training.capture import Collapse
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
@@ -247,6 +248,19 @@ def test_the_gate_is_the_collapse_of_the_target_itself(tmp_path, folders, kind, 
     found = drafter.reducer(residual.flatten(0, 1), None).view_as(collapsed[0])
     assert_same(found, collapsed[0])
     torch.testing.assert_close(target.text.norm(found), final, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [DEEPSEEK_V4, HY_V4, GLM5_NEXT], ids=lambda kind: kind.name)
+def test_a_captured_residual_becomes_the_final_state(folders, kind):
+    """The one thing that capture computes itself, against transformers' own forward pass."""
+    files = TargetFiles(str(folders[kind.name]))
+    collapse = Collapse(files, TargetFacts.from_config(files.config()))
+    final, residual = TransformersTarget(str(folders[kind.name])).features(
+        torch.arange(5, 14)[None]
+    )
+    found = collapse.states(residual[0]).final
+    torch.testing.assert_close(found, final, rtol=1e-4, atol=1e-4)
+    assert (collapse.fingerprint is None) == (kind is GLM5_NEXT)
 
 
 @pytest.mark.parametrize("spelling", ["checkpoint", "sglang", "transformers", "saved"])

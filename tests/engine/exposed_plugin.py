@@ -1,0 +1,86 @@
+"""A server plugin: SGLang's HY-V4 on a CPU, with dense attention in the place of its sparse one.
+
+Its class keeps SGLang's streams, boundaries, collapse and forward; attention is plain, over
+SGLang's K/V pool, and every MLP is dense, because HY-V4's own need CUDA kernels. The architecture's
+name is another, so that SGLang does not ask for those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+from torch import nn
+
+ARCHITECTURE = "DenseHYV4ForCausalLM"
+
+
+class DenseAttention(nn.Module):
+    """Causal attention without positions; takes the arguments of ``HYV4Attention``."""
+
+    def __init__(self, config, layer_id, *args, **kwargs) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        super().__init__()
+        d, heads = config.hidden_size, config.num_attention_heads
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+        self.attn = RadixAttention(heads, d // heads, (d // heads) ** -0.5, heads, layer_id)
+
+    def prepare_qkv_latent(self, *args, **kwargs) -> None:
+        return None
+
+    def forward(self, positions, hidden_states, forward_batch, *args, **kwargs):
+        q, k, v = self.qkv(hidden_states).chunk(3, dim=-1)
+        return self.out(self.attn(q.contiguous(), k.contiguous(), v.contiguous(), forward_batch))
+
+
+def dense_hy_v4() -> type:
+    """SGLang's class with dense attention, under SGLang's name."""
+    from sglang.srt.models import hunyuan_v4
+
+    def load_weights(self, weights) -> None:
+        own = dict(self.named_parameters())
+        for name, value in weights:
+            own[name].data.copy_(value)
+
+    hunyuan_v4.HYV4Attention = DenseAttention
+    return type("HYV4ForCausalLM", (hunyuan_v4.HYV4ForCausalLM,), {"load_weights": load_weights})
+
+
+def load() -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_hyperdflash import targets
+
+    known = dataclasses.replace(targets.HY_V4, architectures=(ARCHITECTURE,))
+    targets.TARGETS = (*targets.TARGETS, known)
+    ModelRegistry.models[ARCHITECTURE] = dense_hy_v4()
+
+
+@torch.no_grad()
+def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Seeded weights that make every token of a context matter and every path differ."""
+    draw = torch.Generator().manual_seed(3)
+    found = {}
+    for name, parameter in model.named_parameters():
+        scale = 1.0 if parameter.dim() < 2 or "embed" in name else 2 * parameter.shape[-1] ** -0.5
+        found[name] = torch.randn(parameter.shape, generator=draw) * scale
+    return found
+
+
+def main(folder: str) -> None:
+    """Write the weights beside the ``config.json`` of ``folder``."""
+    from safetensors.torch import save_file
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    from tests.unit.exposed_models import one_rank
+
+    with one_rank():
+        model = dense_hy_v4()(get_config(folder, trust_remote_code=False))
+    save_file(random_weights(model), f"{folder}/model.safetensors")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

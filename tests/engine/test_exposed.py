@@ -1,0 +1,127 @@
+"""HY-V4's own forward, its residual handed out by our hook, through the whole engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.metrics import counters
+from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.capture import Collapse
+from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles
+from tests.conftest import EXAMPLE, ROOT
+from tests.engine import exposed_plugin
+from tests.engine.conftest import COMMON, greedy, greedy_all, ids, install_plugin
+
+TOKENS = 48
+HEAD = "lm_head.weight"
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FP32 = ("--dtype", "float32", "--max-total-tokens", "8192", *COMMON)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """An HY-V4 checkpoint of random weights with the tiny target's tokenizer."""
+    from transformers import HYV4Config
+
+    folder = tmp_path_factory.mktemp("hy-v4") / "target"
+    config = HYV4Config(**SIZES, architectures=["HYV4ForCausalLM"])
+    config.save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"mlp_layer_types": ["dense"] * 3, "head_dim": 32}
+    (folder / "config.json").write_text(json.dumps(raw))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(EXAMPLE / "target" / name, folder / name)
+    subprocess.run(
+        [sys.executable, "-m", "tests.engine.exposed_plugin", str(folder)], cwd=ROOT, check=True
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(target, tmp_path_factory) -> Path:
+    """An untrained drafter with the target's gate."""
+    folder = tmp_path_factory.mktemp("hy-v4") / "drafter"
+    sizes = {"layers": 2, "heads": 2, "kv-heads": 1, "head-dim": 32, "intermediate-size": 96}
+    options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    assert main(["init", "--target", str(target), "--out", str(folder), *options]) == 0
+    return folder
+
+
+def rename(folder: Path) -> None:
+    """Give target and drafter the architecture's name in the plugin."""
+    path = folder / "config.json"
+    name, dense = "HYV4ForCausalLM", exposed_plugin.ARCHITECTURE
+    path.write_text(path.read_text().replace(f'"{name}"', f'"{dense}"'))
+
+
+def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_path):
+    files = TargetFiles(str(target))
+    collapse, head = Collapse(files, TargetFacts.from_config(files.config())), files.tensor(HEAD)
+    for folder in (target, drafter):
+        rename(folder)
+    source = Path(exposed_plugin.__file__).read_text()
+    environment = install_plugin(tmp_path, "dense_hy_v4", source)
+    capture = {**environment, CAPTURE_FOLDER: str(tmp_path)}
+    options = ("--enable-return-hidden-states", *FP32)
+    plain = servers.get("hy-v4", target, *options, environment=capture)
+    prompts = own_prompts[:8]
+    expected = ids(greedy_all(plain, prompts, 4, ask))
+    rows, token = prefill(plain, prompts[1][1:], tmp_path)
+    # What the engine wrote of a prompt leads to the token that it answered with.
+    assert int((collapse.states(rows).final[0, -1] @ head.T).argmax()) == token
+    servers.stop("hy-v4")
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
+    arguments = (*FP32, *hyperdflash_arguments(drafter))
+    drafting = servers.get("hy-v4-drafts", target, *arguments, environment=environment)
+    answers = greedy_all(drafting, prompts, 4, ask)
+    assert ids(answers) == expected
+    assert all(counters(answer["meta_info"])[1] > 0 for answer in answers)
+    servers.stop("hy-v4-drafts")
+
+
+def prefill(server: Server, prompt: list[int], folder: Path) -> tuple[torch.Tensor, int]:
+    """The residual ``[S, m*d]`` of a prompt that is not in the cache, and its greedy next token."""
+    rid = f"{REQUEST_PREFIX}0"
+    answer = server.generate(
+        input_ids=prompt,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_hidden_states=True,
+        rid=rid,
+    )
+    rows = take_rows(folder, rid)
+    assert rows.shape == (len(prompt), 4 * SIZES["hidden_size"])
+    return rows, answer["output_ids"][0]
+
+
+def ask(server: Server, prompt: list[int]) -> dict:
+    return greedy(server, prompt, TOKENS)

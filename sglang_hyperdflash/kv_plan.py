@@ -149,15 +149,21 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
     return Budget(method, full, int(sizes.max_total_num_tokens), full - plain)
 
 
-def _is_v4(target: str) -> bool:
+def _read(target: str) -> tuple[bool, bool]:
+    """Whether SGLang takes a target for DeepSeek-V4, and whether it carries a DSPARK draft."""
     from sglang.srt.configs.model_config import is_deepseek_v4
+    from sglang.srt.speculative.dspark_components import dspark_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    return is_deepseek_v4(get_config(target, trust_remote_code=False))
+    config = get_config(target, trust_remote_code=False)
+    return is_deepseek_v4(config), dspark_config.checkpoint_bundles_dspark_draft(config)
 
 
 def plan(target: str, draft: str, node: Node, dspark: str | None = None) -> list[Budget]:
-    """Budgets without speculation, with the drafter, with MTP and, given its draft, DSPARK.
+    """Budgets without speculation, with the drafter, with MTP and, where there is a draft, DSPARK.
+
+    Args:
+        dspark: folder or hub id of a DSPARK draft; not needed when the target carries one.
 
     Raises:
         HyperDFlashConfigError: not a V4 target, or no memory left beside the weights.
@@ -167,13 +173,14 @@ def plan(target: str, draft: str, node: Node, dspark: str | None = None) -> list
             f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves nothing beside weights of "
             f"{node.weights_gib:g} GiB a GPU; raise --tp or lower --weights-gib."
         )
-    if not _is_v4(target):
+    is_v4, carries_dspark = _read(target)
+    if not is_v4:
         raise HyperDFlashConfigError(
             f"{target} is not a DeepSeek-V4 target; SGLang counts the drafter exactly for other "
             "targets, and prints the capacity when the server starts."
         )
     wanted = [("none", None), (ALGORITHM, draft), ("EAGLE", None)]
-    if dspark is not None:
+    if dspark is not None or carries_dspark:
         wanted.append(("DSPARK", dspark))
     return [budget(target, node, method, path) for method, path in wanted]
 
@@ -238,7 +245,7 @@ def add_parser(commands) -> None:
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id; only its config.json is read")
     add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
-    add("--dspark", help="folder or hub id of a DSPARK draft, to compare with")
+    add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
     add("--gpu-gib", type=float, required=True, help="memory of one GPU, GiB")
     add("--weights-gib", type=float, help="weights on one GPU, GiB (default: index size / tp)")
     add("--tp", type=int, default=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,8 @@ import pytest
 from sglang_hyperdflash import cli, kv_budget
 from sglang_hyperdflash.config import HyperDFlashConfigError
 from sglang_hyperdflash.kv_plan import Budget, Node, report
-from tests.unit.v4_shapes import FLASH, target_folder
+from sglang_hyperdflash.training.drafter import DrafterShape
+from tests.unit.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
 
 NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
 
@@ -47,6 +51,24 @@ def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
     arguments = ["plan", "--target", str(target_dir), "--draft", str(drafter_dir)]
     assert cli.main([*arguments, "--gpu-gib", "80", "--weights-gib", "1"]) == 2
     assert "is not a DeepSeek-V4 target" in capsys.readouterr().err
+
+
+def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
+    """The command itself, in a process of its own: SGLang's start-up is process-wide."""
+    target = target_folder(tmp_path / "target", FLASH | DSPARK)
+    draft = draft_folder(tmp_path / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
+    command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
+    found = subprocess.run(
+        [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
+    rows = json.loads(found[found.index("[\n") :])
+    assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
+    assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
+    assert rows[0]["tokens"] > rows[3]["tokens"] > 0
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])

@@ -70,6 +70,13 @@ PRO = COMMON | {
     "compress_ratios": _ratios((128, 128), 61),
 }
 SHAPES = {"flash": FLASH, "pro": PRO}
+# A checkpoint that carries its DSPARK draft: three stages behind these layers, blocks of five.
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 256,
+    "dspark_noise_token_id": 128815,
+    "dspark_target_layer_ids": [1, 20, 41],
+}
 # V4.1 as far as its start-up rules look: Flash's sizes under V4.1's type, no hc_head.
 V41 = FLASH | {
     "architectures": ["DeepseekV41ForCausalLM"],

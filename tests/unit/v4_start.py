@@ -45,6 +45,8 @@ def _answer(case: dict[str, Any]) -> dict[str, Any]:
             options["speculative_draft_model_path"] = case["draft"]
         resolved = resolved_arguments(case["target"], node, **options).resolved_dict()
         found = {name: resolved[name] for name in FIELDS}
+        if case.get("whole"):
+            found["whole"] = {name: repr(value) for name, value in resolved.items()}
         if case.get("size", True):
             found["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
             found["kv_bytes"] = node.kv_bytes

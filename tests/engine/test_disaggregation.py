@@ -1,0 +1,100 @@
+"""A prefill node and a decode node on one machine, their K/V sent over TCP by Mooncake.
+
+Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+
+from sglang_hyperdflash.serving import Server, free_port, hyperdflash_arguments
+from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
+
+pytestmark = pytest.mark.disaggregation
+# SGLang copies the page list to pinned memory behind a CUDA event, unless the sender asks not to.
+PLUGIN = """
+def load():
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    MooncakeKVSender.supports_host_tensor_indices = False
+"""
+
+
+class Pair:
+    """A prefill and a decode server, asked as SGLang's router asks them."""
+
+    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
+        self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
+        self.rooms = count(1)
+
+    def ask(self, _, prompt: list[int]) -> dict:
+        """Both are sent the request at once; the decode node's answer is the whole one."""
+        options = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap,
+            "bootstrap_room": next(self.rooms),
+        }
+        with ThreadPoolExecutor(2) as pool:
+            first, whole = pool.map(
+                lambda server: greedy(server, prompt, **options), (self.prefill, self.decode)
+            )
+        assert whole["output_ids"][:1] == first["output_ids"]
+        return whole
+
+
+@pytest.fixture(scope="module")
+def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
+    import mooncake.engine  # noqa: F401  here, so that its absence is an error of its own
+
+    folder = tmp_path_factory.mktemp("pd")
+    environment = {**install_plugin(folder, "cpu_pd", PLUGIN), "MOONCAKE_PROTOCOL": "tcp"}
+    bootstrap = free_port()
+    common = (*FP32, *hyperdflash_arguments(drafter_dir))
+    common += ("--disaggregation-transfer-backend", "mooncake")
+    modes = {
+        # With overlap a cached prefix is sent early, behind a CUDA event.
+        "prefill": (
+            "--disaggregation-bootstrap-port",
+            str(bootstrap),
+            "--disable-overlap-schedule",
+        ),
+        # The other kind of backup is in pinned memory.
+        "decode": ("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+    }
+    started = [
+        servers.get(
+            f"pd-{mode}",
+            target_dir,
+            *common,
+            "--disaggregation-mode",
+            mode,
+            *options,
+            environment=environment,
+        )
+        for mode, options in modes.items()
+    ]
+    yield Pair(*started, bootstrap)
+    for mode in modes:
+        servers.stop(f"pd-{mode}")
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_answers_are_target_only_s(pair, own_prompts, own_reference, concurrency):
+    assert ids(greedy_all(pair.decode, own_prompts, concurrency, pair.ask)) == own_reference
+    assert len(own_reference[0]) == NEW_TOKENS
+
+
+def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts):
+    """The decode node drafts from the first round as a server that prefilled by itself."""
+    found = greedy_all(pair.decode, own_prompts, 1, pair.ask)
+    expected = greedy_all(hyper_server, own_prompts, 1)
+    for one, other in zip(found, expected, strict=True):
+        assert rounds(one) == rounds(other)
+
+
+def rounds(answer: dict) -> list[int]:
+    return answer["meta_info"]["spec_correct_drafts_histogram"]

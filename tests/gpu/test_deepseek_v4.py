@@ -1,0 +1,148 @@
+"""SGLang's own DeepSeek-V4 with real widths, few layers and few experts, weights drawn at random.
+
+Run with ``make gpu-test``. Writes ``build/v4_shaped.json``: the round cost and the share of greedy
+answers that are target-only's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.provenance import provenance
+from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.target_files import TargetFacts
+from tests.conftest import ROOT
+from tests.engine.conftest import greedy, install_plugin
+from tests.unit.v4_shapes import FLASH, target_folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYERS, TOKENS, NEW_TOKENS = 6, 65536, 64
+SHAPE = FLASH | {
+    "num_hidden_layers": LAYERS,
+    "n_routed_experts": 16,
+    "max_position_embeddings": 16384,
+    "compress_ratios": [*FLASH["compress_ratios"][:LAYERS], 0],
+}
+DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
+ARGUMENTS = ("--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.6")
+ARGUMENTS += ("--max-running-requests", "8", "--max-total-tokens", str(TOKENS))
+# SGLang's dummy weights are of one size everywhere, norms too: every logit would be a tie.
+WEIGHTS = """
+import zlib
+import torch
+
+def draw(model, *args, **kwargs):
+    for name, value in model.state_dict().items():
+        if not torch.is_floating_point(value):
+            continue
+        if value.dim() < 2:
+            value.fill_(1.0 if "norm" in name else 0.0 if "base" in name else 0.5)
+            continue
+        generator = torch.Generator(device=value.device).manual_seed(zlib.crc32(name.encode()))
+        scale = value.shape[-1] ** -0.5
+        drawn = torch.randn(value.shape, generator=generator, device=value.device) * scale
+        value.copy_(drawn.to(value.dtype))
+
+def load():
+    from sglang.srt.model_loader import loader
+    loader.initialize_dummy_weights = draw
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("v4") / "target", SHAPE)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory) -> Path:
+    """Untrained, with a gate: ``approximate`` is compared with no fingerprint, and needs none."""
+    torch.manual_seed(0)
+    raw = draft_config(TargetFacts.from_config(SHAPE), None, DRAFT, 128815)
+    raw["hyperdflash_config"]["gate"] = "approximate"
+    made = Drafter(raw)
+    made.reducer.randomise()
+    folder = tmp_path_factory.mktemp("v4") / "drafter"
+    made.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(5, 120000) for _ in range(300 + 40 * i)] for i in range(8)]
+
+
+def start(servers, name: str, target: Path, tmp_path: Path, *arguments: str, **environment):
+    """A server of the random target whose rounds are timed."""
+    (tmp_path / name).mkdir()
+    environment |= install_plugin(tmp_path / name, f"weights_{name}", WEIGHTS)
+    environment[ROUND_TIMES] = str(tmp_path / f"{name}.jsonl")
+    every = (*ARGUMENTS, *arguments)
+    return servers.get(f"v4-{name}", target, *every, threads=None, environment=environment)
+
+
+def residual_width(server: Server, prompt: list[int], folder: Path) -> int:
+    """Columns of what a prefill hands to the worker."""
+    rid = f"{REQUEST_PREFIX}0"
+    server.generate(
+        input_ids=prompt,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_hidden_states=True,
+        rid=rid,
+    )
+    rows = take_rows(folder, rid)
+    assert len(rows) == len(prompt)
+    return rows.shape[1]
+
+
+def draft_bytes(log: str) -> float:
+    """Bytes of the last K/V pool in a server's log: the drafter's, made after the target's."""
+    pools = re.findall(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB", log)
+    return sum(map(float, pools[-1][1:])) * 2**30
+
+
+def test_a_v4_shaped_target_serves(servers, target, drafter, prompts, tmp_path):
+    environment = {CAPTURE_FOLDER: str(tmp_path)}
+    plain = start(servers, "none", target, tmp_path, "--enable-return-hidden-states", **environment)
+    assert residual_width(plain, prompts[0], tmp_path) == SHAPE["hc_mult"] * SHAPE["hidden_size"]
+    expected = [greedy(plain, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
+    servers.stop("v4-none")
+    drafting = start(servers, "drafts", target, tmp_path, *hyperdflash_arguments(drafter))
+    answers = [greedy(drafting, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
+    log = drafting.log.read_text(errors="replace")
+    servers.stop("v4-drafts")
+    assert "reducer=hc_gate kernels=triton fused_kv=True" in log
+    assert "falling back" not in log
+    planned = 2 * DRAFT.layers * DRAFT.kv_heads * DRAFT.head_dim * 2 * TOKENS
+    assert draft_bytes(log) == pytest.approx(planned, rel=0.02)
+    one, many = (summarise(tmp_path / f"{name}.jsonl", 1) for name in ("none", "drafts"))
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), NEW_TOKENS)
+        for x, y in zip(answers, expected, strict=True)
+    ]
+    report = {
+        "provenance": provenance(),
+        "round_ms": {"none": one, "HYPERDFLASH": many},
+        "round_cost": sum(many[k] for k in ("target", "draft", "scheduler"))
+        / (one["target"] + one["scheduler"]),
+        "tokens until the first difference": same,
+    }
+    (ROOT / "build").mkdir(exist_ok=True)
+    (ROOT / "build" / "v4_shaped.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    # Random weights have ties of one bf16 step all the time; a wrong cache differs at once.
+    assert statistics.median(same) >= 8, same

@@ -298,8 +298,13 @@ def hc_head_fingerprint(fn: torch.Tensor, base: torch.Tensor, scale: torch.Tenso
     Hashed as fp32 bytes, so a checkpoint gives the same value whatever dtype it is served in,
     as long as its ``hc_head`` is kept in fp32, as DeepSeek-V4 does.
     """
+    return tensors_fingerprint(fn, base, scale)
+
+
+def tensors_fingerprint(*tensors: torch.Tensor) -> str:
+    """A short hash of tensors as fp32 bytes, in order; shapes are not part of it."""
     digest = hashlib.sha256()
-    for tensor in (fn, base, scale):
+    for tensor in tensors:
         digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 

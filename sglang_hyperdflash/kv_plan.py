@@ -62,6 +62,14 @@ class Budget:
     draft_bytes_per_token: float
 
 
+@dataclass(frozen=True)
+class Unavailable:
+    """A method that SGLang does not start for this target, and why."""
+
+    method: str
+    reason: str
+
+
 def resolved_arguments(target: str, node: Node, **options: Any):
     """SGLang's server arguments for a node, resolved as a server would.
 
@@ -132,13 +140,22 @@ def pool_configurator(arguments):
 
 
 def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
-    """What one method leaves on the node; raises as :func:`resolved_arguments`."""
+    """What one method leaves on the node.
+
+    Raises:
+        HyperDFlashConfigError: the method does not start for this target.
+    """
     from sglang.srt.runtime_context import create_context, get_schedule, use_context
 
     options = dict(METHODS[method])
     if draft is not None and method != "none":
         options["speculative_draft_model_path"] = draft
-    arguments = resolved_arguments(target, node, **options)
+    try:
+        arguments = resolved_arguments(target, node, **options)
+    except HyperDFlashConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise HyperDFlashConfigError(f"SGLang does not start {method} here: {error}") from error
     with use_context(create_context(arguments, role="scheduler")):
         pool = pool_configurator(arguments)
         sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)
@@ -149,18 +166,17 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
     return Budget(method, full, int(sizes.max_total_num_tokens), full - plain)
 
 
-def _read(target: str) -> tuple[bool, bool]:
-    """Whether SGLang takes a target for DeepSeek-V4, and whether it carries a DSPARK draft."""
+def _is_v4(target: str) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_v4
-    from sglang.srt.speculative.dspark_components import dspark_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    config = get_config(target, trust_remote_code=False)
-    return is_deepseek_v4(config), dspark_config.checkpoint_bundles_dspark_draft(config)
+    return is_deepseek_v4(get_config(target, trust_remote_code=False))
 
 
-def plan(target: str, draft: str, node: Node, dspark: str | None = None) -> list[Budget]:
-    """Budgets without speculation, with the drafter, with MTP and, where there is a draft, DSPARK.
+def plan(
+    target: str, draft: str, node: Node, dspark: str | None = None
+) -> list[Budget | Unavailable]:
+    """Budgets without speculation and with the drafter, and, where they start, MTP and DSPARK.
 
     Args:
         dspark: folder or hub id of a DSPARK draft; not needed when the target carries one.
@@ -173,20 +189,26 @@ def plan(target: str, draft: str, node: Node, dspark: str | None = None) -> list
             f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves nothing beside weights of "
             f"{node.weights_gib:g} GiB a GPU; raise --tp or lower --weights-gib."
         )
-    is_v4, carries_dspark = _read(target)
-    if not is_v4:
+    if not _is_v4(target):
         raise HyperDFlashConfigError(
             f"{target} is not a DeepSeek-V4 target; SGLang counts the drafter exactly for other "
             "targets, and prints the capacity when the server starts."
         )
-    wanted = [("none", None), (ALGORITHM, draft), ("EAGLE", None)]
-    if dspark is not None or carries_dspark:
-        wanted.append(("DSPARK", dspark))
-    return [budget(target, node, method, path) for method, path in wanted]
+    rows: list[Budget | Unavailable] = [
+        budget(target, node, "none", None),
+        budget(target, node, ALGORITHM, draft),
+    ]
+    for method, path in (("EAGLE", None), ("DSPARK", dspark)):
+        try:
+            rows.append(budget(target, node, method, path))
+        except HyperDFlashConfigError as error:
+            rows.append(Unavailable(method, str(error)))
+    return rows
 
 
-def report(budgets: list[Budget], node: Node) -> str:
+def report(rows: list[Budget | Unavailable], node: Node) -> str:
     """The plan as text."""
+    budgets = [row for row in rows if isinstance(row, Budget)]
     base = budgets[0].tokens
     lines = [
         f"K/V memory on one GPU: {node.kv_bytes / GIB:.1f} GiB (tp {node.tp}"
@@ -200,6 +222,8 @@ def report(budgets: list[Budget], node: Node) -> str:
             f"{b.method:<14}{b.bytes_per_token:>12.0f}{b.draft_bytes_per_token:>14.0f}"
             f"{b.tokens:>12,}{b.tokens / base:>9.0%}"
         )
+    missing = [row for row in rows if isinstance(row, Unavailable)]
+    lines += [f"{row.method:<14}{row.reason}" for row in missing]
     return "\n".join(lines)
 
 
@@ -231,11 +255,11 @@ def run(args: argparse.Namespace) -> int:
         context_length=args.context_length,
         dp_attention=args.dp_attention,
     )
-    budgets = plan(args.target, args.draft, node, args.dspark)
+    rows = plan(args.target, args.draft, node, args.dspark)
     if args.json:
-        print(json.dumps([asdict(b) for b in budgets], indent=1))
+        print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
-        print(report(budgets, node))
+        print(report(rows, node))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -41,7 +42,7 @@ def _device() -> str:
         if Path("/proc/cpuinfo").is_file()
         else {platform.processor()}
     )
-    return f"CPU: {', '.join(sorted(names))}, {torch.get_num_threads()} cores"
+    return f"CPU: {', '.join(sorted(names))}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def _version(package: str) -> str | None:

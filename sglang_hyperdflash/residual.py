@@ -20,6 +20,7 @@ from torch import nn
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER
+from sglang_hyperdflash.config import HyperDFlashConfigError
 
 if TYPE_CHECKING:
     from sglang_hyperdflash.hooks import Seam
@@ -73,10 +74,20 @@ def expose_glm5_next(model: nn.Module) -> None:
     Seams: the last layer's ``ffn_boundary.declaration.update.state`` is an ``MHCState`` whose
     ``is_last_layer`` makes it contract; ``Glm5NextModel.forward`` calls its module ``norm`` on what
     the last layer returned, except in an idle step.
+
+    Raises:
+        HyperDFlashConfigError: the model was built without paths, or in several stages.
     """
     from sglang.kernels.ops.layernorm.mhc import hc_contract
 
     residual, body = Residual(), model.model
+    config = model.config
+    if not config.mhc or body.pp_group.world_size != 1:
+        raise HyperDFlashConfigError(
+            f"GLM-5-next has a residual of several paths, all on one pipeline stage, only with mhc "
+            f"true in its config.json and --pp-size 1; found mhc {config.mhc} (SGLang takes a "
+            f"missing field for false) and {body.pp_group.world_size} stages."
+        )
     state = part(body.layers[-1], "ffn_boundary", "declaration", "update", "state")
     if part(state, "is_last_layer") is not True:
         raise seam_error(f"{type(state).__name__}.is_last_layer", "True on the last layer", False)
@@ -117,9 +128,11 @@ def return_residual(model: nn.Module, residual: Residual, idle=None) -> None:
         found = residual.take()
         if found is not None:
             return hidden, found
-        if idle is None:
-            raise RuntimeError(f"{type(body).__name__} returned without reading its residual.")
-        return idle(hidden), hidden
+        if idle is not None:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            if given["forward_batch"].forward_mode.is_idle():
+                return idle(hidden), hidden
+        raise RuntimeError(f"{type(body).__name__} returned without reading its residual.")
 
     body.forward = forward
 

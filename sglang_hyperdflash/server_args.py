@@ -245,8 +245,8 @@ def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None
     kind = check_served_target(target.to_dict())
     if not kind.exposed and getattr(server_args, "enable_two_batch_overlap", False):
         raise HyperDFlashConfigError(
-            f"{ALGORITHM} does not support enable_two_batch_overlap with {kind.name}: its residual "
-            "is read by a hook that knows one batch at a time. Drop the flag."
+            f"{ALGORITHM} does not support enable_two_batch_overlap with {kind.name}: SGLang has "
+            "no two-batch overlap for this model. Drop the flag."
         )
     fields = text_fields(target.to_dict())
     check_target(

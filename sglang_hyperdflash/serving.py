@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,11 +19,26 @@ class ServerFailed(RuntimeError):
     """A server ended or did not answer; the message holds the end of its log."""
 
 
+# Below what Linux gives to outgoing connections: one of those cannot take the port meanwhile.
+SERVER_PORTS = range(20000, 32000)
+
+
 def free_port() -> int:
-    """A port nobody listens on now (loopback)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on now (loopback), drawn at random.
+
+    Raises:
+        OSError: none of a hundred draws is free.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.choice(SERVER_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"found no free port in {SERVER_PORTS}")
 
 
 class Server:

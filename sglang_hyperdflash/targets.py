@@ -169,7 +169,8 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     if kind is GLM5_NEXT and fields.get("mhc") is False:
         raise HyperDFlashConfigError(
             f"{ALGORITHM} needs a target with hyper-connection residual streams; this "
-            f"{architecture} has mhc=false in its config. Use DFLASH or EAGLE for this model."
+            f"{architecture} has mhc=false in its config, or none, which SGLang takes for false. "
+            'Use DFLASH or EAGLE for it; or add "mhc": true, if its layers do have paths.'
         )
     return kind
 

@@ -21,8 +21,8 @@ from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import with_window
 
 HERE = Path(__file__).resolve().parent
-NEW_TOKENS = 96
-# A round is written with FLUSH_EVERY - 1 others, so these are all of one request.
+NEW_TOKENS = 192
+# Rounds are written FLUSH_EVERY at a time; the first lot may begin with the request before.
 ROUNDS = FLUSH_EVERY
 
 
@@ -61,7 +61,10 @@ def measure(args: argparse.Namespace, target: Path, window: int | None) -> list[
             prompt = [draw.randrange(5, 2000) for _ in range(length)]
             sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
             server.generate(input_ids=prompt, sampling_params=sampling, timeout=3600)
-            last.write_text("".join(times.read_text().splitlines(keepends=True)[-ROUNDS:]))
+            lines = times.read_text().splitlines(keepends=True)
+            if len(lines) < 2 * ROUNDS:
+                raise SystemExit(f"{length} tokens: {len(lines)} rounds, too few to tell its own.")
+            last.write_text("".join(lines[-ROUNDS:]))
             found.append({"window": window, "length": length, "round_ms": summarise(last, 1)})
             print(found[-1], flush=True)
     return found

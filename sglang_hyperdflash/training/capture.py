@@ -18,7 +18,11 @@ import torch
 
 from sglang_hyperdflash.batch import engine_arguments
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.config import HyperDFlashConfigError, hc_head_fingerprint
+from sglang_hyperdflash.config import (
+    HyperDFlashConfigError,
+    hc_head_fingerprint,
+    tensors_fingerprint,
+)
 from sglang_hyperdflash.reference.mhc import collapse_residual
 from sglang_hyperdflash.targets import constant_gate
 from sglang_hyperdflash.training.captured import (
@@ -110,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     identity = CaptureIdentity(
         facts.architecture,
         collapse.fingerprint,
+        tensors_fingerprint(collapse.norm),
         m,
         d,
         args.dtype,

@@ -26,10 +26,14 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class CaptureIdentity:
-    """What a capture is of; a folder never mixes two."""
+    """What a capture is of; a folder never mixes two.
+
+    A target without ``hc_head`` is told from its like by its final norm.
+    """
 
     target_architecture: str
     hc_head_fingerprint: str | None
+    norm_fingerprint: str
     hc_mult: int
     hidden_size: int
     dtype: str

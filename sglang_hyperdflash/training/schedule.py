@@ -29,10 +29,12 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.config import (
+    HyperDFlashConfig,
     HyperDFlashConfigError,
     check_fingerprint,
     hc_head_fingerprint,
     load_config,
+    tensors_fingerprint,
 )
 from sglang_hyperdflash.training.borrowed import BorrowedTarget
 from sglang_hyperdflash.training.captured import CapturedFeatures
@@ -179,14 +181,13 @@ def train(schedule: Schedule, work: Path, world: World, device: torch.device) ->
 
     target, drafter = load_pair(schedule)
     target.to(device)
-    fingerprint = drafter.config.target.hc_head_fingerprint
     tokenizer = None
     if schedule.features != "captured":
         tokenizer = AutoTokenizer.from_pretrained(schedule.target)
 
     def source(files: tuple[Path | str, ...], title: str) -> Source:
         if schedule.features == "captured":
-            return captured(files, fingerprint)
+            return captured(files, drafter.config, target.norm)
         loaded = load_samples(files, tokenizer, schedule.max_length)
         if world.is_main:
             print(f"{title}: {loaded}", flush=True)
@@ -209,17 +210,30 @@ def train(schedule: Schedule, work: Path, world: World, device: torch.device) ->
         print(f"trained drafter: {schedule.out}")
 
 
-def captured(folders: tuple[Path | str, ...], fingerprint: str | None) -> CapturedFeatures:
-    """A stage's capture, refused unless it is of the drafter's target."""
+def captured(
+    folders: tuple[Path | str, ...], config: HyperDFlashConfig, norm: torch.Tensor
+) -> CapturedFeatures:
+    """A stage's capture, refused unless it is of the drafter's target.
+
+    Args:
+        config: the drafter's. norm: ``[d]``, the target's final norm.
+    """
     if len(folders) != 1:
         raise HyperDFlashConfigError("captured features take one folder a stage.")
     features = CapturedFeatures(folders[0])
-    found = features.identity.hc_head_fingerprint
-    if found != fingerprint:
-        raise HyperDFlashConfigError(
-            f"{folders[0]} was captured from another target: its hc_head fingerprint is {found}, "
-            f"the drafter's target has {fingerprint}."
-        )
+    expected = {
+        "hc_mult": config.hc_mult,
+        "hidden_size": config.hidden_size,
+        "hc_head_fingerprint": config.target.hc_head_fingerprint,
+        "norm_fingerprint": tensors_fingerprint(norm),
+    }
+    for name, wanted in expected.items():
+        found = getattr(features.identity, name)
+        if found != wanted:
+            raise HyperDFlashConfigError(
+                f"{folders[0]} was captured from another target: its {name} is {found}, the "
+                f"drafter's target has {wanted}."
+            )
     return features
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from sglang_hyperdflash.config import load_config
+from sglang_hyperdflash.training.borrowed import BorrowedTarget
 from sglang_hyperdflash.training.captured import CapturedFeatures
 from sglang_hyperdflash.training.data import OnlineFeatures
 from sglang_hyperdflash.training.schedule import captured
 from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.target_files import TargetFiles
 from tests.conftest import EXAMPLE
 
 ENGINE = {"chunked_prefill_size": 64, "max_total_tokens": 8192, "mem_fraction_static": 0.2}
@@ -71,7 +75,13 @@ def test_captured_states_are_the_targets_own(target_dir, data, tmp_path):
     torch.testing.assert_close(again.residual, source.states([5]).residual)
     assert len(shards[1].read_bytes()) == len(content)
 
-    fingerprint = source.identity.hc_head_fingerprint
-    assert captured((out,), fingerprint).samples == source.samples
-    with pytest.raises(ValueError, match="was captured from another target"):
-        captured((out,), "other")
+    config, norm = (
+        load_config(EXAMPLE / "drafter"),
+        BorrowedTarget(TargetFiles(str(target_dir))).norm,
+    )
+    assert captured((out,), config, norm).samples == source.samples
+    with pytest.raises(ValueError, match="from another target: its norm_fingerprint is"):
+        captured((out,), config, norm + 1)
+    other = replace(config, target=replace(config.target, hc_head_fingerprint="other"))
+    with pytest.raises(ValueError, match="from another target: its hc_head_fingerprint is"):
+        captured((out,), other, norm)

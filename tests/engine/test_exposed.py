@@ -13,13 +13,17 @@ import torch
 
 from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.metrics import counters
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.borrowed import BorrowedTarget
 from sglang_hyperdflash.training.capture import Collapse
+from sglang_hyperdflash.training.data import Sample, collate
+from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles
 from tests.conftest import EXAMPLE, ROOT
 from tests.engine import exposed_plugin
 from tests.engine.conftest import COMMON, greedy, greedy_all, ids, install_plugin
+from tests.engine.test_train_and_serve import RECORDER, recorded
 
 TOKENS = 48
 HEAD = "lm_head.weight"
@@ -77,50 +81,81 @@ def drafter(target, tmp_path_factory) -> Path:
     return folder
 
 
-def rename(folder: Path) -> None:
-    """Give target and drafter the architecture's name in the plugin."""
+def renamed(source: Path, folder: Path) -> Path:
+    """A copy of target or drafter with the architecture's name in the plugin."""
+    shutil.copytree(source, folder)
     path = folder / "config.json"
     name, dense = "HYV4ForCausalLM", exposed_plugin.ARCHITECTURE
     path.write_text(path.read_text().replace(f'"{name}"', f'"{dense}"'))
+    return folder
 
 
-def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_path):
-    files = TargetFiles(str(target))
-    collapse, head = Collapse(files, TargetFacts.from_config(files.config())), files.tensor(HEAD)
-    for folder in (target, drafter):
-        rename(folder)
-    source = Path(exposed_plugin.__file__).read_text()
-    environment = install_plugin(tmp_path, "dense_hy_v4", source)
-    capture = {**environment, CAPTURE_FOLDER: str(tmp_path)}
-    options = ("--enable-return-hidden-states", *FP32)
-    plain = servers.get("hy-v4", target, *options, environment=capture)
-    prompts = own_prompts[:8]
-    expected = ids(greedy_all(plain, prompts, 4, ask))
-    rows, token = prefill(plain, prompts[1][1:], tmp_path)
-    # What the engine wrote of a prompt leads to the token that it answered with.
-    assert int((collapse.states(rows).final[0, -1] @ head.T).argmax()) == token
-    servers.stop("hy-v4")
-    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
-    arguments = (*FP32, *hyperdflash_arguments(drafter))
-    drafting = servers.get("hy-v4-drafts", target, *arguments, environment=environment)
-    answers = greedy_all(drafting, prompts, 4, ask)
-    assert ids(answers) == expected
-    assert all(counters(answer["meta_info"])[1] > 0 for answer in answers)
-    servers.stop("hy-v4-drafts")
-
-
-def prefill(server: Server, prompt: list[int], folder: Path) -> tuple[torch.Tensor, int]:
-    """The residual ``[S, m*d]`` of a prompt that is not in the cache, and its greedy next token."""
+def prefill(server: Server, tokens: list[int], folder: Path) -> tuple[torch.Tensor, int]:
+    """The residual ``[S, m*d]`` that the engine computed of ``tokens``, and its next token."""
     rid = f"{REQUEST_PREFIX}0"
     answer = server.generate(
-        input_ids=prompt,
+        input_ids=tokens,
         sampling_params={"temperature": 0, "max_new_tokens": 1},
         return_hidden_states=True,
         rid=rid,
     )
     rows = take_rows(folder, rid)
-    assert rows.shape == (len(prompt), 4 * SIZES["hidden_size"])
+    assert rows.shape == (len(tokens), 4 * SIZES["hidden_size"])
     return rows, answer["output_ids"][0]
+
+
+def drafts_of(drafter: Path, files: TargetFiles, tokens, residual, anchors) -> list[list[int]]:
+    """What training would draft at ``anchors`` of one text, from its residual."""
+    collapse = Collapse(files, TargetFacts.from_config(files.config()))
+    target = BorrowedTarget(files)
+    replay = Replay(Drafter.load(drafter).eval(), target)
+    at = torch.tensor([anchors])
+    with torch.no_grad():
+        hidden = replay.draft_states(
+            collate([Sample.continuation(tokens, 1)]),
+            collapse.states(residual),
+            at,
+            torch.ones_like(at).bool(),
+        )
+        return target.lm_head(hidden).argmax(-1)[0].tolist()
+
+
+def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_path):
+    """And what is drafted in every round is what the residual of a whole prefill leads to."""
+    files, prompts, blocks = TargetFiles(str(target)), own_prompts[:6], tmp_path / "blocks.jsonl"
+    collapse, head = Collapse(files, TargetFacts.from_config(files.config())), files.tensor(HEAD)
+    dense = renamed(target, tmp_path / "target")
+    source = Path(exposed_plugin.__file__).read_text()
+    environment = install_plugin(tmp_path, "dense_hy_v4", source)
+    capture = {**environment, CAPTURE_FOLDER: str(tmp_path)}
+    options = ("--enable-return-hidden-states", "--disable-radix-cache", *FP32)
+    plain = servers.get("hy-v4", dense, *options, environment=capture)
+    expected = ids(greedy_all(plain, prompts, 4, ask))
+    whole = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    residuals = []
+    for tokens in whole:
+        residual, token = prefill(plain, tokens, tmp_path)
+        final = collapse.states(residual).final[0, -1]
+        assert int((final @ head.T).argmax()) == token
+        residuals.append(residual)
+    servers.stop("hy-v4")
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
+    environment |= install_plugin(tmp_path, "recorder", RECORDER)
+    environment["RECORDED_BLOCKS"] = str(blocks)
+    arguments = (*FP32, *hyperdflash_arguments(renamed(drafter, tmp_path / "drafter")))
+    drafting = servers.get("hy-v4-drafts", dense, *arguments, environment=environment)
+    assert ids(greedy_all(drafting, prompts, 4, ask)) == expected
+    blocks.unlink()
+    compared = 0
+    for prompt, tokens, residual in zip(prompts, whole, residuals, strict=True):
+        assert ask(drafting, prompt)["output_ids"] == tokens[len(prompt) :]
+        found = recorded(tmp_path, tokens, len(prompt))
+        anchors = [at for at, _ in found]
+        ours = drafts_of(drafter, files, tokens, residual, anchors)
+        assert ours == [drafts for _, drafts in found]
+        compared += len(found)
+    servers.stop("hy-v4-drafts")
+    assert compared >= 200
 
 
 def ask(server: Server, prompt: list[int]) -> dict:

@@ -21,7 +21,8 @@ from torch import nn
 from tests.conftest import EXAMPLE, ROOT
 
 D, M, VOCAB = 32, 4, 128
-MODES = ("decode", "extend", "idle")
+MODES = ("decode", "extend", "target_verify", "idle")
+ROWS = {"decode": 4, "extend": 5, "target_verify": 6, "idle": 0}
 # SGLang's own torch code of GLM-5-next's streams, not its TileLang kernels.
 TORCH_PATHS = {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"}
 
@@ -87,19 +88,19 @@ BUILD = {"HY-V4": hy_v4, "GLM-5-next": glm5_next}
 
 
 def batch(mode: str):
-    """Tokens of one step; two requests in an extend."""
+    """Tokens of one step, others and another number in each mode; two requests in an extend."""
     from sglang.srt.model_executor.forward_batch_info import (
         CaptureHiddenMode,
         ForwardBatch,
         ForwardMode,
     )
 
-    n = 0 if mode == "idle" else 5
-    lengths = {"decode": [1] * n, "extend": [2, 3], "idle": []}[mode]
+    n = ROWS[mode]
+    lengths = {"decode": [1] * n, "extend": [2, 3], "target_verify": [3, 3], "idle": []}[mode]
     found = ForwardBatch(
         forward_mode=ForwardMode[mode.upper()],
         batch_size=len(lengths),
-        input_ids=torch.arange(3, 3 + n),
+        input_ids=torch.arange(n) + 10 * n,
         req_pool_indices=torch.arange(len(lengths)),
         seq_lens=torch.tensor(lengths, dtype=torch.int64),
         out_cache_loc=torch.arange(n),
@@ -148,14 +149,39 @@ def examine(kind: str, folder: str) -> dict[str, object]:
             "before": list(before[mode][1].shape),
             "shape": list(residual.shape),
         }
-        if mode == "extend":
-            found |= compare(model, residual, before[mode][1])
-    body = batch("decode")
-    pair = model.model.forward(body.input_ids, body.positions, body)
-    found["body"] = [list(part.shape) for part in pair]
+        if len(residual):
+            found["modes"][mode] |= compare(model, residual, before[mode][1])
     found["embeddings"] = model.get_input_embeddings() is model.model.embed_tokens
     found["hc_head"] = target_hc_head(model) is not None
-    return found
+    return found | replay(model) | {"bypassed": bypass(model)}
+
+
+def replay(model: nn.Module) -> dict[str, object]:
+    """As a prefill graph does: the body's ``forward`` replaced by what it returned once."""
+    body, own = batch("decode"), model.model.forward
+    pair = own(body.input_ids, body.positions, body)
+    model.model.forward = lambda *args, **kwargs: pair
+    residual = step(model, "decode")[1]
+    model.model.forward = own
+    expected = step(model, "decode")[1]
+    return {
+        "body": [list(part.shape) for part in pair],
+        "replayed": torch.equal(residual, pair[1]) and torch.equal(residual, expected),
+    }
+
+
+def bypass(model: nn.Module) -> str:
+    """The error of a step that reads its paths where the hook is not; the model is spoilt."""
+    body = model.model
+    if hasattr(body, "hc_head"):
+        body.hc_head._forward_pre_hooks.clear()
+    else:
+        body.norm = nn.Linear(M * D, D, bias=False)
+    try:
+        step(model, "decode")
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def compare(model: nn.Module, residual: torch.Tensor, final: torch.Tensor) -> dict[str, float]:

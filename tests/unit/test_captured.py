@@ -22,7 +22,7 @@ from sglang_hyperdflash.training.data import Sample, States
 
 M, D = 2, 8
 SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
-IDENTITY = CaptureIdentity("Target", "abc", M, D, "auto", data_digest(SAMPLES))
+IDENTITY = CaptureIdentity("Target", "abc", "def", M, D, "auto", data_digest(SAMPLES))
 
 
 def states(sample: Sample) -> States:
@@ -85,7 +85,7 @@ def test_a_corrupt_shard_is_named(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     write(tmp_path)
-    other = CaptureIdentity("Target", "abc", M, D, "auto", data_digest(SAMPLES[:1]))
+    other = CaptureIdentity("Target", "abc", "def", M, D, "auto", data_digest(SAMPLES[:1]))
     with pytest.raises(HyperDFlashConfigError, match="holds a capture of another target"):
         CaptureWriter(tmp_path, other)
     (tmp_path / "index.json").write_text("{")

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hyperdflash import cli, kv_budget
 from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.kv_plan import Budget, Node, report
+from sglang_hyperdflash.kv_plan import Budget, Node, Unavailable, report
 from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.unit.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
 
@@ -25,10 +25,12 @@ def test_a_node_keeps_what_weights_leave():
 def test_the_report_compares_with_no_speculation():
     budgets = [
         Budget("none", 7000.0, 1_000_000, 0.0),
+        Unavailable("DSPARK", "not here"),
         Budget("HYPERDFLASH", 9048.0, 750_000, 2048.0),
     ]
     text = report(budgets, NODE)
     assert "50.0 GiB (tp 4, at most 256 requests)" in text
+    assert text.splitlines()[-1].split() == ["DSPARK", "not", "here"]
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
     assert line.split() == ["HYPERDFLASH", "9048", "2048", "750,000", "75%"]
 
@@ -53,22 +55,26 @@ def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
     assert "is not a DeepSeek-V4 target" in capsys.readouterr().err
 
 
-def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
+@pytest.mark.parametrize("carries", [DSPARK, {}], ids=["with DSPARK", "without"])
+def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path, carries):
     """The command itself, in a process of its own: SGLang's start-up is process-wide."""
-    target = target_folder(tmp_path / "target", FLASH | DSPARK)
+    target = target_folder(tmp_path / "target", FLASH | carries)
     draft = draft_folder(tmp_path / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
     command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), "--json"],
         capture_output=True,
         text=True,
         timeout=300,
-        check=True,
-    ).stdout
-    rows = json.loads(found[found.index("[\n") :])
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = json.loads(ended.stdout[ended.stdout.index("[\n") :])
     assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
     assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
-    assert rows[0]["tokens"] > rows[3]["tokens"] > 0
+    if carries:
+        assert rows[0]["tokens"] > rows[3]["tokens"] > 0
+    else:
+        assert "requires setting --speculative-draft-model-path" in rows[3]["reason"]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])

@@ -10,7 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.config import HyperDFlashConfigError, hc_head_fingerprint
+from sglang_hyperdflash.config import (
+    HyperDFlashConfigError,
+    hc_head_fingerprint,
+    tensors_fingerprint,
+)
+from sglang_hyperdflash.training.borrowed import BorrowedTarget
 from sglang_hyperdflash.training.captured import CaptureIdentity, CaptureWriter, data_digest
 from sglang_hyperdflash.training.data import OnlineFeatures, Sample
 from sglang_hyperdflash.training.drafter import Drafter
@@ -18,6 +23,7 @@ from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.schedule import load_pair, read_schedule
 from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.target_files import TargetFiles
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
 from tests.conftest import EXAMPLE, ROOT
 
@@ -137,7 +143,8 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     samples = [Sample.continuation(row, 6) for row in rows]
     online = OnlineFeatures(target, samples)
     fingerprint = hc_head_fingerprint(*target.hc_head)
-    identity = CaptureIdentity("any", fingerprint, 4, 256, "float32", data_digest(samples))
+    norm = tensors_fingerprint(BorrowedTarget(TargetFiles(str(target_dir))).norm)
+    identity = CaptureIdentity("any", fingerprint, norm, 4, 256, "float32", data_digest(samples))
     states = [online.states([i]) for i in range(3)]
     CaptureWriter(tmp_path / "states", identity).add(0, samples, states)
     options = "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +37,23 @@ def test_the_committed_pair_is_accepted(arguments):
     checks.validate_server_args(arguments)
     arguments.speculative_num_draft_tokens = 7
     checks.validate_server_args(arguments)
+
+
+@pytest.mark.parametrize("architecture, served", [("HYV4ForCausalLM", False), (None, True)])
+def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architecture, served):
+    raw = json.loads((Path(arguments.model_path) / "config.json").read_text())
+    config = checks.load_draft_config(arguments)
+    if architecture:
+        raw["architectures"] = [architecture]
+        known = replace(config.target, architecture=architecture)
+        config = replace(config, target=known)
+    target = SimpleNamespace(to_dict=lambda: raw)
+    checks._check_served_target(arguments, target, config)
+    arguments.enable_two_batch_overlap = True
+    if served:
+        return checks._check_served_target(arguments, target, config)
+    with pytest.raises(HyperDFlashConfigError, match="enable_two_batch_overlap with HY-V4"):
+        checks._check_served_target(arguments, target, config)
 
 
 @pytest.mark.parametrize(

@@ -145,17 +145,21 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
     Raises:
         HyperDFlashConfigError: the method does not start for this target.
     """
+    try:
+        return _sized(target, node, method, draft)
+    except HyperDFlashConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise HyperDFlashConfigError(f"SGLang does not start {method} here: {error}") from error
+
+
+def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
     from sglang.srt.runtime_context import create_context, get_schedule, use_context
 
     options = dict(METHODS[method])
     if draft is not None and method != "none":
         options["speculative_draft_model_path"] = draft
-    try:
-        arguments = resolved_arguments(target, node, **options)
-    except HyperDFlashConfigError:
-        raise
-    except (AssertionError, ValueError) as error:
-        raise HyperDFlashConfigError(f"SGLang does not start {method} here: {error}") from error
+    arguments = resolved_arguments(target, node, **options)
     with use_context(create_context(arguments, role="scheduler")):
         pool = pool_configurator(arguments)
         sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)

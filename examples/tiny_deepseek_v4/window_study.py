@@ -122,8 +122,8 @@ def table(results: list[dict], lengths: list[int]) -> str:
         "# Draft windows on the tiny DeepSeek-V4",
         "",
         "The committed drafter, trained with the whole context, told when served to look back W "
-        "tokens only; and the same drafter after further training with that window (with none "
-        "in the first row: the control). Held-out questions behind other documents, "
+        "tokens only; and the same drafter after further training with that window (where W is "
+        "all: the control). Held-out questions behind other documents, "
         f"{NEW_TOKENS} greedy tokens, fp32, one request at a time.",
         "",
         f"| W | trained with it | {' | '.join(heads)} | draft slots "

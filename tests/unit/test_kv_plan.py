@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,11 +56,25 @@ def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
     assert "is not a DeepSeek-V4 target" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("carries", [DSPARK, {}], ids=["with DSPARK", "without"])
-def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path, carries):
+def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     """The command itself, in a process of its own: SGLang's start-up is process-wide."""
-    target = target_folder(tmp_path / "target", FLASH | carries)
-    draft = draft_folder(tmp_path / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
+    rows = planned(tmp_path, FLASH | DSPARK)
+    assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
+    assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
+    assert rows[0]["tokens"] > rows[3]["tokens"] > 0
+
+
+def test_a_rival_that_does_not_start_is_listed_with_the_reason(tmp_path):
+    """Refused where its arguments are resolved, and where its draft's K/V are counted."""
+    rows = planned(tmp_path, FLASH | DSPARK | {"dspark_markov_rank": 0})
+    assert "DSPARK requires markov_rank > 0" in rows[3]["reason"]
+    assert rows[2]["tokens"] > rows[1]["tokens"] > 0
+
+
+def planned(folder: Path, shape: dict) -> list[dict]:
+    """What ``hyperdflash plan --json`` prints of a target and a drafter for V4-Flash."""
+    target = target_folder(folder / "target", shape)
+    draft = draft_folder(folder / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
     command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
     ended = subprocess.run(
         [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), "--json"],
@@ -68,13 +83,7 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path, carries):
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    rows = json.loads(ended.stdout[ended.stdout.index("[\n") :])
-    assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
-    assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
-    if carries:
-        assert rows[0]["tokens"] > rows[3]["tokens"] > 0
-    else:
-        assert "requires setting --speculative-draft-model-path" in rows[3]["reason"]
+    return json.loads(ended.stdout[ended.stdout.index("[\n") :])
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])

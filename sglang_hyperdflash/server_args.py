@@ -242,13 +242,14 @@ def _check_context(server_args, target) -> None:
 
 
 def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None:
-    kind = check_served_target(target.to_dict())
+    raw = target.to_dict()
+    kind = check_served_target(raw)
     if not kind.exposed and getattr(server_args, "enable_two_batch_overlap", False):
         raise HyperDFlashConfigError(
             f"{ALGORITHM} does not support enable_two_batch_overlap with {kind.name}: SGLang has "
             "no two-batch overlap for this model. Drop the flag."
         )
-    fields = text_fields(target.to_dict())
+    fields = text_fields(raw)
     check_target(
         config,
         architecture=fields["architectures"][0],

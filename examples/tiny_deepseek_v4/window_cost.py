@@ -26,14 +26,10 @@ NEW_TOKENS = 192
 ROUNDS = FLUSH_EVERY
 
 
-def stretched(source: Path, folder: Path, **fields: int) -> Path:
-    """A copy of a checkpoint whose configuration says otherwise."""
-    if source != folder:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, folder)
+def stretch(folder: Path, **fields: int) -> None:
+    """Let a checkpoint's configuration say otherwise."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    return folder
 
 
 def measure(args: argparse.Namespace, target: Path, window: int | None) -> list[dict]:
@@ -42,7 +38,7 @@ def measure(args: argparse.Namespace, target: Path, window: int | None) -> list[
     draft = args.work / f"draft-{name}"
     shutil.rmtree(draft, ignore_errors=True)
     with_window(HERE / "drafter", draft, window)
-    stretched(draft, draft, max_position_embeddings=args.positions)
+    stretch(draft, max_position_embeddings=args.positions)
     times, last = args.work / f"rounds-{name}.jsonl", args.work / "last.jsonl"
     arguments = ("--dtype", "float32", "--max-total-tokens", str(args.positions))
     arguments += ("--max-running-requests", "1", "--chunked-prefill-size", "256")
@@ -101,7 +97,10 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     args.positions = max(args.lengths) + 1024
     sizes = {"max_position_embeddings": args.positions, "sliding_window": args.positions}
-    target = stretched(HERE / "target", args.work / "target", **sizes)
+    target = args.work / "target"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(HERE / "target", target)
+    stretch(target, **sizes)
     results = [one for w in (None, args.window) for one in measure(args, target, w)]
     args.out.mkdir(parents=True, exist_ok=True)
     content = {"provenance": provenance(), "results": results}

@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from sglang_hyperdflash.capture_hook import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 
@@ -124,6 +126,23 @@ def greedy(server: Server, prompt: list[int], max_new_tokens: int = NEW_TOKENS, 
     )
 
 
+def captured_prefill(server: Server, tokens: list[int], folder: Path) -> tuple[torch.Tensor, int]:
+    """The residual ``[S, m*d]`` that an engine computed of uncached ``tokens``, and its next token.
+
+    The server was started with ``CAPTURE_FOLDER`` at ``folder`` and returns hidden states.
+    """
+    rid = f"{REQUEST_PREFIX}0"
+    answer = server.generate(
+        input_ids=tokens,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_hidden_states=True,
+        rid=rid,
+    )
+    rows = take_rows(folder, rid)
+    assert len(rows) == len(tokens)
+    return rows, answer["output_ids"][0]
+
+
 def greedy_all(
     server: Server, prompts: list[list[int]], concurrency: int, ask: Callable = greedy
 ) -> list[dict]:
@@ -152,8 +171,6 @@ def first_difference_gaps(
     target_dir: Path, prompts: list[list[int]], expected: list[list[int]], found: list[list[int]]
 ) -> list[float]:
     """The fp32 logit gap between the two tokens at each answer's first difference."""
-    import torch
-
     from sglang_hyperdflash.training.target import LocalTarget
 
     target, gaps = LocalTarget(target_dir), []

@@ -11,6 +11,7 @@ from itertools import count
 
 import pytest
 
+from sglang_hyperdflash.metrics import counters
 from sglang_hyperdflash.serving import Server, free_port, hyperdflash_arguments
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
 
@@ -93,8 +94,4 @@ def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts
     found = greedy_all(pair.decode, own_prompts, 1, pair.ask)
     expected = greedy_all(hyper_server, own_prompts, 1)
     for one, other in zip(found, expected, strict=True):
-        assert rounds(one) == rounds(other)
-
-
-def rounds(answer: dict) -> list[int]:
-    return answer["meta_info"]["spec_correct_drafts_histogram"]
+        assert counters(one["meta_info"])[2] == counters(other["meta_info"])[2] != []

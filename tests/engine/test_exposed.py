@@ -9,24 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.serving import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.borrowed import BorrowedTarget
 from sglang_hyperdflash.training.capture import Collapse
-from sglang_hyperdflash.training.data import Sample, collate
+from sglang_hyperdflash.training.data import Sample
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.target_files import TargetFacts, TargetFiles
+from sglang_hyperdflash.training.target_files import TargetFiles
 from tests.conftest import EXAMPLE, ROOT
 from tests.engine import exposed_plugin
-from tests.engine.conftest import COMMON, greedy, greedy_all, ids, install_plugin
-from tests.engine.test_train_and_serve import RECORDER, recorded
+from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
+from tests.engine.test_train_and_serve import RECORDER, recorded, replayed
 
 TOKENS = 48
-HEAD = "lm_head.weight"
 SIZES = {
     "vocab_size": 2048,
     "hidden_size": 64,
@@ -90,40 +88,12 @@ def renamed(source: Path, folder: Path) -> Path:
     return folder
 
 
-def prefill(server: Server, tokens: list[int], folder: Path) -> tuple[torch.Tensor, int]:
-    """The residual ``[S, m*d]`` that the engine computed of ``tokens``, and its next token."""
-    rid = f"{REQUEST_PREFIX}0"
-    answer = server.generate(
-        input_ids=tokens,
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_hidden_states=True,
-        rid=rid,
-    )
-    rows = take_rows(folder, rid)
-    assert rows.shape == (len(tokens), 4 * SIZES["hidden_size"])
-    return rows, answer["output_ids"][0]
-
-
-def drafts_of(drafter: Path, files: TargetFiles, tokens, residual, anchors) -> list[list[int]]:
-    """What training would draft at ``anchors`` of one text, from its residual."""
-    collapse = Collapse(files, TargetFacts.from_config(files.config()))
-    target = BorrowedTarget(files)
-    replay = Replay(Drafter.load(drafter).eval(), target)
-    at = torch.tensor([anchors])
-    with torch.no_grad():
-        hidden = replay.draft_states(
-            collate([Sample.continuation(tokens, 1)]),
-            collapse.states(residual),
-            at,
-            torch.ones_like(at).bool(),
-        )
-        return target.lm_head(hidden).argmax(-1)[0].tolist()
-
-
 def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_path):
     """And what is drafted in every round is what the residual of a whole prefill leads to."""
     files, prompts, blocks = TargetFiles(str(target)), own_prompts[:6], tmp_path / "blocks.jsonl"
-    collapse, head = Collapse(files, TargetFacts.from_config(files.config())), files.tensor(HEAD)
+    borrowed = BorrowedTarget(files)
+    collapse = Collapse(files, borrowed.facts)
+    replay = Replay(Drafter.load(drafter).eval(), borrowed)
     dense = renamed(target, tmp_path / "target")
     source = Path(exposed_plugin.__file__).read_text()
     environment = install_plugin(tmp_path, "dense_hy_v4", source)
@@ -132,12 +102,12 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     plain = servers.get("hy-v4", dense, *options, environment=capture)
     expected = ids(greedy_all(plain, prompts, 4, ask))
     whole = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-    residuals = []
+    states = []
     for tokens in whole:
-        residual, token = prefill(plain, tokens, tmp_path)
-        final = collapse.states(residual).final[0, -1]
-        assert int((final @ head.T).argmax()) == token
-        residuals.append(residual)
+        residual, token = captured_prefill(plain, tokens, tmp_path)
+        assert residual.shape[1] == 4 * SIZES["hidden_size"]
+        states.append(collapse.states(residual))
+        assert int(borrowed.lm_head(states[-1].final[0, -1]).argmax()) == token
     servers.stop("hy-v4")
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
     environment |= install_plugin(tmp_path, "recorder", RECORDER)
@@ -147,11 +117,11 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     assert ids(greedy_all(drafting, prompts, 4, ask)) == expected
     blocks.unlink()
     compared = 0
-    for prompt, tokens, residual in zip(prompts, whole, residuals, strict=True):
+    for prompt, tokens, known in zip(prompts, whole, states, strict=True):
         assert ask(drafting, prompt)["output_ids"] == tokens[len(prompt) :]
         found = recorded(tmp_path, tokens, len(prompt))
-        anchors = [at for at, _ in found]
-        ours = drafts_of(drafter, files, tokens, residual, anchors)
+        sample = Sample.continuation(tokens, 1)
+        ours = replayed(replay, sample, known, [at for at, _ in found])
         assert ours == [drafts for _, drafts in found]
         compared += len(found)
     servers.stop("hy-v4-drafts")

@@ -11,7 +11,7 @@ import torch
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.metrics import counters
 from sglang_hyperdflash.serving import hyperdflash_arguments
-from sglang_hyperdflash.training.data import FeatureCache, Sample, collate
+from sglang_hyperdflash.training.data import FeatureCache, Sample, States, collate
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.loop import Recipe, Trainer
 from sglang_hyperdflash.training.replay import Replay
@@ -54,6 +54,14 @@ def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, lis
     return found
 
 
+@torch.no_grad()
+def replayed(replay: Replay, sample: Sample, states: States, anchors: list[int]) -> list[list[int]]:
+    """The drafts that training proposes at ``anchors`` of one text."""
+    at = torch.tensor([anchors])
+    hidden = replay.draft_states(collate([sample]), states, at, torch.ones_like(at).bool())
+    return replay.target.lm_head(hidden).argmax(-1)[0].tolist()
+
+
 def compare_drafts(servers, target_dir, draft, prompts, length, tmp_path) -> list[list[int]]:
     """Serve ``prompts`` and assert that training proposes the six tokens the server proposed.
 
@@ -75,21 +83,14 @@ def compare_drafts(servers, target_dir, draft, prompts, length, tmp_path) -> lis
         answers.append(greedy(server, prompt, length)["output_ids"])
         tokens = prompt + answers[-1]
         blocks = recorded(tmp_path, tokens, len(prompt))
+        sample = Sample.continuation(tokens, len(prompt))
         source = FeatureCache(
             target,
-            [Sample.continuation(tokens, len(prompt))],
+            [sample],
             dtype=torch.float32,
             layer_ids=replay.drafter.config.captured_layers,
         )
-        anchors = torch.tensor([[at for at, _ in blocks]])
-        with torch.no_grad():
-            hidden = replay.draft_states(
-                collate(source.samples),
-                source.states([0]),
-                anchors,
-                torch.ones_like(anchors).bool(),
-            )
-            ours = target.lm_head(hidden).argmax(-1)[0].tolist()
+        ours = replayed(replay, sample, source.states([0]), [at for at, _ in blocks])
         assert ours == [drafts for _, drafts in blocks]
         compared += len(blocks)
     servers.stop("recorder")

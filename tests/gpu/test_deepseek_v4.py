@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER
 from sglang_hyperdflash.provenance import provenance
 from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.serving import hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.target_files import TargetFacts
 from tests.conftest import ROOT
-from tests.engine.conftest import greedy, install_plugin
+from tests.engine.conftest import captured_prefill, greedy, install_plugin
 from tests.unit.v4_shapes import FLASH, target_folder
 
 pytestmark = [
@@ -95,20 +95,6 @@ def start(servers, name: str, target: Path, tmp_path: Path, *arguments: str, **e
     return servers.get(f"v4-{name}", target, *every, threads=None, environment=environment)
 
 
-def residual_width(server: Server, prompt: list[int], folder: Path) -> int:
-    """Columns of what a prefill hands to the worker."""
-    rid = f"{REQUEST_PREFIX}0"
-    server.generate(
-        input_ids=prompt,
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_hidden_states=True,
-        rid=rid,
-    )
-    rows = take_rows(folder, rid)
-    assert len(rows) == len(prompt)
-    return rows.shape[1]
-
-
 def draft_bytes(log: str) -> float:
     """Bytes of the last K/V pool in a server's log: the drafter's, made after the target's."""
     pools = re.findall(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB", log)
@@ -118,7 +104,8 @@ def draft_bytes(log: str) -> float:
 def test_a_v4_shaped_target_serves(servers, target, drafter, prompts, tmp_path):
     environment = {CAPTURE_FOLDER: str(tmp_path)}
     plain = start(servers, "none", target, tmp_path, "--enable-return-hidden-states", **environment)
-    assert residual_width(plain, prompts[0], tmp_path) == SHAPE["hc_mult"] * SHAPE["hidden_size"]
+    residual, _ = captured_prefill(plain, prompts[0], tmp_path)
+    assert residual.shape[1] == SHAPE["hc_mult"] * SHAPE["hidden_size"]
     expected = [greedy(plain, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
     servers.stop("v4-none")
     drafting = start(servers, "drafts", target, tmp_path, *hyperdflash_arguments(drafter))

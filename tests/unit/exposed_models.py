@@ -7,18 +7,15 @@ are SGLang's.
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tests.conftest import EXAMPLE, ROOT
+from tests.conftest import EXAMPLE
+from tests.unit.other_process import answer, ask, question
 
 D, M, VOCAB = 32, 4, 128
 MODES = ("decode", "extend", "target_verify", "idle")
@@ -208,26 +205,15 @@ def main() -> None:
     from sglang_hyperdflash import plugin
 
     plugin.load()
-    folders = json.loads(sys.stdin.read())
+    folders = question()
     with one_rank(), torch.no_grad():
-        found = {kind: examine(kind, folder) for kind, folder in folders.items()}
-    print("FOUND " + json.dumps(found))
+        answer({kind: examine(kind, folder) for kind, folder in folders.items()})
 
 
-def ask(folders: dict[str, Path]) -> dict[str, dict]:
+def ask_all(folders: dict[str, Path]) -> dict[str, dict]:
     """:func:`examine` of every folder, from a new process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.exposed_models"],
-        input=json.dumps({kind: str(folder) for kind, folder in folders.items()}),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **TORCH_PATHS},
-        timeout=300,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("FOUND "))
+    asked = {kind: str(folder) for kind, folder in folders.items()}
+    return ask("tests.unit.exposed_models", asked, **TORCH_PATHS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
     for kind, make in zip(KINDS, (hy_v4, glm5_next), strict=True):
         folders[kind] = tmp_path_factory.mktemp("exposed") / kind
         make().save_pretrained(folders[kind])
-    return exposed_models.ask(folders)
+    return exposed_models.ask_all(folders)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,14 +5,10 @@ Our CPU platform is left out, so SGLang takes the decisions that it takes on a C
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from tests.conftest import ROOT
+from tests.unit.other_process import answer, ask, question
 
 FIELDS = (
     "speculative_algorithm",
@@ -60,27 +56,12 @@ def main() -> None:
     from sglang_hyperdflash.reference import activation
 
     activation.is_active = lambda: False
-    cases = json.loads(sys.stdin.read())
-    answers = {name: _answer(case) for name, case in cases.items()}
-    print("ANSWERS " + json.dumps(answers))
+    answer({name: _answer(case) for name, case in question().items()})
 
 
 def start(cases: dict[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
     """Resolved fields and budget, or the error, of every case."""
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.v4_start"],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        cwd=Path(ROOT),
-        env={**os.environ, **environment},
-        timeout=300,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("ANSWERS "))
+    return ask("tests.unit.v4_start", cases, **environment)
 
 
 if __name__ == "__main__":

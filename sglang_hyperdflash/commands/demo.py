@@ -185,15 +185,10 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
     """The whole of ``demo.json``; tau over all rounds, speedup as the median over prompts."""
     total = add_histograms(histograms)
     accepted = sum(i * count for i, count in enumerate(total))
-    by_kind = {
-        kind: statistics.mean(r.tau for r in reports if r.kind == kind)
-        for kind in sorted({r.kind for r in reports})
-    }
     speedups = sorted(report.speedup for report in reports)
     return {
         "outputs_identical": all(report.identical for report in reports),
         "tau": accept_length(accepted, sum(total)),
-        "tau_by_kind": by_kind,
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
         "speedup_range": [speedups[0], speedups[-1]],
@@ -218,9 +213,8 @@ def print_summary(result: dict, out: Path) -> None:
     print("\nacceptance by drafted position")
     for k, share in enumerate(result["position_acceptance"], start=1):
         print(f"  {k} {'#' * round(40 * share):<40} {share:.2f}")
-    kinds = ", ".join(f"{kind} {tau:.2f}" for kind, tau in result["tau_by_kind"].items())
     low, high = result["speedup_range"]
-    print(f"\ntau (accept length, bonus included): {result['tau']:.2f}  ({kinds})")
+    print(f"\ntau (accept length, bonus included): {result['tau']:.2f}")
     print(f"speedup over target-only, interleaved: {result['speedup']:.2f}x median over prompts")
     print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
     print(f"round cost: {result['round_cost']:.2f} target-only steps")

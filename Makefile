@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test soak pd-test gpu-test bench retrain eval-tiny
+.PHONY: setup demo test lint slow-test soak pd-test gpu-test bench retrain eval-tiny figures
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -54,3 +54,7 @@ eval-tiny: setup
 	$(BIN)/python examples/tiny_deepseek_v4/held_out_prompts.py --data-dir $(DATA)/train \
 		--out build/held_out
 	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out eval/results/tiny
+
+# The figures of README and docs, and README's table, from eval/results/tiny/results.json.
+figures: setup
+	$(BIN)/python docs/figures/draw.py

@@ -231,7 +231,7 @@ def draw_block(axes: Axes, theme: Theme) -> None:
     )
     for i, x in enumerate(xs[1:], 1):
         kept = i <= 3
-        mark, hue = ("kept", theme["good"]) if kept else ("dropped", theme["soft"])
+        mark, hue = ("kept", theme["good"]) if kept else ("cut", theme["soft"])
         if i == 4:
             mark, hue = "bonus", theme["bonus"]
         cell(axes, theme, x, 3.6, mark, hue)

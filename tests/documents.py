@@ -4,7 +4,7 @@ The line before a fence may hold a mark:
 
 ``<!-- untested: REASON -->``     the commands need what a test machine has not;
 ``<!-- elsewhere: TEST -->``      another test runs them;
-``<!-- background -->``           a server, which runs until the page's next server or its end;
+``<!-- background -->``           a server, which the blocks behind it ask;
 ``<!-- file: PATH -->``           the block is that file's content;
 ``<!-- output of PATH -->``       the block was printed; a test of its own compares.
 """

@@ -27,10 +27,12 @@ COPIED = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "docs")
 PRINTED_ADDRESS = "127.0.0.1:30000"
 MODULE = ["python", "-m", "sglang.launch_server"]
 SECONDS = 1800
+# A machine that runs other things too may take minutes to start a server.
+START_SECONDS = 1200
 
 
 class Reader:
-    """Types one page's commands in a folder; servers run until the next one or the page's end."""
+    """Types one page's commands in a folder; a server runs while blocks name its address."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,11 +49,18 @@ class Reader:
                 if fence.kind == "background":
                     self.serve(fence)
                 elif not fence.mark:
+                    if PRINTED_ADDRESS not in fence.text:
+                        self.stop()
                     self.type(fence)
+
+    def stop(self) -> None:
+        """End the server, if there is one."""
+        self.stack.close()
+        self.server = None
 
     def serve(self, fence: Fence) -> None:
         """Start the block's server on a free port in the place of the one before."""
-        self.stack.close()
+        self.stop()
         (words,) = commands(fence)
         assert words[:3] == MODULE and words[3] == "--model-path", fence.where
         model = self.folder / words[4]
@@ -60,7 +69,7 @@ class Reader:
         self.server = self.stack.enter_context(
             Server(model, *arguments, log=log, environment=self.environment)
         )
-        self.server.wait()
+        self.server.wait(START_SECONDS)
 
     def in_folder(self, word: str) -> str:
         """A relative path of the checkout as an absolute one: the server runs elsewhere."""
@@ -90,7 +99,8 @@ class Reader:
 @pytest.fixture
 def reader(tmp_path) -> Reader:
     """A reader in a copy of the checkout, without what its commands have built."""
-    for name in COPIED:
+    # What an editable install leaves beside the package names the plugin's entry points.
+    for name in (*COPIED, *(path.name for path in ROOT.glob("*.egg-info"))):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
     (tmp_path / "build").mkdir()

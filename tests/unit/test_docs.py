@@ -185,6 +185,18 @@ def test_blocks_that_show_a_file_show_all_of_it():
         assert fence.text == (ROOT / fence.detail).read_text(), fence.where
 
 
+def test_the_commands_read_the_examples_prompts():
+    from eval.prompts import load
+    from sglang_hyperdflash.commands import generate, regenerate
+
+    turns, chats = EXAMPLE / "turns.jsonl", EXAMPLE / "prompts.jsonl"
+    assert len(load(ROOT, [str(turns)], 4)["turns"]) == 4
+    assert len(generate.read_prompts(turns)) == len(regenerate.read_tasks([str(chats)], None)) == 12
+    asked = [json.loads(line)["turns"] for line in turns.read_text().splitlines()]
+    chat = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    assert asked == [[m["content"] for m in c if m["role"] == "user"] for c in chat]
+
+
 # --- names in the prose --------------------------------------------------------------------------
 
 

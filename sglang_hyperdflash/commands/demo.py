@@ -18,14 +18,15 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
 
 # Of a checkout; an installed package does not carry it.
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
 METHODS = ("target", "hyperdflash")
-# fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
-SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.2")
-SERVER_ARGUMENTS += ("--max-total-tokens", "16384", "--sleep-on-idle", "--log-level", "warning")
 
 
 @dataclass
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             method: stack.enter_context(
                 Server(
                     args.target,
-                    *SERVER_ARGUMENTS,
+                    *comparable_arguments(),
                     *(hyperdflash_arguments(args.draft) if method == "hyperdflash" else ()),
                     log=logs / f"{method}.log",
                 )

@@ -167,8 +167,8 @@ def own_reference(target_server, own_prompts) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
-    """Target-only greedy tokens of the benchmark prompts, one request at a time."""
-    return ids(greedy_all(target_server, benchmark_prompts, 1))
+    """Target-only greedy tokens of the benchmark prompts."""
+    return ids(greedy_all(target_server, benchmark_prompts, 4))
 
 
 def first_difference_gaps(

@@ -48,7 +48,7 @@ def test_own_prompts(hyper_server, own_prompts, own_reference, concurrency):
     assert_identical(ids(greedy_all(hyper_server, own_prompts, concurrency)), own_reference)
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 8])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 4, 8])
 def test_benchmark_prompts(hyper_server, benchmark_prompts, benchmark_reference, concurrency):
     answers = greedy_all(hyper_server, benchmark_prompts, concurrency)
     assert_identical(ids(answers), benchmark_reference)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 COPIED = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "docs")
 PRINTED_ADDRESS = "127.0.0.1:30000"
+READ = ("serving", "training", "evaluation", "troubleshooting")
 MODULE = ["python", "-m", "sglang.launch_server"]
 SECONDS = 1800
 # A machine that runs other things too may take minutes to start a server.
@@ -138,6 +139,11 @@ def test_the_page_on_training(reader):
         assert (reader.folder / "build" / "tiny" / name / "model.safetensors").is_file()
 
 
+def test_the_page_on_troubleshooting(reader):
+    reader.read(page("docs/troubleshooting.md"))
+    assert "WRONG" not in "".join(said for _, said in reader.answers)
+
+
 def test_the_page_on_evaluation(reader):
     reader.read(page("docs/evaluation.md"))
     out = reader.folder / "build" / "comparison"
@@ -148,7 +154,7 @@ def test_the_page_on_evaluation(reader):
 
 
 def test_no_other_page_has_commands_to_run():
-    read = {"README.md", "docs/serving.md", "docs/training.md", "docs/evaluation.md"}
+    read = {"README.md"} | {f"docs/{name}.md" for name in READ}
     pages = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     pages += [ROOT / "examples" / "tiny_deepseek_v4" / "README.md"]
     others = [path for path in pages if str(path.relative_to(ROOT)) not in read]

@@ -134,9 +134,11 @@ def with_table(readme: str, content: Row) -> str:
     return before + TABLE_BEGIN + "\n" + table(content) + "\n" + TABLE_END + after
 
 
-def digest() -> str:
-    """What a figure depends on: this script and the results, as 16 hex digits."""
-    return hashlib.sha256(Path(__file__).read_bytes() + RESULTS.read_bytes()).hexdigest()[:16]
+def digest(content: Row) -> str:
+    """What a figure depends on: this script and the numbers in it, as 16 hex digits."""
+    shares = {name: positions(rows_of(content, name)) for name in METHODS}
+    numbers = table(content) + json.dumps(shares)
+    return hashlib.sha256(Path(__file__).read_bytes() + numbers.encode()).hexdigest()[:16]
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ def main() -> None:
     for name, draw in FIGURES.items():
         for theme, colours in THEMES.items():
             path = out / f"{name}-{theme}.svg"
-            metadata = {"Date": None, "Description": f"drawn from {digest()}"}
+            metadata = {"Date": None, "Description": f"drawn from {digest(content)}"}
             draw(colours, content).savefig(path, transparent=True, metadata=metadata)
             print(path)
     if out == HERE:

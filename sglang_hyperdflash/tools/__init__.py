@@ -1,0 +1,1 @@
+"""What every command shares: errors, files that are never half written, folders with one owner."""

@@ -76,7 +76,7 @@ def write_data(study: Study, path: Path) -> None:
     write_text(path, "".join(lines))
 
 
-def _run_client(command: list[str], log: Path) -> None:
+def run_client(command: list[str], log: Path) -> None:
     """Run the client, its whole output into a log.
 
     Raises:
@@ -109,7 +109,7 @@ def load(study: Study, url: str, data: Path, count: int, *load_options: str) -> 
     command += ["--dataset-path", str(data), "--apply-chat-template", "--disable-ignore-eos"]
     command += ["--sharegpt-output-len", str(study.max_new_tokens), "--num-prompts", str(count)]
     command += ["--output-file", str(result), "--disable-tqdm", "--seed", "0", *load_options]
-    _run_client(command, log)
+    run_client(command, log)
     found = json.loads(result.read_text().splitlines()[-1])
     numbers = {"requests": found["completed"], "tokens_per_s": found["output_throughput"]}
     for name, (middle, high) in LATENCIES.items():

@@ -12,7 +12,7 @@ from eval.comparison import Samples, comparisons, interval, resampled, summaries
 from eval.identity import differences, key_of, verdict
 from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, read_run, read_sealed, unit_path
-from sglang_hyperdflash.metrics import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 from sglang_hyperdflash.tools.checksum import is_intact
 from sglang_hyperdflash.tools.jsonl import JsonlError, read_lines
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from sglang_hyperdflash.metrics import add_histograms
+from sglang_hyperdflash.tools.acceptance import add_histograms
 
 
 @dataclass

@@ -19,11 +19,12 @@ from eval.client import Sampling, converse_all
 from eval.errors import EvalError, one_line
 from eval.methods import Method
 from eval.runner import read_sealed
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import Server, ServerFailed
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed, short_hash
+from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval serving"
 FOLDER, RESULT = "serving", "serving.json"

@@ -73,6 +73,7 @@ class Plan:
             "server_args": list(self.server_args),
             "template_args": self.template_args,
             "one server at a time": not self.together,
+            "threads": self.threads,
         }
 
     def sampling(self, cell: Cell) -> Sampling:

@@ -65,6 +65,7 @@ class Study:
             "prompts_per_level": self.prompts_per_level,
             "max_new_tokens": self.max_new_tokens,
             "server_args": list(self.server_args),
+            "threads": self.threads,
         }
 
 

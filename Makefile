@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot,eval]'
 	touch $@
 
 demo: setup
@@ -53,7 +53,7 @@ retrain: setup
 eval-tiny: setup
 	$(BIN)/python examples/tiny_deepseek_v4/held_out_prompts.py --data-dir $(DATA)/train \
 		--out build/held_out
-	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out eval/results/tiny
+	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out build/eval-tiny
 
 # The figures of README and docs, and README's table, from eval/results/tiny/results.json.
 figures: setup

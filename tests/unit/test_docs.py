@@ -286,6 +286,13 @@ def test_the_table_of_environment_variables_is_complete():
     assert listed == used
 
 
+def test_the_gaps_of_a_tie_are_those_of_the_report():
+    from eval.identity import TIE_GAPS
+
+    gaps = f"{TIE_GAPS['bfloat16']} in bf16, {TIE_GAPS['float16']} in fp16, {TIE_GAPS['float32']}"
+    assert gaps in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
 def test_every_refused_argument_is_listed():
     from sglang_hyperdflash.serving.start_checks import UNSUPPORTED
 

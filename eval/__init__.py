@@ -1,1 +1,1 @@
-"""Compare HYPERDFLASH with its rivals on one target: ``python -m eval run | report``."""
+"""Compare HYPERDFLASH with its rivals on one target: ``python -m eval``."""

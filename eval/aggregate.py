@@ -2,108 +2,110 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from eval.comparison import Samples, comparisons, interval, resampled, summaries
+from eval.identity import differences, key_of, verdict
 from eval.methods import BASELINE
+<<<<<<< HEAD
 from eval.runner import Cell
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+=======
+from eval.runner import DIFFERENCES, Cell, read_run, read_sealed, unit_path
+from sglang_hyperdflash.metrics import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.checksum import is_intact
+from sglang_hyperdflash.tools.jsonl import JsonlError, read_lines
+>>>>>>> evals
 
-RESAMPLES = 1000
 Entry = dict[str, Any]
 
 
-def bootstrap(
-    count: int, statistic: Callable[[list[int]], float], resamples: int = RESAMPLES
-) -> tuple[float, float] | None:
-    """The 95 % percentile interval of a statistic of indices drawn with replacement.
-
-    Args:
-        count: number of prompts; fewer than two give no interval.
-    """
-    if count < 2:
-        return None
-    draw = random.Random(0)
-    values = sorted(
-        statistic([draw.randrange(count) for _ in range(count)]) for _ in range(resamples)
-    )
-    return values[int(0.025 * resamples)], values[int(0.975 * resamples) - 1]
-
-
-def _tau(answers: Sequence[Entry]) -> float:
-    return accept_length(
-        sum(a["correct_drafts"] for a in answers), sum(a["verify_rounds"] for a in answers)
-    )
+def _tau(answers: Sequence[Entry], drafts: int) -> float | None:
+    """tau over all rounds; 1 for target-only by definition, None where nothing was verified."""
+    if not drafts:
+        return 1.0
+    rounds = sum(a["verify_rounds"] for a in answers)
+    return accept_length(sum(a["correct_drafts"] for a in answers), rounds) if rounds else None
 
 
 def _tokens(answer: Entry) -> int:
     return sum(map(len, answer["output_ids"]))
 
 
-def _rate(answers: Sequence[Entry]) -> float:
-    """Tokens a second of requests that ran one after another."""
-    return sum(map(_tokens, answers)) / max(sum(a["seconds"] for a in answers), 1e-9)
-
-
 def _throughput(unit: Entry) -> float:
     return sum(map(_tokens, unit["answers"])) / unit["seconds"]
 
 
-def _speed(row: Entry, units: list[Entry], target: list[Entry], concurrency: int) -> None:
-    """Throughput and its ratio to target-only's, round by round."""
-    row["tokens_per_s"] = median(map(_throughput, units))
-    pairs = [(u, t) for u, t in zip(units, target, strict=False) if t is not None]
+def _speed(row: Entry, pairs: Sequence[tuple[Entry, Entry]]) -> None:
+    """The ratio of throughputs to target-only's in the same rounds."""
     if not pairs:
         return
     ratios = sorted(_throughput(u) / _throughput(t) for u, t in pairs)
     row["speedup"] = median(ratios)
     row["speedup_range"] = [ratios[0], ratios[-1]]
-    row["round_cost"] = row["tau"] / row["speedup"] if row["speedup"] else None
-    if concurrency == 1:
-
-        def ratio(chosen: list[int]) -> float:
-            return median(
-                _rate([u["answers"][i] for i in chosen]) / _rate([t["answers"][i] for i in chosen])
-                for u, t in pairs
-            )
-
-        row["speedup_interval"] = bootstrap(len(units[0]["answers"]), ratio, 300)
+    if row["tau"] and row["speedup"]:
+        row["round_cost"] = row["tau"] / row["speedup"]
 
 
-def _identity(row: Entry, units: list[Entry], target: Entry | None, temperature: float) -> None:
-    """Whether greedy answers are token for token target-only's."""
-    if temperature != 0 or target is None:
+def _identity(
+    row: Entry, units: Sequence[Entry], target: Entry | None, gaps: dict[str, Entry]
+) -> None:
+    """Whether greedy answers are target-only's token for token, and what their differences are."""
+    if row["temperature"] != 0 or target is None or row["method"] == BASELINE:
         return
-    expected = [a["output_ids"] for a in target["answers"]]
-    same = [
-        a["output_ids"] == ids for u in units for a, ids in zip(u["answers"], expected, strict=True)
-    ]
-    row["identical_answers"], row["compared_answers"] = sum(same), len(same)
-    row["identical_to_target"] = all(same)
+    cell = Cell(*(row[k] for k in ("benchmark", "temperature", "thinking", "concurrency")))
+    found = []
+    for unit in units:
+        for difference in differences(target, unit):
+            asked = gaps.get(repr(key_of(cell, difference)), {})
+            gap = asked.get("gap")
+            entry = {**asdict(difference), "gap": gap, "dtype": asked.get("dtype")}
+            found.append({**entry, "verdict": verdict(gap, asked.get("tie_gap"))})
+    row["compared_answers"] = sum(len(unit["answers"]) for unit in units)
+    row["identical_answers"] = row["compared_answers"] - len(found)
+    row["identical_to_target"] = not found
+    row["differences"] = found
 
 
-def row_of(cell: Entry, method: Entry, units: list[Entry | None], target: list) -> Entry:
-    """One result object (DESIGN, section 6); a failed one holds ``error`` and no numbers.
-
-    Args:
-        units, target: this method's and target-only's units by round, None where missing.
-    """
+def _new_row(cell: Entry, method: Entry, units: Sequence[Entry | None]) -> Entry:
+    """A row without numbers; with ``error`` where a unit failed or none ran."""
     row: Entry = {"method": method["name"], **cell}
     row |= dict.fromkeys(("tau", "tokens_per_s", "speedup", "round_cost", "identical_to_target"))
     errors = [u["error"] for u in units if u is not None and "error" in u]
-    whole = [i for i, u in enumerate(units) if u is not None and "error" not in u]
     if errors:
         row["error"] = errors[0]
-    elif not whole:
+    elif not any(u is not None for u in units):
         row["error"] = "not run"
+    return row
+
+
+def row_of(
+    cell: Entry,
+    method: Entry,
+    units: Sequence[Entry | None],
+    target: Sequence[Entry | None],
+    gaps: dict[str, Entry] | None = None,
+) -> tuple[Entry, Samples | None]:
+    """One result object and the per-prompt counts behind it.
+
+    Args:
+        cell, method: as in ``run.json``. units, target: this method's and target-only's units by
+            round, None where missing. gaps: measured logit gaps by their key.
+
+    Returns:
+        The row; where a unit failed it holds ``error``, where all did no numbers. The samples
+        behind its intervals; None without a whole unit.
+    """
+    row = _new_row(cell, method, units)
+    whole = [i for i, u in enumerate(units) if u is not None and "error" not in u]
     if not whole:
-        return row
+        return row, None
     done = [units[i] for i in whole]
-    beside = [t if t is not None and "error" not in t else None for t in (target[i] for i in whole)]
+    pairs = [(units[i], t) for i in whole if (t := target[i]) is not None and "error" not in t]
     answers = [a for u in done for a in u["answers"]]
     histogram = add_histograms(a["histogram"] for a in answers)
     row["num_prompts"] = len(done[0]["answers"])
@@ -111,36 +113,57 @@ def row_of(cell: Entry, method: Entry, units: list[Entry | None], target: list) 
     row["output_tokens"] = sum(map(_tokens, answers))
     row["verify_rounds"] = sum(a["verify_rounds"] for a in answers)
     row["empty_answers"] = sum(_tokens(a) == 0 for a in answers)
-    row["tau"] = _tau(answers) or 1.0
+    row["tau"] = _tau(answers, method["num_drafts"])
     row["position_acceptance"] = (
-        position_acceptance(histogram, method["num_drafts"]) if method["num_drafts"] else []
+        position_acceptance(histogram, method["num_drafts"]) if sum(histogram) else []
     )
-    if method["num_drafts"]:
-        first = done[0]["answers"]
-        row["tau_interval"] = bootstrap(len(first), lambda at: _tau([first[i] for i in at]))
-    _speed(row, done, beside, cell["concurrency"])
-    reference = next((t for t in beside if t is not None), None)
-    _identity(row, done, reference, cell["temperature"])
-    return row
+    row["tokens_per_s"] = median(map(_throughput, done))
+    _speed(row, pairs)
+    samples = Samples.of(done, pairs if cell["concurrency"] == 1 else [])
+    draws = resampled(row["num_prompts"])
+    row["tau_interval"] = interval(samples.taus(draws)) if method["num_drafts"] else None
+    row["speedup_interval"] = interval(samples.speedups(draws))
+    whole_target = (t for t in target if t is not None and "error" not in t)
+    _identity(row, done, next(whole_target, None), gaps or {})
+    return row, samples
+
+
+def read_gaps(out: Path) -> dict[str, Entry]:
+    """What the target said of first differences, by the question's key."""
+    path = out / DIFFERENCES
+    if not path.is_file():
+        return {}
+    try:
+        records = [record for _, record in read_lines(path)]
+    except JsonlError:  # a line that a kill cut; the next run drops it
+        return {}
+    return {repr(record["key"]): record for record in records if is_intact(record)}
 
 
 def collect(out: Path) -> Entry:
-    """All rows of a run's folder, with its provenance.
+    """All rows of a run's folder, their means and comparisons, with the run's provenance.
 
     Raises:
-        FileNotFoundError: the folder holds no run.
+        EvalError: the folder holds no run.
     """
-    if not (out / "run.json").is_file():
-        raise FileNotFoundError(f"{out} holds no run (run.json is missing): `eval run` first.")
-    run = json.loads((out / "run.json").read_text())
+    run = read_run(out)
+    gaps = read_gaps(out)
 
-    def units(cell: Entry, method: str) -> list[Entry | None]:
-        folder = out / "units" / Cell(**cell).folder
-        paths = [folder / f"{method}-r{i}.json" for i in range(run["rounds"])]
-        return [json.loads(p.read_text()) if p.is_file() else None for p in paths]
+    def units(cell: Cell, method: str) -> list[Entry | None]:
+        return [read_sealed(unit_path(out, cell, method, i)) for i in range(run["rounds"])]
 
-    rows = []
-    for cell in run["cells"]:
+    rows, samples = [], {}
+    for entry in run["cells"]:
+        cell = Cell(**entry)
         target = units(cell, BASELINE)
-        rows += [row_of(cell, m, units(cell, m["name"]), target) for m in run["methods"]]
-    return {"provenance": run["provenance"], "run": run, "rows": rows}
+        for method in run["methods"]:
+            row, found = row_of(entry, method, units(cell, method["name"]), target, gaps)
+            rows.append(row)
+            samples[cell, method["name"]] = found
+    return {
+        "provenance": run["provenance"],
+        "run": {k: v for k, v in run.items() if k not in ("provenance", "checksum")},
+        "rows": rows,
+        "summaries": summaries(rows, samples),
+        "comparisons": comparisons(rows, samples),
+    }

@@ -1,114 +1,203 @@
-"""Small line and point charts as inline SVG: they scale to a phone and need no script."""
+"""The charts of reports: matplotlib figures as SVG text, the same bytes for the same numbers.
+
+Text and axes are drawn in the page's own text colour, so that a chart is readable on light and
+dark pages. Colours are of a palette that people with any colour blindness can tell apart (Okabe
+and Ito), one fixed for each method, and each method has a marker of its own.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from xml.etree.ElementTree import Element, SubElement, tostring
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569", "#0891b2")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 360, 72, 48, 16, 16
-Points = Sequence[tuple[float, float]]
+from eval.comparison import Row, pooled_positions, rows_in, settings_of
+from eval.errors import EvalError
+from eval.findings import mean_of
+from eval.methods import BASELINE, drafting, label
 
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that cover ``[low, high]``."""
-    if high <= low:
-        high = low + 1
-    raw = (high - low) / count
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= raw)
-    first = math.floor(low / step + 1e-9) * step
-    values = [first]
-    while values[-1] < high - 1e-9:
-        values.append(values[-1] + step)
-    return [round(v, 10) for v in values]
-
-
-class Axes:
-    """Data to pixels, with the grid."""
-
-    def __init__(self, series: Mapping[str, Points], *, zero: bool, logarithmic: bool) -> None:
-        xs = sorted({x for points in series.values() for x, _ in points})
-        ys = [y for points in series.values() for _, y in points]
-        self.log = logarithmic
-        self.x_ticks = xs if len(xs) <= 8 and logarithmic else ticks(xs[0], xs[-1])
-        self.y_ticks = ticks(0 if zero else min(ys), max(ys))
-
-    def _share(self, value: float, marks: Sequence[float], log: bool) -> float:
-        low, high = marks[0], marks[-1]
-        if log:
-            value, low, high = (math.log2(max(v, 1e-9)) for v in (value, low, high))
-        return 0.5 if high == low else (value - low) / (high - low)
-
-    def x(self, value: float) -> float:
-        share = self._share(value, self.x_ticks, self.log)
-        return LEFT + share * (WIDTH - LEFT - RIGHT - 12) + 6
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - self._share(value, self.y_ticks, False) * (HEIGHT - BOTTOM - TOP)
-
-    def draw_grid(self, svg: Element, x_name: str, y_name: str) -> None:
-        for value in self.y_ticks:
-            y = f"{self.y(value):.1f}"
-            right = str(WIDTH - RIGHT)
-            SubElement(svg, "line", {"class": "g", "x1": str(LEFT), "x2": right, "y1": y, "y2": y})
-            _text(svg, f"{value:g}", LEFT - 8, self.y(value) + 4, "end")
-        for value in self.x_ticks:
-            _text(svg, f"{value:g}", self.x(value), HEIGHT - BOTTOM + 20)
-        _text(svg, x_name, (LEFT + WIDTH) / 2, HEIGHT - 6)
-        name = _text(svg, y_name, 0, 0)
-        name.set("transform", f"translate(14 {HEIGHT / 2}) rotate(-90)")
+# Colour and marker of each method.
+STYLES = {
+    "target": ("#8c8c8c", "o"),
+    "mtp3": ("#e69f00", "^"),
+    "mtp6": ("#d55e00", "v"),
+    "dflash6": ("#009e73", "s"),
+    "hyperdflash6": ("#0072b2", "D"),
+    "dspark": ("#cc79a7", "P"),
+    "ngram": ("#56b4e9", "X"),
+}
+OTHERS = (("#b8860b", "<"), ("#7b3294", ">"), ("#5aae61", "h"))
+# A colour that nothing else has; the SVG says currentColor in its place.
+_TEXT = "#010203"
+_THEME = (
+    "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
+    "text{font-family:system-ui,sans-serif!important}</style>"
+)
 
 
-def _text(svg: Element, text: str, x: float, y: float, anchor: str = "middle") -> Element:
-    element = SubElement(svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor})
-    element.text = text
-    return element
+def style(method: str) -> tuple[str, str]:
+    """A method's colour and marker; one that has none takes the same of a few every time."""
+    if method in STYLES:
+        return STYLES[method]
+    return OTHERS[sum(method.encode()) % len(OTHERS)]
 
 
-def _draw_series(svg: Element, axes: Axes, name: str, points: Points, colour: str, lines: bool):
-    at = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in points]
-    if lines and len(at) > 1:
-        path = " ".join(",".join(pair) for pair in at)
-        look = {"fill": "none", "stroke": colour, "stroke-width": "2"}
-        SubElement(svg, "polyline", {"points": path, **look})
-    for (px, py), (x, y) in zip(at, points, strict=True):
-        dot = SubElement(svg, "circle", {"cx": px, "cy": py, "r": "5", "fill": colour})
-        SubElement(dot, "title").text = f"{name}: {x:g}, {y:.3g}"
+@contextmanager
+def _matplotlib(salt: str):
+    """Pyplot with our settings, none of which outlives the block."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise EvalError(
+            "charts need matplotlib: pip install 'sglang-hyperdflash[eval]'."
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: dict[str, Any] = {
+        "svg.hashsalt": salt,
+        "svg.fonttype": "none",
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 10,
+        "legend.frameon": False,
+        "grid.alpha": 0.25,
+        **{f"{name}.color": _TEXT for name in ("text", "xtick", "ytick", "grid")},
+        **{f"axes.{name}": _TEXT for name in ("edgecolor", "labelcolor", "titlecolor")},
+    }
+    with matplotlib.rc_context(settings):
+        yield pyplot
 
 
-def chart(
-    title: str,
-    series: Mapping[str, Points],
-    *,
-    x: str,
-    y: str,
-    lines: bool = True,
-    zero: bool = True,
-    logarithmic: bool = False,
-    names: Sequence[str] = (),
-) -> str:
-    """A ``<figure>`` with the chart and its legend; empty without any point.
+def draw(name: str, title: str, paint: Callable[[Any], None], panels: int = 1) -> str:
+    """An SVG of one figure.
 
     Args:
-        series: points by name. logarithmic: the x axis, base 2. names: all that the page's charts
-            may show, so that each has one colour in all of them.
+        name: makes the ids inside unique on a page. title: for those who cannot see it.
+        paint: gets the list of ``panels`` axes.
     """
-    series = {name: sorted(points) for name, points in series.items() if points}
-    if not series:
+    with _matplotlib(name) as pyplot:
+        size = (5.2 * panels, 3.6)
+        figure, axes = pyplot.subplots(
+            1, panels, figsize=size, squeeze=False, sharey=True, layout="constrained"
+        )
+        paint(list(axes[0]))
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_TEXT, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(
+        r' id="(?:figure|axes|patch|line2d|text|matplotlib|legend|xtick|ytick)[^"]*"', "", svg
+    )
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    head, body = svg.split(">", 1)
+    head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
+    escaped = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return f'{head} role="img" aria-label="{escaped}">{_THEME}{body}'
+
+
+def _plot(axis, method: str, points: Sequence[tuple[float, float]], line: str = "-") -> None:
+    colour, marker = style(method)
+    xs, ys = zip(*points, strict=True)
+    axis.plot(xs, ys, line, color=colour, marker=marker, markersize=6, label=label(method))
+
+
+def _finish(axis, x: str, y: str | None) -> None:
+    axis.set_xlabel(x)
+    if y:
+        axis.set_ylabel(y)
+    axis.grid(True)
+
+
+def acceptance_chart(rows: Sequence[Row]) -> str:
+    """The paper's Figure 1, a panel for each setting; empty without drafts."""
+    methods = drafting(r["method"] for r in rows)
+    panels = []
+    for setting in settings_of(rows):
+        shares = {m: pooled_positions(rows_in(rows, setting, m)) for m in methods}
+        shares = {m: values for m, values in shares.items() if values}
+        if shares:
+            panels.append((setting, shares))
+    if not panels:
         return ""
-    axes = Axes(series, zero=zero, logarithmic=logarithmic)
-    figure = Element("figure")
-    SubElement(figure, "figcaption").text = title
-    view = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "aria-label": title}
-    svg = SubElement(figure, "svg", view)
-    axes.draw_grid(svg, x, y)
-    legend = SubElement(figure, "ul", {"class": "legend"})
-    order = [*names, *(name for name in series if name not in names)]
-    for name, points in series.items():
-        colour = COLOURS[order.index(name) % len(COLOURS)]
-        _draw_series(svg, axes, name, points, colour, lines)
-        item = SubElement(legend, "li")
-        SubElement(item, "i", {"style": f"background:{colour}"}).tail = name
-    return tostring(figure, encoding="unicode", method="html")
+
+    def paint(axes) -> None:
+        for axis, (setting, shares) in zip(axes, panels, strict=True):
+            for method, values in shares.items():
+                _plot(axis, method, list(enumerate(values, 1)))
+            axis.set(ylim=(0, 1), xticks=range(1, 1 + max(map(len, shares.values()))))
+            words = f"temperature {setting['temperature']:g}, thinking {setting['thinking']}"
+            axis.set_title(f"{words}, concurrency {setting['concurrency']}")
+            _finish(axis, "drafted position", None)
+        axes[0].set_ylabel("share of rounds that accept it")
+        axes[0].legend(fontsize=9)
+
+    return draw("acceptance", "Acceptance by drafted position", paint, len(panels))
+
+
+def cost_chart(rows: Sequence[Row]) -> str:
+    """tau against round cost at concurrency 1, a panel a temperature; empty without points."""
+    panels = []
+    for temperature in sorted({r["temperature"] for r in rows}):
+        where = {"concurrency": 1, "temperature": temperature}
+        points = {
+            m: (mean_of(rows, m, "round_cost", **where), mean_of(rows, m, "tau", **where))
+            for m in drafting(r["method"] for r in rows)
+        }
+        points = {m: p for m, p in points.items() if None not in p}
+        if points:
+            panels.append((temperature, points))
+    if not panels:
+        return ""
+
+    def paint(axes) -> None:
+        for axis, (temperature, points) in zip(axes, panels, strict=True):
+            for method, point in points.items():
+                _plot(axis, method, [point], "")
+            low, high = axis.get_xlim()
+            ends = (max(0.0, low), high)
+            axis.plot(ends, ends, "--", color=_TEXT, linewidth=0.8, alpha=0.6)
+            axis.annotate("speedup 1", (high, high), ha="right", va="bottom", fontsize=8)
+            axis.set_title(f"temperature {temperature:g}")
+            _finish(axis, "round cost, target-only steps", None)
+        axes[0].set_ylabel("τ, mean of cells")
+        axes[0].legend(fontsize=9)
+
+    return draw("cost", "Accept length against round cost", paint, len(panels))
+
+
+def throughput_chart(rows: Sequence[Row], serving: Mapping[str, Any] | None) -> str:
+    """Output tokens a second by concurrency; empty with fewer than two levels."""
+    if serving:
+        series = {
+            m: [(e["concurrency"], e["tokens_per_s"]) for e in entries]
+            for m, entries in serving["concurrency"].items()
+        }
+    else:
+        levels = sorted({r["concurrency"] for r in rows})
+        series = {}
+        for method in [BASELINE, *drafting(r["method"] for r in rows)]:
+            found = [(c, mean_of(rows, method, "tokens_per_s", concurrency=c)) for c in levels]
+            series[method] = [(c, v) for c, v in found if v is not None]
+    series = {m: sorted(points) for m, points in series.items() if points}
+    levels = sorted({x for points in series.values() for x, _ in points})
+    if len(levels) < 2:
+        return ""
+
+    def paint(axes) -> None:
+        for method, points in series.items():
+            _plot(axes[0], method, points)
+        axes[0].set_xscale("log", base=2)
+        axes[0].set_xticks(levels, [f"{level:g}" for level in levels])
+        axes[0].set_ylim(bottom=0)
+        _finish(axes[0], "concurrency", "output tokens a second")
+        axes[0].legend(fontsize=9)
+
+    return draw("throughput", "Throughput against concurrency", paint)

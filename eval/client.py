@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,9 +15,10 @@ from sglang_hyperdflash.tools.acceptance import add_histograms
 
 @dataclass
 class Answer:
-    """All turns of one conversation: tokens of every turn, wall seconds, speculative counters."""
+    """All turns of one conversation: tokens and text of every turn, wall seconds, counters."""
 
     output_ids: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     seconds: float = 0.0
     correct_drafts: int = 0
     verify_rounds: int = 0
@@ -33,12 +35,36 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every turn is answered."""
+    """How every turn is answered; ``timeout`` in seconds."""
 
     temperature: float
     max_new_tokens: int
     template_args: dict[str, Any] = field(default_factory=dict)
     timeout: float = 1800.0
+
+
+def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dict[str, Any]:
+    """One chat completion's JSON; raises ``requests.RequestException``."""
+    payload = {
+        "model": "default",
+        "messages": messages,
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "chat_template_kwargs": sampling.template_args,
+        **more,
+    }
+    reply = requests.post(f"{url}/v1/chat/completions", json=payload, timeout=sampling.timeout)
+    reply.raise_for_status()
+    return reply.json()
+
+
+def messages_before(turns: list[str], texts: list[str], turn: int) -> list[dict[str, str]]:
+    """The conversation up to and with user turn ``turn`` (from 0), given the answers before it."""
+    messages = []
+    for i in range(turn):
+        messages.append({"role": "user", "content": turns[i]})
+        messages.append({"role": "assistant", "content": texts[i]})
+    return [*messages, {"role": "user", "content": turns[turn]}]
 
 
 def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
@@ -47,23 +73,18 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
     Raises:
         requests.RequestException: the server refused or died.
     """
-    answer, messages = Answer(), []
-    for turn in turns:
-        messages.append({"role": "user", "content": turn})
-        payload = {
-            "model": "default",
-            "messages": messages,
-            "temperature": sampling.temperature,
-            "max_tokens": sampling.max_new_tokens,
-            "return_spec_tokens_details": True,
-            "return_output_ids_in_sglext": True,
-            "chat_template_kwargs": sampling.template_args,
-        }
+    answer = Answer()
+    for i in range(len(turns)):
+        messages = messages_before(turns, answer.texts, i)
         started = time.perf_counter()
-        reply = requests.post(f"{url}/v1/chat/completions", json=payload, timeout=sampling.timeout)
+        content = chat(
+            url,
+            messages,
+            sampling,
+            return_spec_tokens_details=True,
+            return_output_ids_in_sglext=True,
+        )
         answer.seconds += time.perf_counter() - started
-        reply.raise_for_status()
-        content = reply.json()
         extension = content.get("sglext") or {}
         details = extension.get("spec_tokens_details") or {}
         answer.output_ids.append((extension.get("output_ids") or [[]])[0])
@@ -71,16 +92,47 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
         answer.verify_rounds += int(details.get("spec_verify_ct", 0))
         histogram = details.get("spec_correct_drafts_histogram", [])
         answer.histogram = add_histograms([answer.histogram, histogram])
-        text = content["choices"][0]["message"]["content"] or ""
-        messages.append({"role": "assistant", "content": text})
+        answer.texts.append(content["choices"][0]["message"]["content"] or "")
     return answer
 
 
 def converse_all(
     url: str, conversations: list[list[str]], sampling: Sampling, concurrency: int
 ) -> tuple[list[Answer], float]:
-    """Every conversation, ``concurrency`` in flight; answers in order and wall seconds."""
+    """Every conversation, ``concurrency`` in flight; answers in order and wall seconds.
+
+    The threads are daemons: after Ctrl-C nobody waits for answers that are still being written.
+
+    Raises:
+        requests.RequestException: the server refused or died; no other conversation is begun.
+    """
+    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
+    for i in range(len(conversations)):
+        waiting.put(i)
+    workers = min(concurrency, len(conversations))
+    for _ in range(workers):
+        waiting.put(None)
+    stop = threading.Event()
+
+    def work() -> None:
+        while (i := waiting.get()) is not None and not stop.is_set():
+            try:
+                finished.put((i, converse(url, conversations[i], sampling)))
+            except BaseException as error:
+                finished.put((i, error))
+
     started = time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda turns: converse(url, turns, sampling), conversations))
-    return answers, time.perf_counter() - started
+    for _ in range(workers):
+        threading.Thread(target=work, daemon=True).start()
+    answers: dict[int, Answer] = {}
+    try:
+        while len(answers) < len(conversations):
+            i, answer = finished.get()
+            if isinstance(answer, BaseException):
+                raise answer
+            answers[i] = answer
+    finally:
+        stop.set()
+    seconds = time.perf_counter() - started
+    return [answers[i] for i in range(len(conversations))], seconds

@@ -1,13 +1,119 @@
-"""What a run's rows say: means, goals met or not, identity, the noise floor."""
+"""What a run says: against each rival, identity, the noise floor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean
 from typing import Any
 
-from eval.methods import BASELINE, NOISE
-from eval.tables import LABELS, Row
+from eval.comparison import Row, noise_range, settings_of
+from eval.identity import TIE_GAPS
+from eval.methods import BASELINE, label
+from eval.tables import Line, Table, rows_of_setting, setting_words, spread
+
+
+def tau_verdict(interval: Sequence[float] | None) -> str:
+    """Whether the interval of a difference leaves zero out."""
+    if interval is None:
+        return "interval not stored"
+    if interval[0] > 0:
+        return "higher"
+    return "lower" if interval[1] < 0 else "no difference shown"
+
+
+def speedup_verdict(entry: Row) -> str:
+    """Whether the ratio leaves one out, and is more than target-only against itself gives."""
+    ours, theirs = entry["speedup"]
+    noise, interval = entry.get("noise"), entry.get("speedup_ratio_interval")
+    if noise is not None:
+        floor = max(noise[1], 1 / noise[0])
+        if 1 / floor <= ours / theirs <= floor:
+            return "within the noise floor"
+    if interval is not None and interval[0] <= 1 <= interval[1]:
+        return "no difference shown"
+    if interval is None:
+        return f"{'outside the noise floor, ' if noise is not None else ''}interval not stored"
+    verdict = "higher" if ours > theirs else "lower"
+    return verdict if noise is not None else f"{verdict}, noise floor not measured"
+
+
+def _rival_lines(entry: Row) -> list[Line]:
+    """One line a measure: tau over all rounds, and the means of benchmarks."""
+    rival = label(entry["rival"])
+    lines = []
+    for name, words in (("tau", "τ over all rounds"), ("mean_tau", "τ, mean of benchmarks")):
+        if entry.get(name):
+            a, b = entry[name]
+            bounds = entry.get(f"{name}_difference_interval")
+            shown = f"{a - b:+.2f}" + (f" ({bounds[0]:+.2f} to {bounds[1]:+.2f})" if bounds else "")
+            lines.append((words, f"{a:.2f}", f"{b:.2f}", shown, tau_verdict(bounds)))
+    if entry.get("speedup"):
+        a, b = entry["speedup"]
+        shown = "x " + spread(a / b, entry.get("speedup_ratio_interval"))
+        words = "speedup, mean of benchmarks"
+        lines.append((words, f"{a:.2f}", f"{b:.2f}", shown, speedup_verdict(entry)))
+    return [Line((rival, *cells)) for cells in lines]
+
+
+def rival_tables(comparisons: Sequence[Row]) -> list[Table]:
+    """Each of our methods against its rivals, a table for each setting."""
+    tables = []
+    for setting in settings_of(comparisons):
+        part = rows_of_setting(comparisons, setting)
+        for ours in dict.fromkeys(entry["ours"] for entry in part):
+            heads = ("against", "measure", label(ours), "rival", "difference (95 %)", "verdict")
+            own = (entry for entry in part if entry["ours"] == ours)
+            lines = tuple(line for entry in own for line in _rival_lines(entry))
+            tables.append(Table(setting_words(setting), heads, lines))
+    return tables
+
+
+def identity_lines(rows: Sequence[Row]) -> list[str]:
+    """How many greedy answers equal target-only's: our methods, rivals, target-only again."""
+    sentences = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        own = [r for r in rows if r["method"] == method and r.get("compared_answers")]
+        if not own or method == BASELINE:
+            continue
+        same, total = (sum(r[k] for r in own) for k in ("identical_answers", "compared_answers"))
+        text = f"{label(method)}: {same} of {total} greedy answers are target-only's, token for"
+        text += " token"
+        if same < total:
+            found = [d["verdict"] for r in own for d in r.get("differences") or ()]
+            words = [
+                f"{found.count(w)} {w}{'s' if found.count(w) != 1 else ''}"
+                for w in ("tie", "fault")
+            ]
+            unknown = total - same - found.count("tie") - found.count("fault")
+            words += [f"{unknown} with a gap that was not measured"] if unknown else []
+            text += f"; of the others {', '.join(words)}"
+        sentences.append(text + ".")
+    return sentences
+
+
+def identity_meaning(rows: Sequence[Row]) -> str:
+    """What a tie and a fault are, for the data types that were seen."""
+    found = {d.get("dtype") for r in rows for d in r.get("differences") or ()} - {None}
+    bounds = ", ".join(f"{TIE_GAPS[name]:g} in {name}" for name in sorted(found) or TIE_GAPS)
+    return (
+        "Where an answer first differs, the target is asked how far apart, in logits, it holds the "
+        f"two candidates. A gap of at most {bounds} is a tie: a method verifies several positions "
+        "in one pass, a pass of another shape rounds otherwise, and either token is the target's "
+        "own greedy choice up to rounding. bfloat16 keeps 8 bits, so ties are expected there; "
+        "target-only against itself shows them too when requests share a batch. A larger gap is a "
+        "fault of the method or of the server: report it."
+    )
+
+
+def noise_lines(rows: Sequence[Row]) -> list[str]:
+    """What target-only against itself gives: differences of speedup below it mean nothing."""
+    sentences = []
+    for setting in settings_of(rows):
+        found = noise_range(rows, setting)
+        if found is not None:
+            words = setting_words(setting)
+            low, high = found
+            sentences.append(f"{words}: speedups from {low:.2f} to {high:.2f}.")
+    return sentences
 
 
 def mean_of(rows: Sequence[Row], method: str, column: str, **where: Any) -> float | None:
@@ -20,66 +126,4 @@ def mean_of(rows: Sequence[Row], method: str, column: str, **where: Any) -> floa
         and r.get(column) is not None
         and all(r[k] == v for k, v in where.items())
     ]
-    return mean(values) if values else None
-
-
-def goals(rows: Sequence[Row], ours: str = "hyperdflash6") -> list[tuple[str, str]]:
-    """How our mean tau and speedup stand against each rival's, in words, by temperature."""
-    found = []
-    rivals = [m for m in ("mtp3", "mtp6", "dflash6") if any(r["method"] == m for r in rows)]
-    for temperature in sorted({r["temperature"] for r in rows}):
-        for rival in rivals:
-            parts = []
-            for column, name in (("tau", "mean τ"), ("speedup", "mean speedup")):
-                where = {"temperature": temperature, "concurrency": 1}
-                a = mean_of(rows, ours, column, **where)
-                b = mean_of(rows, rival, column, **where)
-                if a is None or b is None:
-                    continue
-                verdict = "above" if a > b else "NOT above"
-                parts.append(f"{name} {a:.2f} against {b:.2f} ({a / b:.2f}x, {verdict})")
-            if parts:
-                found.append((f"{LABELS[rival]}, temperature {temperature:g}", "; ".join(parts)))
-    return found
-
-
-def identity_line(rows: Sequence[Row]) -> str:
-    """How many greedy answers equal target-only's, over every method."""
-    checked = [r for r in rows if r.get("compared_answers") and r["method"] != BASELINE]
-    same = sum(r["identical_answers"] for r in checked)
-    total = sum(r["compared_answers"] for r in checked)
-    return f"{same} of {total} greedy answers are token for token target-only's."
-
-
-def noise_line(rows: Sequence[Row]) -> str | None:
-    """What target-only against itself gives: differences below it mean nothing."""
-    floor = [r["speedup_range"] for r in rows if r["method"] == NOISE and r.get("speedup_range")]
-    if not floor:
-        return None
-    low, high = min(r[0] for r in floor), max(r[1] for r in floor)
-    return (
-        f"Noise floor: target-only against itself gave speedups from {low:.2f} to {high:.2f} over "
-        "all cells and rounds."
-    )
-
-
-def positions(rows: Sequence[Row], method: str) -> list[float]:
-    """Mean acceptance at each drafted position over a method's whole rows."""
-    found = [
-        r["position_acceptance"]
-        for r in rows
-        if r["method"] == method and not r.get("error") and r.get("position_acceptance")
-    ]
-    return [sum(values) / len(values) for values in zip(*found, strict=False)]
-
-
-def cost_points(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """(method, round cost, tau) at concurrency 1, means over cells: τ against round cost."""
-    methods = [m for m in dict.fromkeys(r["method"] for r in rows) if m not in (BASELINE, NOISE)]
-    points = []
-    for method in methods:
-        cost = mean_of(rows, method, "round_cost", concurrency=1)
-        tau = mean_of(rows, method, "tau", concurrency=1)
-        if cost is not None and tau is not None:
-            points.append((method, cost, tau))
-    return points
+    return sum(values) / len(values) if values else None

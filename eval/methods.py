@@ -1,23 +1,22 @@
-"""The methods that can be compared: server arguments, and what each needs."""
+"""The methods that can be compared: their names, server arguments, and what each needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from eval.errors import EvalError
 
 BASELINE = "target"
 NOISE = "target-again"
 
 
-class EvalError(ValueError):
-    """A command that cannot work: what was expected, what was found, what to do."""
-
-
 @dataclass(frozen=True)
 class Kind:
-    """A method: SGLang's algorithm, its drafts a round, and the option that names its draft."""
+    """A method: its name in tables, SGLang's algorithm, its drafts a round, its draft's option."""
 
+    label: str
     algorithm: str | None
     num_drafts: int
     draft_option: str | None = None
@@ -26,18 +25,35 @@ class Kind:
 
 def _mtp(steps: int) -> Kind:
     # A target that carries its own NextN layer (DeepSeek-V4) needs no draft folder.
-    return Kind("EAGLE", steps, "mtp_draft", draft_required=False)
+    return Kind(f"MTP ({steps})", "EAGLE", steps, "mtp_draft", draft_required=False)
 
 
 KINDS: Mapping[str, Kind] = {
-    BASELINE: Kind(None, 0),
+    BASELINE: Kind("target only", None, 0),
     "mtp3": _mtp(3),
     "mtp6": _mtp(6),
-    "dflash6": Kind("DFLASH", 6, "dflash_draft"),
-    "hyperdflash6": Kind("HYPERDFLASH", 6, "hyperdflash_draft"),
-    "dspark": Kind("DSPARK", 6, "dspark_draft"),
-    "ngram": Kind("NGRAM", 6),
+    "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
+    "hyperdflash6": Kind("HyperDFlash (6)", "HYPERDFLASH", 6, "hyperdflash_draft"),
+    "dspark": Kind("DSpark", "DSPARK", 6, "dspark_draft"),
+    "ngram": Kind("n-gram", "NGRAM", 6),
 }
+
+
+def label(method: str) -> str:
+    """A method's name in tables and charts."""
+    if method == NOISE:
+        return "target only, again (noise floor)"
+    return KINDS[method].label if method in KINDS else method
+
+
+def is_ours(method: str) -> bool:
+    """Whether the method is HYPERDFLASH, whatever its number of drafts."""
+    return method.startswith("hyperdflash")
+
+
+def drafting(methods: Iterable[str]) -> list[str]:
+    """The methods that draft, once each, in their order."""
+    return [m for m in dict.fromkeys(methods) if m not in (BASELINE, NOISE)]
 
 
 @dataclass(frozen=True)

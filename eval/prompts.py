@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.methods import EvalError
+from eval.errors import EvalError
+from sglang_hyperdflash.tools.jsonl import read_lines
 
 BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 
 
-def _turns(line: str, where: str) -> list[str]:
-    try:
-        turns = json.loads(line)["turns"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise EvalError(f'{where}: expected {{"turns": ["...", ...]}}, found {line[:80]!r}.') from (
-            error
-        )
+def _turns(value: dict, where: str) -> list[str]:
+    turns = value.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise EvalError(f"{where}: turns must be a list of texts, found {turns!r}.")
+        found = f"turns {turns!r}" if "turns" in value else f"the fields {sorted(value)}"
+        raise EvalError(
+            f'{where}: expected {{"turns": ["...", ...]}}, one text a user turn; found '
+            f"{found[:120]}. Mend or remove the line."
+        )
     return turns
 
 
@@ -43,7 +42,8 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
     """Up to ``limit`` conversations of every benchmark, evenly spread over its file.
 
     Raises:
-        EvalError: a missing or empty file, or a line of another form.
+        EvalError: a missing or empty file, or a line without turns.
+        JsonlError: a line that is not a JSON object.
     """
     found = {}
     for name in names:
@@ -51,12 +51,13 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
         if not path.is_file():
             raise EvalError(
                 f"benchmark {name}: {path} does not exist. Give --data-dir a folder of NAME.jsonl "
-                "files, or name a .jsonl file or hub:owner/dataset/file.jsonl."
+                "files (`python -m eval fetch` writes one), or name a .jsonl file or "
+                "hub:owner/dataset/file.jsonl."
             )
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = list(read_lines(path))
         if not lines:
             raise EvalError(f"benchmark {name}: {path} is empty.")
         step = max(1, len(lines) // limit)
-        chosen = list(enumerate(lines, 1))[::step][:limit]
-        found[title(name)] = [_turns(line, f"{path}:{number}") for number, line in chosen]
+        chosen = lines[::step][:limit]
+        found[title(name)] = [_turns(value, f"{path}:{number}") for number, value in chosen]
     return found

@@ -1,14 +1,14 @@
 """Runs every cell with every method in interleaved rounds; each unit is a file, so a run resumes.
 
 A unit is one method answering one cell's prompts once. It fails alone: its file then holds the
-error, the others stay, and the next run tries it again.
+error, the others stay, and the next run tries it again. A unit's file carries a checksum: one that
+is cut or changed is measured again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,23 @@ from typing import Any
 import requests
 
 from eval.client import Sampling, converse, converse_all
+<<<<<<< HEAD
 from eval.methods import BASELINE, NOISE, EvalError, Method
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server
+=======
+from eval.errors import EvalError, one_line
+from eval.methods import BASELINE, NOISE, Method
+from sglang_hyperdflash.provenance import provenance
+from sglang_hyperdflash.serving import Server, ServerFailed
+from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
+
+KIND = "python -m eval run"
+# What this command keeps in its folder; the serving study has a folder of its own inside.
+RUN, UNITS, DIFFERENCES = "run.json", "units", "differences.jsonl"
+>>>>>>> evals
 
 
 @dataclass(frozen=True)
@@ -53,15 +66,46 @@ class Plan:
     together: bool = True
     threads: int | None = 1
 
-    def digest(self) -> str:
-        """Of all that must not change between two runs into one folder."""
-        content = [self.target, self.prompts, self.max_new_tokens, self.server_args]
-        content += [self.template_args, {m.name: [m.arguments, m.url] for m in self.methods}]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    def settings(self) -> dict[str, Any]:
+        """All that must not change between two runs into one folder, prompts as hashes."""
+        return {
+            "target": self.target,
+            "methods": {m.name: [list(m.arguments), m.url] for m in self.methods},
+            "prompts": {name: short_hash(turns) for name, turns in self.prompts.items()},
+            "prompts of each benchmark": {n: len(turns) for n, turns in self.prompts.items()},
+            "cells": [cell.folder for cell in self.cells],
+            "rounds": self.rounds,
+            "max_new_tokens": self.max_new_tokens,
+            "server_args": list(self.server_args),
+            "template_args": self.template_args,
+            "one server at a time": not self.together,
+        }
+
+    def sampling(self, cell: Cell) -> Sampling:
+        """How a cell's prompts are answered."""
+        template = self.template_args.get(cell.thinking, {})
+        return Sampling(cell.temperature, self.max_new_tokens, template)
 
     def unit(self, cell: Cell, method: str, round_index: int) -> Path:
         """The file of one unit."""
-        return self.out / "units" / cell.folder / f"{method}-r{round_index}.json"
+        return unit_path(self.out, cell, method, round_index)
+
+
+Progress = Callable[[int, int, int, Cell, Method], None]
+
+
+def unit_path(out: Path, cell: Cell, method: str, round_index: int) -> Path:
+    """The file of one unit of a run's folder."""
+    return out / UNITS / cell.folder / f"{method}-r{round_index}.json"
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """A sealed JSON file's content; None when it is missing, cut or changed."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return content if is_intact(content) else None
 
 
 def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
@@ -70,7 +114,7 @@ def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
     return (*methods, Method(NOISE, target.arguments, 0, target.url))
 
 
-class Fleet:
+class Servers:
     """Servers by their arguments: started on first use, again when they died, stopped at the end.
 
     Methods with equal arguments share one.
@@ -80,10 +124,14 @@ class Fleet:
         self.plan = plan
         self.running: dict[tuple[str, ...], Server] = {}
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Servers:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop all that run."""
         for key in list(self.running):
             self.running.pop(key).stop()
 
@@ -98,7 +146,7 @@ class Fleet:
             server = None
         if server is None:
             if not self.plan.together:
-                self.__exit__()
+                self.stop()
             log = self.plan.out / "logs" / f"{method.name}.log"
             arguments = (*self.plan.server_args, *method.arguments)
             server = Server(self.plan.target, *arguments, log=log, threads=self.plan.threads)
@@ -128,65 +176,76 @@ def order(plan: Plan) -> Iterator[tuple[int, Cell, Method]]:
                     yield round_index, cell, method
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
-
-
-def _claim(plan: Plan) -> None:
-    """Write ``run.json``, or refuse a folder that holds another run."""
-    path = plan.out / "run.json"
-    if path.is_file():
-        found = json.loads(path.read_text())["digest"]
-        if found != plan.digest():
-            raise EvalError(
-                f"{plan.out} holds a run with other prompts, methods or options; choose another "
-                "--out, or repeat that run's command to resume it."
-            )
+def write_run(plan: Plan) -> None:
+    """Write ``run.json``, what the report says of the run, unless it is there and whole."""
+    path = plan.out / RUN
+    if read_sealed(path) is not None:
         return
-    content = {"digest": plan.digest(), "rounds": plan.rounds, "provenance": provenance()}
-    content["methods"] = [asdict(method) for method in plan.methods]
-    content["cells"] = [asdict(cell) for cell in plan.cells]
-    content["max_new_tokens"] = plan.max_new_tokens
-    content["server_args"] = list(plan.server_args)
-    _write(path, content)
+    content = {
+        "rounds": plan.rounds,
+        "provenance": provenance(),
+        "methods": [asdict(method) for method in plan.methods],
+        "cells": [asdict(cell) for cell in plan.cells],
+        "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
+        "max_new_tokens": plan.max_new_tokens,
+        "server_args": list(plan.server_args),
+    }
+    write_json(path, sealed(content), indent=1)
 
 
-def finished(path: Path) -> bool:
-    """Whether a unit is there and did not fail."""
-    return path.is_file() and "error" not in json.loads(path.read_text())
+def finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
+    """Whether a unit is there, whole, and did not fail."""
+    content = read_sealed(plan.unit(cell, method.name, round_index))
+    if content is None or "error" in content:
+        return False
+    return len(content["answers"]) == len(plan.prompts[cell.benchmark])
 
 
-def run_unit(plan: Plan, fleet: Fleet, cell: Cell, method: Method) -> dict[str, Any]:
+def run_unit(plan: Plan, servers: Servers, cell: Cell, method: Method) -> dict[str, Any]:
     """One unit's content: answers and wall seconds, or the error."""
-    template = plan.template_args.get(cell.thinking, {})
-    sampling = Sampling(cell.temperature, plan.max_new_tokens, template)
     try:
-        url = fleet.url(method)
         answers, seconds = converse_all(
-            url, plan.prompts[cell.benchmark], sampling, cell.concurrency
+            servers.url(method),
+            plan.prompts[cell.benchmark],
+            plan.sampling(cell),
+            cell.concurrency,
         )
     except (requests.RequestException, ServerFailed) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+        return {"error": f"{type(error).__name__}: {one_line(error)}"[:2000]}
     return {"seconds": seconds, "answers": [answer.as_json() for answer in answers]}
 
 
-def run(plan: Plan, progress=None) -> int:
+def run_units(plan: Plan, servers: Servers, progress: Progress | None = None) -> int:
     """Run what is not there yet; returns the number of units that failed.
 
     Args:
         progress: called before each unit with (number, total, round, cell, method).
+
+    Raises:
+        WriteFailed: the disk is full; what was measured before is whole.
     """
-    _claim(plan)
-    units = [u for u in order(plan) if not finished(plan.unit(u[1], u[2].name, u[0]))]
+    units = [(r, cell, m) for r, cell, m in order(plan) if not finished(plan, cell, m, r)]
     failed = 0
-    with Fleet(plan) as fleet:
-        for number, (round_index, cell, method) in enumerate(units):
-            if progress is not None:
-                progress(number, len(units), round_index, cell, method)
-            content = run_unit(plan, fleet, cell, method)
-            failed += "error" in content
-            _write(plan.unit(cell, method.name, round_index), content)
+    for number, (round_index, cell, method) in enumerate(units):
+        if progress is not None:
+            progress(number, len(units), round_index, cell, method)
+        content = run_unit(plan, servers, cell, method)
+        failed += "error" in content
+        write_json(plan.unit(cell, method.name, round_index), sealed(content))
     return failed
+
+
+def read_run(out: Path) -> dict[str, Any]:
+    """``run.json`` of a run's folder.
+
+    Raises:
+        EvalError: the folder holds no run, or the file is damaged.
+    """
+    content = read_sealed(out / RUN)
+    if content is None:
+        state = "is damaged" if (out / RUN).is_file() else "is missing"
+        raise EvalError(
+            f"{out} holds no whole run: {out / RUN} {state}. Give --out the folder of an "
+            "`eval run`, or repeat that run's command (what it measured is kept)."
+        )
+    return content

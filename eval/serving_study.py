@@ -8,18 +8,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from eval.client import Sampling, converse_all
+from eval.errors import EvalError, one_line
 from eval.methods import Method
+<<<<<<< HEAD
 from eval.tables import LABELS, Table
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server
+=======
+from eval.runner import read_sealed
+from sglang_hyperdflash.provenance import provenance
+from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.serving import Server, ServerFailed
+from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed, short_hash
+>>>>>>> evals
 
+KIND = "python -m eval serving"
+FOLDER, RESULT = "serving", "serving.json"
+PARTS = ("concurrency", "poisson", "round_ms")
 LATENCIES = {
     "ttft_ms": ("median_ttft_ms", "p99_ttft_ms"),
     "tpot_ms": ("median_tpot_ms", "p99_tpot_ms"),
@@ -32,7 +47,7 @@ class Study:
     """What to load the servers with.
 
     rates: requests a second of the Poisson arrivals. prompts_per_level: requests of each load;
-    at least four times the concurrency are sent.
+    at least four times the concurrency are sent. out: the study's own folder.
     """
 
     target: str
@@ -46,31 +61,62 @@ class Study:
     out: Path
     threads: int | None = 1
 
+    def settings(self) -> dict[str, Any]:
+        """All that must not change between two runs; methods may be added later."""
+        return {
+            "target": self.target,
+            "prompts": short_hash(self.prompts),
+            "levels": list(self.levels),
+            "rates": list(self.rates),
+            "prompts_per_level": self.prompts_per_level,
+            "max_new_tokens": self.max_new_tokens,
+            "server_args": list(self.server_args),
+        }
+
 
 def write_data(study: Study, path: Path) -> None:
     """The prompts in the form of the client's ``custom`` data set."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     for turns in study.prompts:
         pair = [{"content": turns[0]}, {"content": "-"}]
         lines.append(json.dumps({"conversations": pair}) + "\n")
-    path.write_text("".join(lines))
+    write_text(path, "".join(lines))
+
+
+def run_client(command: list[str], log: Path) -> None:
+    """Run the client, its whole output into a log.
+
+    Raises:
+        EvalError: it failed; the message holds its last line and the log's path.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as sink:
+        start = sink.tell()
+        code = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT).returncode
+    if code:
+        with log.open("rb") as file:
+            file.seek(start)
+            said = file.read().decode(errors="replace").strip().splitlines()
+        raise EvalError(
+            f"the load client ended with code {code}: {said[-1] if said else 'it said nothing'}; "
+            f"all it said is in {log}. What was measured before is kept."
+        )
 
 
 def load(study: Study, url: str, data: Path, count: int, *load_options: str) -> dict[str, Any]:
     """One run of the client; its numbers.
 
     Raises:
-        subprocess.CalledProcessError: the client failed.
+        EvalError: the client failed, or answered fewer requests than were sent.
     """
-    result = study.out / "client.jsonl"
+    result, log = study.out / "client.jsonl", study.out / "logs" / "client.log"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
     command += ["--base-url", url, "--model", study.target, "--dataset-name", "custom"]
     command += ["--dataset-path", str(data), "--apply-chat-template", "--disable-ignore-eos"]
     command += ["--sharegpt-output-len", str(study.max_new_tokens), "--num-prompts", str(count)]
     command += ["--output-file", str(result), "--disable-tqdm", "--seed", "0", *load_options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    run_client(command, log)
     found = json.loads(result.read_text().splitlines()[-1])
     numbers = {"requests": found["completed"], "tokens_per_s": found["output_throughput"]}
     for name, (middle, high) in LATENCIES.items():
@@ -83,7 +129,8 @@ def measure(study: Study, method: Method) -> dict[str, Any]:
     arguments = (*study.server_args, *method.arguments)
     data, log = study.out / "prompts.jsonl", study.out / "logs" / f"{method.name}.log"
     found: dict[str, Any] = {"concurrency": [], "poisson": []}
-    with Server(study.target, *arguments, log=log, threads=study.threads).wait() as server:
+    with Server(study.target, *arguments, log=log, threads=study.threads) as server:
+        server.wait()
         load(study, server.url, data, 4, "--max-concurrency", "2")  # warm-up
         for level in study.levels:
             count = max(study.prompts_per_level, 4 * level)
@@ -96,74 +143,58 @@ def measure(study: Study, method: Method) -> dict[str, Any]:
     times = study.out / f"{method.name}-rounds.jsonl"
     times.unlink(missing_ok=True)
     environment = {ROUND_TIMES: str(times.resolve())}
-    server = Server(
+    timed = Server(
         study.target, *arguments, log=log, threads=study.threads, environment=environment
     )
-    with server.wait():
+    with timed as server:
+        server.wait()
         converse_all(server.url, study.prompts[:8], Sampling(0.0, study.max_new_tokens), 1)
     found["round_ms"] = summarise(times, 1)
     return found
 
 
-def run(study: Study, progress=print) -> dict[str, Any]:
-    """Measure every method that ``serving.json`` does not hold yet, and write it."""
-    path = study.out / "serving.json"
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+def run(study: Study, progress: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure every method that the study's file does not hold yet, and write it.
+
+    Raises:
+        EvalError: a server or the client failed; what was measured before is kept.
+        WriteFailed: the disk is full.
+    """
+    path = study.out / RESULT
+    content: dict[str, Any] = read_sealed(path) or {}
+    content.pop(CHECKSUM, None)
     content.setdefault("provenance", provenance())
-    for part in ("concurrency", "poisson", "round_ms"):
+    for part in PARTS:
         content.setdefault(part, {})
     write_data(study, study.out / "prompts.jsonl")
     for method in study.methods:
         if method.name in content["round_ms"]:
             continue
         progress(f"serving study: {method.name}")
-        for part, numbers in measure(study, method).items():
-            content[part][method.name] = numbers
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            numbers = measure(study, method)
+        except (ServerFailed, requests.RequestException) as error:
+            log = study.out / "logs" / f"{method.name}.log"
+            raise EvalError(
+                f"serving study, {method.name}: {one_line(error)} The server's log is {log}. "
+                "What was measured before is kept; run the same command again."
+            ) from error
+        for part in PARTS:
+            content[part][method.name] = numbers[part]
+        write_json(path, sealed(content), indent=1)
     return content
 
 
-def _pair(values: Sequence[float]) -> str:
-    return " / ".join(f"{v:.0f}" for v in values)
+def read_study(out: Path) -> dict[str, Any] | None:
+    """The serving study inside a run's folder; None where none was made.
 
-
-def study_tables(content: dict[str, Any]) -> list[Table]:
-    """Round shares, throughput by concurrency and latency by rate."""
-    tables = []
-    lines = []
-    base = (content["round_ms"].get("target") or {}).get("target")
-    for method, times in content["round_ms"].items():
-        if times is None:
-            continue
-        parts = [times["target"], times["draft"], times["scheduler"]]
-        step = "-" if not base else f"{sum(parts) / base:.2f}"
-        lines.append((LABELS.get(method, method), (*(f"{v:.2f}" for v in parts), step)))
-    heads = ("target pass, ms", "drafting and the rest, ms", "scheduling, ms", "target passes")
-    tables.append(Table("A round at concurrency 1", heads, tuple(lines)))
-    levels = sorted({e["concurrency"] for v in content["concurrency"].values() for e in v})
-    heads = tuple(f"c {level}" for level in levels)
-    lines = []
-    for method, entries in content["concurrency"].items():
-        own = {e["concurrency"]: e["tokens_per_s"] for e in entries}
-        cells = tuple(f"{own[level]:.0f}" if level in own else "-" for level in levels)
-        lines.append((LABELS.get(method, method), cells))
-    tables.append(Table("Output tokens a second by concurrency", heads, tuple(lines)))
-    for i, rate in enumerate({e["rate"]: 0 for v in content["poisson"].values() for e in v}):
-        lines = tuple(
-            (LABELS.get(m, m), tuple(_pair(entries[i][name]) for name in LATENCIES))
-            for m, entries in content["poisson"].items()
-            if i < len(entries)
-        )
-        heads = ("TTFT p50 / p99", "TPOT p50 / p99", "end to end p50 / p99")
-        tables.append(Table(f"Poisson arrivals, {rate:g} a second, in ms", heads, lines))
-    return tables
-
-
-def study_lines(content: dict[str, Any]) -> list[str]:
-    """The study as Markdown."""
-    from eval.report import markdown
-
-    lines = ["## Serving", ""]
-    for table in study_tables(content):
-        lines += markdown(table)
-    return lines
+    Raises:
+        EvalError: its file is damaged.
+    """
+    path = out / FOLDER / RESULT
+    if not path.is_file():
+        return None
+    content = read_sealed(path)
+    if content is None:
+        raise EvalError(f"{path} is damaged. Repeat the `eval serving` command to measure again.")
+    return {name: content[name] for name in ("provenance", *PARTS)}

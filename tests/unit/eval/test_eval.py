@@ -1,96 +1,39 @@
-"""The comparison tool: its options, its units and resume, its numbers, its report."""
+"""``python -m eval run``: units and resume, one owner of a folder, nothing lost, identity."""
 
 from __future__ import annotations
 
+import errno
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from eval.__main__ import main
-from eval.aggregate import bootstrap, collect, row_of
-from eval.charts import chart, ticks
-from eval.findings import goals
-from eval.methods import EvalError, parse_urls, resolve
+from eval import client
+from eval.identity import Difference, first_difference, verdict
+from eval.methods import parse_urls, resolve
 from eval.prompts import load
-from eval.tables import main_tables, paper_tables
+from sglang_hyperdflash.tools import atomic
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.ownership import claim
+from tests.conftest import ROOT
+from tests.unit.eval_help import FakeServer, rows_of, run_command, run_options
 
 
-class FakeServer:
-    """An OpenAI-compatible server that drafts: answers depend on the prompt alone."""
-
-    def __init__(self, tokens: int, histogram: list[int], die_after: int | None = None) -> None:
-        self.requests: list[dict] = []
-        self.die_after = die_after
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                length = int(self.headers["Content-Length"])
-                outer.requests.append(json.loads(self.rfile.read(length)))
-                if outer.die_after is not None and len(outer.requests) > outer.die_after:
-                    self.connection.close()
-                    return
-                text = outer.requests[-1]["messages"][-1]["content"]
-                details = {
-                    "spec_num_correct_drafts": sum(i * n for i, n in enumerate(histogram)),
-                    "spec_verify_ct": sum(histogram),
-                    "spec_correct_drafts_histogram": histogram,
-                }
-                ids = [len(text)] * tokens
-                body = {
-                    "choices": [{"message": {"content": "answer"}}],
-                    "sglext": {"output_ids": [ids], "spec_tokens_details": details},
-                }
-                data = json.dumps(body).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+def timeless(out) -> list[dict]:
+    """Rows without what the clock says."""
+    clock = ("tokens_per_s", "speedup", "speedup_range", "speedup_interval", "round_cost")
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
 
 
-@pytest.fixture
-def fake():
-    servers = []
-
-    def start(*args, **kwargs) -> FakeServer:
-        servers.append(FakeServer(*args, **kwargs))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
+# --- a run and its rows
 
 
-@pytest.fixture
-def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    lines = [json.dumps({"turns": ["q" * (i + 1), "more"]}) for i in range(6)]
-    (folder / "gsm8k.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def run_command(data, out, target: FakeServer, ours: FakeServer, *more: str) -> int:
-    command = ["run", "--target", "any", "--data-dir", str(data), "--out", str(out)]
-    command += ["--methods", "target,hyperdflash6", "--benchmarks", "gsm8k", "--rounds", "2"]
-    command += ["--server", f"target={target.url}", "--server", f"hyperdflash6={ours.url}"]
-    return main([*command, "--num-prompts", "3", "--max-new-tokens", "5", *more])
-
-
-def test_a_run_becomes_rows_and_a_report(data, tmp_path, fake, capsys):
+def test_a_run_becomes_rows_and_a_report(data, tmp_path, fake):
     target, ours = fake(4, []), fake(4, [1, 0, 0, 1])
     out = tmp_path / "out"
     assert run_command(data, out, target, ours, "--temperature", "0", "1") == 0
@@ -109,20 +52,36 @@ def test_a_run_becomes_rows_and_a_report(data, tmp_path, fake, capsys):
     text, page = (out / "report.md").read_text(), (out / "report.html").read_text()
     for content in (text, page):
         assert "HyperDFlash (6)" in content and "Noise floor" in content
-        assert "The paper&#x27;s: DeepSeek-V4-Flash" in content or "The paper's: " in content
-    assert "<script" not in page and "http" not in page.replace("http://127", "")
-    assert "viewport" in page and "<svg" in page
+        assert "Every cell" in content and "The paper" in content
 
 
-def test_a_finished_run_asks_nothing_again_and_another_run_is_refused(data, tmp_path, fake, capsys):
+def test_a_method_that_never_verified_has_no_tau(data, tmp_path, fake):
+    target, ours = fake(4, []), fake(4, [])
+    assert run_command(data, tmp_path / "out", target, ours) == 0
+    assert rows_of(tmp_path / "out")["hyperdflash6"]["tau"] is None
+    text = (tmp_path / "out" / "report.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| HyperDFlash (6)")]
+    assert len(lines) >= 3 and not any(" 0.00 |" in line for line in lines)
+    assert sum("not measured" in line for line in lines) == 2
+
+
+def test_empty_answers_are_counted(data, tmp_path, fake):
+    target, ours = fake(4, []), fake(0, [])
+    assert run_command(data, tmp_path / "out", target, ours) == 0
+    row = rows_of(tmp_path / "out")["hyperdflash6"]
+    assert row["empty_answers"] == 6 and row["identical_to_target"] is False
+
+
+# --- resume
+
+
+def test_a_finished_run_asks_nothing_again(data, tmp_path, fake):
     target, ours = fake(4, []), fake(4, [1, 1])
     out = tmp_path / "out"
     assert run_command(data, out, target, ours) == 0
     asked = len(ours.requests)
     assert run_command(data, out, target, ours) == 0
     assert len(ours.requests) == asked
-    assert run_command(data, out, target, ours, "--num-prompts", "2") == 2
-    assert "holds a run with other prompts" in capsys.readouterr().err
 
 
 def test_a_server_that_dies_costs_its_cells_only_and_they_are_tried_again(
@@ -131,7 +90,7 @@ def test_a_server_that_dies_costs_its_cells_only_and_they_are_tried_again(
     target, ours = fake(4, []), fake(4, [1, 1], die_after=8)
     out = tmp_path / "out"
     assert run_command(data, out, target, ours) == 1
-    rows = {r["method"]: r for r in json.loads((out / "results.json").read_text())["rows"]}
+    rows = rows_of(out)
     assert "ConnectionError" in rows["hyperdflash6"]["error"]
     assert rows["hyperdflash6"]["rounds"] == 1 and rows["hyperdflash6"]["tau"] == 1.5
     assert "error" not in rows["target"] and "incomplete: hyperdflash6" in capsys.readouterr().out
@@ -139,46 +98,227 @@ def test_a_server_that_dies_costs_its_cells_only_and_they_are_tried_again(
     assert "error" in json.loads((units / "hyperdflash6-r1.json").read_text())
     ours.die_after = None
     assert run_command(data, out, target, ours) == 0
-    rows = {r["method"]: r for r in json.loads((out / "results.json").read_text())["rows"]}
+    rows = rows_of(out)
     assert "error" not in rows["hyperdflash6"] and rows["hyperdflash6"]["rounds"] == 2
 
 
-def test_empty_answers_are_counted(data, tmp_path, fake):
-    target, ours = fake(4, []), fake(0, [])
-    assert run_command(data, tmp_path / "out", target, ours) == 0
-    rows = {r["method"]: r for r in collect(tmp_path / "out")["rows"]}
-    assert rows["hyperdflash6"]["empty_answers"] == 6
-    assert rows["hyperdflash6"]["identical_to_target"] is False
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "older"])
+def test_a_damaged_unit_is_noticed_and_measured_again(data, tmp_path, fake, damage):
+    target, ours = fake(4, []), fake(4, [1, 0, 1])
+    out = tmp_path / "out"
+    assert run_command(data, out, target, ours) == 0
+    expected = timeless(out)
+    unit = out / "units" / "gsm8k-t0-off-c1" / "hyperdflash6-r1.json"
+    content = unit.read_bytes()
+    if damage == "flipped":  # still JSON, another number
+        place = content.index(b'"correct_drafts": ') + len(b'"correct_drafts": ')
+        content = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        json.loads(content)
+    elif damage == "older":  # without a checksum
+        entry = json.loads(content)
+        del entry["checksum"]
+        content = json.dumps(entry).encode()
+    else:
+        content = content[: len(content) // 2 if damage == "cut" else 0]
+    unit.write_bytes(content)
+    asked = len(ours.requests)
+    assert run_command(data, out, target, ours) == 0
+    assert len(ours.requests) == asked + 6 and timeless(out) == expected
+
+
+def test_a_damaged_description_of_the_run_is_written_again(data, tmp_path, fake):
+    target, ours = fake(4, []), fake(4, [1, 0, 1])
+    out = tmp_path / "out"
+    assert run_command(data, out, target, ours) == 0
+    expected = timeless(out)
+    (out / "run.json").write_text('{"rounds": 1')
+    assert run_command(data, out, target, ours) == 0 and timeless(out) == expected
+
+
+# --- one owner, one run
+
+
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(data, tmp_path, fake, capsys):
+    target, ours = fake(4, []), fake(4, [1])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert run_command(data, tmp_path / "out", target, ours) == 2
+    error = capsys.readouterr().err
+    assert "found config.json" in error and error.count("\n") == 1
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert not ours.requests
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "more, words",
     [
-        ("--methods target,magic --target any", "unknown method 'magic'; known are target, mtp3"),
-        ("--methods hyperdflash6 --target any --hyperdflash-draft x", "must hold target"),
-        ("--methods target,dflash6 --target any", "needs --dflash-draft"),
-        ("--methods target", "--target is needed"),
-        ("--methods target --target any --benchmarks nothing", "nothing.jsonl does not exist"),
-        ("--methods target --target any --server ours", "takes name=url"),
-        ("--methods target --target any --rounds 0", "--rounds must be at least 1"),
+        (("--num-prompts", "2"), 'prompts of each benchmark was {"gsm8k": 3}, now {"gsm8k": 2}'),
+        (("--rounds", "3"), "rounds was 2, now 3"),
+        (("--max-new-tokens", "4"), "max_new_tokens was 5, now 4"),
+        (("--temperature", "0", "1"), "cells was"),
     ],
 )
-def test_bad_commands_say_what_to_do(tmp_path, capsys, options, message):
-    assert main(["run", "--out", str(tmp_path / "out"), *options.split()]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+def test_a_run_with_other_settings_is_refused_by_name(data, tmp_path, fake, capsys, more, words):
+    target, ours = fake(4, []), fake(4, [1, 1])
+    assert run_command(data, tmp_path / "out", target, ours) == 0
+    asked = len(ours.requests)
+    assert run_command(data, tmp_path / "out", target, ours, *more) == 2
+    assert words in capsys.readouterr().err and len(ours.requests) == asked
+
+
+def test_a_second_run_into_one_folder_is_refused_with_the_holder_s_name(
+    data, tmp_path, fake, capsys
+):
+    target, ours = fake(4, []), fake(4, [1, 1])
+    out = tmp_path / "out"
+    assert run_command(data, out, target, ours) == 0
+    settings = json.loads((out / ".hyperdflash.json").read_text())["settings"]
+    with claim(out, "python -m eval run", settings):
+        assert run_command(data, out, target, ours) == 2
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+    assert run_command(data, out, target, ours) == 0
+
+
+def start(data, out, target: FakeServer, ours: FakeServer) -> subprocess.Popen:
+    command = [sys.executable, "-m", "eval", *run_options(data, out, target.url, ours.url)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_to_the_results_of_an_undisturbed_one(data, tmp_path, fake, end):
+    target, ours = fake(4, []), fake(4, [1, 0, 2], delay=0.15)
+    process = start(data, tmp_path / "out", target, ours)
+    while len(ours.requests) < 8 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(end)
+    began = time.monotonic()
+    said = process.communicate(timeout=60)
+    assert process.returncode == {2: 130, 9: -9, 15: 143}[end], said
+    assert time.monotonic() - began < 10
+    assert "Traceback" not in said[1]
+    if end == signal.SIGINT:
+        assert said[1] == "stopped: the same command goes on where this one ended.\n"
+    ours.delay = 0.0
+    asked = len(ours.requests)
+    assert run_command(data, tmp_path / "out", target, ours) == 0
+    assert len(ours.requests) == asked + 6  # the first round's unit was kept
+    assert run_command(data, tmp_path / "whole", target, ours) == 0
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    data, tmp_path, fake, capsys, monkeypatch
+):
+    target, ours = fake(4, []), fake(4, [1, 0, 2])
+    out, flush, count = tmp_path / "out", os.fsync, 0
+
+    def full(handle):
+        nonlocal count
+        count += 1
+        if count > 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return flush(handle)
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    assert run_command(data, out, target, ours) == 2
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and error.count("\n") == 1
+    monkeypatch.undo()
+    assert run_command(data, out, target, ours) == 0
+    assert not list(out.rglob("*.partial"))
+    assert run_command(data, tmp_path / "whole", target, ours) == 0
+    assert timeless(out) == timeless(tmp_path / "whole")
+
+
+# --- identity
+
+
+def test_first_differences_are_found_in_any_turn_and_at_ends():
+    assert first_difference(0, [[1, 2], [3]], [[1, 2], [3]]) is None
+    assert first_difference(4, [[1, 2], [3, 4]], [[1, 2], [3, 5]]) == Difference(4, 1, 1, 4, 5)
+    assert first_difference(0, [[1, 2]], [[1]]) == Difference(0, 0, 1, 2, None)
+    assert verdict(0.1, 0.25) == "tie" and verdict(0.3, 0.25) == "fault"
+    assert verdict(None, 0.25) == "not measured"
+
+
+def parting(text: str) -> list[int]:
+    """Leaves target-only's answer at the third token of one prompt's second turn and of another."""
+    return [len(text), len(text), 90 if text == "qqq" else len(text), len(text)]
+
+
+@pytest.mark.parametrize(
+    "dtype, gap, words",
+    [
+        ("bfloat16", 0.2, "of the others 2 ties, 0 faults"),
+        ("bfloat16", 0.5, "of the others 0 ties, 2 faults"),
+        ("float32", 0.2, "of the others 0 ties, 2 faults"),
+    ],
+)
+def test_a_first_difference_is_a_tie_or_a_fault_by_the_target_s_gap(
+    data, tmp_path, fake, dtype, gap, words
+):
+    target = fake(4, [], logits={3: 20.0, 90: 20.0 - gap}, dtype=dtype)
+    ours = fake(parting, [1, 1])
+    out = tmp_path / "out"
+    assert run_command(data, out, target, ours) == 0
+    row = rows_of(out)["hyperdflash6"]
+    assert (row["identical_answers"], row["compared_answers"]) == (4, 6)
+    found = row["differences"][0]
+    assert (found["prompt"], found["turn"], found["position"]) == (1, 0, 2)
+    assert (found["expected"], found["found"], found["dtype"]) == (3, 90, dtype)
+    assert found["gap"] == pytest.approx(gap)
+    # The same difference in both rounds is one question, asked once, with the tokens before it.
+    (asked,) = target.generated
+    assert asked["input_ids"] == [3, 3, 3] and asked["token_ids_logprob"] == [3, 90]
+    for name in ("report.md", "report.html"):
+        text = (out / name).read_text().replace("&#39;", "'")
+        assert (
+            f"HyperDFlash (6): 4 of 6 greedy answers are target-only's, token for token; {words}"
+            in (text)
+        )
+        assert "noise floor): 6 of 6" in text and "target only: " not in text
+    assert run_command(data, out, target, ours) == 0
+    assert len(target.generated) == 1
+
+
+def test_a_gap_that_cannot_be_measured_is_said_and_asked_again(data, tmp_path, fake, capsys):
+    target, ours = fake(4, []), fake(parting, [1, 1])
+    out = tmp_path / "out"
+    assert run_command(data, out, target, ours) == 0
+    assert "logit gaps of differing answers were not measured" in capsys.readouterr().out
+    text = (out / "report.md").read_text()
+    assert "0 ties, 0 faults, 2 with a gap that was not measured" in text
+    target.logits = {3: 1.0, 90: 1.0}
+    assert run_command(data, out, target, ours) == 0
+    assert "of the others 2 ties, 0 faults." in (out / "report.md").read_text()
+
+
+# --- prompts, methods, client
 
 
 @pytest.mark.parametrize(
     "line, message",
-    [("{", 'expected {"turns"'), ('{"turns": "x"}', "must be a list"), ("[]", "expected")],
+    [
+        ("{", "expected a JSON object"),
+        ('{"turns": "x"}', "expected .*turns.*found turns 'x'"),
+        ('{"text": "x"}', r"found the fields \['text'\]"),
+        ("[]", "expected a JSON object"),
+    ],
 )
 def test_bad_benchmark_lines_are_named(tmp_path, line, message):
     (tmp_path / "b.jsonl").write_text('{"turns": ["ok"]}\n' + line + "\n")
-    with pytest.raises(EvalError, match=rf"b\.jsonl:2: .*{message.split()[0]}"):
+    with pytest.raises(HyperDFlashError, match=rf"b\.jsonl:2: .*{message}"):
         load(tmp_path, ["b"], 10)
     (tmp_path / "b.jsonl").write_text("\n")
-    with pytest.raises(EvalError, match="is empty"):
+    with pytest.raises(HyperDFlashError, match="is empty"):
         load(tmp_path, ["b"], 10)
 
 
@@ -201,74 +341,13 @@ def test_methods_become_server_arguments():
     assert parse_urls(["target=http://a:1/"]) == {"target": "http://a:1"}
 
 
-def test_the_bootstrap_covers_a_known_mean():
-    values = [float(i % 7) for i in range(400)]
-    low, high = bootstrap(len(values), lambda at: sum(values[i] for i in at) / len(at))
-    assert low < 3.0 < high and high - low < 0.6
-    assert bootstrap(1, lambda at: 0.0) is None
-
-
-def unit(seconds: float, ids: list[list[int]], drafts: int = 0, rounds: int = 0) -> dict:
-    answers = [
-        {
-            "output_ids": [i],
-            "seconds": seconds / len(ids),
-            "correct_drafts": drafts,
-            "verify_rounds": rounds,
-            "histogram": [],
-        }
-        for i in ids
-    ]
-    return {"seconds": seconds, "answers": answers}
-
-
-def test_speedup_is_against_target_of_the_same_round():
-    cell = {"benchmark": "b", "temperature": 0.0, "thinking": "off", "concurrency": 1}
-    ids = [[1, 2], [3, 4]]
-    target = [unit(4.0, ids), unit(8.0, ids), {"error": "gone"}]
-    ours = [unit(2.0, ids, 3, 2), unit(2.0, [[1, 2], [3, 9]], 3, 2), unit(1.0, ids, 3, 2)]
-    row = row_of(cell, {"name": "mtp3", "num_drafts": 3}, ours, target)
-    assert row["speedup_range"] == [2.0, 4.0] and row["speedup"] == 3.0
-    assert row["tau"] == 2.5 and row["rounds"] == 3
-    assert (row["identical_answers"], row["compared_answers"]) == (5, 6)
-    assert row["identical_to_target"] is False
-    missing = row_of(cell, {"name": "mtp3", "num_drafts": 3}, [None], [None])
-    assert missing["error"] == "not run" and missing["tau"] is None
-
-
-def result(method: str, benchmark: str, tau: float, speedup: float, **more) -> dict:
-    row = {"method": method, "benchmark": benchmark, "tau": tau, "speedup": speedup}
-    return row | {"temperature": 0.0, "thinking": "off", "concurrency": 1} | more
-
-
-def test_tables_are_the_paper_s_and_goals_are_said_plainly():
-    rows = [
-        result("target", "gsm8k", 1.0, 1.0),
-        result("mtp3", "gsm8k", 3.0, 2.0),
-        result("hyperdflash6", "gsm8k", 4.0, 1.5),
-        result("mtp3", "mt-bench", 2.0, 2.0),
-        result("hyperdflash6", "mt-bench", 3.0, 1.5, error="died"),
-    ]
-    (table,) = main_tables(rows)
-    assert table.heads == (
-        *("gsm8k speedup", "gsm8k τ", "mt-bench speedup", "mt-bench τ"),
-        *("average speedup", "average τ"),
-    )
-    assert dict(table.lines)["MTP (3)"] == ("2.00", "3.00", "2.00", "2.00", "2.00", "2.50")
-    assert dict(table.lines)["HyperDFlash (6)"] == ("1.50", "4.00", "failed", "failed", "-", "-")
-    ((rival, words),) = goals(rows)
-    assert rival == "MTP (3), temperature 0"
-    assert "mean τ 4.00 against 2.50 (1.60x, above)" in words
-    assert "mean speedup 1.50 against 2.00 (0.75x, NOT above)" in words
-    (paper,) = paper_tables(rows)
-    assert dict(paper.lines)["HyperDFlash (6)"][:2] == ("3.80", "4.04")
-    assert dict(paper.lines)["MTP (3)"][-2:] == ("2.25", "2.93")
-
-
-def test_charts_are_plain_svg():
-    assert ticks(0, 1)[0] == 0 and ticks(0, 1)[-1] >= 1
-    svg = chart(
-        "T<1>", {"a & b": [(1, 0.5), (64, 0.2)], "none": []}, x="c", y="v", logarithmic=True
-    )
-    assert "T&lt;1&gt;" in svg and "a &amp; b" in svg and "<polyline" in svg and "none" in svg
-    assert chart("empty", {"a": []}, x="x", y="y") == ""
+def test_answers_come_in_order_with_no_more_in_flight_than_asked(fake):
+    server = fake(3, [1], delay=0.02)
+    turns = [["x" * (i + 1)] for i in range(9)]
+    answers, seconds = client.converse_all(server.url, turns, client.Sampling(0.0, 3), 4)
+    assert [a.output_ids[0][0] for a in answers] == list(range(1, 10))
+    assert 3 * 0.02 <= seconds < 9 * 0.02 + 1
+    server.die_after = 12
+    with pytest.raises(client.requests.RequestException):
+        client.converse_all(server.url, turns, client.Sampling(0.0, 3), 2)
+    assert len(server.requests) <= 9 + 3 + 2

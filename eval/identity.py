@@ -1,0 +1,173 @@
+"""Greedy answers against target-only's: where they first differ, by how much, tie or fault.
+
+Where two answers part, both servers had the same tokens before them. The target is asked how far
+apart it holds the two candidates there. A method verifies several positions in one pass, and a
+pass of another shape rounds otherwise; so two candidates closer than the data type can tell apart
+may change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from eval.client import Sampling, chat, messages_before
+from eval.errors import one_line
+from eval.methods import BASELINE
+from eval.runner import DIFFERENCES, Cell, Plan, Servers, read_sealed
+from sglang_hyperdflash.serving import ServerFailed
+from sglang_hyperdflash.tools.jsonl import ResumableWriter
+
+# The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
+# the largest logits lie, its numbers are 0.125 apart; the hidden states before them round as well.
+TIE_GAPS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
+UNKNOWN_DTYPE = "bfloat16"  # SGLang's ``auto`` gives it to every checkpoint that is not float16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which an answer leaves target-only's.
+
+    prompt, turn, position: from 0; position in the tokens of the turn's answer. expected, found:
+    token ids, None where the answer had ended.
+    """
+
+    prompt: int
+    turn: int
+    position: int
+    expected: int | None
+    found: int | None
+
+
+def first_difference(
+    prompt: int, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]
+) -> Difference | None:
+    """The first difference of two answers (token ids of every turn); None when they are equal."""
+    for turn, (a, b) in enumerate(zip(expected, found, strict=True)):
+        for position in range(max(len(a), len(b))):
+            x = a[position] if position < len(a) else None
+            y = b[position] if position < len(b) else None
+            if x != y:
+                return Difference(prompt, turn, position, x, y)
+    return None
+
+
+def differences(target: dict[str, Any], unit: dict[str, Any]) -> list[Difference]:
+    """First differences of a unit's answers from a target-only unit's."""
+    pairs = zip(target["answers"], unit["answers"], strict=True)
+    found = (
+        first_difference(i, a["output_ids"], b["output_ids"]) for i, (a, b) in enumerate(pairs)
+    )
+    return [difference for difference in found if difference is not None]
+
+
+def verdict(gap: float | None, tie_gap: float | None) -> str:
+    """``tie``, ``fault``, or ``not measured``."""
+    if gap is None or tie_gap is None:
+        return "not measured"
+    return "tie" if gap <= tie_gap else "fault"
+
+
+def key_of(cell: Cell, difference: Difference) -> list[Any]:
+    """What makes one question to the target: the same difference in two rounds is asked once."""
+    d = difference
+    return [cell.folder, d.prompt, d.turn, d.position, d.expected, d.found]
+
+
+def data_type(url: str) -> str:
+    """The data type of a server's model; raises ``requests.RequestException``."""
+    reply = requests.get(f"{url}/server_info", timeout=60)
+    reply.raise_for_status()
+    found = str(reply.json().get("dtype", "auto")).removeprefix("torch.")
+    names = {"half": "float16", "float": "float32"}
+    return names.get(found, found if found in TIE_GAPS else UNKNOWN_DTYPE)
+
+
+def logit_gap(
+    url: str, turns: list[str], target: dict[str, Any], at: Difference, sampling: Sampling
+) -> float:
+    """How far the target holds apart the two tokens of a difference, in logits.
+
+    Args:
+        url: the target's server. target: target-only's answer.
+
+    Raises:
+        requests.RequestException: the server refused or died.
+        LookupError: the answer lacks what was asked for.
+    """
+    messages = messages_before(turns, target["texts"], at.turn)
+    one = Sampling(0.0, 1, sampling.template_args)
+    asked = chat(url, messages, one, return_prompt_token_ids=True)
+    prompt = asked["choices"][0]["prompt_token_ids"]
+    payload = {
+        "input_ids": prompt + target["output_ids"][at.turn][: at.position],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [at.expected, at.found],
+    }
+    reply = requests.post(f"{url}/generate", json=payload, timeout=sampling.timeout)
+    reply.raise_for_status()
+    (values,) = reply.json()["meta_info"]["output_token_ids_logprobs"]
+    of = {token: value for value, token, *_ in values}
+    # Log-probabilities of one position differ from its logits by one constant.
+    return abs(of[at.expected] - of[at.found])
+
+
+def reference_unit(plan: Plan, cell: Cell) -> dict[str, Any] | None:
+    """Target-only's first whole unit of a cell: what all others are compared with."""
+    for i in range(plan.rounds):
+        unit = read_sealed(plan.unit(cell, BASELINE, i))
+        if unit is not None and "error" not in unit:
+            return unit
+    return None
+
+
+def _found(plan: Plan) -> Iterator[tuple[Cell, dict[str, Any], Difference]]:
+    """Every first difference of the run's greedy answers, with target-only's unit."""
+    for cell in plan.cells:
+        target = reference_unit(plan, cell) if cell.temperature == 0 else None
+        if target is None:
+            continue
+        for method in plan.methods:
+            for i in range(plan.rounds):
+                unit = read_sealed(plan.unit(cell, method.name, i))
+                if unit is None or "error" in unit or (method.name == BASELINE and unit == target):
+                    continue
+                for difference in differences(target, unit):
+                    yield cell, target, difference
+
+
+def measure_gaps(plan: Plan, servers: Servers) -> str | None:
+    """Ask the target for the gap at every first difference that was not asked before.
+
+    Writes ``differences.jsonl``, one line a question.
+
+    Returns:
+        Why gaps are missing, or None.
+    """
+    todo: dict[str, tuple[Cell, dict[str, Any], Difference]] = {}
+    for cell, target, difference in _found(plan):
+        if None not in (difference.expected, difference.found):
+            todo.setdefault(repr(key_of(cell, difference)), (cell, target, difference))
+    if not todo:
+        return None
+    with ResumableWriter(plan.out / DIFFERENCES, seal=True) as writer:
+        known = {repr(record["key"]) for record in writer.records}
+        baseline = next(m for m in plan.methods if m.name == BASELINE)
+        try:
+            for name, (cell, target, difference) in todo.items():
+                if name in known:
+                    continue
+                url = servers.url(baseline)
+                dtype = data_type(url)
+                turns = plan.prompts[cell.benchmark][difference.prompt]
+                answer = target["answers"][difference.prompt]
+                gap = logit_gap(url, turns, answer, difference, plan.sampling(cell))
+                record = {"key": key_of(cell, difference), "gap": gap}
+                writer.append({**record, "dtype": dtype, "tie_gap": TIE_GAPS[dtype]})
+        except (requests.RequestException, ServerFailed, LookupError, ValueError) as error:
+            return f"{type(error).__name__}: {one_line(error)}"[:300]
+    return None

@@ -1,0 +1,165 @@
+"""JSON lines: a reader whose errors name file and line, a writer that survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_hyperdflash.tools.atomic import write_bytes, write_failed
+from sglang_hyperdflash.tools.checksum import is_intact, sealed
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+
+_JSON_NAMES = {dict: "object", list: "list", str: "text", int: "number", float: "number"}
+
+
+class JsonlError(HyperDFlashError):
+    """A line that is not what it should be; the message starts with ``file:line``."""
+
+
+def _shown(line: bytes) -> str:
+    text = line.decode("utf-8", errors="replace").strip()
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+        return json.dumps(record).encode("ascii") + b"\n"
+
+
+def parse(line: bytes, where: str, expected: type | None = dict) -> Any:
+    """One line's value.
+
+    Args:
+        where: ``file:line``, for the error. expected: the value's type; None takes any.
+
+    Raises:
+        JsonlError: not UTF-8, not JSON, or of another type.
+    """
+    wanted = "JSON" if expected is None else f"a JSON {_JSON_NAMES.get(expected, expected)}"
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise JsonlError(
+            f"{where}: expected UTF-8 text, found byte {line[error.start]:#04x} at column "
+            f"{error.start + 1}. Save the file as UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise JsonlError(
+            f"{where}: expected {wanted}, found {_shown(line)} ({error.msg} at column "
+            f"{error.colno}). Mend or remove the line."
+        ) from error
+    if expected is not None and not isinstance(value, expected):
+        raise JsonlError(
+            f"{where}: expected {wanted}, found {_shown(line)}. Mend or remove the line."
+        )
+    return value
+
+
+def read_lines(path: Path, expected: type | None = dict) -> Iterator[tuple[int, Any]]:
+    """Every line that is not blank, as ``(its number from 1, its value)``.
+
+    Raises:
+        JsonlError: the file is missing, or a line is wrong (see :func:`parse`).
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise JsonlError(
+            f"{path}: expected a file of JSON lines, found none ({error.strerror})."
+        ) from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, parse(line, f"{path}:{number}", expected)
+
+
+class ResumableWriter:
+    """Appends JSON objects to a file; a killed run's file is opened again and goes on.
+
+    A last line without a newline was cut by a kill: it is dropped. With ``seal`` every record
+    carries a checksum, and one that no longer fits (a flipped byte) is dropped as well; without,
+    a damaged line inside the file is an error. Safe to call from several threads; two processes
+    must be kept apart by ``ownership``.
+
+    Attributes:
+        records: what the file held. dropped: numbers of the lines that were dropped.
+
+    Raises:
+        JsonlError: a damaged line, without ``seal``. WriteFailed: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, seal: bool = False) -> None:
+        self.path, self.seal = path, seal
+        self.records: list[dict[str, Any]] = []
+        self.dropped: list[int] = []
+        self._lock = threading.Lock()
+        kept = self._read()
+        if self.dropped:
+            write_bytes(path, b"".join(kept))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise write_failed(path, error) from error
+
+    def _read(self) -> list[bytes]:
+        """Parse the file into ``records`` and ``dropped``; returns the lines to keep."""
+        kept: list[bytes] = []
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        lines = content.split(b"\n")
+        torn = lines.pop()
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = parse(line, f"{self.path}:{number}")
+            except JsonlError:
+                if not self.seal:
+                    raise
+                record = None
+            if self.seal and not is_intact(record):
+                self.dropped.append(number)
+                continue
+            self.records.append(record)
+            kept.append(line + b"\n")
+        if torn:
+            self.dropped.append(len(lines) + 1)
+        return kept
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one line, whole or not at all.
+
+        Raises:
+            WriteFailed: the disk is full; the lines before are whole.
+        """
+        content = sealed(record) if self.seal else record
+        line = _encode(content)
+        with self._lock:
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                written = 0
+                while written < len(line):
+                    written += os.write(self._file.fileno(), line[written:])
+            except BaseException as error:
+                os.ftruncate(self._file.fileno(), end)
+                if isinstance(error, OSError):
+                    raise write_failed(self.path, error) from error
+                raise
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> ResumableWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

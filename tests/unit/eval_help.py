@@ -1,0 +1,119 @@
+"""A server that answers as SGLang does, for tests of ``python -m eval`` without a model."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from eval.__main__ import main
+
+
+def lengths(tokens: int) -> Callable[[str], list[int]]:
+    """Answers that depend on the prompt alone: its length, again and again."""
+    return lambda text: [len(text)] * tokens
+
+
+class FakeServer:
+    """An OpenAI-compatible server that drafts.
+
+    Args:
+        answer: token ids of a prompt, or their number. histogram: of every answer.
+        logits: by token, what the target says of the position that it is asked for.
+        die_after: requests that are answered; delay: seconds of each.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[str], list[int]] | int,
+        histogram: list[int],
+        *,
+        logits: dict[int, float] | None = None,
+        dtype: str = "bfloat16",
+        die_after: int | None = None,
+        delay: float = 0.0,
+    ) -> None:
+        self.answer = lengths(answer) if isinstance(answer, int) else answer
+        self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
+        self.die_after, self.delay = die_after, delay
+        self.requests: list[dict] = []
+        self.generated: list[dict] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self, body: dict) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                self.reply({"dtype": outer.dtype})
+
+            def do_POST(self) -> None:
+                length = int(self.headers["Content-Length"])
+                asked = json.loads(self.rfile.read(length))
+                if self.path == "/generate":
+                    outer.generated.append(asked)
+                    self.reply(outer.logprobs(asked))
+                    return
+                outer.requests.append(asked)
+                if outer.die_after is not None and len(outer.requests) > outer.die_after:
+                    self.connection.close()
+                    return
+                time.sleep(outer.delay)
+                self.reply(outer.chat(asked))
+
+            def log_message(self, *args) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def chat(self, asked: dict) -> dict:
+        text = asked["messages"][-1]["content"]
+        details = {
+            "spec_num_correct_drafts": sum(i * n for i, n in enumerate(self.histogram)),
+            "spec_verify_ct": sum(self.histogram),
+            "spec_correct_drafts_histogram": self.histogram,
+        }
+        choice = {"message": {"content": "answer"}}
+        if asked.get("return_prompt_token_ids"):
+            choice["prompt_token_ids"] = [len(m["content"]) for m in asked["messages"]]
+        ids = self.answer(text)[: asked["max_tokens"]]
+        return {
+            "choices": [choice],
+            "sglext": {"output_ids": [ids], "spec_tokens_details": details},
+        }
+
+    def logprobs(self, asked: dict) -> dict:
+        values = [[self.logits[t] - 30.0, t, None] for t in asked["token_ids_logprob"]]
+        return {"meta_info": {"output_token_ids_logprobs": [values]}}
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def run_options(data: Path, out: Path, target: str, ours: str) -> list[str]:
+    """A run of two methods on two running servers: three prompts of two turns, two rounds."""
+    command = ["run", "--target", "any", "--data-dir", str(data), "--out", str(out)]
+    command += ["--methods", "target,hyperdflash6", "--benchmarks", "gsm8k", "--rounds", "2"]
+    command += ["--server", f"target={target}", "--server", f"hyperdflash6={ours}"]
+    return [*command, "--num-prompts", "3", "--max-new-tokens", "5"]
+
+
+def run_command(data: Path, out: Path, target: FakeServer, ours: FakeServer, *more: str) -> int:
+    """``python -m eval run`` of :func:`run_options`; its exit code."""
+    return main([*run_options(data, out, target.url, ours.url), *more])
+
+
+def rows_of(out: Path) -> dict[str, dict]:
+    """Rows of ``results.json`` by method (the last setting's)."""
+    return {r["method"]: r for r in json.loads((out / "results.json").read_text())["rows"]}

@@ -1,0 +1,242 @@
+"""``python -m eval``: what a user is told, by ``--help`` and by one line for what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+import requests
+
+from eval import __main__ as command
+from eval import report, serving_study
+from eval.__main__ import main
+from eval.errors import EvalError, one_line
+from eval.options import parser
+from eval.serving_study import Study, read_study, run_client
+from sglang_hyperdflash.config import HyperDFlashConfigError
+from sglang_hyperdflash.reference.deepseek_v4_core import UnsupportedTarget
+from sglang_hyperdflash.serving import ServerFailed
+from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.tools.checksum import sealed
+from tests.unit.eval_help import run_command, run_options
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--methods target,magic --target any", "unknown method 'magic'; known are target, mtp3"),
+        ("--methods hyperdflash6 --target any --hyperdflash-draft x", "must hold target"),
+        ("--methods target,dflash6 --target any", "needs --dflash-draft"),
+        ("--methods target", "--target is needed"),
+        ("--methods target --target any --benchmarks nothing", "nothing.jsonl does not exist"),
+        ("--methods target --target any --server ours", "takes name=url"),
+        ("--methods target --target any --rounds 0", "--rounds must be at least 1, found 0"),
+        ("--methods target --target any --concurrency 4 0", "--concurrency must be at least 1"),
+        ("--methods target --target any --temperature -1", "--temperature must be at least 0"),
+    ],
+)
+def test_bad_commands_say_what_to_do(tmp_path, capsys, options, message):
+    assert main(["run", "--out", str(tmp_path / "out"), *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EvalError("what"),
+        ServerFailed("server exited with code 1:\nTraceback\n  File\nOSError: port"),
+        subprocess.CalledProcessError(3, ["client"]),
+        HyperDFlashConfigError("what"),
+        UnsupportedTarget("what"),
+        requests.ConnectionError("refused"),
+        FileNotFoundError(2, "No such file", "x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("name", ["run", "serving", "fetch", "report"])
+def test_every_user_error_of_every_command_is_one_line(tmp_path, capsys, monkeypatch, error, name):
+    def fail(args):
+        raise error
+
+    monkeypatch.setitem(command.COMMANDS, name, fail)
+    assert main([name, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {one_line(error)}\n" and said.count("\n") == 1
+
+
+def test_a_fault_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
+    def fail(args):
+        raise KeyError("bug")
+
+    monkeypatch.setitem(command.COMMANDS, "report", fail)
+    with pytest.raises(KeyError):
+        main(["report", "--out", str(tmp_path)])
+
+
+def test_one_line_keeps_the_first_and_the_last_of_a_log():
+    text = "server exited with code 1:\n\nTraceback\n  File\nOSError: port taken\n"
+    assert one_line(ServerFailed(text)) == "server exited with code 1: OSError: port taken"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def every_option() -> list[tuple[str, argparse.Action]]:
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    found = []
+    for name, sub in commands.choices.items():
+        found += [(name, a) for a in sub._actions if not isinstance(a, argparse._HelpAction)]
+    return found
+
+
+def test_help_shows_the_default_of_every_option_of_every_command():
+    options = every_option()
+    assert {name for name, _ in options} == {"run", "serving", "fetch", "report"}
+    assert len(options) > 30
+    missing = [f"{n} {a.option_strings}" for n, a in options if "default" not in (a.help or "")]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("run", ("default: 3)", "default: target,mtp3,mtp6", 'default: {"thinking": true}')),
+        ("serving", ("default: 1 4 16 64)", "default: 32)", "default: 1 4)")),
+        ("fetch", ("default: the hub)",)),
+        ("report", ("needed; no default",)),
+    ],
+)
+def test_help_prints(capsys, name, words):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and all(word in said for word in words), said
+
+
+# --- report
+
+
+def test_a_report_of_nothing_says_what_is_missing(tmp_path, capsys):
+    assert main(["report", "--out", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (tmp_path / "results.json").write_text('{"rows": [')
+    assert main(["report", "--out", str(tmp_path)]) == 2
+    assert "results.json is damaged" in capsys.readouterr().err
+
+
+def test_a_report_without_units_is_of_the_stored_results_and_keeps_them(data, tmp_path, fake):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    before = (out / "results.json").read_text(), (out / "report.md").read_text()
+    for folder in ("units", "logs"):
+        for path in sorted((out / folder).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    (out / "units").rmdir()
+    assert main(["report", "--out", str(out)]) == 0
+    assert ((out / "results.json").read_text(), (out / "report.md").read_text()) == before
+
+
+@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(
+    data, tmp_path, fake, capsys, monkeypatch, library
+):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["report", "--out", str(out)]) == 2
+    assert f"need{'s' if library == 'jinja2' else ''} {library}: pip install" in (
+        capsys.readouterr().err
+    )
+
+
+# --- serving
+
+
+def study(out, **more) -> Study:
+    settings = {"target": "any", "methods": (), "prompts": [["hi"]], "levels": (1,)}
+    settings |= {"rates": (1.0,), "prompts_per_level": 4, "max_new_tokens": 4, "server_args": ()}
+    return Study(**settings | {"out": out} | more)
+
+
+def test_a_study_into_a_folder_without_a_run_is_refused_before_any_work(
+    data, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(serving_study, "run", lambda *_: pytest.fail("work was done"))
+    options = run_options(data, tmp_path / "out", "http://127.0.0.1:1", "http://127.0.0.1:1")
+    options = [o for o in options if o not in ("--rounds", "2")]
+    for name in ("target", "hyperdflash6"):
+        at = options.index(f"{name}=http://127.0.0.1:1")
+        del options[at - 1 : at + 1]
+    options += ["--hyperdflash-draft", "x"]
+    assert main(["serving", *options[1:]]) == 2
+    assert "holds no run" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_load_client_that_fails_is_quoted_and_its_output_kept(tmp_path):
+    log = tmp_path / "logs" / "client.log"
+    source = "import sys; print('asking'); sys.exit('refused: port 9')"
+    message = r"load client ended with code 1: refused: port 9; all it said is in .*client\.log"
+    for _ in range(2):
+        with pytest.raises(EvalError, match=message):
+            run_client([sys.executable, "-c", source], log)
+    assert sorted(log.read_text().splitlines()) == ["asking"] * 2 + ["refused: port 9"] * 2
+    with pytest.raises(EvalError, match="code 3: it said nothing"):
+        run_client([sys.executable, "-c", "import sys; sys.exit(3)"], log)
+
+
+def test_a_server_that_does_not_start_names_its_log(tmp_path, monkeypatch):
+    from eval.methods import Method
+
+    def fail(*_):
+        raise ServerFailed("server exited with code 1:\nno memory")
+
+    monkeypatch.setattr(serving_study, "measure", fail)
+    with pytest.raises(
+        EvalError, match=r"target: server exited with code 1: no memory .*target\.log"
+    ):
+        serving_study.run(study(tmp_path, methods=(Method("target", (), 0),)), progress=str)
+
+
+def test_a_study_goes_on_with_the_methods_that_it_lacks_and_notices_damage(tmp_path, monkeypatch):
+    from eval.methods import Method
+
+    asked = []
+
+    def measure(_, method):
+        asked.append(method.name)
+        return {"concurrency": [], "poisson": [], "round_ms": None}
+
+    monkeypatch.setattr(serving_study, "measure", measure)
+    one, two = Method("target", (), 0), Method("mtp3", (), 3)
+    folder = tmp_path / serving_study.FOLDER
+    serving_study.run(study(folder, methods=(one,)), progress=str)
+    serving_study.run(study(folder, methods=(one, two)), progress=str)
+    assert asked == ["target", "mtp3"]
+    assert set(read_study(tmp_path)["round_ms"]) == {"target", "mtp3"}
+    path = folder / serving_study.RESULT
+    path.write_text(path.read_text().replace("mtp3", "mtp6"))
+    with pytest.raises(EvalError, match="is damaged"):
+        read_study(tmp_path)
+    serving_study.run(study(folder, methods=(one,)), progress=str)
+    assert asked == ["target", "mtp3", "target"]
+    assert read_study(tmp_path / "none") is None
+
+
+def test_the_report_holds_the_study(data, tmp_path, fake):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    level = {"requests": 4, "tokens_per_s": 10.0}
+    latencies = {name: [1.0, 2.0] for name in serving_study.LATENCIES}
+    content = {
+        "provenance": {},
+        "concurrency": {"target": [{"concurrency": c, **level, **latencies} for c in (1, 4)]},
+        "poisson": {"target": [{"rate": 2.0, **level, **latencies}]},
+        "round_ms": {"target": None},
+    }
+    write_json(out / serving_study.FOLDER / serving_study.RESULT, sealed(content))
+    report.write(out)
+    text = (out / "report.md").read_text()
+    assert "| target only | 10 | 10 |" in text and "| target only | 1 / 2 | 1 / 2 | 1 / 2 |" in text
+    assert "](throughput.svg)" in text

@@ -1,0 +1,279 @@
+"""Files that are whole or not there, JSON lines that survive a kill, folders with one owner."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+
+import pytest
+
+from sglang_hyperdflash.tools import atomic, jsonl
+from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, write_text
+from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
+from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, claim_file
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# --- atomic
+
+
+def test_a_file_is_replaced_whole_with_the_umask_s_mode(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    before = os.umask(0o027)
+    try:
+        write_json(path, {"a": 1})
+        with replacing(tmp_path / "b") as partial:
+            partial.unlink()
+            partial.write_text("x")
+            partial.chmod(0o600)  # what a library may do
+    finally:
+        os.umask(before)
+    assert json.loads(path.read_text()) == {"a": 1}
+    for file in (path, tmp_path / "b"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.json", "b"]
+
+
+def test_a_full_disk_leaves_the_old_content_and_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    write_text(path, "old")
+    monkeypatch.setattr(atomic.os, "fsync", no_space)
+    with pytest.raises(WriteFailed, match=r"cannot write .*/a: No space left.*is as it was"):
+        write_text(path, "new")
+    with pytest.raises(WriteFailed) as found:
+        write_text(tmp_path / "b", "new")
+    assert "as it was" not in str(found.value) and "\n" not in str(found.value)
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_error_of_the_writer_itself_is_not_called_a_full_disk(tmp_path):
+    with pytest.raises(KeyError), replacing(tmp_path / "a"):
+        raise KeyError("bug")
+    with pytest.raises(WriteFailed), replacing(tmp_path / "a", (RuntimeError,)):
+        raise RuntimeError("stream writer failed")
+    assert not list(tmp_path.iterdir())
+
+
+# --- checksum
+
+
+def test_a_sealed_record_notices_every_flipped_bit():
+    record = sealed({"text": "answer", "ids": [1, 2, 3], "seconds": 0.25})
+    line = json.dumps(record).encode()
+    assert is_intact(json.loads(line))
+    noticed = 0
+    for place in range(len(line)):
+        for bit in range(8):
+            damaged = bytearray(line)
+            damaged[place] ^= 1 << bit
+            try:
+                noticed += not is_intact(json.loads(bytes(damaged).decode("utf-8")))
+            except ValueError:
+                noticed += 1
+    assert noticed == 8 * len(line)
+    assert not is_intact({"text": "answer"}) and not is_intact(None)
+    assert short_hash({"a": 1, "b": (2,)}) == short_hash({"b": [2], "a": 1})
+
+
+# --- jsonl
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{", r"f:3: expected a JSON object, found '\{' \(.* at column \d\)\. Mend or remove"),
+        (b"[1]", r"f:3: expected a JSON object, found '\[1\]'"),
+        (b'{"a": "\xff"}', r"f:3: expected UTF-8 text, found byte 0xff at column 8"),
+    ],
+)
+def test_a_wrong_line_is_named_by_file_and_number(tmp_path, line, message):
+    path = tmp_path / "f"
+    path.write_bytes(b'{"a": 1}\n\n' + line + b"\n")
+    lines = read_lines(path)
+    assert next(lines) == (1, {"a": 1})
+    with pytest.raises(JsonlError, match=message):
+        next(lines)
+    with pytest.raises(JsonlError, match="found none"):
+        next(read_lines(tmp_path / "missing"))
+
+
+def test_a_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path):
+    path = tmp_path / "f"
+    with ResumableWriter(path) as writer:
+        writer.append({"i": 0, "text": "zwölf"})
+        writer.append({"i": 1, "text": "\ud800"})
+    whole = path.read_bytes()
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole[:cut])
+        with ResumableWriter(path) as writer:
+            kept = len(writer.records)
+            assert kept == whole[:cut].count(b"\n")
+            for i, text in enumerate(("zwölf", "\ud800")):
+                if i >= kept:
+                    writer.append({"i": i, "text": text})
+        assert path.read_bytes() == whole
+
+
+def test_a_damaged_line_is_dropped_when_records_are_sealed_and_an_error_when_not(tmp_path):
+    path = tmp_path / "f"
+    with ResumableWriter(path, seal=True) as writer:
+        for i in range(3):
+            writer.append({"i": i})
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"i": 1', b'"i": 7'))
+    with ResumableWriter(path, seal=True) as writer:
+        assert [r["i"] for r in writer.records] == [0, 2] and writer.dropped == [2]
+    path.write_bytes(b'{"i": 0}\n{"i"\n{"i": 2}\n')
+    with pytest.raises(JsonlError, match="f:2"):
+        ResumableWriter(path)
+
+
+def test_a_full_disk_in_the_middle_of_a_line_takes_the_line_back(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    writer = ResumableWriter(path)
+    writer.append({"i": 0})
+    write = os.write
+
+    def half(handle, data):
+        if len(data) > 5:
+            return write(handle, data[:5])
+        return no_space()
+
+    monkeypatch.setattr(jsonl.os, "write", half)
+    with pytest.raises(WriteFailed, match="No space left"):
+        writer.append({"i": 1})
+    monkeypatch.undo()
+    writer.append({"i": 2})
+    writer.close()
+    assert [value["i"] for _, value in read_lines(path)] == [0, 2]
+
+
+# --- ownership
+
+
+def test_a_new_folder_is_marked_and_found_again_by_the_same_settings(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with claim(folder, "eval run", {"n": (1, 2)}) as first:
+        assert not first.resumed
+        (folder / "result").write_text("x")
+    with claim(folder, "eval run", {"n": [1, 2]}) as second:
+        assert second.resumed and second.run_id == first.run_id
+    marker = json.loads((folder / ".hyperdflash.json").read_text())
+    assert marker["kind"] == "eval run" and marker["settings_hash"] == short_hash({"n": [1, 2]})
+    assert sorted(p.name for p in folder.iterdir()) == [".hyperdflash.json", "result"]
+
+
+def test_a_folder_that_is_not_ours_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotOurs, match=r"expected a new or empty folder, .*found config\.json"):
+        claim(tmp_path, "hyperdflash train", {}).__enter__()
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(NotOurs, match="expected a folder, found a file"):
+        claim(tmp_path / "config.json", "hyperdflash train", {}).__enter__()
+
+
+def test_another_command_s_folder_and_other_settings_are_refused_by_name(tmp_path):
+    with claim(tmp_path, "train", {"lr": 1e-3, "steps": 5}):
+        pass
+    with pytest.raises(NotOurs, match="expected what `capture` wrote, found what `train` wrote"):
+        claim(tmp_path, "capture", {}).__enter__()
+    with pytest.raises(NotOurs, match=r"other settings: lr was 0\.001, now \"high\"; steps was"):
+        claim(tmp_path, "train", {"lr": "high"}).__enter__()
+    (tmp_path / ".hyperdflash.json").write_text('{"kind": "train"')
+    with pytest.raises(NotOurs, match="is damaged"):
+        claim(tmp_path, "train", {"lr": 1e-3, "steps": 5}).__enter__()
+
+
+def test_a_file_is_claimed_like_a_folder(tmp_path):
+    file = tmp_path / "out.jsonl"
+    with claim_file(file, "regenerate", {"t": 1}):
+        file.write_text("x")
+        with pytest.raises(InUse, match=f"process {os.getpid()} on "):
+            claim_file(file, "regenerate", {"t": 1}).__enter__()
+        with claim_file(tmp_path / "other.jsonl", "regenerate", {"t": 1}):
+            pass
+    with claim_file(file, "regenerate", {"t": 1}) as again:
+        assert again.resumed
+    foreign = tmp_path / "mine.txt"
+    foreign.write_text("letters")
+    with pytest.raises(NotOurs, match=r"expected no file, or one that `regenerate` wrote"):
+        claim_file(foreign, "regenerate", {"t": 1}).__enter__()
+    assert foreign.read_text() == "letters"
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from sglang_hyperdflash.tools.ownership import claim
+with claim(Path(sys.argv[1]), "train", {}):
+    forks = sys.argv[2] == "fork"
+    in_child = forks and os.fork() == 0
+    if in_child or not forks:
+        print("held", flush=True)
+    time.sleep(60)
+    if in_child:
+        os._exit(0)
+"""
+
+
+def hold(folder, how: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(folder), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path, how):
+    process = hold(tmp_path, how)
+    try:
+        with pytest.raises(InUse, match=rf"in use by process {process.pid} on .*: -c "):
+            claim(tmp_path, "train", {}).__enter__()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with claim(tmp_path, "train", {}) as found:
+            assert found.resumed
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_of_many_runs_that_start_together_one_gets_the_folder(tmp_path):
+    source = textwrap.dedent("""
+        import sys, time
+        from pathlib import Path
+        from sglang_hyperdflash.tools.errors import HyperDFlashError
+        from sglang_hyperdflash.tools.ownership import claim
+        time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
+        try:
+            with claim(Path(sys.argv[1]), "train", {}):
+                print("held", flush=True)
+                time.sleep(3)
+        except HyperDFlashError as error:
+            print(type(error).__name__, flush=True)
+    """)
+    start = str(time.time() + 2)
+    command = [sys.executable, "-c", source, str(tmp_path / "new"), start]
+    every = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(5)]
+    assert sorted(p.communicate()[0] for p in every) == ["InUse\n"] * 4 + ["held\n"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HyperDFlashError, match="cannot write") as found:
+        claim(tmp_path / "file" / "out", "train", {}).__enter__()
+    assert "\n" not in str(found.value)

@@ -18,18 +18,12 @@ from eval.methods import Method
 from eval.options import parser, plan_of, study_of
 from eval.report import read, write
 from eval.runner import Cell
-from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.reference.deepseek_v4_core import UnsupportedTarget
-from sglang_hyperdflash.serving import ServerFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim
 
 # What a user can mend. All else is a fault of ours and keeps its traceback.
 USER_ERRORS = (
     HyperDFlashError,
-    HyperDFlashConfigError,
-    UnsupportedTarget,
-    ServerFailed,
     subprocess.CalledProcessError,
     requests.RequestException,
     OSError,

@@ -11,15 +11,10 @@ from typing import Any
 from eval.comparison import Samples, comparisons, interval, resampled, summaries
 from eval.identity import differences, key_of, verdict
 from eval.methods import BASELINE
-<<<<<<< HEAD
-from eval.runner import Cell
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
-=======
 from eval.runner import DIFFERENCES, Cell, read_run, read_sealed, unit_path
-from sglang_hyperdflash.metrics import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 from sglang_hyperdflash.tools.checksum import is_intact
 from sglang_hyperdflash.tools.jsonl import JsonlError, read_lines
->>>>>>> evals
 
 Entry = dict[str, Any]
 

@@ -18,7 +18,7 @@ from eval.client import Sampling, chat, messages_before
 from eval.errors import one_line
 from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, Plan, Servers, read_sealed
-from sglang_hyperdflash.serving import ServerFailed
+from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
 
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where

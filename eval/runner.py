@@ -16,23 +16,16 @@ from typing import Any
 import requests
 
 from eval.client import Sampling, converse, converse_all
-<<<<<<< HEAD
-from eval.methods import BASELINE, NOISE, EvalError, Method
-from sglang_hyperdflash.tools.errors import ServerFailed
-from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server
-=======
 from eval.errors import EvalError, one_line
 from eval.methods import BASELINE, NOISE, Method
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.serving import Server, ServerFailed
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, ServerFailed
 
 KIND = "python -m eval run"
 # What this command keeps in its folder; the serving study has a folder of its own inside.
 RUN, UNITS, DIFFERENCES = "run.json", "units", "differences.jsonl"
->>>>>>> evals
 
 
 @dataclass(frozen=True)

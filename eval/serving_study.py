@@ -18,19 +18,12 @@ import requests
 from eval.client import Sampling, converse_all
 from eval.errors import EvalError, one_line
 from eval.methods import Method
-<<<<<<< HEAD
-from eval.tables import LABELS, Table
-from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server
-=======
 from eval.runner import read_sealed
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import Server, ServerFailed
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed, short_hash
->>>>>>> evals
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, ServerFailed
 
 KIND = "python -m eval serving"
 FOLDER, RESULT = "serving", "serving.json"

@@ -15,11 +15,9 @@ from eval.__main__ import main
 from eval.errors import EvalError, one_line
 from eval.options import parser
 from eval.serving_study import Study, read_study, run_client
-from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.reference.deepseek_v4_core import UnsupportedTarget
-from sglang_hyperdflash.serving import ServerFailed
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import sealed
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed, UnsupportedTarget
 from tests.unit.eval_help import run_command, run_options
 
 

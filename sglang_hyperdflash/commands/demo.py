@@ -19,7 +19,7 @@ from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, p
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
 METHODS = ("target", "hyperdflash")
 # fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
 SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.2")
@@ -58,12 +58,14 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "demo", help="serve the tiny DeepSeek-V4", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--target", type=Path, default=EXAMPLE / "target")
-    parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter")
-    parser.add_argument("--prompts", type=Path, default=EXAMPLE / "prompts.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("build/demo.json"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--target", type=Path, default=EXAMPLE / "target", help="target folder")
+    parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter", help="drafter folder")
+    parser.add_argument(
+        "--prompts", type=Path, default=EXAMPLE / "prompts.jsonl", help="JSONL of kind, messages"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
+    parser.add_argument("--rounds", type=int, default=3, help="answers to each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of an answer")
     parser.add_argument(
         "--without-text", action="store_true", help="leave prompts and answers out of the report"
     )

@@ -18,9 +18,9 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
         raw: the ``config.json`` itself (the Qwen3 fields); config: its checked view.
     """
     d, m = config.hidden_size, config.hc_mult
-    head_dim = raw.get("head_dim") or d // raw["num_attention_heads"]
+    head_dim = raw["head_dim"]
     q = raw["num_attention_heads"] * head_dim
-    kv = raw.get("num_key_value_heads", raw["num_attention_heads"]) * head_dim
+    kv = raw["num_key_value_heads"] * head_dim
     f = raw["intermediate_size"]
     shapes: dict[str, tuple] = {"hidden_norm.weight": (d,), "norm.weight": (d,)}
     if config.reducer == "fc":

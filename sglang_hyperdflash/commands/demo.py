@@ -16,9 +16,11 @@ from pathlib import Path
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 
+# Of a checkout; an installed package does not carry it.
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
 METHODS = ("target", "hyperdflash")
 # fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
@@ -112,10 +114,23 @@ def read_prompts(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
 
 
+def check_example(args: argparse.Namespace) -> None:
+    """Raise ``HyperDFlashConfigError`` when the tiny target is asked for and is not here."""
+    for option in ("target", "draft", "prompts"):
+        place = getattr(args, option)
+        if not place.exists() and EXAMPLE in place.parents:
+            raise HyperDFlashConfigError(
+                f"--{option}: the tiny DeepSeek-V4 is not part of the installed package (expected "
+                f"{place}). Run the demo in a checkout of the repository, or pass --target, "
+                "--draft and --prompts."
+            )
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve, ask, compare, print and write the report; 1 when an output differs."""
     import openai
 
+    check_example(args)
     config = load_config(args.draft)
     prompts = read_prompts(args.prompts)
     logs = args.out.parent / "demo-logs"

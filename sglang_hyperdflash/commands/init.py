@@ -198,6 +198,7 @@ def run(args: argparse.Namespace) -> int:
     settings = options | {"target": location(args.target)}
     refuse(args.out, KIND, settings)
     files = TargetFiles(args.target, args.revision)
+    TargetFacts.from_config(files.config())  # says what the folder lacks
     mask = args.mask_token_id
     if mask is None:
         mask = mask_token_of(args.target, args.revision)

@@ -92,7 +92,10 @@ class TargetFiles:
         try:
             return self.filesystem.open(f"{self.root}/{file}", "rb")
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"target {self.name} has no {file}.") from error
+            raise FileNotFoundError(
+                f"target {self.name} has no {file}; expected a target checkpoint with its "
+                "config.json and safetensors. Pass that folder, or a hub id (owner/name)."
+            ) from error
         except OSError as error:
             raise FileNotFoundError(
                 f"target {self.name} is no folder here and its {file} cannot be read from the hub: "
@@ -101,8 +104,22 @@ class TargetFiles:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        with self._open("config.json") as file:
-            return json.load(file)
+        return self._json("config.json")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        with self._open(name) as file:
+            content = file.read()
+        try:
+            found = json.loads(content)
+        except ValueError as error:
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {name} is not JSON ({error}). Download it again."
+            ) from error
+        if not isinstance(found, dict):
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {name} must hold a JSON object. Download it again."
+            )
+        return found
 
     def config(self) -> dict[str, Any]:
         """The target's ``config.json``."""
@@ -116,8 +133,13 @@ class TargetFiles:
     def _tensor_files(self) -> dict[str, str]:
         """File of every tensor, from the index, or from the one file's own header."""
         if self.filesystem.exists(f"{self.root}/model.safetensors.index.json"):
-            with self._open("model.safetensors.index.json") as file:
-                return json.load(file)["weight_map"]
+            index = self._json("model.safetensors.index.json")
+            if not isinstance(index.get("weight_map"), dict):
+                raise HyperDFlashConfigError(
+                    f"target {self.name}: its model.safetensors.index.json has no weight_map. "
+                    "Download it again."
+                )
+            return index["weight_map"]
         with self._open("model.safetensors") as file:
             return dict.fromkeys(_header(file, "model.safetensors")[0], "model.safetensors")
 
@@ -245,7 +267,17 @@ def read_tensor(file, name: str, where: str) -> torch.Tensor:
 
 
 def mask_token_of(name: str, revision: str | None = None) -> int | None:
-    """Id of the target tokenizer's mask token, or None: then it must be given."""
+    """Id of the target tokenizer's mask token, or None: then it must be given.
+
+    Raises:
+        HyperDFlashConfigError: there is no tokenizer that transformers reads.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, revision=revision).mask_token_id
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision).mask_token_id
+    except (OSError, ValueError) as error:
+        raise HyperDFlashConfigError(
+            f"target {name} has no tokenizer that can be read ({str(error).splitlines()[0]}). Add "
+            "its tokenizer files, or pass --mask-token-id."
+        ) from error

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.commands import generate
 from sglang_hyperdflash.commands.answers import hold_answers
 from sglang_hyperdflash.commands.generate import KIND, read_prompts
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
@@ -100,18 +101,29 @@ def test_a_file_of_another_is_never_appended_to(tmp_path, capsys, target_dir):
     source.write_text('{"prompt": "a"}\n')
     output.write_text("mine\n")
 
-    def generate(output) -> str:
+    def refusal(output) -> str:
         files = ["--input", str(source), "--output", str(output)]
         assert main(["generate", "--model", str(target_dir), *files]) == 2
         return capsys.readouterr().err
 
-    assert "expected no file, or one that `hyperdflash generate` wrote" in generate(output)
+    assert "expected no file, or one that `hyperdflash generate` wrote" in refusal(output)
     assert output.read_text() == "mine\n"
-    assert "is the input" in generate(source)
-    assert "lies inside the target" in generate(target_dir / "out.jsonl")
-    free = tmp_path / "new.jsonl"
-    with held(free, []):
-        assert f"in use by process {os.getpid()}" in generate(free)
+    assert "is the input" in refusal(source)
+    assert "lies inside the target" in refusal(target_dir / "out.jsonl")
+
+
+def test_a_second_run_into_one_output_is_refused(tmp_path, capsys, target_dir, monkeypatch):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    command = ["generate", "--model", str(target_dir), "--input", str(source)]
+    command += ["--output", str(output)]
+
+    def second(*_):
+        assert main(command) == 2
+
+    monkeypatch.setattr(generate, "_with_engine", second)
+    assert main(command) == 0
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_metrics_follow_their_definitions():

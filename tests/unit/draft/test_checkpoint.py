@@ -57,7 +57,11 @@ def changed(raw, path, value):
         ("block_size", 1, "block_size"),
         ("block_size", "seven", 'block_size must be a whole number, found "seven"'),
         ("hyperdflash_config.reducer", "mlp", "must be one of fc, hc_gate"),
-        ("hyperdflash_config.source", "layer_3", "must be one of layers, post_hc_head, pre_hc_head"),
+        (
+            "hyperdflash_config.source",
+            "layer_3",
+            "must be one of layers, post_hc_head, pre_hc_head",
+        ),
         ("hyperdflash_config.hc_mult", 0, "hc_mult must be at least 1, found 0"),
         ("hyperdflash_config.path_norm", 1, "path_norm must be true or false, found 1"),
         ("hyperdflash_config.gate", None, "hyperdflash_config.gate is missing. Re-export"),

@@ -86,6 +86,7 @@ def resolved_arguments(target: str, node: Node, **options: Any):
         model_path=target,
         device="cuda",
         skip_tokenizer_init=True,
+        load_format="dummy",  # no weights are needed, and none are looked for
         tp_size=node.tp,
         mem_fraction_static=node.mem_fraction,
         max_running_requests=node.max_running_requests,

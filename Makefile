@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test soak pd-test gpu-test bench retrain eval-tiny
+.PHONY: setup demo test lint slow-test fault-test soak pd-test gpu-test bench retrain eval-tiny
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -21,7 +21,7 @@ demo: setup
 
 # Two files at a time: engine tests mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not disaggregation" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not faults and not disaggregation" -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
@@ -29,6 +29,10 @@ lint: setup
 
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
+
+# Every long command, killed, interrupted, starved of disk, run twice, damaged; prints the table.
+fault-test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m faults tests/faults
 
 # Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
 soak: setup

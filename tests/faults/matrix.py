@@ -66,12 +66,13 @@ class Runs:
     """The runs of one subject into one folder."""
 
     def __init__(self, subject: Subject, folder: Path, cell: Cell) -> None:
-        self.subject, self.folder, self.cell = subject, folder, cell
+        self.subject, self.folder, self.cell, self.count = subject, folder, cell, 0
         folder.mkdir(parents=True)
 
     def start(self) -> subprocess.Popen:
         command = [*self.subject.launcher, *self.subject.arguments(self.folder)]
-        self.log = (self.folder / "stderr.log").open("w+")
+        self.count += 1
+        self.log = (self.folder / f"stderr-{self.count}.log").open("w+")
         return subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=self.log, start_new_session=True
         )
@@ -157,13 +158,17 @@ def kill_helper(runs: Runs) -> None:
 
 
 def second_run(runs: Runs) -> None:
+    """The first stands still meanwhile, so that it cannot end before the second begins."""
     process = runs.start()
-    runs.until(process, 0.25)
-    first_log, running = runs.log, process.poll() is None
-    code = runs.end(second := runs.start()) if running else 2
-    assert not running or code != 0, "a second run was let in"
-    assert not running or "in use by process" in runs.cell.said[-1], runs.cell.said[-1]
-    assert second.pid != process.pid
+    assert runs.until(process, 0.25), runs.subject.name
+    first_log = runs.log
+    os.killpg(process.pid, signal.SIGSTOP)
+    try:
+        code = runs.end(runs.start())
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+    assert code != 0, "a second run was let in"
+    assert "in use by process" in runs.cell.said[-1], runs.cell.said[-1]
     runs.log = first_log
     assert runs.end(process) == 0
 

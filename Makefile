@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What make test runs; each of the others has a target of its own.
+FAST := not gpu and not slow and not faults and not disaggregation and not v4
 
-.PHONY: setup demo test lint slow-test soak pd-test gpu-test bench retrain eval-tiny figures
+.PHONY: setup demo test lint slow-test fault-test soak pd-test gpu-test bench retrain eval-tiny figures
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -21,7 +23,7 @@ demo: setup
 
 # Two files at a time, engine tests first: they mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not disaggregation" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .
@@ -29,6 +31,10 @@ lint: setup
 
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
+
+# Every long command, killed, interrupted, starved of disk, run twice, damaged; prints the table.
+fault-test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m faults tests/faults
 
 # Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
 soak: setup

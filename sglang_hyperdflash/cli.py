@@ -13,12 +13,30 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "plan")
 
 
+class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds ``(default: X)`` to every option that has one and does not say it itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = "default" in (action.help or "")
+        switch = action.nargs == 0
+        if said or switch or action.required or action.default is None:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options) -> None:
+        super().__init__(**{"formatter_class": _WithDefaults, **options})
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands; each module adds its own arguments and names its function."""
     parser = argparse.ArgumentParser(
         prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+    )
     for name in COMMANDS:
         importlib.import_module(f"sglang_hyperdflash.commands.{name}").add_parser(commands)
     return parser

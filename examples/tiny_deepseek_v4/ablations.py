@@ -40,8 +40,9 @@ from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 from train_drafter import DFLASH_LAYERS, new_drafter
 
 HERE = Path(__file__).resolve().parent

@@ -27,8 +27,9 @@ from sglang_hyperdflash.training.drafter import (
 )
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
+from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 
 # Outputs of layers 1, 2 and 3 of 0 to 4; after the last comes the pre-collapse residual itself.
 DFLASH_LAYERS = (1, 2, 3)

@@ -33,8 +33,9 @@ from sglang_hyperdflash.tools.server_process import (
 from sglang_hyperdflash.training.drafter import Drafter, with_window
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
+from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 
 HERE = Path(__file__).resolve().parent
 SERVER = (*comparable_arguments(), "--max-running-requests", "4")

@@ -11,17 +11,22 @@ import argparse
 import asyncio
 import os
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.commands.generate import engine_arguments
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import constant_gate
+from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
@@ -29,8 +34,10 @@ from sglang_hyperdflash.training.captured import (
     data_digest,
     shard_ranges,
 )
-from sglang_hyperdflash.training.conversations import load_samples
+from sglang_hyperdflash.training.conversations import HUB, load_samples
 from sglang_hyperdflash.training.samples import Sample, States
+
+KIND = "hyperdflash capture"
 
 
 class FinalState:
@@ -72,12 +79,13 @@ def add_parser(commands) -> None:
     add("--target", dest="model", required=True, help="target folder or hub id")
     add("--data", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
     add("--out", type=Path, required=True, help="folder for the shards")
-    add("--max-length", type=int, default=4096, help="longer conversations are left out")
-    add("--shard-mib", type=int, default=1024)
-    add("--concurrency", type=int, default=16)
-    add("--dtype", default="auto")
-    add("--tp", type=int, default=1)
+    add("--max-length", type=int, default=4096, help="tokens; longer conversations are left out")
+    add("--shard-mib", type=int, default=1024, help="size of a shard at most, MiB")
+    add("--concurrency", type=int, default=16, help="conversations in flight")
+    add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
+    add("--tp", type=int, default=1, help="GPUs that share the model")
     add("--engine-args", default="{}", help="more sgl.Engine arguments, as a JSON object")
+    add("--verbose", action="store_true", help="show what SGLang and its libraries print")
     parser.set_defaults(run=run, draft=None)
 
 
@@ -100,10 +108,30 @@ def run(args: argparse.Namespace) -> int:
     if args.concurrency < 1 or args.shard_mib < 1:
         raise HyperDFlashConfigError("--concurrency and --shard-mib must be at least 1.")
     arguments = engine_arguments(args)
+    local = [name for name in args.data if not name.startswith(HUB)]
+    keep_apart("--out", args.out, {"the target": args.model})
+    for name in local:
+        keep_apart("--out", args.out, {"the data": name})
+    settings = {name: getattr(args, name) for name in ("max_length", "shard_mib", "dtype")}
+    settings |= {"target": location(args.model), "data": [_content(name) for name in args.data]}
+    with claim(args.out, KIND, settings):
+        return _capture(args, arguments, AutoTokenizer.from_pretrained(args.model))
+
+
+def _content(name: str) -> str:
+    """The hash of a data file; a hub name as it is."""
+    if name.startswith(HUB):
+        return name
+    if not Path(name).is_file():
+        raise FileNotFoundError(f"data file {name} does not exist.")
+    return file_hash(Path(name))[:16]
+
+
+def _capture(args: argparse.Namespace, arguments: dict[str, Any], tokenizer) -> int:
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
     final_state = FinalState(files, facts)
-    loaded = load_samples(args.data, AutoTokenizer.from_pretrained(args.model), args.max_length)
+    loaded = load_samples(args.data, tokenizer, args.max_length)
     print(loaded)
     m, d = facts.hc_mult, facts.hidden_size
     itemsize = 4 if args.dtype == "float32" else 2
@@ -117,35 +145,50 @@ def run(args: argparse.Namespace) -> int:
         data_digest(loaded.samples),
     )
     writer = CaptureWriter(args.out, identity)
+    for name in writer.damaged:
+        print(f"{args.out / name} is damaged: it is made anew")
     ranges = shard_ranges(loaded.samples, m, d, itemsize, args.shard_mib << 20)
     waiting = [r for r in ranges if not writer.has(*r)]
-    print(f"{len(ranges)} shards, {len(ranges) - len(waiting)} already in {args.out}")
-    if not waiting:
-        return 0
-    left = [s for start, end in waiting for s in loaded.samples[start:end]]
-    check_space(args.out, sum(bytes_of(s, m, d, itemsize) for s in left))
-    with tempfile.TemporaryDirectory(dir=args.out) as scratch:
-        _with_engine(arguments, Path(scratch), args, loaded.samples, waiting, final_state, writer)
+    print(f"{_shards(len(ranges))}, {len(ranges) - len(waiting)} already in {args.out}")
+    if waiting:
+        left = [s for start, end in waiting for s in loaded.samples[start:end]]
+        check_space(args.out, sum(bytes_of(s, m, d, itemsize) for s in left))
+        with _scratch(args.out) as scratch:
+            _with_engine(arguments, scratch, args, loaded.samples, waiting, final_state, writer)
+    print(f"{len(loaded.samples)} samples in {_shards(len(ranges))} ({args.out})")
     return 0
 
 
+def _shards(count: int) -> str:
+    return "1 shard" if count == 1 else f"{count} shards"
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """A folder for rows on their way to a shard, without those of a run that was killed."""
+    folder = out / ".scratch"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _with_engine(arguments, scratch: Path, args, samples, waiting, final_state, writer) -> None:
-    os.environ[CAPTURE_FOLDER] = str(scratch)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import sglang
     from tqdm import tqdm
 
+    os.environ[CAPTURE_FOLDER] = str(scratch.resolve())
     # A prefix hit would leave its rows out; the whole row must be computed.
     fixed = {"enable_return_hidden_states": True, "disable_radix_cache": True}
-    engine = sglang.Engine(**(arguments | fixed))
     try:
-        for start, end in tqdm(waiting, unit="shard"):
-            chosen = samples[start:end]
-            work = prefill_all(engine, scratch, chosen, start, args.concurrency)
-            residuals = engine.loop.run_until_complete(work)
-            writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
+        with quiet_engine(arguments | fixed, verbose=args.verbose) as engine:
+            for start, end in tqdm(waiting, unit="shard"):
+                chosen = samples[start:end]
+                work = prefill_all(engine, scratch, chosen, start, args.concurrency)
+                residuals = engine.loop.run_until_complete(work)
+                writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
     finally:
-        engine.shutdown()
         os.environ.pop(CAPTURE_FOLDER)
 
 

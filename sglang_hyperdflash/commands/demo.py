@@ -61,12 +61,14 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "demo", help="serve the tiny DeepSeek-V4", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--target", type=Path, default=EXAMPLE / "target")
-    parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter")
-    parser.add_argument("--prompts", type=Path, default=EXAMPLE / "prompts.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("build/demo.json"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--target", type=Path, default=EXAMPLE / "target", help="target folder")
+    parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter", help="drafter folder")
+    parser.add_argument(
+        "--prompts", type=Path, default=EXAMPLE / "prompts.jsonl", help="JSONL of kind, messages"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
+    parser.add_argument("--rounds", type=int, default=3, help="answers to each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of an answer")
     parser.add_argument(
         "--without-text", action="store_true", help="leave prompts and answers out of the report"
     )

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.commands.answers import Answers, hold_answers
+from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
+from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.jsonl import read_lines
+from sglang_hyperdflash.tools.ownership import keep_apart, location
+from sglang_hyperdflash.tools.structs import shown
 
+KIND = "hyperdflash generate"
 Messages = list[dict[str, str]]
 
 
@@ -36,38 +41,36 @@ class Prompt:
     turns: list[str]
 
 
-def parse_line(index: int, line: str) -> Prompt:
-    """Parse one JSONL line with ``prompt``, ``messages`` or ``turns``.
+SHAPES = {
+    "prompt": "a non-empty string",
+    "turns": "a non-empty list of strings",
+    "messages": "a non-empty list of {role, content} objects with text",
+}
+
+
+def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Prompt:
+    """Check a line's object, which has one of ``prompt``, ``messages`` and ``turns``.
 
     Raises:
-        HyperDFlashConfigError: not JSON, none or several of the three, or of the wrong shape.
+        HyperDFlashConfigError: none or several of the three, or of the wrong shape; starts with
+            ``where``.
     """
-    where = f"line {index + 1}"
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{where} is not JSON: {error}.") from error
-    kinds = ("prompt", "messages", "turns")
-    given = [kind for kind in kinds if isinstance(record, dict) and kind in record]
+    given = [kind for kind in SHAPES if kind in record]
     if len(given) != 1:
+        others = f"only {', '.join(record)}" if record else "an empty object"
         raise HyperDFlashConfigError(
-            f"{where} must be an object with exactly one of prompt, messages or turns; found "
-            f"{given or type(record).__name__}."
+            f"{where}: expected exactly one of prompt, messages or turns; found "
+            f"{' and '.join(given) or others}."
         )
-    value, kind = record[given[0]], given[0]
-    digest = hashlib.sha256(line.encode()).hexdigest()[:16]
+    kind, digest = given[0], short_hash(record)
+    value = record[kind]
     if kind == "prompt" and isinstance(value, str) and value:
         return Prompt(index, digest, value, [], [])
     if kind == "turns" and value and _all(value, lambda turn: isinstance(turn, str)):
         return Prompt(index, digest, None, [], list(value))
     if kind == "messages" and value and _all(value, _is_message):
         return Prompt(index, digest, None, list(value), [])
-    shapes = {
-        "prompt": "a non-empty string",
-        "turns": "a non-empty list of strings",
-        "messages": "a non-empty list of {role, content} objects with text",
-    }
-    raise HyperDFlashConfigError(f"{where}: {kind} must be {shapes[kind]}.")
+    raise HyperDFlashConfigError(f"{where}: {kind} must be {SHAPES[kind]}, found {shown(value)}.")
 
 
 def _all(value: Any, accept) -> bool:
@@ -82,38 +85,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read and check the whole input before any model is loaded."""
     if not path.is_file():
         raise FileNotFoundError(f"--input {path} does not exist.")
-    lines = path.read_text(encoding="utf-8").split("\n")
-    prompts = [parse_line(i, line) for i, line in enumerate(lines) if line.strip()]
+    lines = read_lines(path)
+    prompts = [parse_prompt(n - 1, record, f"{path}:{n}") for n, record in lines]
     if not prompts:
         raise HyperDFlashConfigError(f"--input {path} holds no prompts.")
     return prompts
-
-
-def resume(path: Path, prompts: list[Prompt]) -> dict[int, dict]:
-    """Read finished answers, dropping a last line cut by a kill; returns them by index.
-
-    Raises:
-        HyperDFlashConfigError: the file answers another input.
-    """
-    if not path.is_file():
-        return {}
-    digests = {prompt.index: prompt.digest for prompt in prompts}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    done: dict[int, dict] = {}
-    # Not str.splitlines: an answer may hold U+2028 and its kind, which JSON leaves unescaped.
-    for line in whole.splitlines():
-        record = json.loads(line)
-        if digests.get(record["index"]) != record["digest"]:
-            raise HyperDFlashConfigError(
-                f"--output {path} holds answers to another input (index {record['index']}). Choose "
-                "another --output, or remove the file."
-            )
-        done[record["index"]] = record
-    if len(whole) != len(content):
-        with path.open("r+b") as out:
-            out.truncate(len(whole))
-    return done
 
 
 def add_parser(commands) -> None:
@@ -121,21 +97,21 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "generate", help="answer a JSONL file offline", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--model", required=True, help="target folder or hub id")
-    parser.add_argument("--draft", help="drafter; without it, no speculation")
-    parser.add_argument("--input", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=-1)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument(
-        "--engine-args", default="{}", help="more sgl.Engine arguments, as a JSON object"
-    )
+    add = parser.add_argument
+    add("--model", required=True, help="target folder or hub id")
+    add("--draft", help="drafter (default: none, no speculation)")
+    add("--input", type=Path, required=True, help="JSONL with prompt, messages or turns")
+    add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
+    add("--max-new-tokens", type=int, default=512, help="tokens of an answer at most")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling; 1 is off")
+    add("--top-k", type=int, default=-1, help="tokens to sample from; -1 is all")
+    add("--min-p", type=float, default=0.0, help="least share of the likeliest token's probability")
+    add("--concurrency", type=int, default=16, help="prompts in flight")
+    add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
+    add("--tp", type=int, default=1, help="GPUs that share the model")
+    add("--engine-args", default="{}", help="more sgl.Engine arguments, as a JSON object")
+    add("--verbose", action="store_true", help="show what SGLang and its libraries print")
     parser.set_defaults(run=run)
 
 
@@ -168,48 +144,50 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1 or args.concurrency < 1:
         raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
     arguments = engine_arguments(args)
+    others = {"the target": args.model, "the input": args.input}
+    keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    done = resume(args.output, prompts)
-    waiting = [prompt for prompt in prompts if prompt.index not in done]
-    print(f"{len(prompts)} prompts, {len(done)} already answered in {args.output}")
-    if not waiting:
-        return 0
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import sglang
-
-    engine = sglang.Engine(**arguments)
-    try:
-        started = time.monotonic()
-        records = engine.loop.run_until_complete(
-            answer_all(engine, waiting, args, len(done), len(prompts))
-        )
-        print(summary(records, time.monotonic() - started))
-    finally:
-        engine.shutdown()
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "dtype")
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
+    digests = {prompt.index: prompt.digest for prompt in prompts}
+    with hold_answers(args.output, KIND, settings, digests) as answers:
+        waiting = [prompt for prompt in prompts if prompt.index not in answers.done]
+        print(f"{len(prompts)} prompts, {len(answers.done)} already answered in {args.output}")
+        if waiting:
+            _with_engine(arguments, args, waiting, answers)
     return 0
 
 
+def _with_engine(
+    arguments: dict[str, Any], args: argparse.Namespace, waiting: list[Prompt], answers: Answers
+) -> None:
+    with quiet_engine(arguments, verbose=args.verbose) as engine:
+        started = time.monotonic()
+        work = answer_all(engine, waiting, args, answers)
+        records = engine.loop.run_until_complete(work)
+        print(summary(records, time.monotonic() - started))
+
+
 async def answer_all(
-    engine, waiting: list[Prompt], args: argparse.Namespace, done: int, total: int
+    engine, waiting: list[Prompt], args: argparse.Namespace, answers: Answers
 ) -> list[dict]:
     """Keep ``--concurrency`` prompts in flight; append each answer as it finishes."""
     from tqdm import tqdm
 
     queue: Iterator[Prompt] = iter(waiting)
     records: list[dict] = []
-    bar = tqdm(total=total, initial=done, unit="prompt", dynamic_ncols=True)
+    done = len(answers.done)
+    bar = tqdm(total=len(waiting) + done, initial=done, unit="prompt", dynamic_ncols=True)
 
-    async def worker(out) -> None:
+    async def worker() -> None:
         for prompt in queue:
             record = await answer(engine, prompt, args)
-            out.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-            out.flush()
+            answers.writer.append(record)
             records.append(record)
             bar.update(1)
 
-    with args.output.open("ab") as out:
-        await asyncio.gather(*(worker(out) for _ in range(min(args.concurrency, len(waiting)))))
+    await asyncio.gather(*(worker() for _ in range(min(args.concurrency, len(waiting)))))
     bar.close()
     return records
 

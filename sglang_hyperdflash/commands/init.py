@@ -12,7 +12,10 @@ from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import claim, keep_apart, location, refuse
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+
+KIND = "hyperdflash init"
 
 
 def add_parser(commands) -> None:
@@ -26,17 +29,22 @@ def add_parser(commands) -> None:
     default = DrafterShape()
     add = parser.add_argument
     add("--target", required=True, help="target folder or hub id")
-    add("--revision", help="branch, tag or commit of a hub id")
+    add("--revision", help="branch, tag or commit of a hub id (default: its main one)")
     add("--out", type=Path, required=True, help="new folder for the draft checkpoint")
-    add("--layers", type=int, default=default.layers)
-    add("--heads", type=int, default=default.heads)
-    add("--kv-heads", type=int, default=default.kv_heads)
-    add("--head-dim", type=int, default=default.head_dim)
+    add("--layers", type=int, default=default.layers, help="transformer layers")
+    add("--heads", type=int, default=default.heads, help="attention heads")
+    add("--kv-heads", type=int, default=default.kv_heads, help="K/V heads")
+    add("--head-dim", type=int, default=default.head_dim, help="width of a head")
     add("--intermediate-size", type=int, help="default: three times the hidden size")
     add("--block-size", type=int, default=default.block_size, help="anchor plus drafts")
     add("--window", type=int, help="context tokens that a block may see (default: all)")
-    add("--rope-theta", type=float, default=default.rope_theta)
-    add("--reducer", choices=("hc_gate", "fc"), default="hc_gate")
+    add("--rope-theta", type=float, default=default.rope_theta, help="base of RoPE")
+    add(
+        "--reducer",
+        choices=("hc_gate", "fc"),
+        default="hc_gate",
+        help="how the paths become one state: the method's gate, or a generic projection",
+    )
     add(
         "--gate",
         choices=("inherited", "approximate", "random"),
@@ -50,10 +58,15 @@ def add_parser(commands) -> None:
         default="pre_hc_head",
         help="what the reducer reads; the others, with --reducer fc, are there to compare with",
     )
-    add("--layer-ids", type=int, nargs="+", help="target layers of --source layers, from 0")
+    add(
+        "--layer-ids",
+        type=int,
+        nargs="+",
+        help="target layers of --source layers, from 0 (default: none)",
+    )
     add("--no-path-norm", action="store_true", help="gate the raw residual paths")
     add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the new weights")
     parser.set_defaults(run=run)
 
 
@@ -180,9 +193,12 @@ def reducer_line(drafter: Drafter) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and say what it is."""
-    if args.out.exists() and any(args.out.iterdir()):
-        raise HyperDFlashConfigError(f"--out {args.out} is not empty; choose a new folder.")
+    keep_apart("--out", args.out, {"the target": args.target})
+    options = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "target")}
+    settings = options | {"target": location(args.target)}
+    refuse(args.out, KIND, settings)
     files = TargetFiles(args.target, args.revision)
+    TargetFacts.from_config(files.config())  # says what the folder lacks
     mask = args.mask_token_id
     if mask is None:
         mask = mask_token_of(args.target, args.revision)
@@ -192,7 +208,8 @@ def run(args: argparse.Namespace) -> int:
             "token that never occurs in text (it must stay the same when serving)."
         )
     drafter, facts = new_drafter(files, args, mask)
-    drafter.save(args.out)
+    with claim(args.out, KIND, settings):
+        drafter.save(args.out)
     count = sum(p.numel() for p in drafter.parameters())
     kind = files.kind
     print(

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.targets.kinds import text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 GIB = 1 << 30
+# What SGLang reads of a V4 target to size its pools; its config class has defaults for some.
+SIZED_BY = (
+    *("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "hc_mult"),
+    *("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window", "compress_ratios"),
+    "max_position_embeddings",
+)
 # Method -> server arguments beyond the target's.
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -36,13 +44,14 @@ class Node:
     """One tensor-parallel group of GPUs.
 
     gpu_gib: memory of a GPU. weights_gib: of the target's and the draft's weights on one GPU.
+    max_running_requests: None for SGLang's own choice, which depends on the method.
     """
 
     gpu_gib: float
     weights_gib: float
     tp: int = 1
     mem_fraction: float = 0.85
-    max_running_requests: int = 256
+    max_running_requests: int | None = 256
     context_length: int | None = None
     dp_attention: bool = False
 
@@ -54,12 +63,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Budget:
-    """One method's cost on one GPU; ``tokens`` is the capacity in full tokens."""
+    """One method's cost on one GPU; ``tokens`` is the capacity in full tokens.
+
+    The bytes of a token are the target's own, as without speculation; those of
+    ``draft_bytes_per_token``; and those of the speculation, ``spec_bytes_per_token``: a V4 target
+    keeps longer rings of compression states and of its window when several tokens are verified at
+    once, whatever drafts them. requests: at most so many at a time.
+    """
 
     method: str
     bytes_per_token: float
     tokens: int
     draft_bytes_per_token: float
+    spec_bytes_per_token: float = 0.0
+    requests: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,7 @@ def resolved_arguments(target: str, node: Node, **options: Any):
         model_path=target,
         device="cuda",
         skip_tokenizer_init=True,
+        load_format="dummy",  # no weights are needed, and none are looked for
         tp_size=node.tp,
         mem_fraction_static=node.mem_fraction,
         max_running_requests=node.max_running_requests,
@@ -151,6 +169,13 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
         raise
     except (AssertionError, ValueError) as error:
         raise HyperDFlashConfigError(f"SGLang does not start {method} here: {error}") from error
+    except (KeyError, AttributeError, TypeError) as error:
+        names = f"{target}{f' or {draft}' if draft else ''}"
+        raise HyperDFlashConfigError(
+            f"the config.json of {names} lacks a field, or holds one of another type, that SGLang "
+            f"needs to size its pools ({type(error).__name__}: {error}). Compare it with the "
+            "published one."
+        ) from error
 
 
 def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
@@ -167,7 +192,20 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
         # What the same target costs with the rings of any speculation, but no draft.
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
-    return Budget(method, full, int(sizes.max_total_num_tokens), full - plain)
+        requests = get_schedule().max_running_requests
+    tokens = int(sizes.max_total_num_tokens)
+    return Budget(method, full, tokens, full - plain, requests=requests)
+
+
+def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
+    """The rows with what speculation adds to the target's own bytes, which the first row has."""
+    own = rows[0].bytes_per_token
+    return [
+        replace(row, spec_bytes_per_token=row.bytes_per_token - row.draft_bytes_per_token - own)
+        if isinstance(row, Budget)
+        else row
+        for row in rows
+    ]
 
 
 def _is_v4(target: str) -> bool:
@@ -175,6 +213,17 @@ def _is_v4(target: str) -> bool:
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     return is_deepseek_v4(get_config(target, trust_remote_code=False))
+
+
+def _check_fields(target: str) -> None:
+    """Refuse a target that leaves out what its pools are sized by: a default would mislead."""
+    fields = text_fields(TargetFiles(target).config())
+    missing = [name for name in SIZED_BY if fields.get(name) is None]
+    if missing:
+        raise HyperDFlashConfigError(
+            f"the config.json of {target} lacks {', '.join(missing)}, which K/V pools are sized "
+            "by. Add the fields; examples/deepseek_v4_flash_config has the published ones."
+        )
 
 
 def plan(
@@ -198,6 +247,7 @@ def plan(
             f"{target} is not a DeepSeek-V4 target; SGLang counts the drafter exactly for other "
             "targets, and prints the capacity when the server starts."
         )
+    _check_fields(target)
     rows: list[Budget | Unavailable] = [
         budget(target, node, "none", None),
         budget(target, node, ALGORITHM, draft),
@@ -207,27 +257,39 @@ def plan(
             rows.append(budget(target, node, method, path))
         except HyperDFlashConfigError as error:
             rows.append(Unavailable(method, str(error)))
-    return rows
+    return _explained(rows)
 
 
 def report(rows: list[Budget | Unavailable], node: Node) -> str:
     """The plan as text."""
     budgets = [row for row in rows if isinstance(row, Budget)]
-    base = budgets[0].tokens
+    own, base = budgets[0].bytes_per_token, budgets[0].tokens
+    limit = node.max_running_requests
+    chosen = "SGLang's own choice" if limit is None else "--max-running-requests"
     lines = [
         f"K/V memory on one GPU: {node.kv_bytes / GIB:.1f} GiB (tp {node.tp}"
-        f"{', DP attention' if node.dp_attention else ''}, "
-        f"at most {node.max_running_requests} requests)",
+        f"{', DP attention' if node.dp_attention else ''}; requests at a time: {chosen})",
         "",
-        f"{'method':<14}{'bytes/token':>12}{'of the draft':>14}{'tokens':>12}{'of none':>9}",
+        f"{'method':<14}{'bytes/token':>12}{'= target':>10}{'+ rings':>9}{'+ draft':>9}"
+        f"{'tokens':>12}{'of none':>9}{'requests':>10}",
     ]
     for b in budgets:
         lines.append(
-            f"{b.method:<14}{b.bytes_per_token:>12.0f}{b.draft_bytes_per_token:>14.0f}"
-            f"{b.tokens:>12,}{b.tokens / base:>9.0%}"
+            f"{b.method:<14}{b.bytes_per_token:>12.0f}{own:>10.0f}{b.spec_bytes_per_token:>9.0f}"
+            f"{b.draft_bytes_per_token:>9.0f}{b.tokens:>12,}{b.tokens / base:>9.0%}"
+            f"{b.requests or '':>10}"
         )
     missing = [row for row in rows if isinstance(row, Unavailable)]
     lines += [f"{row.method:<14}{row.reason}" for row in missing]
+    lines += [
+        "",
+        "rings: the target's own compression states and window, longer while drafts are verified.",
+    ]
+    if limit is None and len({b.requests for b in budgets}) > 1:
+        lines.append(
+            "requests differ: SGLang takes fewer by default with speculation. "
+            "--max-running-requests compares at one number."
+        )
     return "\n".join(lines)
 
 
@@ -276,10 +338,14 @@ def add_parser(commands) -> None:
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
     add("--gpu-gib", type=float, required=True, help="memory of one GPU, GiB")
     add("--weights-gib", type=float, help="weights on one GPU, GiB (default: index size / tp)")
-    add("--tp", type=int, default=1)
+    add("--tp", type=int, default=1, help="GPUs that share the model")
     add("--dp-attention", action="store_true", help="K/V heads are not sharded")
-    add("--context-length", type=int)
-    add("--mem-fraction-static", type=float, default=0.85)
-    add("--max-running-requests", type=int, default=256)
-    add("--json", action="store_true")
+    add("--context-length", type=int, help="tokens (default: the target's own)")
+    add("--mem-fraction-static", type=float, default=0.85, help="share of a GPU for weights, K/V")
+    add(
+        "--max-running-requests",
+        type=int,
+        help="requests at a time (default: what SGLang chooses for each method, which is shown)",
+    )
+    add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

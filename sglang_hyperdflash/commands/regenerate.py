@@ -4,50 +4,58 @@ A drafter learns what its target says, so the answers of a data set are thrown a
 turn is asked again, each seeing the target's answers before it. The exact tokens are kept: text
 would be tokenised again, and not always to the same tokens. One output line a conversation,
 ``{"index", "digest", "messages", "samples": [{"tokens", "spans"}]}`` with one sample an answer;
-the file is its own resume state.
+the file is its own resume state. What the server refuses is listed, with file and line, in
+``OUTPUT.skipped.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import queue
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from sglang_hyperdflash.commands.generate import json_option, resume
+from sglang_hyperdflash.commands.answers import hold_answers
+from sglang_hyperdflash.commands.generate import json_option
+from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
-from sglang_hyperdflash.training.conversations import Messages, read_conversations
+from sglang_hyperdflash.tools.jsonl import ResumableWriter
+from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart, location
+from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
 
+KIND = "hyperdflash regenerate"
 ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Task:
-    """One conversation to answer: its messages without any assistant's."""
+    """One conversation to answer: its messages without any assistant's, and its place."""
 
     index: int
     digest: str
     prompts: Messages
+    where: str
+
+
+class Refused(Exception):
+    """The server does not take a prompt, and says why."""
 
 
 def read_tasks(paths: list[str], limit: int | None) -> list[Task]:
     """The user and system turns of every conversation, in order."""
     tasks: list[Task] = []
     for path in paths:
-        for messages in read_conversations(path):
+        for messages, where in read_conversations(path):
             if limit is not None and len(tasks) == limit:
                 return tasks
             prompts = [m for m in messages if m["role"] != "assistant"]
-            digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-            tasks.append(Task(len(tasks), digest, prompts))
+            tasks.append(Task(len(tasks), short_hash(prompts), prompts, where))
     return tasks
 
 
@@ -55,7 +63,8 @@ class Client:
     """A running SGLang server, asked with token ids.
 
     Args:
-        url: its address. sampling: SGLang sampling parameters.
+        url: its address. sampling: SGLang sampling parameters; ``max_new_tokens`` is cut to what
+            the server's context leaves beside a prompt.
 
     Raises:
         ServerFailed: nothing answers there.
@@ -65,10 +74,13 @@ class Client:
         self.url, self.tokenizer = url.rstrip("/"), tokenizer
         self.sampling, self.template = sampling, template
         try:
-            requests.get(f"{self.url}/health", timeout=30).raise_for_status()
-        except requests.RequestException as error:
+            answer = requests.get(f"{self.url}/server_info", timeout=30)
+            answer.raise_for_status()
+            # SGLang keeps a few tokens of its context and of its K/V pool for itself.
+            self.context = int(answer.json()["max_req_input_len"])
+        except (requests.RequestException, KeyError, TypeError, ValueError) as error:
             raise ServerFailed(
-                f"no SGLang server answers at {url}: {error}. Start one with "
+                f"no SGLang server answers at {url}: {error!r}. Start one with "
                 "`python -m sglang.launch_server --model-path TARGET`."
             ) from error
 
@@ -80,13 +92,23 @@ class Client:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def generate(self, tokens: list[int]) -> tuple[list[int], str]:
-        """The target's answer: its tokens and text. Retries what a busy server refuses."""
-        payload = {"input_ids": tokens, "sampling_params": self.sampling}
+        """The target's answer: its tokens and text. Retries what a busy server refuses.
+
+        Raises:
+            Refused: the prompt is too long, or wrong for the server. ServerFailed: no answer.
+        """
+        room = self.context - len(tokens)
+        if room < 1:
+            raise Refused(
+                f"the prompt has {len(tokens)} tokens, the server takes {self.context - 1}"
+            )
+        new = min(self.sampling["max_new_tokens"], room)
+        payload = {"input_ids": tokens, "sampling_params": self.sampling | {"max_new_tokens": new}}
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 answer = requests.post(f"{self.url}/generate", json=payload, timeout=3600)
                 if answer.status_code == 400:
-                    raise HyperDFlashConfigError(f"the server refused a prompt: {answer.text}")
+                    raise Refused(_reason(answer))
                 answer.raise_for_status()
                 body = answer.json()
                 return body["output_ids"], body["text"]
@@ -99,61 +121,133 @@ class Client:
                 time.sleep(2.0**attempt)
         raise AssertionError("unreachable")
 
-    def answer(self, task: Task) -> dict[str, Any]:
-        """Ask every user turn in order."""
+    def answer(self, task: Task) -> tuple[dict[str, Any], str | None]:
+        """Ask every user turn in order, up to the first that the server refuses.
+
+        Returns:
+            The output record, and why it ends early (None: it does not).
+        """
         messages: Messages = []
-        samples = []
+        samples, refused = [], None
         for message in task.prompts:
             messages.append(message)
             if message["role"] != "user":
                 continue
             prompt = self.prompt_tokens(messages)
-            output, text = self.generate(prompt)
-            samples.append(
-                {"tokens": prompt + output, "spans": [[len(prompt), len(prompt) + len(output)]]}
-            )
+            try:
+                output, text = self.generate(prompt)
+            except Refused as error:
+                refused = f"turn {len(samples) + 1}: {error}"
+                messages.pop()
+                break
+            end = len(prompt) + len(output)
+            samples.append({"tokens": prompt + output, "spans": [[len(prompt), end]]})
             messages.append({"role": "assistant", "content": text})
-        return {
-            "index": task.index,
-            "digest": task.digest,
-            "messages": messages,
-            "samples": samples,
-        }
+        record = {"index": task.index, "digest": task.digest}
+        return record | {"messages": messages, "samples": samples}, refused
 
 
-def answer_all(client: Client, tasks: list[Task], out: Path, concurrency: int, done: int) -> int:
-    """Answer tasks ``concurrency`` at a time, appending each as it finishes; returns tokens."""
-    from tqdm import tqdm
+def _reason(answer: requests.Response) -> str:
+    """What a refusal says, without the JSON around it."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:300]
 
-    queue: Iterator[Task] = iter(tasks)
-    lock, failed = threading.Lock(), threading.Event()
-    total = 0
-    bar = tqdm(total=len(tasks) + done, initial=done, unit="conversation", dynamic_ncols=True)
 
-    def worker() -> None:
-        nonlocal total
-        while not failed.is_set():
-            with lock:
-                task = next(queue, None)
-            if task is None:
+def answer_all(
+    client: Client, tasks: list[Task], concurrency: int
+) -> Iterator[tuple[Task, dict[str, Any], str | None]]:
+    """Answers as they finish, ``concurrency`` at a time: ``(task, record, why it ends early)``.
+
+    Threads of their own, not a pool's: an interrupted command must not wait for their answers.
+    """
+    todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    stop = threading.Event()
+    for task in tasks:
+        todo.put(task)
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                task = todo.get_nowait()
+            except queue.Empty:
                 return
             try:
-                record = client.answer(task)
-            except BaseException:
-                failed.set()
-                raise
-            line = json.dumps(record, ensure_ascii=False) + "\n"
-            with lock:
-                file.write(line.encode())
-                file.flush()
-                total += sum(s["spans"][0][1] - s["spans"][0][0] for s in record["samples"])
-                bar.update(1)
+                done.put((task, *client.answer(task)))
+            except BaseException as error:
+                done.put(error)
 
-    with out.open("ab") as file, ThreadPoolExecutor(concurrency) as pool:
-        for future in [pool.submit(worker) for _ in range(concurrency)]:
-            future.result()
-    bar.close()
-    return total
+    for _ in range(min(concurrency, len(tasks))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for _ in tasks:
+            found = done.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        stop.set()
+
+
+def skipped_file(output: Path) -> Path:
+    """Where the prompts that the server refused are listed."""
+    return output.with_name(f"{output.stem}.skipped.jsonl")
+
+
+class Skipped:
+    """The list of what the server refused, beside an output file that this run holds.
+
+    Attributes:
+        found: the entries, by the index of their conversation.
+
+    Raises:
+        NotOurs: a file of that name was there before the output file.
+    """
+
+    def __init__(self, output: Path, resumed: bool, digests: Mapping[int, str]) -> None:
+        self.path = skipped_file(output)
+        if self.path.exists() and not resumed:
+            raise NotOurs(
+                f"{self.path} is there, but {output} is not: it is not this run's list. Choose "
+                "another --output, or remove it."
+            )
+        self.writer: ResumableWriter | None = None
+        self.found: dict[int, dict[str, Any]] = {}
+        if self.path.exists():
+            self.writer = ResumableWriter(self.path, seal=True)
+            entries = self.writer.records
+            self.found = {e["index"]: e for e in entries if digests.get(e["index"]) == e["digest"]}
+
+    @property
+    def unanswered(self) -> set[int]:
+        """Conversations of which not one turn is in the output."""
+        return {index for index, entry in self.found.items() if not entry["answered"]}
+
+    def forget(self) -> None:
+        """Drop the entries without any answer, so that they are asked again."""
+        kept = [entry for entry in self.found.values() if entry["answered"]]
+        self.found = {}
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+            self.path.unlink()
+        for entry in kept:
+            self._write(entry)
+
+    def add(self, task: Task, reason: str, answered: int) -> None:
+        """List a conversation, of which ``answered`` turns are in the output."""
+        if task.index in self.found:
+            return
+        entry = {"index": task.index, "digest": task.digest, "where": task.where}
+        self._write(entry | {"reason": reason, "answered": answered})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self.writer is None:
+            self.writer = ResumableWriter(self.path, seal=True)
+        self.writer.append(entry)
+        self.found[entry["index"]] = entry
 
 
 def add_parser(commands) -> None:
@@ -168,13 +262,23 @@ def add_parser(commands) -> None:
     add("--server", required=True, help="address of a running SGLang server, http://HOST:PORT")
     add("--target", required=True, help="folder or hub id of the target's tokenizer")
     add("--input", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
-    add("--output", type=Path, required=True)
-    add("--temperature", type=float, default=0.7)
-    add("--top-p", type=float, default=0.8)
-    add("--top-k", type=int, default=20)
-    add("--max-new-tokens", type=int, default=2048)
-    add("--concurrency", type=int, default=32)
-    add("--limit", type=int, help="conversations to answer at most")
+    add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
+    add("--temperature", type=float, default=0.7, help="0 is greedy")
+    add("--top-p", type=float, default=0.8, help="nucleus sampling; 1 is off")
+    add("--top-k", type=int, default=20, help="tokens to sample from; -1 is all")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=2048,
+        help="tokens of an answer at most; less where the server's context leaves less",
+    )
+    add("--concurrency", type=int, default=32, help="conversations in flight")
+    add("--limit", type=int, help="conversations to answer at most (default: all)")
+    add(
+        "--retry-skipped",
+        action="store_true",
+        help="ask again what the server refused in an earlier run",
+    )
     add(
         "--template-args",
         default="{}",
@@ -183,23 +287,77 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters; what no server takes is refused here, once, and not by prompt."""
+    names = ("temperature", "top_p", "top_k", "max_new_tokens")
+    sampling = {name: getattr(args, name) for name in names}
+    if args.concurrency < 1 or args.max_new_tokens < 1:
+        raise HyperDFlashConfigError("--concurrency and --max-new-tokens must be at least 1.")
+    if args.temperature < 0 or not 0 < args.top_p <= 1 or not (args.top_k == -1 or args.top_k > 0):
+        raise HyperDFlashConfigError(
+            "--temperature must be at least 0, --top-p above 0 and at most 1, --top-k -1 or at "
+            f"least 1; found {args.temperature}, {args.top_p} and {args.top_k}."
+        )
+    return sampling
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
     from transformers import AutoTokenizer
 
-    if args.concurrency < 1 or args.max_new_tokens < 1:
-        raise HyperDFlashConfigError("--concurrency and --max-new-tokens must be at least 1.")
+    sampling = _sampling(args)
     template = json_option("--template-args", args.template_args)
+    for name in (name for name in args.input if not name.startswith(HUB)):
+        keep_apart("--output", args.output, {"the target": args.target, "the input": name})
+    settings = sampling | {"target": location(args.target), "template": template}
     tasks = read_tasks(args.input, args.limit)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    done = resume(args.output, tasks)
-    waiting = [task for task in tasks if task.index not in done]
-    print(f"{len(tasks)} conversations, {len(done)} already answered in {args.output}")
-    if not waiting:
-        return 0
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    sampling = {name: getattr(args, name) for name in names}
-    client = Client(args.server, AutoTokenizer.from_pretrained(args.target), sampling, template)
-    tokens = answer_all(client, waiting, args.output, args.concurrency, len(done))
-    print(f"{len(waiting)} conversations answered with {tokens} tokens")
+    digests = {task.index: task.digest for task in tasks}
+    with hold_answers(args.output, KIND, settings, digests) as answers:
+        skipped = Skipped(args.output, answers.resumed, digests)
+        if args.retry_skipped:
+            skipped.forget()
+        known = {*answers.done, *skipped.unanswered}
+        waiting = [task for task in tasks if task.index not in known]
+        before = ", ".join(
+            [f"{len(answers.done)} already answered in {args.output}"]
+            + ([f"{len(skipped.found)} skipped before"] if skipped.found else [])
+        )
+        print(f"{len(tasks)} conversations, {before}")
+        if waiting:
+            tokenizer = AutoTokenizer.from_pretrained(args.target)
+            client = Client(args.server, tokenizer, sampling, template)
+            _answer(client, waiting, args.concurrency, answers, skipped)
     return 0
+
+
+def _answer(client: Client, waiting: list[Task], concurrency: int, answers, skipped) -> None:
+    """Ask, write each answer as it comes, and say at the end what was refused."""
+    from tqdm import tqdm
+
+    tokens = answered = cut = 0
+    refused: list[str] = []
+    done = len(answers.done)
+    with tqdm(
+        total=len(waiting) + done, initial=done, unit="conversation", dynamic_ncols=True
+    ) as bar:
+        for task, record, reason in answer_all(client, waiting, concurrency):
+            samples = record["samples"]
+            if reason is not None:  # first, so that a kill in between asks the conversation again
+                skipped.add(task, reason, len(samples))
+                refused.append(f"{task.where}: {reason}")
+            if samples:
+                answers.writer.append(record)
+                answered += 1
+                cut += reason is not None
+                tokens += sum(s["spans"][0][1] - s["spans"][0][0] for s in samples)
+            bar.update(1)
+    print(f"{answered} conversations answered with {tokens} tokens")
+    for line in refused[:5]:
+        print(f"  refused {line}")
+    if refused:
+        print(
+            f"{len(refused)} conversations refused by the server ({cut} after their first "
+            f"answers): listed in {skipped.path}; --retry-skipped asks them again"
+        )
+    if not answered and not done and refused:
+        raise HyperDFlashConfigError(f"the server refused every conversation: {refused[0]}")

@@ -1,149 +1,100 @@
-"""``hyperdflash train``: stages from a TOML file, each a run of :class:`Trainer`.
+"""``hyperdflash train``: the stages of a training file, each a run of :class:`Trainer`.
 
-target = "DIR"            # the model that is accelerated
-draft = "DIR"             # from `hyperdflash init`
-out = "DIR"               # the trained drafter
-max_length = 512          # tokens of a conversation
-features = "cache"        # or "online": the target's states anew for each batch; or
-                          # "captured": data and held_out are folders of `hyperdflash capture`
-[held_out]                # simulated tau is the mean over these
-math = "math.jsonl"
-[objective]               # alpha, T, P, teacher, weights, gamma: see training.objective
-[[stage]]                 # one or more, in order; each starts from the best of the one before
-data = ["a.jsonl"]       # files, or "hub:OWNER/NAME" data sets
-epochs = 5                # or steps, or minutes
-lr = 8e-4                 # and the other fields of training.loop.Recipe
+What the file holds: :mod:`sglang_hyperdflash.training.recipe`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.tools.atomic import replacing
+from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import claim, keep_apart, location, refuse
 from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
-from sglang_hyperdflash.training.captured import CapturedFeatures
-from sglang_hyperdflash.training.conversations import data_place, load_samples
+from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
+from sglang_hyperdflash.training.conversations import HUB, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.monitor import Monitor
-from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Source
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-FEATURES = ("cache", "online", "captured")
+KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"  # loaded by this package; others by transformers
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage: its files, its length in epochs (or in its recipe), and its other fields."""
-
-    data: tuple[Path | str, ...]
-    epochs: float | None
-    recipe: dict[str, Any]
-
-    def resolve(self, samples: int, objective: Objective) -> Recipe:
-        """The recipe for so many samples."""
-        values = dict(self.recipe)
-        if self.epochs is not None:
-            batch = values.get("batch", Recipe.batch)
-            values["steps"] = max(1, math.ceil(self.epochs * samples / batch))
-        return Recipe(**values, objective=objective)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A checked training file; relative paths count from its folder."""
-
-    target: str
-    draft: Path
-    out: Path
-    max_length: int
-    features: str
-    held_out: dict[str, Path | str]
-    objective: Objective
-    stages: tuple[Stage, ...]
-
-
-def read_schedule(path: Path) -> Schedule:
-    """Read and check a training file.
+def _content(place: Path | str) -> str:
+    """The hash of a file, or of a capture's index; a hub name as it is.
 
     Raises:
-        FileNotFoundError: no such file. HyperDFlashConfigError: not TOML, or a field is missing,
-            unknown or wrong.
+        FileNotFoundError: nothing is there.
     """
+    if str(place).startswith(HUB):
+        return str(place)
+    path = Path(place)
+    path = path / INDEX if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"--config {path} does not exist.")
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise HyperDFlashConfigError(f"{path} is not TOML: {error}.") from error
-    known = {f.name for f in fields(Schedule)} - {"stages"} | {"stage"}
-    _refuse_unknown(raw, known, str(path))
-    for name in ("target", "draft", "out", "stage"):
-        if not raw.get(name):
-            raise HyperDFlashConfigError(f"{path}: {name} is missing.")
-    features = raw.get("features", "cache")
-    if features not in FEATURES:
+        raise FileNotFoundError(f"file {path} does not exist.")
+    return file_hash(path)[:16]
+
+
+def settings_of(schedule: Schedule) -> dict[str, Any]:
+    """All that must not change between two runs into one working folder.
+
+    Raises:
+        FileNotFoundError: a data file does not exist.
+    """
+
+    def contents(places: Iterable[Path | str]) -> list[str]:
+        return [_content(place) for place in places]
+
+    stages = {
+        f"stage {i}": stage.settings() | {"data": contents(schedule.data(stage))}
+        for i, stage in enumerate(schedule.stages, 1)
+    }
+    return stages | {
+        "target": location(schedule.target),
+        "draft": _content(schedule.draft / "model.safetensors"),
+        "max_length": schedule.max_length,
+        "features": schedule.features,
+        "held_out": {kind: _content(place) for kind, place in schedule.held_out.items()},
+        "objective": msgspec.to_builtins(schedule.objective),
+    }
+
+
+def hold(schedule: Schedule, work: Path, held: ExitStack) -> None:
+    """Claim ``work`` and ``out`` for this run, before anything is loaded.
+
+    Raises:
+        NotOurs: one of them holds something else, or is, or lies inside, the target or the draft.
+        InUse: another run holds one.
+    """
+    load_config(schedule.draft)  # says what is wrong with the folder, if something is
+    others = {"the target": schedule.target, "the draft": schedule.draft}
+    keep_apart("out", schedule.out, others)
+    keep_apart("--work", work, others)
+    if schedule.out.resolve() in (work.resolve(), *work.resolve().parents):
         raise HyperDFlashConfigError(
-            f"{path}: features must be one of {', '.join(FEATURES)}; found {features!r}."
+            f"out {schedule.out} must not be or hold --work {work}. Choose another folder."
         )
-    objective = raw.get("objective", {})
-    _refuse_unknown(objective, {f.name for f in fields(Objective)}, f"{path}: [objective]")
-    base = path.resolve().parent
-    return Schedule(
-        target=str(base / raw["target"]) if (base / raw["target"]).is_dir() else raw["target"],
-        draft=base / raw["draft"],
-        out=base / raw["out"],
-        max_length=int(raw.get("max_length", 2048)),
-        features=features,
-        held_out={kind: data_place(base, file) for kind, file in raw.get("held_out", {}).items()},
-        objective=Objective(**objective),
-        stages=tuple(
-            _stage(entry, base, f"{path}: stage {i}") for i, entry in enumerate(raw["stage"], 1)
-        ),
-    )
-
-
-def _stage(entry: Mapping[str, Any], base: Path, where: str) -> Stage:
-    allowed = {f.name for f in fields(Recipe)} - {"objective"} | {"data", "epochs"}
-    _refuse_unknown(entry, allowed, where)
-    if not entry.get("data"):
-        raise HyperDFlashConfigError(f"{where}: data is missing.")
-    lengths = [name for name in ("epochs", "steps", "minutes") if name in entry]
-    if len(lengths) != 1:
-        raise HyperDFlashConfigError(
-            f"{where} needs exactly one of epochs, steps or minutes; found {lengths or 'none'}."
-        )
-    recipe = {k: v for k, v in entry.items() if k not in ("data", "epochs")}
-    return Stage(
-        tuple(data_place(base, file) for file in entry["data"]), entry.get("epochs"), recipe
-    )
-
-
-def _refuse_unknown(section: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(set(section) - known)
-    if unknown:
-        raise HyperDFlashConfigError(
-            f"{where}: unknown field {unknown[0]}; known are {', '.join(sorted(known))}."
-        )
+    settings = settings_of(schedule)
+    earlier = refuse(work, KIND, settings) or "a new one"
+    refuse(schedule.out, OUT, {"work": location(work), "run": earlier})
+    run = held.enter_context(claim(work, KIND, settings))
+    held.enter_context(claim(schedule.out, OUT, {"work": location(work), "run": run.run_id}))
 
 
 def load_pair(schedule: Schedule):
@@ -152,7 +103,6 @@ def load_pair(schedule: Schedule):
     Raises:
         HyperDFlashConfigError: they do not belong together.
     """
-    load_config(schedule.draft)  # says what is wrong with the folder, if something is
     drafter = Drafter.load(schedule.draft)
     files = TargetFiles(schedule.target)
     facts = TargetFacts.from_config(files.config())
@@ -180,29 +130,52 @@ def train(schedule: Schedule, work: Path, world: ProcessGroup, device: torch.dev
     if schedule.features != "captured":
         tokenizer = AutoTokenizer.from_pretrained(schedule.target)
 
+    def say(line: str) -> None:
+        if world.is_main:
+            print(line, flush=True)
+
     def source(files: tuple[Path | str, ...], title: str) -> Source:
         if schedule.features == "captured":
             return captured(files, drafter.config, target.norm)
         loaded = load_samples(files, tokenizer, schedule.max_length)
-        if world.is_main:
-            print(f"{title}: {loaded}", flush=True)
+        say(f"{title}: {loaded}")
         kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
         return kind(target, loaded.samples, layer_ids=drafter.config.captured_layers)
 
     held_out = {kind: source((file,), kind) for kind, file in schedule.held_out.items()}
-    best = schedule.draft
+    best, last = schedule.draft, ""
     for number, stage in enumerate(schedule.stages, 1):
-        folder = work / f"stage-{number}"
-        features = source(stage.data, f"stage {number}")
+        title, folder = f"stage {number}", work / f"stage-{number}"
+        features = source(schedule.data(stage), title)
         drafter = Drafter.load(best).to(device)
         recipe = stage.resolve(len(features.samples), schedule.objective)
         trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
-        with Monitor(trainer, f"stage {number}") as monitor:
+        if trainer.state["step"]:
+            say(f"{title}: resumed at step {trainer.state['step']}")
+        with Monitor(trainer, title) as monitor:
             trainer.run(folder / "best", monitor)
-        best = folder / "best"
+        world.on_main(lambda best=folder / "best", trainer=trainer: trainer.check_best(best))
+        best, last = folder / "best", best_line(trainer)
+        if number < len(schedule.stages):
+            say(f"{title}: {last}")
     if world.is_main:
-        shutil.copytree(best, schedule.out, dirs_exist_ok=True)
-        print(f"trained drafter: {schedule.out}")
+        publish(best, schedule.out)
+        print(f"{last} ({schedule.out})")
+
+
+def best_line(trainer: Trainer) -> str:
+    """The best checkpoint in words."""
+    state = trainer.state
+    if not trainer.held_out:
+        return f"last: step {state['best_step']}, tau not measured: there is no [held_out]"
+    return f"best: step {state['best_step']}, tau {state['best_tau']:.2f}"
+
+
+def publish(best: Path, out: Path) -> None:
+    """Copy a finished drafter, each file whole or not at all; the weights come last."""
+    for name in ("config.json", "model.safetensors"):
+        with replacing(out / name) as partial:
+            shutil.copyfile(best / name, partial)
 
 
 def captured(
@@ -241,9 +214,13 @@ def add_parser(commands) -> None:
         "processes: torchrun --nproc-per-node N -m sglang_hyperdflash.cli train ...",
     )
     parser.add_argument("--config", type=Path, required=True, help="training file (TOML)")
-    parser.add_argument("--work", type=Path, required=True, help="folder for states and logs")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of this run's states and logs"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.add_argument("--threads", type=int, help="CPU threads of each process")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of each process (default: torch's own number)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -257,7 +234,9 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(world.local_rank)
     try:
-        train(schedule, args.work, world, device)
+        with ExitStack() as held:
+            world.on_main(lambda: hold(schedule, args.work, held))
+            train(schedule, args.work, world, device)
     finally:
         world.close()
     return 0

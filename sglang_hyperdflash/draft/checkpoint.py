@@ -18,9 +18,9 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
         raw: the ``config.json`` itself (the Qwen3 fields); config: its checked view.
     """
     d, m = config.hidden_size, config.hc_mult
-    head_dim = raw.get("head_dim") or d // raw["num_attention_heads"]
+    head_dim = raw["head_dim"]
     q = raw["num_attention_heads"] * head_dim
-    kv = raw.get("num_key_value_heads", raw["num_attention_heads"]) * head_dim
+    kv = raw["num_key_value_heads"] * head_dim
     f = raw["intermediate_size"]
     shapes: dict[str, tuple] = {"hidden_norm.weight": (d,), "norm.weight": (d,)}
     if config.reducer == "fc":
@@ -57,24 +57,48 @@ def checked_tensors(
     """
     seen: set[str] = set()
     for name, tensor in weights:
-        if name not in expected:
-            raise HyperDFlashConfigError(
-                f"draft checkpoint: unexpected tensor {name} {tuple(tensor.shape)}; expected only "
-                f"the {len(expected)} tensors its config.json describes."
-            )
-        if name in seen:
-            raise HyperDFlashConfigError(f"draft checkpoint: tensor {name} appears twice.")
-        if tuple(tensor.shape) != expected[name]:
-            raise HyperDFlashConfigError(
-                f"draft checkpoint: tensor {name} has shape {tuple(tensor.shape)}; its "
-                f"config.json asks for {expected[name]}."
-            )
+        _check_name(name, tuple(tensor.shape), seen, expected)
         if not torch.isfinite(tensor).all():
             raise HyperDFlashConfigError(
                 f"draft checkpoint: tensor {name} holds NaN or infinite values."
             )
-        seen.add(name)
         yield name, tensor
+    _check_whole(seen, expected)
+
+
+def check_names(
+    shapes: Iterable[tuple[str, tuple[int, ...]]], expected: Mapping[str, tuple]
+) -> None:
+    """:func:`checked_tensors` for names and shapes alone, without any value.
+
+    Raises:
+        HyperDFlashConfigError: a missing, extra, repeated or misshapen tensor.
+    """
+    seen: set[str] = set()
+    for name, shape in shapes:
+        _check_name(name, shape, seen, expected)
+    _check_whole(seen, expected)
+
+
+def _check_name(
+    name: str, shape: tuple[int, ...], seen: set[str], expected: Mapping[str, tuple]
+) -> None:
+    if name not in expected:
+        raise HyperDFlashConfigError(
+            f"draft checkpoint: unexpected tensor {name} {shape}; expected only the "
+            f"{len(expected)} tensors its config.json describes."
+        )
+    if name in seen:
+        raise HyperDFlashConfigError(f"draft checkpoint: tensor {name} appears twice.")
+    if shape != expected[name]:
+        raise HyperDFlashConfigError(
+            f"draft checkpoint: tensor {name} has shape {shape}; its config.json asks for "
+            f"{expected[name]}."
+        )
+    seen.add(name)
+
+
+def _check_whole(seen: set[str], expected: Mapping[str, tuple]) -> None:
     missing = sorted(set(expected) - seen)
     if missing:
         raise HyperDFlashConfigError(

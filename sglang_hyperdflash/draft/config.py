@@ -1,4 +1,4 @@
-"""The draft checkpoint's configuration: parsed and validated in one place (DESIGN, section 4).
+"""The draft checkpoint's configuration: parsed and validated in one place.
 
 Nothing here imports SGLang, so training and tools can use it on a bare torch.
 """
@@ -9,9 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.structs import Keys, checked
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual in front of the collapse (the method); the
@@ -19,8 +23,8 @@ DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 SOURCES = ("pre_hc_head", "post_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
 # What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only
-# resembles its collapse, or the constant gate of a mean (targets.py).
-GATES = ("inherited", "random", "approximate", "constant")
+# resembles its collapse, or the constant gate of a mean (targets.kinds). An fc has none.
+GATES = ("inherited", "random", "approximate", "constant", "none")
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class HyperDFlashConfig:
     path_norm: bool
     target_layer_ids: tuple[int, ...]
     target: TargetIdentity
-    gate: str = "inherited"
-    window: int | None = None
+    gate: str
+    window: int | None
 
     @property
     def num_drafts(self) -> int:
@@ -80,59 +84,60 @@ class HyperDFlashConfig:
         return paths.get(self.source, 1) * self.hidden_size
 
 
-def _require(mapping: Mapping[str, Any], name: str, kind: type | tuple, where: str) -> Any:
-    if name not in mapping:
-        raise HyperDFlashConfigError(
-            f"draft config: {where}{name} is missing. Re-export the drafter with this version of "
-            "sglang-hyperdflash."
-        )
-    value = mapping[name]
-    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
-        raise HyperDFlashConfigError(
-            f"draft config: {where}{name} must be {getattr(kind, '__name__', kind)}, "
-            f"found {value!r}."
-        )
-    return value
+Size = Annotated[int, Meta(ge=1)]
+Token = Annotated[int, Meta(ge=0)]
+Epsilon = Annotated[float, Meta(ge=0)]
 
 
-def _choice(value: str, allowed: tuple[str, ...], where: str) -> str:
-    if value not in allowed:
-        raise HyperDFlashConfigError(
-            f"draft config: {where} must be one of {', '.join(allowed)}; found {value!r}."
-        )
-    return value
+class _Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    architecture: str
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Size
+    hc_head_fingerprint: str | None = None
 
 
-def _parse_target(section: Mapping[str, Any]) -> TargetIdentity:
-    where = "hyperdflash_config.target."
-    fingerprint = section.get("hc_head_fingerprint")
-    if fingerprint is not None and not isinstance(fingerprint, str):
-        raise HyperDFlashConfigError(
-            f"draft config: {where}hc_head_fingerprint must be text or null, found {fingerprint!r}."
-        )
-    return TargetIdentity(
-        architecture=_require(section, "architecture", str, where),
-        hidden_size=_require(section, "hidden_size", int, where),
-        vocab_size=_require(section, "vocab_size", int, where),
-        num_hidden_layers=_require(section, "num_hidden_layers", int, where),
-        hc_head_fingerprint=fingerprint,
-    )
+class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``hyperdflash_config``."""
+
+    source: Literal[SOURCES]
+    reducer: Literal[REDUCERS]
+    gate: Literal[GATES]
+    hc_mult: Size
+    hc_eps: Epsilon
+    path_norm: bool
+    window: Size | None
+    target: _Target
 
 
-def _window(section: Mapping[str, Any]) -> int | None:
-    if section.get("window") is None:
-        return None
-    return _require(section, "window", int, "hyperdflash_config.")
+class _DFlash(msgspec.Struct, frozen=True, kw_only=True):
+    """``dflash_config``, which SGLang reads as well."""
+
+    mask_token_id: int
+    block_size: int | None = None
+    target_layer_ids: tuple[Token, ...] = ()
 
 
-def _layer_ids(dflash: Mapping[str, Any]) -> tuple[int, ...]:
-    found = dflash.get("target_layer_ids") or []
-    if not isinstance(found, list) or not all(type(i) is int and i >= 0 for i in found):
-        raise HyperDFlashConfigError(
-            f"draft config: dflash_config.target_layer_ids must be a list of layer numbers, "
-            f"found {found!r}."
-        )
-    return tuple(found)
+class _Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of ``config.json`` itself; its other fields are the Qwen3 class's own."""
+
+    block_size: Annotated[int, Meta(ge=2)]
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    intermediate_size: Size
+    rms_norm_eps: Epsilon
+    dflash_config: _DFlash
+    hyperdflash_config: _Own
+
+
+def _named(keys: Keys) -> str:
+    """The place of a field, in words."""
+    name = ".".join(str(key) for key in keys if isinstance(key, str))
+    return f"draft config: {name}" if name else "draft config"
 
 
 def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
@@ -153,42 +158,41 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
             "draft config: auto_map names remote code, which is never run for a drafter. Remove "
             "auto_map from its config.json."
         )
-    dflash = _require(config, "dflash_config", Mapping, "")
-    section = _require(config, "hyperdflash_config", Mapping, "")
-    where = "hyperdflash_config."
+    try:
+        draft = checked(config, _Draft, _named)
+    except HyperDFlashConfigError as error:
+        if "is missing" not in str(error):
+            raise
+        raise HyperDFlashConfigError(
+            f"{error} Re-export the drafter with this version of sglang-hyperdflash."
+        ) from error
+    own, dflash = draft.hyperdflash_config, draft.dflash_config
     parsed = HyperDFlashConfig(
-        block_size=_require(config, "block_size", int, ""),
-        mask_token_id=_require(dflash, "mask_token_id", int, "dflash_config."),
-        hidden_size=_require(config, "hidden_size", int, ""),
-        vocab_size=_require(config, "vocab_size", int, ""),
-        num_hidden_layers=_require(config, "num_hidden_layers", int, ""),
-        source=_choice(_require(section, "source", str, where), SOURCES, where + "source"),
-        reducer=_choice(_require(section, "reducer", str, where), REDUCERS, where + "reducer"),
-        hc_mult=_require(section, "hc_mult", int, where),
-        hc_eps=float(_require(section, "hc_eps", (int, float), where)),
-        rms_norm_eps=float(_require(config, "rms_norm_eps", (int, float), "")),
-        path_norm=_require(section, "path_norm", bool, where),
-        target_layer_ids=_layer_ids(dflash),
-        target=_parse_target(_require(section, "target", Mapping, where)),
-        # Checkpoints older than the field inherit.
-        gate=_choice(section.get("gate", "inherited"), GATES, where + "gate"),
-        window=_window(section),
+        block_size=draft.block_size,
+        mask_token_id=dflash.mask_token_id,
+        hidden_size=draft.hidden_size,
+        vocab_size=draft.vocab_size,
+        num_hidden_layers=draft.num_hidden_layers,
+        source=own.source,
+        reducer=own.reducer,
+        hc_mult=own.hc_mult,
+        hc_eps=own.hc_eps,
+        rms_norm_eps=draft.rms_norm_eps,
+        path_norm=own.path_norm,
+        target_layer_ids=dflash.target_layer_ids,
+        target=TargetIdentity(**msgspec.structs.asdict(own.target)),
+        gate=own.gate,
+        window=own.window,
     )
-    _check_consistency(parsed, dflash)
+    _check_consistency(parsed, dflash.block_size)
     return parsed
 
 
-def _check_consistency(parsed: HyperDFlashConfig, dflash: Mapping[str, Any]) -> None:
-    inner = dflash.get("block_size", parsed.block_size)
-    if inner != parsed.block_size:
+def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
+    if inner not in (None, parsed.block_size):
         raise HyperDFlashConfigError(
             f"draft config: block_size is {parsed.block_size} but dflash_config.block_size is "
             f"{inner!r}; both must be the block size the drafter was trained with."
-        )
-    if parsed.block_size < 2:
-        raise HyperDFlashConfigError(
-            f"draft config: block_size must be at least 2 (the anchor and one draft), "
-            f"found {parsed.block_size}."
         )
     if parsed.window is not None and parsed.window < parsed.block_size:
         raise HyperDFlashConfigError(
@@ -200,10 +204,6 @@ def _check_consistency(parsed: HyperDFlashConfig, dflash: Mapping[str, Any]) -> 
             f"draft config: dflash_config.mask_token_id {parsed.mask_token_id} is outside the "
             f"vocabulary of {parsed.vocab_size}."
         )
-    if parsed.hc_mult < 1:
-        raise HyperDFlashConfigError(
-            f"draft config: hyperdflash_config.hc_mult must be at least 1, found {parsed.hc_mult}."
-        )
     for name in ("hidden_size", "vocab_size"):
         if getattr(parsed, name) != getattr(parsed.target, name):
             raise HyperDFlashConfigError(
@@ -214,6 +214,11 @@ def _check_consistency(parsed: HyperDFlashConfig, dflash: Mapping[str, Any]) -> 
     if parsed.reducer == "hc_gate" and parsed.source != "pre_hc_head":
         raise HyperDFlashConfigError(
             f"draft config: source {parsed.source} has no residual paths to gate; use reducer fc."
+        )
+    if parsed.reducer == "hc_gate" and parsed.gate == "none":
+        raise HyperDFlashConfigError(
+            "draft config: hyperdflash_config.gate is none, which is for reducer fc; an hc_gate's "
+            f"is one of {', '.join(GATES[:-1])}."
         )
     _check_layer_ids(parsed)
     if parsed.reads_hc_head and parsed.target.hc_head_fingerprint is None:

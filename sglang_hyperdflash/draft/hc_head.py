@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
 import torch
 
+from sglang_hyperdflash.tools.checksum import bytes_hash
 from triton_ops import hc_gate_reduce_reference
 
 
@@ -32,7 +32,5 @@ class HcHead(NamedTuple):
 
 def tensors_fingerprint(*tensors: torch.Tensor) -> str:
     """A short hash of tensors as fp32 bytes, in order; shapes are not part of it."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    plain = (t.detach().to("cpu", torch.float32).contiguous() for t in tensors)
+    return bytes_hash(t.numpy().tobytes() for t in plain)

@@ -6,14 +6,24 @@ Runs in the launcher before any process starts (seam: ``SpeculativeAlgorithm.reg
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_target, parse_config
+from sglang_hyperdflash.draft.config import (
+    HyperDFlashConfig,
+    check_fingerprint,
+    check_target,
+    parse_config,
+)
 from sglang_hyperdflash.seams import check_installed
+from sglang_hyperdflash.serving.draft_files import check_draft_files
 from sglang_hyperdflash.serving.draft_kv_size import pool_ratio
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -110,6 +120,47 @@ def validate_server_args(server_args) -> None:
     )
     _check_served_target(server_args, target, config)
     _check_context(server_args, target)
+    draft = Path(server_args.speculative_draft_model_path)
+    if draft.is_dir() and not _without_weights(server_args):
+        check_draft_files(draft, _draft_hub_config(server_args).to_dict(), config)
+    _check_gate(server_args, config)
+    _check_port(server_args)
+
+
+def _check_gate(server_args, config: HyperDFlashConfig) -> None:
+    """Compare the drafter's gate with a local target's own, of which some 300 KB are read.
+
+    The worker compares again what was loaded, for targets of every kind and place.
+    """
+    folder = Path(server_args.model_path)
+    if not config.reads_hc_head or not folder.is_dir() or _without_weights(server_args):
+        return
+    files = TargetFiles(str(folder))
+    try:
+        facts = TargetFacts.from_config(files.config())
+        hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    except (HyperDFlashConfigError, FileNotFoundError):
+        return  # SGLang's loader says what is wrong with the target
+    if hc_head is not None:
+        check_fingerprint(config, hc_head.fingerprint())
+
+
+def _check_port(server_args) -> None:
+    """Refuse a taken port before the model is loaded; SGLang binds it afterwards."""
+    launcher = Path(sys.argv[0]).name in ("launch_server.py", "sglang")
+    here = multiprocessing.parent_process() is None and not getattr(server_args, "node_rank", 0)
+    host, port = getattr(server_args, "host", None), getattr(server_args, "port", None)
+    if not (launcher and here and host and port):
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise HyperDFlashConfigError(
+                f"--port {port} on {host} cannot be listened on: {error.strerror}. Stop what "
+                "listens there, or choose another --port."
+            ) from error
 
 
 def _hub_config(path: str, revision: str | None, trust_remote_code: bool = False):
@@ -134,17 +185,12 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
             "HyperDFlash draft checkpoint."
         )
     folder = Path(path)
-    if folder.is_absolute() or folder.exists() or path.startswith("."):
-        if not (folder / "config.json").is_file():
-            raise HyperDFlashConfigError(
-                f"--speculative-draft-model-path {path} holds no config.json; expected a "
-                "HyperDFlash draft checkpoint folder."
-            )
-        if not any(folder.glob("*.safetensors")):
-            raise HyperDFlashConfigError(
-                f"--speculative-draft-model-path {path} holds no *.safetensors; pickled weights "
-                "are not loaded. Re-export the drafter."
-            )
+    local = folder.is_absolute() or folder.exists() or path.startswith(".")
+    if local and not (folder / "config.json").is_file():
+        raise HyperDFlashConfigError(
+            f"--speculative-draft-model-path {path} holds no config.json; expected a "
+            "HyperDFlash draft checkpoint folder."
+        )
     try:
         config = _draft_hub_config(server_args)
     except (OSError, ValueError) as error:
@@ -153,6 +199,12 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
     parsed = parse_config(raw)
     check_ranks(server_args, raw)
     return parsed
+
+
+def _without_weights(server_args) -> bool:
+    """Whether no weight is read: ``--load-format dummy``, or a plan that only counts."""
+    names = ("load_format", "speculative_draft_load_format")
+    return "dummy" in [getattr(server_args, name, None) for name in names]
 
 
 def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
@@ -171,7 +223,7 @@ def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
     if getattr(server_args, "enable_dp_attention", False):
         return
     heads = int(draft["num_attention_heads"])
-    kv_heads = int(draft.get("num_key_value_heads") or heads)
+    kv_heads = int(draft["num_key_value_heads"])
     width = int(draft["intermediate_size"])
     if heads % ranks or width % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise HyperDFlashConfigError(

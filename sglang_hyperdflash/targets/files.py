@@ -20,7 +20,7 @@ from sglang_hyperdflash.targets.kinds import TargetKind, target_kind, text_field
 from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ class TargetFiles:
         try:
             return self.filesystem.open(f"{self.root}/{file}", "rb")
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"target {self.name} has no {file}.") from error
+            raise FileNotFoundError(
+                f"target {self.name} has no {file}; expected a target checkpoint with its "
+                "config.json and safetensors. Pass that folder, or a hub id (owner/name)."
+            ) from error
         except OSError as error:
             raise FileNotFoundError(
                 f"target {self.name} is no folder here and its {file} cannot be read from the hub: "
@@ -101,8 +104,22 @@ class TargetFiles:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        with self._open("config.json") as file:
-            return json.load(file)
+        return self._json("config.json")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        with self._open(name) as file:
+            content = file.read()
+        try:
+            found = json.loads(content)
+        except ValueError as error:
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {name} is not JSON ({error}). Download it again."
+            ) from error
+        if not isinstance(found, dict):
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {name} must hold a JSON object. Download it again."
+            )
+        return found
 
     def config(self) -> dict[str, Any]:
         """The target's ``config.json``."""
@@ -116,10 +133,15 @@ class TargetFiles:
     def _tensor_files(self) -> dict[str, str]:
         """File of every tensor, from the index, or from the one file's own header."""
         if self.filesystem.exists(f"{self.root}/model.safetensors.index.json"):
-            with self._open("model.safetensors.index.json") as file:
-                return json.load(file)["weight_map"]
+            index = self._json("model.safetensors.index.json")
+            if not isinstance(index.get("weight_map"), dict):
+                raise HyperDFlashConfigError(
+                    f"target {self.name}: its model.safetensors.index.json has no weight_map. "
+                    "Download it again."
+                )
+            return index["weight_map"]
         with self._open("model.safetensors") as file:
-            return dict.fromkeys(_header(file, "model.safetensors")[0], "model.safetensors")
+            return dict.fromkeys(read_header(file, "model.safetensors")[0], "model.safetensors")
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, str]]:
@@ -209,14 +231,20 @@ def _plain(name: str) -> str:
     return core_name(name.replace("language_model.", ""))
 
 
-def _header(file, name: str) -> tuple[dict[str, Any], int]:
-    """A safetensors file's tensor table and where its data begin."""
+def read_header(file, name: str) -> tuple[dict[str, Any], int]:
+    """A safetensors file's tensor table and where its data begin.
+
+    Raises:
+        HyperDFlashConfigError: it has no such header; ``name`` says which file.
+    """
     length = int.from_bytes(file.read(8), "little")
     text = file.read(length) if 0 < length < 100 << 20 else b""
     try:
         table = json.loads(text)
     except ValueError as error:
         raise HyperDFlashConfigError(f"{name} is not a safetensors file: {error}.") from error
+    if not isinstance(table, dict):
+        raise HyperDFlashConfigError(f"{name} is not a safetensors file: its header is no table.")
     table.pop("__metadata__", None)
     return table, 8 + length
 
@@ -228,24 +256,34 @@ def read_tensor(file, name: str, where: str) -> torch.Tensor:
         HyperDFlashConfigError: it is not there, cut short, or of a dtype that is no plain float.
     """
     file.seek(0)
-    table, start = _header(file, where)
+    table, start = read_header(file, where)
     if name not in table:
         raise HyperDFlashConfigError(f"{where} has no tensor {name}, though the index says so.")
     entry = table[name]
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in DTYPES:
         raise HyperDFlashConfigError(
-            f"{where}: tensor {name} is {entry['dtype']}; expected one of {', '.join(_DTYPES)}."
+            f"{where}: tensor {name} is {entry['dtype']}; expected one of {', '.join(DTYPES)}."
         )
     begin, end = entry["data_offsets"]
     file.seek(start + begin)
     data = bytearray(file.read(end - begin))
     if len(data) != end - begin:
         raise HyperDFlashConfigError(f"{where} is cut short inside tensor {name}.")
-    return torch.frombuffer(data, dtype=_DTYPES[entry["dtype"]]).view(entry["shape"]).clone()
+    return torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).view(entry["shape"]).clone()
 
 
 def mask_token_of(name: str, revision: str | None = None) -> int | None:
-    """Id of the target tokenizer's mask token, or None: then it must be given."""
+    """Id of the target tokenizer's mask token, or None: then it must be given.
+
+    Raises:
+        HyperDFlashConfigError: there is no tokenizer that transformers reads.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, revision=revision).mask_token_id
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision).mask_token_id
+    except (OSError, ValueError) as error:
+        raise HyperDFlashConfigError(
+            f"target {name} has no tokenizer that can be read ({str(error).splitlines()[0]}). Add "
+            "its tokenizer files, or pass --mask-token-id."
+        ) from error

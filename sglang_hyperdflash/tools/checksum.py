@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 CHECKSUM = "checksum"
@@ -28,3 +29,20 @@ def is_intact(record: Any) -> bool:
         return False
     body = {key: value for key, value in record.items() if key != CHECKSUM}
     return record[CHECKSUM] == short_hash(body)
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def bytes_hash(parts: Iterable[bytes]) -> str:
+    """16 hex digits of the SHA-256 of pieces, one after another."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]

@@ -283,3 +283,51 @@ def claim(folder: Path, kind: str, settings: Mapping[str, Any]):
 def claim_file(file: Path, kind: str, settings: Mapping[str, Any]):
     """:func:`claim` for a single file; marker and lock lie beside it as hidden files."""
     return _claim(_Place(Path(file), is_file=True), kind, settings)
+
+
+def refuse(folder: Path, kind: str, settings: Mapping[str, Any]) -> str | None:
+    """What :func:`claim` checks, without writing anything.
+
+    Returns:
+        The id of the earlier run that this one would go on with; None where nothing was.
+
+    Raises:
+        NotOurs: as :func:`claim`.
+    """
+    place = _Place(Path(folder), is_file=False)
+    marker = _check(place, kind, json.loads(json.dumps(settings, sort_keys=True)))
+    return None if marker is None else marker["run_id"]
+
+
+def keep_apart(option: str, path: Path, others: Mapping[str, str | Path]) -> None:
+    """Refuse to write at, inside or around what a command reads.
+
+    Args:
+        option: the name of ``path`` for the user, ``--out``. others: what must stay as it is, by
+            its name ("the target"); hub ids and files that do not exist are passed over.
+
+    Raises:
+        NotOurs: ``path`` is one of them, lies inside one, or holds one.
+    """
+    mine = Path(path).resolve()
+    for name, other in others.items():
+        if not Path(other).exists():
+            continue
+        theirs = Path(other).resolve()
+        if mine == theirs:
+            relation = f"is {name}"
+        elif theirs in mine.parents:
+            relation = f"lies inside {name} {other}"
+        elif mine in theirs.parents:
+            relation = f"holds {name} {other}"
+        else:
+            continue
+        raise NotOurs(
+            f"{option} {path} {relation}, which would be overwritten. Nothing was written. Choose "
+            "another path."
+        )
+
+
+def location(name: str | Path) -> str:
+    """A folder or file by its full path, a hub id as it is: the same for every working folder."""
+    return str(Path(name).resolve()) if Path(name).exists() else str(name)

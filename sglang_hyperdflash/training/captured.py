@@ -7,7 +7,6 @@ its samples; shard ``i`` holds, for each of its samples ``n``, ``n.tokens [S]`` 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sglang_hyperdflash.tools.atomic import replacing, write_json
+from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.samples import Sample, States
 
@@ -42,10 +43,7 @@ class CaptureIdentity:
 
 def data_digest(samples: list[Sample]) -> str:
     """A short hash of tokens and spans, in order."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(json.dumps([sample.tokens, sample.spans]).encode())
-    return digest.hexdigest()[:16]
+    return bytes_hash(json.dumps([s.tokens, s.spans]).encode() for s in samples)
 
 
 def bytes_of(sample: Sample, m: int, d: int, itemsize: int) -> int:
@@ -67,16 +65,13 @@ def shard_ranges(
     return [*ranges, (start, len(samples))] if samples else []
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 class CaptureWriter:
     """Adds shards to a folder, each whole or not at all; finished ranges are skipped on resume.
+
+    A shard that is missing, or whose SHA-256 is not the index's, is not finished.
+
+    Attributes:
+        damaged: names of the shards of another SHA-256.
 
     Raises:
         HyperDFlashConfigError: the folder holds a capture of something else.
@@ -86,6 +81,7 @@ class CaptureWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.identity = folder, identity
         self.shards: list[dict[str, Any]] = []
+        self.damaged: list[str] = []
         if (folder / INDEX).is_file():
             index = _read_index(folder)
             if index["identity"] != asdict(identity):
@@ -93,7 +89,12 @@ class CaptureWriter:
                     f"{folder} holds a capture of another target, dtype or data "
                     f"({index['identity']}); choose a new folder."
                 )
-            self.shards = [s for s in index["shards"] if (folder / s["file"]).is_file()]
+            for shard in index["shards"]:
+                path = folder / shard["file"]
+                if path.is_file() and file_hash(path) == shard["sha256"]:
+                    self.shards.append(shard)
+                elif path.is_file():
+                    self.damaged.append(shard["file"])
 
     def has(self, start: int, end: int) -> bool:
         """Whether exactly this range is on disk."""
@@ -106,7 +107,7 @@ class CaptureWriter:
             start: position of the first sample in the data; states: ``[1, S, .]`` for each.
 
         Raises:
-            OSError: the disk is full; nothing half-written stays.
+            WriteFailed: the disk is full; earlier shards are whole, nothing half-written stays.
         """
         tensors = {}
         for i, (sample, state) in enumerate(zip(samples, states, strict=True), start):
@@ -114,28 +115,19 @@ class CaptureWriter:
             tensors[f"{i}.residual"] = state.residual[0].contiguous()
             tensors[f"{i}.final"] = state.final[0].contiguous()
         name = f"states-{start:08d}.safetensors"
-        partial = self.folder / f"{name}.partial"
-        try:
+        with replacing(self.folder / name, (OSError, SafetensorError)) as partial:
             save_file(tensors, partial)
-        except Exception as error:  # safetensors raises a kind of its own for a full disk
-            partial.unlink(missing_ok=True)
-            raise OSError(
-                f"cannot write {partial}: {error}. Earlier shards are whole; free space and run "
-                "the same command to go on."
-            ) from error
+            digest = file_hash(partial)
         entry = {
             "file": name,
-            "sha256": _sha256(partial),
+            "sha256": digest,
             "start": start,
             "end": start + len(samples),
             "spans": [sample.spans for sample in samples],
         }
-        partial.replace(self.folder / name)
         self.shards = sorted([*self.shards, entry], key=lambda s: s["start"])
         content = {"identity": asdict(self.identity), "shards": self.shards}
-        partial = self.folder / f"{INDEX}.partial"
-        partial.write_text(json.dumps(content, indent=1))
-        partial.replace(self.folder / INDEX)
+        write_json(self.folder / INDEX, content, indent=1)
 
 
 def _read_index(folder: Path) -> Mapping[str, Any]:
@@ -179,7 +171,7 @@ class CapturedFeatures:
                 raise HyperDFlashConfigError(
                     f"shard {path} is missing; run `hyperdflash capture` again to make it."
                 )
-            if _sha256(path) != shard["sha256"]:
+            if file_hash(path) != shard["sha256"]:
                 raise HyperDFlashConfigError(
                     f"shard {path} is corrupt (its SHA-256 is not the index's). Delete it and run "
                     "`hyperdflash capture` again: only this shard is made anew."

@@ -10,13 +10,14 @@ are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hyperdflash.tools.checksum import CHECKSUM, is_intact
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.training.samples import Sample
 
 Messages = list[dict[str, str]]
@@ -30,39 +31,37 @@ _ROLES = {
 HUB = "hub:"
 
 
-def read_conversations(path: str | Path) -> Iterator[Messages]:
-    """Conversations of a JSONL file, each a list of ``{"role", "content"}``.
+def read_conversations(path: str | Path) -> Iterator[tuple[Messages, str]]:
+    """Conversations of a JSONL file, each a list of ``{"role", "content"}``, and its place.
 
     Raises:
-        FileNotFoundError: no such file. HyperDFlashConfigError: a line in none of the forms, or a
-            file without any; both name the line.
+        FileNotFoundError: no such file. HyperDFlashError: a line in none of the forms, or a file
+            without any; both name the line.
     """
-    for line, where in read_lines(path):
-        yield parse_conversation(line, where)
+    for record, where in read_records(path):
+        yield parse_conversation(record, where), where
 
 
-def read_lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with the words that name it in errors.
+def read_records(path: str | Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Objects of the lines that are not blank, each with the ``file:line`` that names it in errors.
 
-    ``hub:OWNER/NAME`` (``hub:OWNER/NAME:SPLIT``) streams a data set of the hub, a line for a row.
+    ``hub:OWNER/NAME`` (``hub:OWNER/NAME:SPLIT``) streams a data set of the hub, row by row.
     """
     if str(path).startswith(HUB):
-        yield from _hub_lines(str(path).removeprefix(HUB))
+        yield from _hub_rows(str(path).removeprefix(HUB))
         return
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"data file {path} does not exist.")
     empty = True
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                empty = False
-                yield line, f"{path}, line {number}"
+    for number, record in read_lines(path):
+        empty = False
+        yield record, f"{path}:{number}"
     if empty:
         raise HyperDFlashConfigError(f"data file {path} is empty.")
 
 
-def _hub_lines(name: str) -> Iterator[tuple[str, str]]:
+def _hub_rows(name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     from datasets import load_dataset
 
     name, _, split = name.partition(":")
@@ -71,7 +70,7 @@ def _hub_lines(name: str) -> Iterator[tuple[str, str]]:
     except Exception as error:  # the hub client raises many kinds
         raise FileNotFoundError(f"data set {name} cannot be read from the hub: {error}") from error
     for number, row in enumerate(rows, 1):
-        yield json.dumps(row, default=str), f"{HUB}{name}, row {number}"
+        yield row, f"{HUB}{name}, row {number}"
 
 
 def data_place(base: Path, name: str) -> Path | str:
@@ -79,12 +78,8 @@ def data_place(base: Path, name: str) -> Path | str:
     return name if name.startswith(HUB) else base / name
 
 
-def parse_conversation(line: str, where: str) -> Messages:
-    """One line in any of the forms; ``where`` names it in errors."""
-    return _messages(_record(line, where), where)
-
-
-def _messages(record: Mapping[str, Any], where: str) -> Messages:
+def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
+    """One line's object in any of the forms; ``where`` names it in errors."""
     if "messages" in record:
         messages = [_message(m, where) for m in _list(record, "messages", where)]
     elif "conversations" in record:
@@ -108,22 +103,20 @@ def _messages(record: Mapping[str, Any], where: str) -> Messages:
     return messages
 
 
-def _record(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{where} is not JSON: {error}.") from error
-    if not isinstance(record, Mapping):
-        raise HyperDFlashConfigError(f"{where} must be an object, found {type(record).__name__}.")
-    return record
+def line_samples(tokenizer, record: Mapping[str, Any], where: str) -> list[Sample]:
+    """The samples of one line: regenerated tokens as they are, else its conversation's one.
 
-
-def line_samples(tokenizer, line: str, where: str) -> list[Sample]:
-    """The samples of one line: regenerated tokens as they are, else its conversation's one."""
-    record = _record(line, where)
+    Raises:
+        HyperDFlashConfigError: the line is in none of the forms, or damaged since it was written.
+    """
     if "samples" in record:
+        if CHECKSUM in record and not is_intact(record):
+            raise HyperDFlashConfigError(
+                f"{where} no longer fits its checksum: the file is damaged. Run `hyperdflash "
+                "regenerate` again to make this line anew."
+            )
         return [_regenerated(entry, where) for entry in record["samples"]]
-    sample = to_sample(tokenizer, _messages(record, where), where)
+    sample = to_sample(tokenizer, parse_conversation(record, where), where)
     return [] if sample is None else [sample]
 
 
@@ -231,8 +224,8 @@ def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loa
     samples, without, long = [], 0, 0
     paths = list(paths)
     for path in paths:
-        for line, where in read_lines(path):
-            found = line_samples(tokenizer, line, where)
+        for record, where in read_records(path):
+            found = line_samples(tokenizer, record, where)
             without += not found
             fitting = [sample for sample in found if len(sample.tokens) <= max_length]
             long += len(found) - len(fitting)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -22,6 +23,7 @@ from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE, HyperDFlashConfi
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import HCGateReducer, build_reducer
 from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.tools.atomic import replacing, write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
@@ -51,7 +53,7 @@ def draft_config(
     shape: DrafterShape,
     mask_token_id: int,
 ) -> dict[str, Any]:
-    """The ``config.json`` of a new drafter for a target (DESIGN, section 4).
+    """The ``config.json`` of a new drafter for a target (its fields: draft.config).
 
     Args:
         hc_head: the target's, or None for a target without one.
@@ -86,6 +88,7 @@ def draft_config(
         "hyperdflash_config": {
             "source": shape.source,
             "reducer": shape.reducer,
+            "gate": "inherited" if shape.reducer == "hc_gate" else "none",
             "hc_mult": target.hc_mult,
             "hc_eps": target.hc_eps,
             "path_norm": shape.path_norm,
@@ -247,18 +250,20 @@ class Drafter(nn.Module):
         return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
 
     def save(self, folder: str | Path) -> None:
-        """Write the served checkpoint: bf16 matrices, fp32 reducer and norms."""
+        """Write the served checkpoint: bf16 matrices, fp32 reducer and norms.
+
+        Raises:
+            WriteFailed: the disk is full or the place cannot be written.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             name: tensor.detach().cpu().to(torch.bfloat16 if "_proj." in name else torch.float32)
             for name, tensor in self.state_dict().items()
         }
         tensors = dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))
-        partial = folder / "model.safetensors.partial"
-        save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
-        partial.replace(folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(self.raw, indent=2) + "\n")
+        with replacing(folder / "model.safetensors", (OSError, SafetensorError)) as partial:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
+        write_json(folder / "config.json", self.raw, indent=2)
 
     @classmethod
     def load(cls, folder: str | Path) -> Drafter:
@@ -281,8 +286,8 @@ def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
     raw = json.loads((drafter / "config.json").read_text())
     raw["hyperdflash_config"]["window"] = window
     parse_config(raw)
-    shutil.copytree(drafter, folder)
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    shutil.copytree(drafter, folder, ignore=shutil.ignore_patterns(".hyperdflash*"))
+    write_json(folder / "config.json", raw, indent=2)
     return folder
 
 
@@ -299,4 +304,4 @@ def name_for_dflash(folder: Path) -> None:
         raise HyperDFlashConfigError(
             f"{folder}: DFLASH reads captured layers; this drafter's source is {config.source}."
         )
-    path.write_text(json.dumps(raw | {"architectures": [DFLASH_ARCHITECTURE]}, indent=2) + "\n")
+    write_json(path, raw | {"architectures": [DFLASH_ARCHITECTURE]}, indent=2)

@@ -12,7 +12,7 @@ class Monitor:
     """Called after every step; a context manager. Only the main process shows and writes.
 
     The bar gives loss, accuracy of the first and of all drafted positions, answer tokens per
-    second and the simulated tau of the last checkpoint.
+    second and the simulated tau of the last checkpoint, once there is one.
     """
 
     def __init__(self, trainer, title: str) -> None:
@@ -37,13 +37,14 @@ class Monitor:
         tokens = sum(trainer.train.samples[i].answer_tokens for i in trainer.passes.batch(step - 1))
         rate = tokens / max(now - self.then, 1e-9)
         self.then = now
+        tau = trainer.state.get("tau")
         self.bar.update(1)
         self.bar.set_postfix(
             loss=f"{report['loss']:.3f}",
             first=f"{accuracy[0].item():.2f}",
             all=f"{(hits.sum() / rows.sum()).item():.2f}",
-            tau=f"{trainer.state.get('tau', 0.0):.2f}",
             tokens_s=f"{rate:.0f}",
+            **({} if tau is None else {"tau": f"{tau:.2f}"}),
         )
         for name in ("loss", "ce", "kl"):
             self.writer.add_scalar(f"train/{name}", report[name], step)
@@ -51,7 +52,8 @@ class Monitor:
             self.writer.add_scalar(f"position_accuracy/{k}", value, step)
         self.writer.add_scalar("train/answer_tokens_per_second", rate, step)
         self.writer.add_scalar("train/learning_rate", trainer.optimizer.param_groups[0]["lr"], step)
-        self.writer.add_scalar("held_out/tau", trainer.state.get("tau", 0.0), step)
+        if tau is not None:
+            self.writer.add_scalar("held_out/tau", tau, step)
 
     def __enter__(self) -> Monitor:
         return self

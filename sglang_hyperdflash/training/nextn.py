@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
@@ -21,6 +22,7 @@ from transformers import AutoConfig
 from sglang_hyperdflash.portable.core import softmax_with_sinks
 from sglang_hyperdflash.portable.nextn_core import NextNCore
 from sglang_hyperdflash.portable.weights import NEXTN_PREFIX
+from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.losses import row_losses
 from sglang_hyperdflash.training.samples import Passes, Source, collate
@@ -189,6 +191,5 @@ def save(core: NextNCore, folder: Path) -> None:
         matrix = tensor.dim() >= 2 and "hc" not in name
         kept = torch.bfloat16 if matrix else torch.float32
         tensors[name] = tensor.detach().to(kept).contiguous()
-    partial = folder / "model.safetensors.partial"
-    save_file(tensors, partial)
-    partial.replace(folder / "model.safetensors")
+    with replacing(folder / "model.safetensors", (OSError, SafetensorError)) as partial:
+        save_file(tensors, partial)

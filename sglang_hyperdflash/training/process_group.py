@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,25 @@ class ProcessGroup:
         dist.all_reduce(flat)
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(part.view_as(p))
+
+    def on_main(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on the main process while the others wait.
+
+        Raises:
+            What it raises, on the main process. SystemExit: of code 2, on the others.
+        """
+        failed = [False]
+        try:
+            if self.is_main:
+                action()
+        except BaseException:
+            failed = [True]
+            raise
+        finally:
+            if self.size > 1:
+                dist.broadcast_object_list(failed, src=0)
+        if failed[0]:
+            raise SystemExit(2)
 
     def barrier(self) -> None:
         """Wait for every process."""

@@ -4,65 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import shutil
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from sglang_hyperdflash.tools.atomic import replacing, write_json, write_text
+from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.objective import Blocks, Objective, denominators, sums
+from sglang_hyperdflash.training.objective import Blocks, denominators, sums
 from sglang_hyperdflash.training.packing import first_fit, pack
 from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.recipe import LENGTHS, Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import Passes, Rows, Source, States, collate
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """Hyperparameters of one stage; ``steps`` or ``minutes`` is its length.
-
-    batch: samples of the global batch; micro_batch: samples in memory at a time, per process;
-    anchors: blocks a sample; pack: tokens of a row that short samples are packed into, None for
-    one sample a row; every: steps between checkpoints.
-    """
-
-    steps: int | None = None
-    minutes: float | None = None
-    lr: float = 2e-3
-    lr_floor: float = 2e-5
-    warmup_steps: int = 50
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    batch: int = 8
-    micro_batch: int = 8
-    anchors: int = 32
-    pack: int | None = None
-    every: int = 400
-    bf16: bool = True
-    seed: int = 0
-    objective: Objective = field(default_factory=Objective)
-
-    def __post_init__(self) -> None:
-        if (self.steps is None) == (self.minutes is None):
-            raise HyperDFlashConfigError("a recipe needs steps or minutes, and not both.")
-        positive = (
-            "steps",
-            "minutes",
-            "lr",
-            "batch",
-            "micro_batch",
-            "anchors",
-            "every",
-            "clip",
-            "pack",
-        )
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise HyperDFlashConfigError(f"recipe.{name} must be above 0, found {value!r}.")
+STATE, HASHES, LOG = "state.pt", "state.sha256.json", "training_log.jsonl"
+WEIGHTS = "model.safetensors"
 
 
 class Trainer:
@@ -91,7 +54,8 @@ class Trainer:
         self.device = next(drafter.parameters()).device
         self.replay = Replay(drafter, target)
         self.optimizer = _optimizer(drafter, recipe)
-        self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0}
+        self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0, "best_step": 0, "best_hash": ""}
+        self.records: list[dict[str, Any]] = []
         self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
@@ -165,7 +129,7 @@ class Trainer:
         """Linear warm-up, then a cosine to ``lr_floor``."""
         r = self.recipe
         cosine = r.lr_floor + (r.lr - r.lr_floor) * 0.5 * (1 + math.cos(math.pi * self.progress()))
-        return cosine * min(1.0, (self.state["step"] + 1) / r.warmup_steps)
+        return cosine * min(1.0, (self.state["step"] + 1) / max(1, r.warmup_steps))
 
     def step(self) -> dict[str, Any]:
         """One optimizer step."""
@@ -191,6 +155,8 @@ class Trainer:
             The last checkpoint's record.
         """
         reports, record = [], {}
+        if self.world.is_main:
+            self._promote(out)
         while self.progress() < 1.0:
             reports.append(self.step())
             if display is not None:
@@ -205,12 +171,15 @@ class Trainer:
         if self.world.is_main:
             record = self._record(reports)
             self.state["tau"] = record["tau"]
-            if record["tau"] > self.state["best_tau"] or not self.held_out:
-                self.state["best_tau"] = record["tau"]
-                self.drafter.save(out)
+            if record["tau"] is None or record["tau"] > self.state["best_tau"]:
+                self.drafter.save(_staged(out))
+                self.state["best_tau"] = record["tau"] or 0.0
+                self.state["best_step"] = self.state["step"]
+                self.state["best_hash"] = file_hash(_staged(out) / WEIGHTS)
+            self.records.append(record)
             self._save_state()
-            with (self.folder / "training_log.jsonl").open("a") as log:
-                log.write(json.dumps(record) + "\n")
+            self._promote(out)
+            self._write_log()
         self.world.barrier()
         return record
 
@@ -222,43 +191,95 @@ class Trainer:
         record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
         held_out = {kind: self.replay.evaluate(source) for kind, source in self.held_out.items()}
         taus = [result["tau"] for result in held_out.values()]
-        return record | {"held_out": held_out, "tau": sum(taus) / len(taus) if taus else 0.0}
+        return record | {"held_out": held_out, "tau": sum(taus) / len(taus) if taus else None}
 
     def _save_state(self) -> None:
-        partial = self.folder / "state.pt.partial"
-        content = {
-            "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "state": self.state,
-            "recipe": asdict(self.recipe),
-        }
-        try:
+        """Write the state whole; its hash is on disk before it is, beside that of the one before.
+
+        Raises:
+            WriteFailed: the disk is full; what was there before is as it was.
+        """
+        path, content = (
+            self.folder / STATE,
+            {
+                "drafter": self.drafter.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "state": self.state,
+                "recipe": msgspec.to_builtins(self.recipe),
+                "records": self.records,
+            },
+        )
+        with replacing(path, failures=(OSError, RuntimeError)) as partial:
             torch.save(content, partial)
-        except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
-            raise OSError(
-                f"cannot write {partial}: {error}. The checkpoint before this one is whole; free "
-                "space and run the same command to resume from it."
+            known = [file_hash(partial)]
+            known += [file_hash(path)] if path.is_file() else []
+            write_json(self.folder / HASHES, known)
+
+    def _write_log(self) -> None:
+        """The log is what the state knows: a kill between the two loses and doubles no line."""
+        write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in self.records))
+
+    def _saved(self) -> dict[str, Any]:
+        """The state on disk.
+
+        Raises:
+            HyperDFlashConfigError: it is damaged.
+        """
+        path = self.folder / STATE
+        try:
+            if file_hash(path) not in json.loads((self.folder / HASHES).read_text()):
+                raise ValueError("its SHA-256 is not the one it was written with")
+            return torch.load(path, weights_only=True, map_location="cpu")
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise HyperDFlashConfigError(
+                f"{path} is damaged: {str(error).splitlines()[0]}. Remove it and run the same "
+                "command to train this stage anew."
             ) from error
-        partial.replace(self.folder / "state.pt")
 
     def _resume(self) -> None:
-        path = self.folder / "state.pt"
-        if not path.is_file():
+        if not (self.folder / STATE).is_file():
             return
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        free = ("steps", "minutes", "every")  # a stage may be lengthened
-        mine, theirs = asdict(self.recipe), saved["recipe"]
-        changed = [k for k in mine if k not in free and mine[k] != theirs.get(k)]
+        saved = self._saved()
+        mine, theirs = msgspec.to_builtins(self.recipe), saved["recipe"]
+        changed = [k for k in mine if k not in LENGTHS and mine[k] != theirs.get(k)]
         if changed:
             raise HyperDFlashConfigError(
-                f"{path} was trained with another {', '.join(changed)} "
+                f"{self.folder / STATE} was trained with another {', '.join(changed)} "
                 f"({', '.join(repr(theirs.get(k)) for k in changed)}); restore it, or choose a new "
                 "working folder."
             )
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.state = saved["state"]
+        self.state, self.records = saved["state"], saved["records"]
+        if self.world.is_main:
+            self._write_log()
+
+    def _promote(self, out: Path) -> None:
+        """Make the staged checkpoint the best, if the state on disk says that it is."""
+        staged = _staged(out)
+        if (staged / WEIGHTS).is_file() and file_hash(staged / WEIGHTS) == self.state["best_hash"]:
+            out.mkdir(parents=True, exist_ok=True)
+            for name in ("config.json", WEIGHTS):
+                (staged / name).replace(out / name)
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def check_best(self, out: Path) -> None:
+        """Refuse a best checkpoint that is not the one that was written.
+
+        Raises:
+            HyperDFlashConfigError: it is missing or damaged.
+        """
+        weights = out / WEIGHTS
+        if not weights.is_file() or file_hash(weights) != self.state["best_hash"]:
+            raise HyperDFlashConfigError(
+                f"{weights} is missing or damaged: its SHA-256 is not the one it was written with. "
+                f"Remove {self.folder} and run the same command to train this stage anew."
+            )
+
+
+def _staged(out: Path) -> Path:
+    """Where a new best waits until the state that knows it is on disk."""
+    return out.with_name(f"{out.name}.new")
 
 
 def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:

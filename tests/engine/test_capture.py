@@ -63,7 +63,9 @@ def test_captured_states_are_the_targets_own(target_dir, data, tmp_path):
             assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max(), name
     shards = sorted(out.glob("*.safetensors"))
     assert len(shards) > 1
-    assert sorted(p.name for p in out.iterdir()) == ["index.json", *(p.name for p in shards)]
+    names = [".hyperdflash.json", "index.json", *(p.name for p in shards)]
+    assert sorted(p.name for p in out.iterdir()) == names
+    assert f"6 samples in {len(shards)} shards ({out})" in first
 
     before = {p: p.stat().st_mtime_ns for p in shards}
     content = shards[1].read_bytes()

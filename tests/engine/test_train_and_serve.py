@@ -13,9 +13,10 @@ from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache, Sample, States, collate
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, chat_ids, greedy, install_plugin
 

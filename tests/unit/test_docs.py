@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import re
@@ -11,6 +10,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.conftest import EXAMPLE, ROOT
@@ -309,14 +309,14 @@ def table_rows(text: str) -> dict[str, str]:
 
 def test_the_training_file_s_table_has_every_field_with_its_default():
     from sglang_hyperdflash.training.objective import Objective
-    from sglang_hyperdflash.training.trainer import Recipe
+    from sglang_hyperdflash.training.recipe import Recipe
 
     text = TRAINING.read_text()
     listed = table_rows(text[text.index("`[objective]`") : text.index("## What the run says")])
     expected = {
         field.name: field.default
         for struct in (Objective, Recipe)
-        for field in dataclasses.fields(struct)
+        for field in msgspec.structs.fields(struct)
         if field.name != "objective"
     }
     shown = {name: json.dumps(value) for name, value in expected.items() if value is not None}
@@ -325,18 +325,18 @@ def test_the_training_file_s_table_has_every_field_with_its_default():
 
 
 def test_the_training_file_s_top_fields_are_listed():
-    from sglang_hyperdflash.commands.train import Schedule
+    from sglang_hyperdflash.training.recipe import Schedule
 
     text = TRAINING.read_text()
     start = text.index("## The training file")
     listed = table_rows(text[start : text.index("`[objective]`", start)])
-    names = {field.name for field in dataclasses.fields(Schedule)}
-    assert set(listed) == names - {"objective", "stages"}
+    names = set(Schedule.__struct_fields__)
+    assert set(listed) == names - {"objective", "stages", "base"}
 
 
 @pytest.mark.parametrize("name", ["tiny_cached", "tiny_captured", "v4_flash_two_stages"])
 def test_the_shipped_training_files_are_valid(name):
-    from sglang_hyperdflash.commands.train import read_schedule
+    from sglang_hyperdflash.training.recipe import read_schedule
 
     schedule = read_schedule(ROOT / "examples" / "recipes" / f"{name}.toml")
     assert schedule.stages

@@ -3,38 +3,53 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
-from sglang_hyperdflash.commands.generate import parse_line, read_prompts, resume
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.commands import generate
+from sglang_hyperdflash.commands.answers import hold_answers
+from sglang_hyperdflash.commands.generate import KIND, read_prompts
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", "line 4 is not JSON"),
-        ("[1]", "exactly one of"),
-        ("{}", "exactly one of"),
-        ('{"prompt": "a", "turns": ["b"]}', "exactly one of"),
-        ('{"prompt": ""}', "a non-empty string"),
-        ('{"prompt": 3}', "a non-empty string"),
+        ("{", r"in.jsonl:4: expected a JSON object, found '{'"),
+        ("[1]", r"in.jsonl:4: expected a JSON object, found '\[1\]'"),
+        ("{}", "exactly one of prompt, messages or turns; found an empty object"),
+        ('{"text": "a", "id": 3}', "prompt, messages or turns; found only text, id"),
+        ('{"prompt": "a", "turns": ["b"]}', "found prompt and turns"),
+        ('{"prompt": ""}', 'prompt must be a non-empty string, found ""'),
+        ('{"prompt": 3}', "a non-empty string, found 3"),
         ('{"turns": []}', "a non-empty list of strings"),
         ('{"turns": [1]}', "a non-empty list of strings"),
         ('{"messages": [{"role": "user"}]}', "role, content"),
     ],
 )
-def test_broken_lines_say_where_and_what(line, message):
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        parse_line(3, line)
+def test_broken_lines_say_where_and_what(tmp_path, line, message):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n' + line + "\n")
+    with pytest.raises(HyperDFlashError, match=message):
+        read_prompts(source)
 
 
-def test_the_three_kinds():
-    assert parse_line(0, '{"prompt": "a"}').text == "a"
-    assert parse_line(0, '{"turns": ["a", "b"]}').turns == ["a", "b"]
+def prompts_of(tmp_path, *records):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_prompts(source)
+
+
+def test_the_three_kinds(tmp_path):
     message = {"role": "user", "content": "a"}
-    assert parse_line(0, json.dumps({"messages": [message]})).messages == [message]
+    records = {"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [message]}
+    first, second, third = prompts_of(tmp_path, *records)
+    assert first.text == "a"
+    assert second.turns == ["a", "b"]
+    assert third.messages == [message]
 
 
 def test_missing_and_empty_inputs(tmp_path):
@@ -45,29 +60,70 @@ def test_missing_and_empty_inputs(tmp_path):
         read_prompts(tmp_path / "empty.jsonl")
 
 
-def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path):
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(3)))
-    prompts = read_prompts(source)
+def held(output, prompts, **settings):
+    return hold_answers(output, KIND, settings, {p.index: p.digest for p in prompts})
+
+
+def test_resume_drops_a_cut_line_and_a_flipped_byte_and_keeps_the_rest(tmp_path, capsys):
+    prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(4)))
     output = tmp_path / "out.jsonl"
-    whole = "".join(
-        json.dumps(
-            {"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]}, ensure_ascii=False
-        )
-        + "\n"
-        for p in prompts[:2]
-    )
-    output.write_bytes(whole.encode() + b'{"index": 2, "dig')
-    assert sorted(resume(output, prompts)) == [0, 1]
-    assert output.read_text() == whole
+    with held(output, prompts) as answers:
+        for p in prompts[:3]:
+            answers.writer.append({"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]})
+    lines = output.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace("é".encode(), "è".encode())
+    output.write_bytes(b"".join(lines) + b'{"index": 3, "dig')
+    with held(output, prompts) as answers:
+        assert sorted(answers.done) == [0, 2]
+    assert output.read_bytes() == lines[0] + lines[2]
+    assert "dropped damaged line 2, 4" in capsys.readouterr().out
 
 
-def test_resume_refuses_answers_to_another_input(tmp_path):
+def test_resume_refuses_answers_to_another_input_and_other_settings(tmp_path):
+    output, one = tmp_path / "out.jsonl", prompts_of(tmp_path, {"prompt": "a"})
+    with held(output, one, temperature=0.0) as answers:
+        answers.writer.append({"index": 0, "digest": one[0].digest, "outputs": []})
+    other = prompts_of(tmp_path, {"prompt": "b"})
+    with (
+        pytest.raises(HyperDFlashConfigError, match="answers to another input"),
+        held(output, other, temperature=0.0),
+    ):
+        pass
+    with (
+        pytest.raises(HyperDFlashError, match=r"other settings: temperature was 0.0, now 0.7"),
+        held(output, one, temperature=0.7),
+    ):
+        pass
+
+
+def test_a_file_of_another_is_never_appended_to(tmp_path, capsys, target_dir):
+    source, output = tmp_path / "in.jsonl", tmp_path / "notes.txt"
+    source.write_text('{"prompt": "a"}\n')
+    output.write_text("mine\n")
+
+    def refusal(output) -> str:
+        files = ["--input", str(source), "--output", str(output)]
+        assert main(["generate", "--model", str(target_dir), *files]) == 2
+        return capsys.readouterr().err
+
+    assert "expected no file, or one that `hyperdflash generate` wrote" in refusal(output)
+    assert output.read_text() == "mine\n"
+    assert "is the input" in refusal(source)
+    assert "lies inside the target" in refusal(target_dir / "out.jsonl")
+
+
+def test_a_second_run_into_one_output_is_refused(tmp_path, capsys, target_dir, monkeypatch):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
-    output.write_text('{"index": 0, "digest": "other", "outputs": []}\n')
-    with pytest.raises(HyperDFlashConfigError, match="answers to another input"):
-        resume(output, read_prompts(source))
+    command = ["generate", "--model", str(target_dir), "--input", str(source)]
+    command += ["--output", str(output)]
+
+    def second(*_):
+        assert main(command) == 2
+
+    monkeypatch.setattr(generate, "_with_engine", second)
+    assert main(command) == 0
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_metrics_follow_their_definitions():

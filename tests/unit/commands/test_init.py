@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -168,13 +170,68 @@ def test_bad_options_say_what_is_wrong(tmp_path, target_dir, capsys):
         (["--head-dim", "33"], "must be even"),
         (["--block-size", "1"], "block_size must be at least 2"),
         (["--mask-token-id", "5000"], "outside the vocabulary"),
-        (["--out", str(tmp_path / "full")], "is not empty"),
+        (["--out", str(tmp_path / "full")], "expected a new or empty folder"),
         (["--target", str(tmp_path / "nowhere")], "neither a folder nor a hub id"),
+        (["--out", str(target_dir)], "is the target, which would be overwritten"),
+        (["--out", str(target_dir / "draft")], "lies inside the target"),
     ]
     for options, message in cases:
         assert initialise(target_dir, tmp_path / "draft", *options) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "draft").exists()
+
+
+def test_a_repeated_init_is_the_same_and_another_is_refused(tmp_path, target_dir, capsys):
+    assert initialise(target_dir, tmp_path / "draft") == 0
+    weights = tmp_path / "draft" / "model.safetensors"
+    first = weights.read_bytes()
+    weights.unlink()  # as a full disk would leave it
+    assert initialise(target_dir, tmp_path / "draft") == 0
+    assert weights.read_bytes() == first
+    assert initialise(target_dir, tmp_path / "draft", "--seed", "1") == 2
+    assert "other settings: seed was 0, now 1" in capsys.readouterr().err
+    assert weights.read_bytes() == first
+
+
+def test_files_have_the_umasks_mode(tmp_path, target_dir):
+    before = os.umask(0o022)
+    try:
+        assert initialise(target_dir, tmp_path / "draft") == 0
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "draft").iterdir()}
+    assert set(modes.values()) == {0o644}, modes
+
+
+def test_a_target_without_config_is_named_with_what_to_do(tmp_path, capsys):
+    (tmp_path / "target").mkdir()
+    assert initialise(tmp_path / "target", tmp_path / "draft") == 2
+    message = capsys.readouterr().err.strip()
+    assert len(message.splitlines()) == 1
+    assert f"target {tmp_path / 'target'} has no config.json" in message
+    assert "expected a target checkpoint" in message
+    (tmp_path / "target" / "config.json").write_text("{")
+    assert initialise(tmp_path / "target", tmp_path / "draft") == 2
+    assert "config.json is not JSON" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_with_the_path(tmp_path, target_dir, capsys):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        assert initialise(target_dir, tmp_path / "draft") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    message = capsys.readouterr().err.strip()
+    assert len(message.splitlines()) == 1
+    assert f"cannot write {tmp_path / 'draft' / 'model.safetensors'}: " in message
+    assert "Free space" in message
+    assert not list((tmp_path / "draft").glob("*.safetensors*"))
+    assert initialise(target_dir, tmp_path / "draft") == 0
 
 
 def test_a_tokenizer_without_mask_token_needs_the_option(tmp_path, target_dir, hc_head, capsys):

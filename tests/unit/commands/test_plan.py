@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,11 @@ import pytest
 
 from sglang_hyperdflash import cli
 from sglang_hyperdflash.commands.plan import Budget, Node, Unavailable, report
+from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.serving import draft_kv_size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
+from tests.conftest import EXAMPLE
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
 
 NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
@@ -24,17 +27,30 @@ def test_a_node_keeps_what_weights_leave():
     assert NODE.kv_bytes == 50 * 2**30
 
 
-def test_the_report_compares_with_no_speculation():
+def test_the_report_compares_with_no_speculation_and_explains_every_byte():
     budgets = [
-        Budget("none", 7000.0, 1_000_000, 0.0),
+        Budget("none", 7000.0, 1_000_000, 0.0, requests=256),
         Unavailable("DSPARK", "not here"),
-        Budget("HYPERDFLASH", 9048.0, 750_000, 2048.0),
+        Budget("HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, requests=48),
     ]
     text = report(budgets, NODE)
-    assert "50.0 GiB (tp 4, at most 256 requests)" in text
-    assert text.splitlines()[-1].split() == ["DSPARK", "not", "here"]
+    assert "50.0 GiB (tp 4; requests at a time: --max-running-requests)" in text
+    assert "DSPARK        not here" in text
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
-    assert line.split() == ["HYPERDFLASH", "9048", "2048", "750,000", "75%"]
+    assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]
+    free = report(budgets, replace(NODE, max_running_requests=None))
+    assert "requests at a time: SGLang's own choice" in free
+    assert "requests differ: SGLang takes fewer by default with speculation" in free
+
+
+SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
+
+
+def test_the_shipped_sample_is_the_published_dimensions():
+    found = json.loads((SAMPLE / "target" / "config.json").read_text())
+    assert "no weights" in found.pop("_note")
+    assert found == json.loads(json.dumps(FLASH))
+    assert parse_config(json.loads((SAMPLE / "drafter" / "config.json").read_text())).window is None
 
 
 @pytest.mark.parametrize(
@@ -72,19 +88,47 @@ def test_a_rival_that_does_not_start_is_listed_with_the_reason(tmp_path):
     assert rows[2]["tokens"] > rows[1]["tokens"] > 0
 
 
+def run_plan(target: Path, draft: Path, *options: str) -> subprocess.CompletedProcess:
+    command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), *options],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
 def planned(folder: Path, shape: dict) -> list[dict]:
     """What ``hyperdflash plan --json`` prints of a target and a drafter for V4-Flash."""
     target = target_folder(folder / "target", shape)
     draft = draft_folder(folder / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
-    command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
-    ended = subprocess.run(
-        [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    ended = run_plan(target, draft, "--json")
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout[ended.stdout.index("[\n") :])
+
+
+def test_the_shipped_sample_is_planned():
+    ended = run_plan(SAMPLE / "target", SAMPLE / "drafter")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    lines = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.strip()}
+    none, hyper = lines["none"], lines["HYPERDFLASH"]
+    total, own, rings, draft = map(int, hyper[1:5])
+    assert own == int(none[1]) > 0
+    assert rings > 0
+    assert draft == 5 * 2 * 8 * 128 * 2  # layers, K and V, heads, width, bf16
+    assert abs(total - own - rings - draft) <= 1
+    assert (none[-1], hyper[-1]) == ("256", "256"), "what SGLang chooses for V4"
+    assert "requests at a time: SGLang's own choice" in ended.stdout
+
+
+@pytest.mark.parametrize("field", ["head_dim", "compress_ratios", "index_head_dim"])
+def test_a_target_with_a_field_missing_is_one_line(tmp_path, capsys, field):
+    """Found as: a traceback, or a plan by a default that is not the target's."""
+    target = target_folder(tmp_path, {k: v for k, v in FLASH.items() if k != field})
+    arguments = ["plan", "--target", str(target), "--draft", str(SAMPLE / "drafter")]
+    assert cli.main([*arguments, "--gpu-gib", "141", "--weights-gib", "40"]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"the config.json of {target} lacks {field}" in message
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])

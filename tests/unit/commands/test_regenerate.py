@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,11 +20,16 @@ from sglang_hyperdflash.training.conversations import load_samples
 
 
 class Answers(ThreadingHTTPServer):
-    """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand."""
+    """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
+
+    ``context``: what ``/server_info`` says. ``refuses``: prompts of so many tokens get 400.
+    """
 
     def __init__(self) -> None:
         self.prompts: list[dict] = []
         self.failures: list[int] = []
+        self.context, self.refuses = 4096, -1
+        self.hold: threading.Event | None = None
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -37,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        self.reply(200, {})
+        self.reply(200, {"max_req_input_len": self.server.context})
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -46,6 +56,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.server.prompts.append(request)
         n = len(request["input_ids"])
+        if self.server.hold is not None:
+            self.server.hold.wait()
+        if n == self.server.refuses:
+            self.reply(400, {"error": {"message": "no such prompt"}})
+            return
         self.reply(200, {"output_ids": [n] * 3, "text": f"answer {n}"})
 
 
@@ -115,9 +130,116 @@ def test_a_busy_server_is_asked_again_and_a_dead_one_named(
     server.failures = [500] * 100
     assert call(server, target_dir, data, tmp_path / "b.jsonl") == 2
     assert "run the same command again to go on" in capsys.readouterr().err
-    server.failures = [400]
-    assert call(server, target_dir, data, tmp_path / "c.jsonl", "--concurrency", "1") == 2
-    assert "the server refused a prompt" in capsys.readouterr().err
+
+
+def records_of(path):
+    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda r: r["index"])
+
+
+def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
+    server, target_dir, data, tmp_path, capsys
+):
+    """Found as: the run ended at it for good, on every re-run, and named no line."""
+    lines = data.read_text().splitlines()
+    lines.insert(1, json.dumps({"turns": ["Long? " * 300]}))
+    data.write_text("\n".join(lines) + "\n")
+    out, server.context = tmp_path / "out.jsonl", 400
+    assert call(server, target_dir, data, out, "--concurrency", "1") == 0
+    said = capsys.readouterr().out
+    place = f"{data}:2: turn 1: the prompt has "
+    assert place in said
+    assert "the server takes 399" in said
+    assert "3 conversations answered" in said
+    listed = tmp_path / "out.skipped.jsonl"
+    assert "1 conversations refused by the server (0 after their first answers)" in said
+    assert f"listed in {listed}" in said
+    assert [r["index"] for r in records_of(out)] == [0, 2, 3]
+    (entry,) = records_of(listed)
+    assert (entry["index"], entry["where"], entry["answered"]) == (1, f"{data}:2", 0)
+    room = [p["sampling_params"]["max_new_tokens"] + len(p["input_ids"]) for p in server.prompts]
+    assert set(room) == {400}, "answers are cut to what the context leaves"
+    asked = len(server.prompts)
+    assert call(server, target_dir, data, out) == 0
+    assert "3 already answered" in (said := capsys.readouterr().out)
+    assert "1 skipped before" in said
+    assert len(server.prompts) == asked
+    server.context = 4096
+    assert call(server, target_dir, data, out, "--retry-skipped") == 0
+    assert [r["index"] for r in records_of(out)] == [0, 1, 2, 3]
+    assert not listed.exists()
+
+
+def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
+    server, target_dir, data, tmp_path, capsys
+):
+    out = tmp_path / "out.jsonl"
+    assert call(server, target_dir, data, tmp_path / "whole.jsonl", "--concurrency", "1") == 0
+    server.refuses = len(server.prompts[1]["input_ids"])
+    assert call(server, target_dir, data, out, "--concurrency", "1") == 0
+    assert f"refused {data}:1: turn 2: no such prompt" in capsys.readouterr().out
+    assert [len(r["samples"]) for r in records_of(out)] == [1, 1, 1]
+    assert records_of(out)[0]["messages"][-1]["role"] == "assistant"
+    assert records_of(tmp_path / "out.skipped.jsonl")[0]["answered"] == 1
+    assert len(load_samples([out], AutoTokenizer.from_pretrained(target_dir), 512).samples) == 3
+
+
+def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):
+    server.context = 3
+    assert call(server, target_dir, data, tmp_path / "out.jsonl") == 2
+    assert "the server refused every conversation" in capsys.readouterr().err
+
+
+def test_other_settings_another_file_and_a_second_run_are_refused(
+    server, target_dir, data, tmp_path, capsys
+):
+    """Found as: answers at two temperatures in one file, and doubled lines, both with exit 0."""
+    out = tmp_path / "out.jsonl"
+    assert call(server, target_dir, data, out, "--limit", "1") == 0
+    before, asked = out.read_bytes(), len(server.prompts)
+
+    def refused(path, *options: str) -> str:
+        assert call(server, target_dir, data, path, *options) == 2
+        return capsys.readouterr().err
+
+    assert "temperature was 0.7, now 0.0" in refused(out, "--temperature", "0")
+    template = ["--template-args", '{"thinking": true}']
+    assert "other settings: template was {}" in refused(out, *template)
+    assert "is the input" in refused(data)
+    assert "lies inside the target" in refused(target_dir / "out.jsonl")
+    (tmp_path / "notes").write_text("mine")
+    assert "expected no file" in refused(tmp_path / "notes")
+    (tmp_path / "new.skipped.jsonl").write_text("mine")
+    assert "it is not this run's list" in refused(tmp_path / "new.jsonl")
+    server.hold = threading.Event()
+    first = threading.Thread(target=call, args=(server, target_dir, data, out))
+    first.start()
+    while len(server.prompts) == asked:
+        time.sleep(0.01)
+    assert f"in use by process {os.getpid()}" in refused(out)
+    server.hold.set()
+    first.join()
+    assert out.read_bytes().startswith(before)
+    assert [r["index"] for r in records_of(out)] == [0, 1, 2]
+
+
+def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):
+    """Found as: Ctrl-C hung until the server had answered all that was asked."""
+    server.hold = threading.Event()
+    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "regenerate"]
+    command += ["--server", server.url, "--target", str(target_dir), "--input", str(data)]
+    process = subprocess.Popen(
+        [*command, "--output", str(tmp_path / "out.jsonl")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    while not server.prompts and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    server.hold.set()
+    assert process.returncode == 130
+    assert b"interrupted" in said
+    assert b"Traceback" not in said
 
 
 def test_bad_options_are_named(server, target_dir, data, tmp_path, capsys):
@@ -125,6 +247,7 @@ def test_bad_options_are_named(server, target_dir, data, tmp_path, capsys):
         (["--template-args", "{"], "--template-args is not JSON"),
         (["--template-args", "[]"], "must be a JSON object"),
         (["--concurrency", "0"], "must be at least 1"),
+        (["--top-p", "0"], "--top-p above 0 and at most 1"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server answers"),
         (["--input", str(tmp_path / "none")], "does not exist"),
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.train import load_pair, read_schedule
+from sglang_hyperdflash.commands import train
+from sglang_hyperdflash.commands.train import load_pair
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -19,8 +23,9 @@ from sglang_hyperdflash.training.captured import CaptureIdentity, CaptureWriter,
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.recipe import Recipe, read_schedule
 from sglang_hyperdflash.training.samples import OnlineFeatures, Sample
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
 from tests.conftest import EXAMPLE, ROOT
 
@@ -60,7 +65,7 @@ def test_a_whole_file(tmp_path):
     assert schedule.held_out == {"math": tmp_path / "math.jsonl"}
     assert schedule.objective == Objective(alpha=0.2, teacher="mean")
     first, second = schedule.stages
-    assert first.data == (tmp_path / "a.jsonl", "hub:owner/name")
+    assert schedule.data(first) == (tmp_path / "a.jsonl", "hub:owner/name")
     recipe = first.resolve(samples=10, objective=schedule.objective)
     assert (recipe.steps, recipe.minutes, recipe.lr) == (4, None, 8e-4)  # ceil(1.5 * 10 / 4)
     assert recipe.objective is schedule.objective
@@ -81,18 +86,168 @@ def test_the_committed_recipes_are_valid(path):
         ('target = "target"', "target = ", "is not TOML"),
         ("max_length = 99", "max_len = 99", "unknown field max_len; known are"),
         ('teacher = "mean"', "tau = 1", r"\[objective\]: unknown field tau"),
-        ('teacher = "mean"', 'teacher = "none"', "objective.teacher must be one of"),
+        (
+            'teacher = "mean"',
+            'teacher = "none"',
+            r"\[objective\]: teacher must be one of gated, mean",
+        ),
+        ("alpha = 0.2", "alpha = -1", r"\[objective\]: alpha must be at least 0, found -1"),
+        ("alpha = 0.2", "P = 1.5", r"\[objective\]: P must be a whole number, found 1.5"),
+        ("lr = 8e-4", 'lr = "high"', 'stage 1: lr must be a number, found "high"'),
+        ("lr = 8e-4", "lr = 0", "stage 1: lr must be above 0, found 0"),
+        ("lr = 8e-4", "lr = nan", "stage 1: lr must be a finite number"),
+        ("lr = 8e-4", "lr = inf", "stage 1: lr must be a finite number"),
+        ("batch = 4", "batch = 2.5", "stage 1: batch must be a whole number, found 2.5"),
+        ("batch = 4", "batch = true", "stage 1: batch must be a whole number, found true"),
+        ("batch = 4", "bf16 = 1", "stage 1: bf16 must be true or false, found 1"),
+        ("batch = 4", "pack = 0", "stage 1: pack must be at least 1, found 0"),
+        ("epochs = 1.5", "steps = 2.5", "stage 1: steps must be a whole number or null, found 2.5"),
+        ('["b.jsonl"]', '"b.jsonl"', 'stage 2: data must be a list of text, found "b.jsonl"'),
+        ('["b.jsonl"]', "[]", "stage 2: data must be not empty"),
+        ('["b.jsonl"]', "[3]", "stage 2: data must be text, found 3"),
+        ("max_length = 99", "max_length = 0", "max_length must be at least 1, found 0"),
+        ("max_length = 99", 'max_length = "9"', 'max_length must be a whole number, found "9"'),
+        ('math = "math.jsonl"', "math = 3", r"\[held_out\].* must be text"),
+        ('draft = "draft"', "draft = 3", "draft must be text, found 3"),
         ("epochs = 1.5", "", "stage 1 needs exactly one of epochs, steps or minutes; found none"),
         ("minutes = 3", "minutes = 3\nsteps = 4", "stage 2 needs exactly one of"),
         ("lr = 8e-4", "learning_rate = 1", "stage 1: unknown field learning_rate"),
         ('data = ["b.jsonl"]', "", "stage 2: data is missing"),
-        ('"online"', '"magic"', "features must be one of cache, online, captured"),
+        ('"online"', '"magic"', "features must be one of cache, captured, online"),
     ],
 )
 def test_bad_files_say_what_is_wrong(tmp_path, old, new, message):
     assert old in WHOLE
     with pytest.raises(HyperDFlashConfigError, match=message):
         read_schedule(written(tmp_path, WHOLE.replace(old, new)))
+
+
+def small(tmp_path: Path, target_dir: Path, out="out", steps=2, **changes) -> Path:
+    """A training file that runs in seconds, with its drafter and data beside it."""
+    if not (tmp_path / "draft").exists():
+        sizes = ["--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32"]
+        sizes += ["--intermediate-size", "64"]
+        command = ["init", "--target", str(target_dir), "--out", str(tmp_path / "draft")]
+        assert main([*command, *sizes]) == 0
+        line = {"instruction": "Count", "output": ", ".join(map(str, range(30)))}
+        (tmp_path / "a.jsonl").write_text((json.dumps(line) + "\n") * 2)
+    stage = {"lr": 1e-3, "warmup_steps": 5} | changes
+    fields = "".join(f"{name} = {value}\n" for name, value in stage.items())
+    return written(
+        tmp_path,
+        f"""
+target = "{target_dir}"
+draft = "draft"
+out = "{out}"
+max_length = 300
+[held_out]
+count = "a.jsonl"
+[[stage]]
+data = ["a.jsonl"]
+steps = {steps}
+batch = 2
+every = 1
+bf16 = false
+{fields}""",
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_what_others_hold_is_never_overwritten(tmp_path, target_dir, capsys):
+    """Found as: the target's own weights were replaced by a drafter's, exit 0."""
+    target = tmp_path / "target"
+    shutil.copytree(target_dir, target)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "model.safetensors").write_text("years of work")
+    before = contents(target) | contents(mine)
+    cases = [
+        ("target", "work", "out .*target is the target, which would be overwritten"),
+        ("target/new", "work", "lies inside the target"),
+        ("draft", "work", "out .*draft is the draft"),
+        ("draft/new", "work", "lies inside the draft"),
+        (".", "work", "holds the target"),
+        ("mine", "work", "expected a new or empty folder, .* found model.safetensors"),
+        ("out", "mine", "expected a new or empty folder, .* found model.safetensors"),
+        ("out", "target/work", "--work .* lies inside the target"),
+        ("work", "work", "must not be or hold --work"),
+    ]
+    for out, work, message in cases:
+        config = small(tmp_path, target, out)
+        assert main(["train", "--config", str(config), "--work", str(tmp_path / work)]) == 2
+        found = capsys.readouterr().err
+        assert re.search(message, found), (message, found)
+        assert contents(target) | contents(mine) == before
+        assert not (tmp_path / "work").exists()
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_run_resumes_its_own_work_and_no_other(tmp_path, target_dir, capsys):
+    work, out = tmp_path / "work", tmp_path / "out"
+
+    def run(**changes) -> str:
+        options = ["--config", str(small(tmp_path, target_dir, **changes)), "--work", str(work)]
+        code = main(["train", *options])
+        found = capsys.readouterr()
+        assert (code == 0) == (not found.err.startswith("hyperdflash"))
+        return found.out + found.err
+
+    assert re.search(r"best: step \d, tau \d\.\d\d \(.*/out\)", run(steps=2))
+    assert "stage 1: resumed at step 2" in run(steps=3)
+    finished = contents(out)
+    assert "other settings: stage 1 was" in run(steps=3, lr=0.5)
+    assert "expected a new or empty folder" not in run(steps=3)
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("29", "92"))
+    assert "other settings" in run(steps=3)
+    assert contents(out) == finished
+    log = (work / "stage-1" / "training_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log] == [1, 2, 3]
+
+
+def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, capsys, monkeypatch):
+    config = small(tmp_path, target_dir)
+    whole = train.train
+    codes = []
+
+    def with_a_second(*args):
+        for work in ("work", "other"):
+            command = ["train", "--config", str(config), "--work", str(tmp_path / work)]
+            codes.append(main(command))
+        whole(*args)
+
+    monkeypatch.setattr(train, "train", with_a_second)
+    assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 0
+    assert codes == [2, 2]
+    first, second = capsys.readouterr().err.split("hyperdflash train: ")[1:3]
+    assert f"in use by process {os.getpid()}" in first
+    assert "holds a run of `hyperdflash train (out)` with other settings" in second
+
+
+@pytest.mark.parametrize("file", ["state.pt", "best/model.safetensors"])
+def test_a_flipped_byte_is_found_and_the_stage_trained_anew(tmp_path, target_dir, capsys, file):
+    work = tmp_path / "work"
+    command = ["train", "--config", str(small(tmp_path, target_dir)), "--work", str(work)]
+    assert main(command) == 0
+    expected = (tmp_path / "out" / "model.safetensors").read_bytes()
+    damaged = work / "stage-1" / file
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(bytes(data))
+    capsys.readouterr()
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert f"{damaged} is" in message
+    assert "damaged: its SHA-256 is not the one" in message
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+    if file == "state.pt":
+        damaged.unlink()
+    else:
+        shutil.rmtree(work / "stage-1")
+    assert main(command) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
 
 
 def test_files_that_are_not_there(tmp_path, capsys):
@@ -110,9 +265,10 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, target_dir, drafter_di
     draft.mkdir()
     (draft / "model.safetensors").symlink_to(drafter_dir / "model.safetensors")
     (draft / "config.json").write_text(config.replace(fingerprint, "0" * 16))
-    text = WHOLE.replace('"target"', f'"{target_dir}"')
+    (tmp_path / "a.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    config = small(tmp_path, target_dir)
     work = ["--work", str(tmp_path / "work")]
-    assert main(["train", "--config", str(written(tmp_path, text)), *work]) == 2
+    assert main(["train", "--config", str(config), *work]) == 2
     assert "was made for another target" in capsys.readouterr().err
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving import start_checks as checks
 from sglang_hyperdflash.serving.request_checks import unsupported_sampling
@@ -135,3 +138,73 @@ def test_neutral_parameters_are_accepted():
         frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0
     )
     assert unsupported_sampling(neutral) is None
+
+
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:count])
+
+
+def rewritten(path: Path, edit) -> None:
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda p: cut(p, p.stat().st_size - 9), "is cut short: expected [0-9]+ bytes, found"),
+        (lambda p: cut(p, 100), "is not a safetensors file"),
+        (lambda p: cut(p, 0), "is not a safetensors file"),
+        (lambda p: p.write_bytes(p.read_bytes() + b"x"), "is damaged: expected [0-9]+ bytes"),
+        (lambda p: rewritten(p, lambda w: w.pop("norm.weight")), "tensors are missing: norm"),
+        (lambda p: rewritten(p, lambda w: w.update(stray=torch.zeros(3))), "unexpected .* stray"),
+        (
+            lambda p: rewritten(p, lambda w: w.update({"norm.weight": torch.ones(3)})),
+            r"norm.weight has shape \(3,\)",
+        ),
+        (
+            lambda p: rewritten(p, lambda w: w.update({"norm.weight": torch.ones(256).long()})),
+            "expected tensor norm.weight in one of F32, F16, BF16",
+        ),
+    ],
+)
+def test_a_damaged_drafter_is_refused_before_the_target_loads(
+    arguments, drafter_dir, tmp_path, damage, message
+):
+    """Found as: the target was loaded first, and a truncated file ended in a traceback."""
+    copy = shutil.copytree(drafter_dir, tmp_path / "draft")
+    damage(copy / "model.safetensors")
+    arguments.speculative_draft_model_path = str(copy)
+    with pytest.raises(HyperDFlashConfigError, match=message) as caught:
+        checks.validate_server_args(arguments)
+    assert str(copy) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    arguments.load_format = "dummy"
+    checks.validate_server_args(arguments)
+
+
+def test_a_drafter_of_another_target_is_refused_before_it_loads(arguments, target_dir, tmp_path):
+    def flip(weights):
+        name = next(name for name in weights if name.endswith("hc_base"))
+        weights[name] = weights[name] + 1.0
+
+    target = shutil.copytree(target_dir, tmp_path / "target")
+    rewritten(target / "model.safetensors", flip)
+    arguments.model_path = str(target)
+    with pytest.raises(HyperDFlashConfigError, match="made for another target: its hc_head"):
+        checks.validate_server_args(arguments)
+    (target / "model.safetensors").unlink()
+    checks.validate_server_args(arguments)  # SGLang's loader says what is wrong with the target
+
+
+def test_a_taken_port_is_refused_before_the_target_loads(arguments, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        arguments.host, arguments.port = other.getsockname()
+        checks.validate_server_args(arguments)  # an engine in this process listens nowhere
+        monkeypatch.setattr("sys.argv", ["/x/sglang/launch_server.py"])
+        with pytest.raises(HyperDFlashConfigError, match=r"--port \d+ on 127.0.0.1 cannot be"):
+            checks.validate_server_args(arguments)
+    checks.validate_server_args(arguments)

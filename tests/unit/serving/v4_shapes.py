@@ -98,11 +98,10 @@ def target_folder(folder: Path, shape: dict) -> Path:
 
 
 def draft_folder(folder: Path, shape: dict, drafter: DrafterShape) -> Path:
-    """A drafter for it; its weights file is there and empty, since nothing is loaded."""
+    """A drafter for it without any weights, since nothing is loaded."""
     m, d = shape["hc_mult"], shape["hidden_size"]
     hc_head = HcHead(torch.zeros(m, m * d), torch.zeros(m), torch.ones(1))
     facts = TargetFacts.from_config(shape)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft_config(facts, hc_head, drafter, 128815)))
-    (folder / "model.safetensors").touch()
     return folder

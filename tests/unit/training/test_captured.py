@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 
+from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture
 from sglang_hyperdflash.serving.capture_rows import append_rows, take_rows
+from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training import captured
 from sglang_hyperdflash.training.captured import (
@@ -82,6 +84,11 @@ def test_a_corrupt_shard_is_named(tmp_path):
     shard.write_bytes(bytes(data))
     with pytest.raises(HyperDFlashConfigError, match=r"states-00000000.safetensors is corrupt"):
         CapturedFeatures(tmp_path)
+    again = CaptureWriter(tmp_path, IDENTITY)
+    assert again.damaged == ["states-00000000.safetensors"]
+    assert [again.has(0, 2), again.has(2, 4)] == [False, True]
+    write(tmp_path, [(0, 2)])
+    assert CapturedFeatures(tmp_path).samples == SAMPLES
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
@@ -99,12 +106,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
     write(tmp_path, [(0, 2)])
 
-    def run_out_of_space(_tensors, path):
+    def run_out_of_space(_tensors, path) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(captured, "save_file", run_out_of_space)
-    with pytest.raises(OSError, match=r"No space left .* Earlier shards are whole"):
+    with pytest.raises(WriteFailed, match=r"states-00000002.safetensors: No space left .* Free"):
         write(tmp_path, [(2, 4)])
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["index.json", "states-00000000.safetensors"]
@@ -127,3 +134,33 @@ def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
     assert torch.equal(take_rows(tmp_path, "request-1"), torch.cat([first, second]))
     assert take_rows(tmp_path, "request-1") is None
     assert torch.equal(take_rows(tmp_path, "request-11"), first)
+
+
+def test_a_capture_refuses_what_is_not_its_own_before_any_model(
+    tmp_path, target_dir, capsys, monkeypatch
+):
+    data = tmp_path / "data.jsonl"
+    line = {"instruction": "Count", "output": "1 2 3"}
+    data.write_text((json.dumps(line) + "\n") * 3)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "index.json").write_text("mine")
+
+    def run(out, *options: str) -> str:
+        command = ["capture", "--target", str(target_dir), "--data", str(data), "--out", str(out)]
+        assert main([*command, *options]) == 2
+        return capsys.readouterr().err
+
+    assert "expected a new or empty folder" in run(mine)
+    assert (mine / "index.json").read_text() == "mine"
+    assert "is the target" in run(target_dir)
+    assert "lies inside the target" in run(target_dir / "states")
+    assert "does not exist" in run(tmp_path / "new", "--data", str(tmp_path / "none"))
+
+    def second(*_):
+        assert "in use by process" in run(tmp_path / "out")
+        raise HyperDFlashConfigError("stop here")
+
+    monkeypatch.setattr(capture, "_capture", second)
+    assert "stop here" in run(tmp_path / "out")
+    assert "shard_mib was 1024, now 1" in run(tmp_path / "out", "--shard-mib", "1")

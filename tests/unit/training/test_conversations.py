@@ -7,7 +7,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.checksum import sealed
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training.conversations import (
     load_samples,
     parse_conversation,
@@ -49,7 +50,7 @@ def write(path, *records):
     ],
 )
 def test_every_form_gives_the_same_conversation(record):
-    assert parse_conversation(json.dumps(record), "here") == CHAT[1:3]
+    assert parse_conversation(record, "here") == CHAT[1:3]
 
 
 def test_a_hub_data_set_is_streamed(monkeypatch, tokenizer):
@@ -64,7 +65,7 @@ def test_a_hub_data_set_is_streamed(monkeypatch, tokenizer):
         return iter([{"conversations": CHAT, "id": 3}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(read_conversations("hub:owner/name")) == [CHAT]
+    assert list(read_conversations("hub:owner/name")) == [(CHAT, "hub:owner/name, row 1")]
     assert len(load_samples(["hub:owner/name:test"], tokenizer, 512).samples) == 1
     assert asked == [("owner/name", "train", True), ("owner/name", "test", True)]
     with pytest.raises(FileNotFoundError, match="owner/gone cannot be read from the hub: offline"):
@@ -72,7 +73,7 @@ def test_a_hub_data_set_is_streamed(monkeypatch, tokenizer):
 
 
 def test_turns_are_prompts_without_answers(tokenizer):
-    messages = parse_conversation(json.dumps({"turns": ["one", "two"]}), "here")
+    messages = parse_conversation({"turns": ["one", "two"]}, "here")
     assert [m["role"] for m in messages] == ["user", "user"]
     assert to_sample(tokenizer, messages) is None
 
@@ -119,15 +120,24 @@ def test_regenerated_lines_keep_their_exact_tokens(tokenizer, tmp_path):
         {"tokens": [1], "spans": [[0, 2]]},
     ):
         path = write(tmp_path / "bad.jsonl", {"samples": [bad]})
-        with pytest.raises(HyperDFlashConfigError, match=r"line 1: (samples must hold|spans)"):
+        with pytest.raises(HyperDFlashConfigError, match=r"bad.jsonl:1: (samples must hold|spans)"):
             load_samples([path], tokenizer, max_length=5)
+
+
+def test_a_regenerated_line_that_was_damaged_is_refused(tokenizer, tmp_path):
+    sample = {"tokens": [5, 6, 7, 8], "spans": [[2, 4]]}
+    path = write(tmp_path / "data.jsonl", sealed({"samples": [sample]}))
+    assert len(load_samples([path], tokenizer, max_length=5).samples) == 1
+    path.write_text(path.read_text().replace("[5, 6", "[5, 9"))
+    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:1 no longer fits its checksum"):
+        load_samples([path], tokenizer, max_length=5)
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", "line 1 is not JSON"),
-        ("[1]", "must be an object, found list"),
+        ("{", r"data.jsonl:1: expected a JSON object"),
+        ("[1]", r"data.jsonl:1: expected a JSON object"),
         ("{}", "found nothing"),
         ('{"text": "x"}', "needs messages, conversations, instruction and output, or turns"),
         ('{"messages": []}', "messages must be a non-empty list"),
@@ -140,7 +150,7 @@ def test_regenerated_lines_keep_their_exact_tokens(tokenizer, tmp_path):
 def test_bad_lines_are_named(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(HyperDFlashConfigError, match=message):
+    with pytest.raises(HyperDFlashError, match=message):
         list(read_conversations(path))
 
 

@@ -10,9 +10,10 @@ from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.reducer_input import source_of
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Sample, States
-from sglang_hyperdflash.training.trainer import Recipe, Trainer
+from sglang_hyperdflash.training.trainer import Trainer
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
 
 LAYERS = (1, 3)

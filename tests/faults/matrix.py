@@ -1,0 +1,252 @@
+"""Runs a command, hurts it at a chosen moment, runs it again, and compares with a run in peace."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SECONDS = 600.0
+COMMAND = (sys.executable, "-m", "sglang_hyperdflash.cli")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A long command and how to see what it does.
+
+    Attributes:
+        arguments: of ``hyperdflash``, for a folder that receives all its files.
+        units: how many units it works through. done: how many are on disk, in that folder.
+        result: what must be equal after any fault. lines: a file of JSON lines to tear, or None.
+        data: a file to flip a byte in. launcher: what runs the arguments.
+        kill_helper: ends what the command depends on (a server, a child), or None without any.
+        mend_helper: brings it back.
+    """
+
+    name: str
+    arguments: Callable[[Path], list[str]]
+    units: int
+    done: Callable[[Path], int]
+    result: Callable[[Path], Any]
+    lines: Callable[[Path], Path] | None
+    data: Callable[[Path], Path]
+    launcher: tuple[str, ...] = COMMAND
+    kill_helper: Callable[[subprocess.Popen], None] | None = None
+    mend_helper: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Cell:
+    """One fault's outcome; ``said`` is all that the command printed on stderr."""
+
+    subject: str
+    fault: str
+    seconds: float = 0.0
+    lost: int = 0
+    doubled: int = 0
+    tracebacks: int = 0
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.doubled or self.tracebacks)
+
+
+class Runs:
+    """The runs of one subject into one folder."""
+
+    def __init__(self, subject: Subject, folder: Path, cell: Cell) -> None:
+        self.subject, self.folder, self.cell, self.count = subject, folder, cell, 0
+        folder.mkdir(parents=True)
+
+    def start(self) -> subprocess.Popen:
+        command = [*self.subject.launcher, *self.subject.arguments(self.folder)]
+        self.count += 1
+        self.log = (self.folder / f"stderr-{self.count}.log").open("w+")
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=self.log, start_new_session=True
+        )
+
+    def end(self, process: subprocess.Popen, *, killed: bool = False) -> int:
+        """Wait, and keep what it said. No process of its group is left behind."""
+        try:
+            code = process.wait(SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self.log.seek(0)
+        text = self.log.read()
+        self.log.close()
+        self.cell.said.append(text)
+        # A launcher (torchrun) has tracebacks of its own; ours show files of ours.
+        ours = self.subject.launcher is COMMAND or "/sglang_hyperdflash/" in text
+        if ours and not killed:
+            self.cell.tracebacks += text.count("Traceback (most recent call last)")
+        return code
+
+    def until(self, process: subprocess.Popen, share: float) -> bool:
+        """Wait for a share of the units; False when the command ended before."""
+        wanted = round(share * self.subject.units)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            begun = any(self.folder.glob("**/*.hyperdflash.json"))
+            if begun and self.subject.done(self.folder) >= wanted:
+                return True
+            if process.poll() is not None:
+                return False
+            time.sleep(0.005)
+        raise AssertionError(f"{self.subject.name}: no {wanted} units after {SECONDS:.0f} s")
+
+    def finish(self) -> None:
+        """Run until the command ends well, doing what its last line says where it names a file."""
+        for _ in range(3):
+            code = self.end(self.start())
+            if code == 0:
+                return
+            last = self.cell.said[-1].strip().splitlines()[-1]
+            assert "Remove " in last, f"exit {code}: {self.cell.said[-1][-2000:]}"
+            place = Path(last.split("Remove ")[1].split(" and run")[0])
+            if str(place) == "it":
+                place = Path(last.split(": ")[1].split(" is damaged")[0])
+            assert self.folder in place.parents, last
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+        raise AssertionError(f"{self.subject.name} does not end: {self.cell.said[-1][-2000:]}")
+
+
+def kill_at(share: float):
+    def hurt(runs: Runs) -> None:
+        process = runs.start()
+        runs.until(process, share)
+        os.killpg(process.pid, signal.SIGKILL)
+        runs.end(process, killed=True)
+
+    return hurt
+
+
+def interrupt(runs: Runs) -> None:
+    process = runs.start()
+    runs.until(process, 0.5)
+    process.send_signal(signal.SIGINT)
+    runs.end(process)
+
+
+def fill_disk(runs: Runs) -> None:
+    """From half way on, no file of the command's own process can grow."""
+    process = runs.start()
+    if runs.until(process, 0.5):
+        with suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64, 64))
+    runs.end(process)
+
+
+def kill_helper(runs: Runs) -> None:
+    process = runs.start()
+    runs.until(process, 0.5)
+    runs.subject.kill_helper(process)
+    runs.end(process)
+    runs.subject.mend_helper()
+
+
+def second_run(runs: Runs) -> None:
+    """The first stands still meanwhile, so that it cannot end before the second begins."""
+    process = runs.start()
+    assert runs.until(process, 0.25), runs.subject.name
+    first_log = runs.log
+    os.killpg(process.pid, signal.SIGSTOP)
+    try:
+        code = runs.end(runs.start())
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+    assert code != 0, "a second run was let in"
+    assert "in use by process" in runs.cell.said[-1], runs.cell.said[-1]
+    runs.log = first_log
+    assert runs.end(process) == 0
+
+
+def tear_line(runs: Runs) -> None:
+    kill_at(0.5)(runs)
+    with runs.subject.lines(runs.folder).open("ab") as file:
+        file.write(b'{"index": 1, "dig')
+
+
+def flip_byte(runs: Runs) -> None:
+    kill_at(0.75)(runs)
+    path = runs.subject.data(runs.folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+FAULTS: dict[str, Callable[[Runs], None]] = {
+    **{f"kill -9 at {share:.0%}": kill_at(share) for share in POINTS},
+    "Ctrl-C": interrupt,
+    "disk full": fill_disk,
+    "helper dies": kill_helper,
+    "second run": second_run,
+    "torn last line": tear_line,
+    "flipped byte": flip_byte,
+}
+
+
+def applies(subject: Subject, fault: str) -> bool:
+    """Whether a subject has what a fault hurts."""
+    if fault == "helper dies":
+        return subject.kill_helper is not None
+    return fault != "torn last line" or subject.lines is not None
+
+
+def compared(expected: Any, found: Any) -> tuple[int, int]:
+    """``(lost, doubled)`` units; a result that is no list counts as one unit."""
+    if not isinstance(expected, list):
+        return int(found != expected), 0
+    rest = list(found)
+    lost = 0
+    for unit in expected:
+        if unit in rest:
+            rest.remove(unit)
+        else:
+            lost += 1
+    return lost, len(rest)
+
+
+def run_cell(subject: Subject, fault: str, root: Path, expected: Any) -> Cell:
+    """Hurt, run again, compare."""
+    cell = Cell(subject.name, fault)
+    started = time.monotonic()
+    runs = Runs(subject, root / f"{subject.name} {fault}".replace(" ", "-").replace("%", ""), cell)
+    FAULTS[fault](runs)
+    runs.finish()
+    cell.lost, cell.doubled = compared(expected, subject.result(runs.folder))
+    cell.seconds = time.monotonic() - started
+    return cell
+
+
+def in_peace(subject: Subject, root: Path) -> Any:
+    """The result of an undisturbed run."""
+    runs = Runs(subject, root / f"{subject.name}-in-peace", Cell(subject.name, "none"))
+    runs.finish()
+    return subject.result(runs.folder)
+
+
+def table(cells: list[Cell]) -> str:
+    """The matrix as text: a line for each command and fault, and the totals."""
+    lines = [f"{'command':<24}{'fault':<18}{'lost':>6}{'doubled':>9}{'tracebacks':>12}{'s':>7}"]
+    for c in cells:
+        lines.append(
+            f"{c.subject:<24}{c.fault:<18}{c.lost:>6}{c.doubled:>9}{c.tracebacks:>12}"
+            f"{c.seconds:>7.0f}"
+        )
+    totals = [sum(getattr(c, name) for c in cells) for name in ("lost", "doubled", "tracebacks")]
+    lines.append(f"{len(cells)} cells: {totals[0]} lost, {totals[1]} doubled, ")
+    lines[-1] += f"{totals[2]} tracebacks"
+    return "\n".join(lines)

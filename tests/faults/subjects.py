@@ -1,0 +1,220 @@
+"""The long commands as subjects of the matrix, on the tiny target."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sglang_hyperdflash.cli import main
+from tests.conftest import EXAMPLE
+from tests.faults.matrix import Subject
+
+TARGET = str(EXAMPLE / "target")
+STEPS, PROMPTS = 8, 8
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+    *("-m", "sglang_hyperdflash.cli"),
+)
+SCHEDULE = """
+target = "{target}"
+draft = "{folder}/draft"
+out = "{out}/drafter"
+max_length = 200
+[held_out]
+count = "{folder}/data.jsonl"
+[[stage]]
+data = ["{folder}/data.jsonl"]
+steps = {steps}
+batch = 2
+anchors = 4
+every = 1
+warmup_steps = 2
+bf16 = false
+"""
+ENGINE = {"max_total_tokens": 8192, "mem_fraction_static": 0.2}
+
+
+def prepare(folder: Path) -> None:
+    """A drafter, training data and prompts that all subjects share."""
+    sizes = "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64"
+    init = ["init", "--target", TARGET, "--out", str(folder / "draft"), *sizes.split()]
+    assert main(init) == 0
+    chats = [
+        {"instruction": f"Count from {i}", "output": ", ".join(map(str, range(i, i + 9)))}
+        for i in range(PROMPTS)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    prompts = [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+
+
+def whole_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def records(path: Path, *names: str) -> list[dict[str, Any]]:
+    """Chosen fields of every line; the order of lines is that of completion and not compared."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(({n: line[n] for n in names} for line in lines), key=lambda r: r["index"])
+
+
+def training(shared: Path, processes: int = 1) -> Subject:
+    """``train``: weights byte for byte, and every line of the log once."""
+
+    def arguments(folder: Path) -> list[str]:
+        config = folder / "train.toml"
+        config.write_text(SCHEDULE.format(target=TARGET, folder=shared, out=folder, steps=STEPS))
+        work = str(folder / "work")
+        return ["train", "--config", str(config), "--work", work, "--threads", "1"]
+
+    def log(folder: Path) -> Path:
+        return folder / "work" / "stage-1" / "training_log.jsonl"
+
+    def result(folder: Path) -> list[Any]:
+        lines = [json.loads(line) for line in log(folder).read_text().splitlines()]
+        kept = [{k: v for k, v in line.items() if k != "minutes"} for line in lines]
+        files = ("config.json", "model.safetensors")
+        return [*kept, *((folder / "drafter" / name).read_bytes() for name in files)]
+
+    def kill_one(process: subprocess.Popen) -> None:
+        with suppress(psutil.NoSuchProcess, IndexError):
+            psutil.Process(process.pid).children()[-1].kill()
+
+    many = {"launcher": TORCHRUN, "kill_helper": kill_one} if processes > 1 else {}
+    return Subject(
+        name=f"train, {processes} process{'es' if processes > 1 else ''}",
+        arguments=arguments,
+        units=STEPS,
+        done=lambda folder: whole_lines(log(folder)),
+        result=result,
+        lines=log,
+        data=lambda folder: folder / "work" / "stage-1" / "state.pt",
+        **many,
+    )
+
+
+class Line:
+    """A TCP line to a server that can be cut: for its clients the server has died."""
+
+    def __init__(self, port: int) -> None:
+        self.to, self.open = port, True
+        self.ends: list[socket.socket] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self.listener.accept()
+            if not self.open:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self.to))
+            self.ends += [client, server]
+            for a, b in ((client, server), (server, client)):
+                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
+
+    @staticmethod
+    def _copy(a: socket.socket, b: socket.socket) -> None:
+        with suppress(OSError):
+            while data := a.recv(1 << 16):
+                b.sendall(data)
+        for end in (a, b):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        self.open = False
+        for end in self.ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.ends.clear()
+
+    def mend(self) -> None:
+        self.open = True
+
+
+def regenerating(shared: Path, server_port: int) -> Subject:
+    """``regenerate`` at temperature 0, against a server behind a :class:`Line`."""
+    line = Line(server_port)
+
+    def arguments(folder: Path) -> list[str]:
+        files = ["--input", str(shared / "data.jsonl"), "--output", str(folder / "out.jsonl")]
+        options = ["--temperature", "0", "--max-new-tokens", "16", "--concurrency", "2"]
+        return ["regenerate", "--server", line.url, "--target", TARGET, *files, *options]
+
+    return Subject(
+        name="regenerate",
+        arguments=arguments,
+        units=PROMPTS,
+        done=lambda folder: whole_lines(folder / "out.jsonl"),
+        result=lambda f: records(f / "out.jsonl", "index", "digest", "messages", "samples"),
+        lines=lambda folder: folder / "out.jsonl",
+        data=lambda folder: folder / "out.jsonl",
+        kill_helper=lambda _process: line.cut(),
+        mend_helper=line.mend,
+    )
+
+
+def kill_scheduler(process: subprocess.Popen) -> None:
+    """End the engine's scheduler, as a crash of the model would."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
+                    child.send_signal(signal.SIGKILL)
+
+
+def generating(shared: Path) -> Subject:
+    """``generate``, greedy."""
+
+    def arguments(folder: Path) -> list[str]:
+        files = ["--input", str(shared / "prompts.jsonl"), "--output", str(folder / "out.jsonl")]
+        options = ["--dtype", "float32", "--max-new-tokens", "16", "--concurrency", "1"]
+        engine = ["--engine-args", json.dumps(ENGINE)]
+        return ["generate", "--model", TARGET, *files, *options, *engine]
+
+    return Subject(
+        name="generate",
+        arguments=arguments,
+        units=PROMPTS,
+        done=lambda folder: whole_lines(folder / "out.jsonl"),
+        result=lambda f: records(f / "out.jsonl", "index", "digest", "outputs"),
+        lines=lambda folder: folder / "out.jsonl",
+        data=lambda folder: folder / "out.jsonl",
+        kill_helper=kill_scheduler,
+    )
+
+
+def capturing(shared: Path) -> Subject:
+    """``capture``, a shard for every few conversations."""
+
+    def arguments(folder: Path) -> list[str]:
+        files = ["--data", str(shared / "data.jsonl"), "--out", str(folder / "states")]
+        options = ["--dtype", "float32", "--shard-mib", "1", "--concurrency", "1"]
+        engine = ["--engine-args", json.dumps(ENGINE)]
+        return ["capture", "--target", TARGET, *files, *options, *engine]
+
+    def shards(folder: Path) -> list[Path]:
+        return sorted((folder / "states").glob("*.safetensors"))
+
+    return Subject(
+        name="capture",
+        arguments=arguments,
+        units=3,
+        done=lambda folder: min(3, len(shards(folder))),
+        result=lambda folder: [(p.name, p.read_bytes()) for p in shards(folder)],
+        lines=None,
+        data=lambda folder: shards(folder)[0],
+        kill_helper=kill_scheduler,
+    )

@@ -1,0 +1,83 @@
+"""What a command with an engine leaves behind: no process, no traceback, no noise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import multiprocessing, sys
+from unittest import mock
+
+import sglang
+
+from sglang_hyperdflash.commands.engine import quiet_engine
+
+
+def noisy(ready):
+    import warnings
+    from tqdm import tqdm
+    warnings.warn("a library's warning")
+    list(tqdm(range(3)))
+    ready.set()
+    import time
+    time.sleep(600)
+
+
+class Engine:
+    # What matters of sgl.Engine: spawned children, and a shutdown that kills every one of them.
+    def __init__(self):
+        import atexit
+        context = multiprocessing.get_context("spawn")
+        self.ready = context.Event()
+        self.child = context.Process(target=noisy, args=(self.ready,))
+        self.child.start()
+        self.ready.wait()
+        atexit.register(self.shutdown)
+
+    def shutdown(self):
+        import os
+        from sglang.srt.entrypoints import engine
+        engine.kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    with mock.patch.object(sglang, "Engine", Engine, create=True):
+        with quiet_engine({}, verbose=len(sys.argv) > 1) as engine:
+            child = engine.child
+        child.join(10)
+        assert child.exitcode == -9, child.exitcode
+        from tqdm import tqdm
+        list(tqdm([1]))
+"""
+
+
+def run(folder, *arguments: str) -> subprocess.CompletedProcess:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def test_an_engine_ends_without_a_traceback_or_a_word_of_other_libraries(tmp_path):
+    """Found as: a KeyError of the resource tracker, which SGLang's shutdown had killed."""
+    ended = run(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "KeyError" not in ended.stderr
+    assert "resource_tracker" not in ended.stderr
+    assert "a library's warning" not in ended.stderr
+    assert "3/3" not in ended.stderr, "bars of other processes"
+    assert "1/1" in ended.stderr, "our own bar stays"
+
+
+def test_verbose_shows_the_rest(tmp_path):
+    ended = run(tmp_path, "verbose")
+    assert ended.returncode == 0, ended.stderr
+    assert "a library's warning" in ended.stderr
+    assert "3/3" in ended.stderr

@@ -24,7 +24,7 @@ from sglang_hyperdflash.config import (
     check_fingerprint,
     hc_head_fingerprint,
 )
-from sglang_hyperdflash.deepseek_v4 import clear_rejected_states
+from sglang_hyperdflash.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
 from sglang_hyperdflash.hooks import (
     check_seams,
@@ -88,11 +88,10 @@ class HyperDFlashWorker(WindowedWorker):
             config.hc_mult,
         )
 
-    def forward_batch_generation(self, batch, *args, **kwargs):
-        """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
-        result = super().forward_batch_generation(batch, *args, **kwargs)
-        clear_rejected_states(self, batch, result)
-        return result
+    def init_attention_backends(self) -> None:
+        """Seam: the draft's backend is built here, its graph buffers later."""
+        super().init_attention_backends()
+        bound_graph_buffers(self.draft_model_runner.attn_backend, int(self.block_size))
 
     def _validate_phase1_sampling_support(self, batch) -> None:
         """Nothing to warn of: sampled verification is exact on every device."""

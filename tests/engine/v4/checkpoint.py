@@ -138,12 +138,12 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
         experts = CONFIG["n_routed_experts"]
         return torch.rand(shape[0], experts, generator=draw).argsort(1)[:, : shape[1]].contiguous()
     values = torch.randn(shape, generator=draw)
-    if "norm" in name:
+    if "norm" in name or name.endswith("scale"):
         values = 1 + 0.1 * values
-    elif name.endswith("scale"):
-        values = 0.5 + 0.1 * values
-    elif len(shape) == 1 or name.endswith("ape"):
+    elif name.endswith("gate.bias"):
         values = 0.3 * values
+    elif len(shape) == 1 or name.endswith("ape"):
+        values = 2 * values
     elif not name.startswith("embed"):
         values = 2 * values * shape[-1] ** -0.5
     return values.to(dtype)

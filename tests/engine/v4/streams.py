@@ -69,15 +69,15 @@ def silu_and_mul_clamp(input, output, swiglu_limit) -> None:
 def experts_forward(self, layer, dispatch_output):
     """Unquantised routed experts, one at a time; ids of -1 are padding.
 
-    Seam: ``UnquantizedFusedMoEMethod.forward_native``.
+    Not scaled: where the model class is not on CUDA it multiplies by ``routed_scaling_factor``
+    itself. Seam: ``UnquantizedFusedMoEMethod.forward_native``.
     """
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
     weights, ids = topk.topk_weights.float(), topk.topk_ids.long()
     out = torch.zeros_like(x, dtype=torch.float64)
-    config = self.moe_runner_config
-    limit = getattr(config, "swiglu_limit", None)
+    limit = getattr(self.moe_runner_config, "swiglu_limit", None)
     for e in range(layer.w13_weight.shape[0]):
         token, slot = torch.nonzero(ids == e, as_tuple=True)
         if not len(token):
@@ -87,6 +87,4 @@ def experts_forward(self, layer, dispatch_output):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         y = F.linear(F.silu(gate.float()).to(x.dtype) * up, layer.w2_weight[e])
         out.index_add_(0, token, y.double() * weights[token, slot, None].double())
-    if config.routed_scaling_factor is not None:
-        out = out * config.routed_scaling_factor
     return StandardCombineInput(hidden_states=out.to(x.dtype))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
-from sglang_hyperdflash.training.target_files import TargetFacts
 
 CONFIG = {
     "architectures": ["DeepseekV4ForCausalLM"],

@@ -29,7 +29,7 @@ def rings_without_speculation() -> None:
 
 def _poison(first: int) -> None:
     """After every round, write NaN over the ring rows of its block from ``accepted + first`` on."""
-    from sglang_hyperdflash.worker import HyperDFlashWorker
+    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
     generate = HyperDFlashWorker.forward_batch_generation
 

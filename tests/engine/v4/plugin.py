@@ -112,7 +112,7 @@ def load() -> None:
     backend()
     model()
     if DEVICE_LENGTHS in os.environ:  # the draft's lengths too
-        from sglang_hyperdflash.reference.attention import TorchReferenceAttention
+        from sglang_hyperdflash.cpu.attention import TorchReferenceAttention
 
         TorchReferenceAttention.needs_cpu_seq_lens = False
     controls.install()

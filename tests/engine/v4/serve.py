@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from sglang_hyperdflash.serving import Server
+from sglang_hyperdflash.tools.server_process import Server
 from tests.engine.conftest import install_plugin
 from tests.engine.v4 import drafts
 from tests.engine.v4.plugin import ENVIRONMENT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hyperdflash.serving import ServerFailed, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import ServerFailed, hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.v4 import controls
 from tests.engine.v4.conftest import NEW_TOKENS, Reference

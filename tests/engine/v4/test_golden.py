@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.conftest import ROOT
 from tests.engine.v4.checkpoint import CONFIG
 from tests.engine.v4.conftest import NEW_TOKENS, Reference
@@ -34,6 +34,7 @@ class Served:
     tokens: list[int]
     logprobs: torch.Tensor
     residual: torch.Tensor
+    log: str
 
 
 def whole(top: list) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.test_identity import OPTIMISTIC
 from tests.engine.v4 import drafts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.v4 import drafts
 from tests.engine.v4.conftest import NEW_TOKENS, Reference

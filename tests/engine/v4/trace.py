@@ -63,7 +63,7 @@ def record_residuals(folder: str) -> None:
 
     Seam: ``HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc``.
     """
-    from sglang_hyperdflash.worker import HyperDFlashWorker
+    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
     append = HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc
     calls = []

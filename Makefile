@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test soak pd-test gpu-test bench retrain eval-tiny
+.PHONY: setup demo test lint slow-test soak v4-test pd-test gpu-test bench retrain eval-tiny
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -21,7 +21,7 @@ demo: setup
 
 # Two files at a time: engine tests mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not disaggregation" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not disaggregation and not v4" -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
@@ -33,6 +33,10 @@ slow-test: setup
 # Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/engine/test_soak.py
+
+# SGLang's own DeepSeek-V4 on a CPU: every way to serve a request, its golden, its controls.
+v4-test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/engine/v4
 
 # A prefill and a decode node over TCP; the system needs libibverbs (Debian: libibverbs1).
 pd-test: setup

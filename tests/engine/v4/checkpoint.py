@@ -16,6 +16,7 @@ import torch
 
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from tests.engine.drafters import rescale
 
 CONFIG = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -162,10 +163,7 @@ def write_target(folder: Path) -> Path:
 
 
 def write_drafter(folder: Path, window: int | None = None) -> Path:
-    """An untrained drafter whose blocks differ.
-
-    Torch's small start leaves the mask's embedding alone: every block would be the same.
-    """
+    """An untrained drafter whose blocks differ."""
     torch.manual_seed(0)
     shape = DrafterShape(**DRAFT, **({} if window is None else {"window": window}))
     raw = draft_config(TargetFacts.from_config(CONFIG), None, shape, MASK_TOKEN)
@@ -176,11 +174,3 @@ def write_drafter(folder: Path, window: int | None = None) -> Path:
     rescale(drafter)
     drafter.save(folder)
     return folder
-
-
-@torch.no_grad()
-def rescale(drafter: Drafter) -> None:
-    """Draw a drafter's matrices anew, so large that its blocks depend on what it reads."""
-    for name, value in drafter.named_parameters():
-        if value.dim() == 2 and "reducer" not in name:
-            value.copy_(torch.randn_like(value) * 3 * value.shape[-1] ** -0.5)

@@ -12,8 +12,6 @@ import os
 import zlib
 from pathlib import Path
 
-from tests.engine.v4.checkpoint import CONFIG
-
 ANSWERS = "V4_ANSWERS"  # a JSON list of {"prompt", "ids"}
 OWN_DRAFTS = "V4_OWN_DRAFTS"  # a file: [rid, length, anchor, [drafts]] a line
 
@@ -42,46 +40,37 @@ class Oracle:
         right = right_drafts(len(prompt), at, len(own) + 1)
         truth = answer[at + 1 : at + 1 + len(own)]
         truth += [0] * (len(own) - len(truth))
-        vocabulary = CONFIG["vocab_size"]
-        return [token if j < right else (token + 1) % vocabulary for j, token in enumerate(truth)]
+        # Another token of any vocabulary of even size.
+        return [token if j < right else token ^ 1 for j, token in enumerate(truth)]
 
 
 def install() -> None:
-    """Stand between the drafter and verification. Seams: two methods of ``DFlashWorkerV2``."""
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+    """Stand between the drafter and verification.
+
+    Seam: ``DFlashVerifyInput.prepare_for_verify``; every round passes it, with graphs or without;
+    its ``draft_token`` is the memory that is verified.
+    """
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
     oracle = Oracle(os.environ[ANSWERS]) if ANSWERS in os.environ else None
     sink = open(os.environ[OWN_DRAFTS], "a") if OWN_DRAFTS in os.environ else None  # noqa: SIM115
-    generate = DFlashWorkerV2.forward_batch_generation
-    sample = DFlashWorkerV2._greedy_sample_from_vocab_parallel_head
-    current, seen = [], set()
+    prepare = DFlashVerifyInput.prepare_for_verify
+    seen = set()
 
-    def forward_batch_generation(self, batch, *args, **kwargs):
-        current[:] = [batch]
-        kind = (batch.forward_mode.name, batch.seq_lens_cpu is not None)
-        if kind not in seen:
-            seen.add(kind)
-            print("V4: mode and lengths on the host:", *kind, flush=True)
-        return generate(self, batch, *args, **kwargs)
-
-    def propose(self, hidden_states, lm_head, **options):
-        found = sample(self, hidden_states=hidden_states, lm_head=lm_head, **options)
-        found = found.view(-1, int(self.block_size) - 1).clone()
-        rounds = zip(
-            current[0].reqs,
-            current[0].seq_lens.tolist(),
-            self._draft_block_ids_buf[: len(found), 0].tolist(),
-            found.tolist(),
-            strict=True,
-        )
-        for i, (request, length, anchor, own) in enumerate(rounds):
+    def prepared(self, batch, *args, **options):
+        host = batch.seq_lens_cpu is not None
+        if host not in seen:
+            seen.add(host)
+            print("V4: a round with lengths on the host:", host, flush=True)
+        blocks = self.draft_token.view(len(batch.reqs), -1)
+        rounds = zip(batch.reqs, batch.seq_lens.tolist(), blocks.tolist(), strict=True)
+        for i, (request, length, (anchor, *own)) in enumerate(rounds):
             if sink is not None:
                 sink.write(json.dumps([request.rid, length, anchor, own]) + "\n")
                 sink.flush()
             if oracle is not None:
                 drafts = oracle.drafts(list(request.origin_input_ids), length, anchor, own)
-                found[i] = found.new_tensor(drafts)
-        return found.view(-1)
+                blocks[i, 1:] = blocks.new_tensor(drafts)
+        return prepare(self, batch, *args, **options)
 
-    DFlashWorkerV2.forward_batch_generation = forward_batch_generation
-    DFlashWorkerV2._greedy_sample_from_vocab_parallel_head = propose
+    DFlashVerifyInput.prepare_for_verify = prepared

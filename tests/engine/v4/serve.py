@@ -11,7 +11,8 @@ from tests.engine.conftest import install_plugin
 from tests.engine.v4 import drafts
 from tests.engine.v4.plugin import ENVIRONMENT
 
-ARGUMENTS = ("--skip-tokenizer-init", "--mem-fraction-static", "0.2", "--sleep-on-idle")
+# The pool is --max-total-tokens; what else fills the machine's memory must not matter.
+ARGUMENTS = ("--skip-tokenizer-init", "--mem-fraction-static", "0.8", "--sleep-on-idle")
 ARGUMENTS += ("--max-running-requests", "4", "--max-total-tokens", "8192")
 ARGUMENTS += ("--swa-full-tokens-ratio", "0.5", "--disable-cuda-graph")
 ARGUMENTS += ("--dsa-topk-backend", "torch", "--log-level", "info")

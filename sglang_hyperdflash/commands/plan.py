@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,12 +54,16 @@ class Node:
 
 @dataclass(frozen=True)
 class Budget:
-    """One method's cost on one GPU; ``tokens`` is the capacity in full tokens."""
+    """One method's cost on one GPU; ``tokens`` is the capacity in full tokens.
+
+    draft_graph_bytes: of HYPERDFLASH's draft, by its attention backend, beside the K/V memory.
+    """
 
     method: str
     bytes_per_token: float
     tokens: int
     draft_bytes_per_token: float
+    draft_graph_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,24 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
         # What the same target costs with the rings of any speculation, but no draft.
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
-    return Budget(method, full, int(sizes.max_total_num_tokens), full - plain)
+        graphs = _draft_graphs(arguments, node) if method == ALGORITHM else {}
+    return Budget(method, full, int(sizes.max_total_num_tokens), full - plain, graphs)
+
+
+def _draft_graphs(arguments, node: Node) -> dict[str, int]:
+    """Bytes of the draft graphs' indices, were every running request in one captured batch."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+
+    resolved = arguments.resolved_dict()
+    return graph_index_bytes(
+        node.max_running_requests,
+        int(ModelConfig.from_server_args(arguments).context_len),
+        resolved["speculative_draft_window_size"],
+        int(resolved["speculative_num_draft_tokens"]),
+        int(resolved["page_size"]),
+    )
 
 
 def _is_v4(target: str) -> bool:
@@ -228,6 +249,10 @@ def report(rows: list[Budget | Unavailable], node: Node) -> str:
         )
     missing = [row for row in rows if isinstance(row, Unavailable)]
     lines += [f"{row.method:<14}{row.reason}" for row in missing]
+    for b in budgets:
+        if b.draft_graph_bytes:
+            sizes = ", ".join(f"{k} {v / GIB:.2f}" for k, v in b.draft_graph_bytes.items())
+            lines += ["", f"Draft graphs, beside it, GiB at most: {sizes}"]
     return "\n".join(lines)
 
 

@@ -88,6 +88,26 @@ def check_window_attention(window: int | None, backend: str) -> None:
         )
 
 
+def graph_context(context: int, window: int | None, block: int) -> int:
+    """Tokens for which a draft's backend is built: the context's, or a window's and two blocks'."""
+    return context if window is None else window + 2 * block
+
+
+def graph_index_bytes(
+    requests: int, context: int, window: int | None, block: int, page: int
+) -> dict[str, int]:
+    """What a draft's graphs hold to find K/V, by backend, for one GPU.
+
+    Args:
+        requests: of the largest captured batch. context: the server's, in tokens. page: tokens.
+    """
+    context = graph_context(context, window, block)
+    slots = requests * (context + block)
+    found = {"triton": 8 * slots, "flashinfer": 4 * slots}
+    pages = 4 * requests * -(-context // page)
+    return found if window is not None else {"fa3": pages, "fa4": pages, **found}
+
+
 def bound_graph_buffers(backend, block: int) -> None:
     """Give a draft's graphs room for one context a request, not for one a row of the batch.
 

@@ -19,6 +19,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.utils.common import async_h2d
 
+from sglang_hyperdflash.serving.draft_attention import graph_context
 from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO, pool_ratio
 from sglang_hyperdflash.serving.window_slots import DraftWindow
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -147,7 +148,7 @@ class WindowedWorker(DFlashWorkerV2):
         config = self.draft_model_runner.model_config
         context = config.context_len
         if self.window is not None:
-            config.context_len = self.window.window + 2 * self.window.block
+            config.context_len = graph_context(context, self.window.window, self.window.block)
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from sglang_hyperdflash.serving.draft_attention import (
     bound_graph_buffers,
     check_window_attention,
     chosen,
+    graph_index_bytes,
 )
 from sglang_hyperdflash.serving.window_slots import DraftWindow
 from sglang_hyperdflash.serving.window_worker import WindowedWorker, entering_rows, report_ring
@@ -101,11 +102,17 @@ def test_flashinfers_graph_buffers_hold_a_context_a_request(allocated):
     backend = backend_of("flashinfer", CONTEXT)
     bound_graph_buffers(backend, BLOCK)
     backend.init_cuda_graph_state(BATCH, BATCH * BLOCK)
-    assert gib(allocated) == pytest.approx(1.0, rel=0.01)
+    planned = graph_index_bytes(BATCH, CONTEXT, None, BLOCK, 256)["flashinfer"]
+    assert gib(allocated) == pytest.approx(planned / GIB, rel=1e-4) == pytest.approx(1, rel=0.01)
     indices = backend.cuda_graph_kv_indices[0]
     assert indices.dtype == torch.int32
     assert len(indices) >= BATCH * (CONTEXT + BLOCK)
     assert backend.max_context_len == CONTEXT
+
+
+def test_a_windows_graph_buffers_do_not_grow_with_the_context():
+    sizes = graph_index_bytes(BATCH, CONTEXT, 2048, BLOCK, 256)
+    assert sizes == {"triton": 8 * 256 * 2069, "flashinfer": 4 * 256 * 2069}
 
 
 def test_a_backend_without_such_buffers_is_left_alone():

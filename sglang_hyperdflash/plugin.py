@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.cpu import activation, eagle_seams, parallel_seams
+from sglang_hyperdflash.cpu import activation, eagle_seams, memory, parallel_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving import (
@@ -12,6 +12,7 @@ from sglang_hyperdflash.serving import (
     dflash_seams,
     expose_residual,
     request_checks,
+    request_finish,
     round_times,
     v4_startup,
 )
@@ -20,6 +21,7 @@ from sglang_hyperdflash.serving import (
 SERVING_SEAMS: tuple[Seam, ...] = (
     *dflash_seams.SEAMS,
     *request_checks.SEAMS,
+    *request_finish.SEAMS,
     *expose_residual.SEAMS,
     *v4_startup.SEAMS,
     *counters.SEAMS,
@@ -30,6 +32,7 @@ CPU_SEAMS: tuple[Seam, ...] = (
     *cpu_dflash_seams.SEAMS,
     *eagle_seams.SEAMS,
     *parallel_seams.SEAMS,
+    *memory.SEAMS,
 )
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 
@@ -101,6 +104,7 @@ def load() -> None:
     _register_models()
     seams.install(SERVING_SEAMS)
     if activation.is_active():
+        activation.calm_threads()
         from sglang_hyperdflash.cpu.attention_registry import register_attention
 
         register_attention()

@@ -14,6 +14,11 @@ def mark_worker_ours() -> None:
     _worker_is_ours = True
 
 
+def worker_is_ours() -> bool:
+    """Whether this process's worker is ours."""
+    return _worker_is_ours
+
+
 def refuse_lossy_requests(message, req, *args, **kwargs):
     """Refuse sampling parameters that a verified block cannot honour exactly.
 
@@ -21,7 +26,7 @@ def refuse_lossy_requests(message, req, *args, **kwargs):
     accepted inside it would not count. Runs for every DFLASH-family request; returns SGLang's
     own message untouched for other algorithms.
     """
-    if message is not None or not _worker_is_ours:
+    if message is not None or not worker_is_ours():
         return message
     return unsupported_sampling(req.sampling_params)
 

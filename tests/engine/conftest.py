@@ -46,7 +46,8 @@ class Servers:
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
             log = ROOT / "build" / "test-logs" / worker / f"{name}.log"
             self.running[name] = Server(model, *arguments, log=log, **options)
-        return self.running[name].wait()
+        # A server that ends is noticed at once; a slow machine is no failure.
+        return self.running[name].wait(1800)
 
     def stop(self, name: str) -> None:
         self.running.pop(name).stop()

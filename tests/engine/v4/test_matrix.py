@@ -50,9 +50,9 @@ def texts(servers, target, tmp_path_factory) -> Texts:
     first, tails = prompts(*LENGTHS), prompts(*[20] * len(LENGTHS), seed=1)
     answers = ids(ask(server, first, NEW_TOKENS))
     second = [p + a + tail for p, a, tail in zip(first, answers, tails, strict=True)]
-    turns = ids(ask(server, second, TURN_TOKENS))
+    turns = ids(ask(server, second, TURN_TOKENS, "t"))
     long = prompts(LONG, seed=2)
-    found = ids(ask(server, long, LONG_TOKENS))
+    found = ids(ask(server, long, LONG_TOKENS, "l"))
     servers.stop("v4-texts")
     return Texts((first, answers), (second, turns), (long, found), read_rows(path))
 
@@ -72,7 +72,7 @@ def assert_first_turns(server, texts: Texts) -> list[dict]:
 
 
 def assert_long(server, texts: Texts) -> None:
-    answers = ask(server, texts.long[0], LONG_TOKENS)
+    answers = ask(server, texts.long[0], LONG_TOKENS, "l")
     assert ids(answers) == texts.long[1]
     assert sum(accepted(answers)[1:]) > 0
 
@@ -82,7 +82,7 @@ def test_turns_page_hits_selection_and_several_answers(servers, target, drafter,
     rows = {ROWS: str(path)}
     server = drafting(servers, "turns", target, drafter, texts, tmp_path, **rows)
     assert_first_turns(server, texts)
-    turns = ask(server, texts.second[0], TURN_TOKENS)
+    turns = ask(server, texts.second[0], TURN_TOKENS, "t")
     assert ids(turns) == texts.second[1]
     cached = [answer["meta_info"]["cached_tokens"] for answer in turns]
     assert max(cached) >= PAGE, cached
@@ -123,7 +123,7 @@ def test_lengths_on_the_device_only(servers, target, drafter, texts, tmp_path):
 
 def test_retraction(servers, target, drafter, texts, tmp_path):
     path = tmp_path / "rows.jsonl"
-    tight = ("--max-total-tokens", "1536", "--schedule-conservativeness", "0.01")
+    tight = ("--max-total-tokens", "2048", "--schedule-conservativeness", "0.01")
     more = {**OPTIMISTIC, ROWS: str(path)}
     server = drafting(servers, "retract", target, drafter, texts, tmp_path, *tight, **more)
     assert_first_turns(server, texts)
@@ -145,7 +145,7 @@ def test_a_windowed_drafter(servers, target, texts, tmp_path):
     chunks = ("--chunked-prefill-size", "256")
     server = drafting(servers, "window", target, draft, texts, tmp_path, *chunks)
     assert_first_turns(server, texts)
-    turns = ask(server, texts.second[0], TURN_TOKENS)
+    turns = ask(server, texts.second[0], TURN_TOKENS, "t")
     assert ids(turns) == texts.second[1]
     servers.stop("v4-window")
 

@@ -112,9 +112,9 @@ def load() -> None:
     backend()
     model()
     if DEVICE_LENGTHS in os.environ:  # the draft's lengths too
-        from sglang_hyperdflash.cpu.attention import TorchReferenceAttention
+        from sglang_hyperdflash.cpu.attention import TorchAttention
 
-        TorchReferenceAttention.needs_cpu_seq_lens = False
+        TorchAttention.needs_cpu_seq_lens = False
     controls.install()
     traces.install()
     drafts.install()

@@ -120,15 +120,3 @@ def compress_norm_rope_store(
         store_latents(x, loc, kvcache, page_size)
     else:
         store_index(x, loc, kvcache, page_size)
-
-
-def clear_unaccepted(
-    state, req_pool_indices, seq_lens, accept_lens, *, ring_size, num_draft_tokens
-):
-    """Wipe the ring rows of rejected drafts. Seam: ``clear_unaccepted_c128_draft_states``."""
-    half = state.shape[-1] // 2
-    rounds = (req_pool_indices.tolist(), seq_lens.tolist(), accept_lens.tolist())
-    for request, seq_len, kept in zip(*rounds, strict=True):
-        for offset in range(kept, num_draft_tokens):
-            row = request * ring_size + (seq_len + offset) % ring_size
-            state[row, :half], state[row, half:] = 0.0, float("-inf")

@@ -54,7 +54,6 @@ def kernels() -> None:
     importlib.import_module("sglang.kernels.ops.attention.dsv4")
     from sglang.kernels.ops.activation import silu_and_mul_clamp
     from sglang.kernels.ops.attention.dsv4 import compress, metadata_kernel, norm_rope
-    from sglang.kernels.ops.kvcache import dsv4_c128_cleanup
     from sglang.kernels.ops.layernorm import mhc, mhc_head
     from sglang.srt.mem_cache import allocation
 
@@ -72,7 +71,6 @@ def kernels() -> None:
     ):
         for name in names:
             replace(getattr(module, name), getattr(ours, name))
-    replace(dsv4_c128_cleanup.clear_unaccepted_c128_draft_states, compressor.clear_unaccepted)
     # Pages of 256 in speculative decoding; SGLang has this one in torch too.
     replace(allocation.get_last_loc_triton, allocation.get_last_loc_torch)
 

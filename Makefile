@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What make test runs; each of the others has a target of its own.
 FAST := not gpu and not slow and not faults and not disaggregation and not v4
 
-.PHONY: setup demo test lint slow-test fault-test soak pd-test gpu-test bench retrain eval-tiny figures
+.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test gpu-test bench retrain eval-tiny figures
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -39,6 +39,10 @@ fault-test: setup
 # Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/engine/test_soak.py
+
+# SGLang's own DeepSeek-V4 on a CPU: every way to serve a request, its golden, its controls.
+v4-test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/engine/v4
 
 # A prefill and a decode node over TCP; the system needs libibverbs (Debian: libibverbs1).
 pd-test: setup

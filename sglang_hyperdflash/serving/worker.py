@@ -22,10 +22,10 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang_hyperdflash.draft.config import check_fingerprint
 from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.seams import check_installed
+from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.loaded_target import pre_collapse_residual_width, target_hc_head
 from sglang_hyperdflash.serving.request_checks import mark_worker_ours
-from sglang_hyperdflash.serving.v4_startup import clear_rejected_states
 from sglang_hyperdflash.serving.verify import accept_sampled, target_probabilities
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
@@ -80,11 +80,10 @@ class HyperDFlashWorker(WindowedWorker):
             config.hc_mult,
         )
 
-    def forward_batch_generation(self, batch, *args, **kwargs):
-        """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
-        result = super().forward_batch_generation(batch, *args, **kwargs)
-        clear_rejected_states(self, batch, result)
-        return result
+    def init_attention_backends(self) -> None:
+        """Seam: the draft's backend is built here, its graph buffers later."""
+        super().init_attention_backends()
+        bound_graph_buffers(self.draft_model_runner.attn_backend, int(self.block_size))
 
     def _validate_phase1_sampling_support(self, batch) -> None:
         """Nothing to warn of: sampled verification is exact on every device."""

@@ -44,6 +44,16 @@ def test_the_committed_pair_is_accepted(arguments):
     checks.validate_server_args(arguments)
 
 
+def test_a_window_is_refused_where_pools_are_resized_after_capture(arguments, monkeypatch):
+    config = checks.load_draft_config(arguments)
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    checks._check_window(arguments, config)
+    with pytest.raises(HyperDFlashConfigError, match="POST_CAPTURE_KV_SIZING=1 with a windowed"):
+        checks._check_window(arguments, replace(config, window=64))
+    monkeypatch.delenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+    checks._check_window(arguments, replace(config, window=64))
+
+
 def test_a_source_that_is_only_there_to_compare_with_is_refused(arguments, tmp_path):
     shutil.copytree(arguments.speculative_draft_model_path, tmp_path / "draft")
     config = tmp_path / "draft" / "config.json"

@@ -69,6 +69,13 @@ def weights_of(
         renorm: FlashInfer's ``(top_k_renorm_probs, top_p_renorm_probs)``, on CUDA.
     """
     probs = torch.softmax(logits.float() / sampling.temperatures.unsqueeze(-1), dim=-1)
+    return filtered(probs, sampling, renorm)
+
+
+def filtered(
+    probs: torch.Tensor, sampling: Sampling, renorm: tuple[Callable, Callable] | None = None
+) -> torch.Tensor:
+    """``probs [N, V]`` of a softmax after the filters, as :func:`weights_of`; may reuse them."""
     if not sampling.filters:
         return probs
     broken = probs[:, 0].isnan()

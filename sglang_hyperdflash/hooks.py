@@ -63,38 +63,17 @@ def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
     return kwargs
 
 
-def refuse_lossy_requests(message, req, *args, **kwargs):
-    """Refuse sampling parameters that a verified block cannot honour exactly.
-
-    SGLang computes penalties once per round and freezes them for the block, so the tokens
-    accepted inside it would not count. Runs for every DFLASH-family request; returns SGLang's
-    own message untouched for other algorithms.
-    """
-    if message is not None or not _worker_is_ours:
-        return message
-    from sglang_hyperdflash.server_args import unsupported_sampling
-
-    return unsupported_sampling(req.sampling_params)
-
-
 def no_triton_rope(result, self, *args, **kwargs):
     """Use the draft layers' plain q/k norm and RoPE: the fused one is a Triton kernel."""
     self.use_table_qk_norm_rope = False
-
-
-_worker_is_ours = False
-
-
-def mark_worker_ours() -> None:
-    """Tell the request check that this scheduler process runs our worker."""
-    global _worker_is_ours
-    _worker_is_ours = True
 
 
 def _seams() -> tuple[Seam, ...]:
     from sglang_hyperdflash.deepseek_v4 import deepseek_v4_seams
     from sglang_hyperdflash.reference.eagle_seams import eagle_seams
     from sglang_hyperdflash.reference.parallel_seams import parallel_seams
+    from sglang_hyperdflash.reference.seeded_seams import seeded_seams
+    from sglang_hyperdflash.sampling_seams import sampling_seams
 
     return (
         *_worker_seams(),
@@ -104,6 +83,8 @@ def _seams() -> tuple[Seam, ...]:
         *deepseek_v4_seams(),
         *eagle_seams(),
         *parallel_seams(),
+        *seeded_seams(),
+        *sampling_seams(),
         metrics_seam(),
         *_timing_seams(),
     )
@@ -125,13 +106,6 @@ def _worker_seams() -> tuple[Seam, ...]:
             keep_draft_embedding_dtype,
             ("self", "forward_batch", "pp_proxy_tensors"),
             "draft embeddings are cast to bfloat16 whatever the draft's dtype",
-        ),
-        Seam(
-            "sglang.srt.speculative.dflash_utils.validate_dflash_request",
-            "after",
-            refuse_lossy_requests,
-            ("req", "enable_overlap"),
-            "penalties are frozen for a block and would not be exact",
         ),
     )
 

@@ -13,11 +13,10 @@ PORTABLE_NEXTN = "PortableDeepSeekV4ForCausalLMNextN"
 
 def _worker_class(server_args) -> type:
     """Worker factory; imports the worker only when the algorithm is really used."""
-    from sglang_hyperdflash.hooks import check_seams, mark_worker_ours
+    from sglang_hyperdflash.hooks import check_seams
     from sglang_hyperdflash.worker import HyperDFlashWorker
 
     check_seams()
-    mark_worker_ours()
     return HyperDFlashWorker
 
 
@@ -64,7 +63,9 @@ def _register_models() -> None:
 def _register_reference_attention() -> None:
     from sglang.srt.arg_groups.choices import (
         add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
         add_draft_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
     )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -75,6 +76,8 @@ def _register_reference_attention() -> None:
     fill_missing_kernels()
     add_attention_backend_choices([ATTENTION_BACKEND])
     add_draft_attention_backend_choices([ATTENTION_BACKEND])
+    add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(TorchReferenceAttention)
 
 

@@ -53,17 +53,11 @@ UNSUPPORTED = (
         "drop --enable-hierarchical-cache",
     ),
     ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
-    (
-        "enable_deterministic_inference",
-        bool,
-        "verification draws from a shared generator, not from request seeds",
-        "drop --enable-deterministic-inference",
-    ),
     ("speculative_adaptive", bool, "the block size is fixed by training", "drop the flag"),
     (
         "speculative_use_block_verification",
         bool,
-        "drafts are point masses; token-wise verification is already optimal",
+        "verification is coupled or token-wise, by each request's seed",
         "drop the flag",
     ),
     (
@@ -258,26 +252,3 @@ def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None
         num_hidden_layers=int(fields.get("num_hidden_layers") or 0),
         hc_mult=fields.get(kind.paths_field),
     )
-
-
-def unsupported_sampling(params) -> str | None:
-    """Why a request's sampling parameters cannot be honoured exactly, or None.
-
-    Args:
-        params: SGLang's normalised ``SamplingParams``.
-    """
-    neutral = {
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-    }
-    for name, value in neutral.items():
-        found = getattr(params, name, value)
-        if found is not None and found != value:
-            return (
-                f"{ALGORITHM} does not support {name}={found}: SGLang fixes penalties for a whole "
-                f"drafted block, so they would not be exact. Send {name}={value} or serve "
-                "without speculative decoding."
-            )
-    return None

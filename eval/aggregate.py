@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.methods import BASELINE
 from eval.runner import Cell
-from sglang_hyperdflash.metrics import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 
 RESAMPLES = 1000
 Entry = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from sglang_hyperdflash.metrics import add_histograms
+from sglang_hyperdflash.tools.acceptance import add_histograms
 
 
 @dataclass

@@ -17,8 +17,9 @@ import requests
 
 from eval.client import Sampling, converse, converse_all
 from eval.methods import BASELINE, NOISE, EvalError, Method
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.serving import Server, ServerFailed
+from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server
 
 
 @dataclass(frozen=True)

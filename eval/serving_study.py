@@ -16,9 +16,9 @@ from typing import Any
 from eval.client import Sampling, converse_all
 from eval.methods import Method
 from eval.tables import LABELS, Table
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import Server
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server
 
 LATENCIES = {
     "ttft_ms": ("median_ttft_ms", "p99_ttft_ms"),

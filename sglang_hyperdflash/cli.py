@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+
+# Each is a module of its own under commands/.
+COMMANDS = ("demo", "generate", "init", "regenerate", "capture", "train", "plan")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All sub-commands; each module adds its own arguments and names its function."""
-    from sglang_hyperdflash import batch, demo, kv_plan
-    from sglang_hyperdflash.training import capture, initialise, regenerate, schedule
-
     parser = argparse.ArgumentParser(
         prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo.add_parser(commands)
-    batch.add_parser(commands)
-    initialise.add_parser(commands)
-    regenerate.add_parser(commands)
-    capture.add_parser(commands)
-    schedule.add_parser(commands)
-    kv_plan.add_parser(commands)
+    for name in COMMANDS:
+        importlib.import_module(f"sglang_hyperdflash.commands.{name}").add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; user errors print one line on stderr and give exit code 2."""
-    from sglang_hyperdflash.config import HyperDFlashConfigError
-    from sglang_hyperdflash.serving import ServerFailed
-
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)
-    except (HyperDFlashConfigError, OSError, FloatingPointError, ServerFailed) as error:
+    except (HyperDFlashError, OSError, FloatingPointError) as error:
         print(f"hyperdflash {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
-from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.config import DRAFT_ARCHITECTURE
+from sglang_hyperdflash import ALGORITHM, seams
+from sglang_hyperdflash.cpu import activation, eagle_seams, parallel_seams, seeded_seams
+from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
+from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving import (
+    capture_rows,
+    counters,
+    dflash_seams,
+    expose_residual,
+    round_times,
+    sampling_seams,
+    v4_startup,
+)
 
-# Spelled so that SGLang's tests for "DeepseekV4" in an architecture's name do not match: they
-# would select V4's own chat encoding, cache layout and start-up rules.
-PORTABLE_TARGET = "PortableDeepSeekV4ForCausalLM"
-PORTABLE_NEXTN = "PortableDeepSeekV4ForCausalLMNextN"
+# Everything that we hook in SGLang, by what it is for.
+SERVING_SEAMS: tuple[Seam, ...] = (
+    *dflash_seams.SEAMS,
+    *sampling_seams.SEAMS,
+    *expose_residual.SEAMS,
+    *v4_startup.SEAMS,
+    *counters.SEAMS,
+    *capture_rows.SEAMS,
+    *round_times.SEAMS,
+)
+CPU_SEAMS: tuple[Seam, ...] = (
+    *cpu_dflash_seams.SEAMS,
+    *eagle_seams.SEAMS,
+    *parallel_seams.SEAMS,
+    *seeded_seams.SEAMS,
+)
+ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 
 
 def _worker_class(server_args) -> type:
     """Worker factory; imports the worker only when the algorithm is really used."""
-    from sglang_hyperdflash.hooks import check_seams
-    from sglang_hyperdflash.worker import HyperDFlashWorker
+    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
-    check_seams()
+    seams.check_installed()
     return HyperDFlashWorker
+
+
+def _validate(server_args) -> None:
+    from sglang_hyperdflash.serving.start_checks import validate_server_args
+
+    validate_server_args(server_args)
 
 
 def _register_algorithm() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_hyperdflash.algorithm import HyperDFlashAlgorithm
-    from sglang_hyperdflash.server_args import validate_server_args
+    from sglang_hyperdflash.serving.algorithm import HyperDFlashAlgorithm
 
     if get_spec(ALGORITHM) is None:
         SpeculativeAlgorithm.register(
             ALGORITHM,
             supports_overlap=True,
-            validate_server_args=validate_server_args,
+            validate_server_args=_validate,
             spec_class=HyperDFlashAlgorithm,
         )(_worker_class)
 
@@ -40,59 +68,43 @@ def _register_resolution() -> None:
     """Seam: ``register_resolution_hook``, which would register the same hook twice."""
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
 
-    from sglang_hyperdflash.deepseek_v4 import resolve_early
-
     step = "handle_missing_default_values"
-    if resolve_early not in _HOOKS.get(step, ()):
-        register_resolution_hook(step)(resolve_early)
+    if v4_startup.resolve_early not in _HOOKS.get(step, ()):
+        register_resolution_hook(step)(v4_startup.resolve_early)
 
 
 def _register_models() -> None:
-    """Seam: ``ModelRegistry.models``, filled in every process before a model is built."""
-    from sglang.srt.models.registry import ModelRegistry
+    """Seam: ``ModelRegistry.models``, filled in every process before a model is built.
 
-    from sglang_hyperdflash.draft_model import HyperDFlashDraftModel
-    from sglang_hyperdflash.reference.deepseek_v4 import PortableDeepSeekV4ForCausalLM
-    from sglang_hyperdflash.reference.nextn import PortableDeepSeekV4ForCausalLMNextN
+    The registry imports all of SGLang's models, seconds in each process, unless it is named an
+    external package; then it does so when an architecture is asked for that nobody registered.
+    """
 
-    ModelRegistry.models[DRAFT_ARCHITECTURE] = HyperDFlashDraftModel
-    ModelRegistry.models[PORTABLE_TARGET] = PortableDeepSeekV4ForCausalLM
-    ModelRegistry.models[PORTABLE_NEXTN] = PortableDeepSeekV4ForCausalLMNextN
+    def add() -> None:
+        from sglang.srt.models.registry import ModelRegistry
 
+        from sglang_hyperdflash.serving.models.entry import EntryClass
 
-def _register_reference_attention() -> None:
-    from sglang.srt.arg_groups.choices import (
-        add_attention_backend_choices,
-        add_deterministic_attention_backend_choices,
-        add_draft_attention_backend_choices,
-        add_radix_supported_deterministic_attention_backend_choices,
-    )
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        ModelRegistry.models.update({model.__name__: model for model in EntryClass})
 
-    from sglang_hyperdflash.reference.attention import TorchReferenceAttention
-    from sglang_hyperdflash.reference.eagle_seams import fill_missing_kernels
-    from sglang_hyperdflash.reference.platform import ATTENTION_BACKEND
-
-    fill_missing_kernels()
-    add_attention_backend_choices([ATTENTION_BACKEND])
-    add_draft_attention_backend_choices([ATTENTION_BACKEND])
-    add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
-    add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
-    register_attention_backend(ATTENTION_BACKEND)(TorchReferenceAttention)
+    own = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hyperdflash.serving.models"}
+    seams.when_imported("sglang.srt.models.registry", add, environment=own)
 
 
 def load() -> None:
-    """Register the algorithm, the models, the hooks and, without CUDA, the CPU attention.
+    """Register the algorithm, the models, the hooks and, without an accelerator, the CPU's parts.
 
     SGLang calls this once in every process it starts; it changes nothing for a server that
     runs another algorithm.
     """
-    from sglang_hyperdflash import hooks
-    from sglang_hyperdflash.reference.activation import is_active
-
     _register_algorithm()
     _register_resolution()
-    if is_active():
-        _register_reference_attention()
     _register_models()
-    hooks.install()
+    seams.install(SERVING_SEAMS)
+    if activation.is_active():
+        from sglang_hyperdflash.cpu.attention_registry import register_attention
+
+        register_attention()
+        eagle_seams.fill_missing_kernels()
+        dflash_seams.keep_dtype_of("DFLASH")
+        seams.install(CPU_SEAMS)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang_hyperdflash.provenance import provenance
+from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.bench_report import plot, table
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
 from triton_ops.hc_gate_op import reduce_cuda

@@ -24,20 +24,20 @@ from transformers import AutoTokenizer
 import continuations
 import corpus
 from ablations_report import write_report
-from sglang_hyperdflash.metrics import (
+from sglang_hyperdflash.tools.acceptance import (
     accept_length,
     add_histograms,
     counters,
     position_acceptance,
 )
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
-from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.objective import Objective
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.samples import FeatureCache
+from sglang_hyperdflash.training.trainer import Recipe, Trainer
 from train_drafter import DFLASH_LAYERS, new_drafter
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +66,6 @@ VARIANTS = {
     "no KL": Variant(objective=Objective(alpha=0.0)),
     "mean teacher": Variant(objective=Objective(teacher="mean")),
     "no path norm": Variant(DrafterShape(path_norm=False)),
-    "post-collapse, fc": fc("post_hc_head"),
     "layers 1-3, fc": fc("layers", DFLASH_LAYERS),
 }
 

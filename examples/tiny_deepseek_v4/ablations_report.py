@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from sglang_hyperdflash.provenance import provenance
+from sglang_hyperdflash.tools.provenance import provenance
 
 BASELINE = "baseline"
 # Axis -> (variant, what it is on this axis).
@@ -65,7 +65,7 @@ def _table(axis: str, results: dict[str, list[dict]]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for name, label in AXES[axis]:
-        runs = results[name]
+        runs = results.get(name, [])
         if not runs:
             lines.append(f"| {label} | not run | | | | |")
             continue

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import corpus
-from sglang_hyperdflash.training.data import Sample
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.samples import Sample
 
 MAX_PROMPT, MAX_NEW, GENERATION_BATCH = 160, 128, 192
 HELD_OUT_PROMPTS = 24

@@ -20,13 +20,13 @@ from transformers import AutoTokenizer
 
 import continuations
 import corpus
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
-from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.samples import FeatureCache
+from sglang_hyperdflash.training.trainer import Recipe, Trainer
 from train_drafter import new_drafter
 
 HERE = Path(__file__).resolve().parent

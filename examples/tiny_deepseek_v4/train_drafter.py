@@ -18,17 +18,17 @@ import torch
 from transformers import AutoTokenizer
 
 import continuations
-from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import (
     Drafter,
     DrafterShape,
     draft_config,
     name_for_dflash,
 )
-from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
-from sglang_hyperdflash.training.target import LocalTarget
-from sglang_hyperdflash.training.target_files import TargetFacts
+from sglang_hyperdflash.training.samples import FeatureCache
+from sglang_hyperdflash.training.trainer import Recipe, Trainer
 
 # Outputs of layers 1, 2 and 3 of 0 to 4; after the last comes the pre-collapse residual itself.
 DFLASH_LAYERS = (1, 2, 3)

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoTokenizer
 
 import continuations
-from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.samples import FeatureCache
 
 
 @torch.no_grad()

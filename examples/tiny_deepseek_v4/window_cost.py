@@ -15,9 +15,9 @@ import random
 import shutil
 from pathlib import Path
 
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.round_times import FLUSH_EVERY, ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.serving.round_times import FLUSH_EVERY, ROUND_TIMES, summarise
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import with_window
 
 HERE = Path(__file__).resolve().parent

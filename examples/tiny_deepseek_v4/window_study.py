@@ -21,16 +21,16 @@ from transformers import AutoTokenizer
 
 import continuations
 import corpus
-from sglang_hyperdflash.metrics import accept_length, add_histograms, counters
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.reference.pool_log import logged_pools
-from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.data import FeatureCache
+from sglang_hyperdflash.cpu.pool_log import logged_pools
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, counters
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter, with_window
-from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.samples import FeatureCache
+from sglang_hyperdflash.training.trainer import Recipe, Trainer
 
 HERE = Path(__file__).resolve().parent
 SERVER = ("--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2")

@@ -1,0 +1,1 @@
+"""What a drafter is: its configuration, its tensors, its reducer and the target's hc_head."""

@@ -1,0 +1,1 @@
+"""The trainer: samples, states, objective, drafter, steps."""

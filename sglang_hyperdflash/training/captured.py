@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.training.data import Sample, States
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.samples import Sample, States
 
 INDEX = "index.json"
 
@@ -149,7 +149,7 @@ def _read_index(folder: Path) -> Mapping[str, Any]:
 
 
 class CapturedFeatures:
-    """A :class:`~sglang_hyperdflash.training.data.Source` over a capture; reads what it is asked.
+    """A :class:`~sglang_hyperdflash.training.samples.Source` over a capture; reads on demand.
 
     A shard's checksum is verified when it is first opened.
 
@@ -188,7 +188,7 @@ class CapturedFeatures:
         return self._handles[name]
 
     def states(self, indices: list[int]) -> States:
-        """See :class:`~sglang_hyperdflash.training.data.Source`."""
+        """See :class:`~sglang_hyperdflash.training.samples.Source`."""
 
         def rows(name: str) -> torch.Tensor:
             places = [self._places[i] for i in indices]

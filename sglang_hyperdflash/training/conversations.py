@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.training.data import Sample
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.samples import Sample
 
 Messages = list[dict[str, str]]
 _ROLES = {

@@ -17,16 +17,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sglang_hyperdflash.checkpoint import checked_tensors, expected_tensors
-from sglang_hyperdflash.config import (
-    DRAFT_ARCHITECTURE,
-    HyperDFlashConfig,
-    HyperDFlashConfigError,
-    hc_head_fingerprint,
-    parse_config,
-)
-from sglang_hyperdflash.reducer import HCGateReducer, build_reducer
-from sglang_hyperdflash.training.target_files import TargetFacts
+from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
+from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE, HyperDFlashConfig, parse_config
+from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.draft.reducer import HCGateReducer, build_reducer
+from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 
@@ -51,17 +47,17 @@ class DrafterShape:
 
 def draft_config(
     target: TargetFacts,
-    hc_head: tuple[torch.Tensor, ...] | None,
+    hc_head: HcHead | None,
     shape: DrafterShape,
     mask_token_id: int,
 ) -> dict[str, Any]:
     """The ``config.json`` of a new drafter for a target (DESIGN, section 4).
 
     Args:
-        hc_head: the target's ``(fn, base, scale)``, or None for a target without one.
+        hc_head: the target's, or None for a target without one.
     """
     last = target.num_hidden_layers
-    fingerprint = None if hc_head is None else hc_head_fingerprint(*hc_head)
+    fingerprint = None if hc_head is None else hc_head.fingerprint()
     return {
         "architectures": [DRAFT_ARCHITECTURE],
         "model_type": "qwen3",
@@ -206,7 +202,7 @@ class Drafter(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def inherit(self, hc_head: tuple[torch.Tensor, ...]) -> None:
+    def inherit(self, hc_head: HcHead) -> None:
         """Start the gate from the target's ``hc_head``; a no-op for the fc reducer."""
         reducer = getattr(self, self.reducer_name)
         if isinstance(reducer, HCGateReducer):

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from sglang_hyperdflash.reference.nextn_core import NextNCore
-from sglang_hyperdflash.reference.weights import NEXTN_PREFIX
-from sglang_hyperdflash.training.data import Passes, Source, collate
+from sglang_hyperdflash.portable.nextn_core import NextNCore
+from sglang_hyperdflash.portable.weights import NEXTN_PREFIX
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.losses import row_losses
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.samples import Passes, Source, collate
 
 ARCHITECTURE = "PortableDeepSeekV4ForCausalLMNextN"
 

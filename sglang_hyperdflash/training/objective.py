@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.training.blocks import anchor_positions, block_labels, sample_anchors
-from sglang_hyperdflash.training.data import Rows, States, Tensors
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.anchors import anchor_positions, block_labels, sample_anchors
 from sglang_hyperdflash.training.losses import dpace_weights, position_weights, row_losses
+from sglang_hyperdflash.training.samples import Rows, States, Tensors
 
 TEACHERS = ("gated", "mean")
 WEIGHTS = ("exponential", "dpace", "none")

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from sglang_hyperdflash.training.data import Rows, States
 from sglang_hyperdflash.training.objective import Blocks
+from sglang_hyperdflash.training.samples import Rows, States
 
 
 def first_fit(lengths: list[int], limit: int) -> list[list[int]]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from sglang_hyperdflash.metrics import accept_length, position_acceptance
-from sglang_hyperdflash.training.blocks import block_mask
-from sglang_hyperdflash.training.data import Rows, Source, States, collate
+from sglang_hyperdflash.tools.acceptance import accept_length, position_acceptance
+from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks
-from sglang_hyperdflash.training.sources import source_of
+from sglang_hyperdflash.training.reducer_input import source_of
+from sglang_hyperdflash.training.samples import Rows, Source, States, collate
 
 
 class Replay:

@@ -1,7 +1,7 @@
 """A target in this process through transformers, frozen: any size that one machine holds.
 
-:class:`~sglang_hyperdflash.training.target.LocalTarget` is the small portable class in fp32; this
-one takes whatever transformers loads, on its devices and in its dtype.
+:class:`~sglang_hyperdflash.training.local_target.LocalTarget` is the small portable class in
+fp32; this one takes whatever transformers loads, on its devices and in its dtype.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from sglang_hyperdflash.config import HyperDFlashConfigError
-from sglang_hyperdflash.targets import TARGETS
+from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.targets.kinds import TARGETS
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
@@ -41,7 +42,7 @@ def _load(name: str, **options) -> nn.Module:
 class TransformersTarget(nn.Module):
     """A model of transformers with one module that collapses the residual paths (``targets.py``).
 
-    ``hc_head`` is that module's ``(fn, base, scale)``, or None where it gates in another way.
+    ``hc_head`` is that module's, or None where it gates in another way.
 
     Args:
         name: folder or hub id. dtype, device_map: as transformers takes them.
@@ -70,7 +71,8 @@ class TransformersTarget(nn.Module):
         head = getattr(self.text, kind.collapse_module)
         self.config = self.model.config.get_text_config()
         self.m = int(getattr(self.config, kind.paths_field))
-        self.hc_head = (head.hc_fn, head.hc_base, head.hc_scale) if hasattr(head, "hc_fn") else None
+        own = hasattr(head, "hc_fn")
+        self.hc_head = HcHead(head.hc_fn, head.hc_base, head.hc_scale) if own else None
         self._residual: torch.Tensor | None = None
         head.register_forward_pre_hook(self._keep)
         self.requires_grad_(False)

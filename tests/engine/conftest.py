@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_hyperdflash.capture_hook import REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 
 COMMON = ("--mem-fraction-static", "0.2", "--sleep-on-idle", "--log-level", "info")
@@ -171,7 +171,7 @@ def first_difference_gaps(
     target_dir: Path, prompts: list[list[int]], expected: list[list[int]], found: list[list[int]]
 ) -> list[float]:
     """The fp32 logit gap between the two tokens at each answer's first difference."""
-    from sglang_hyperdflash.training.target import LocalTarget
+    from sglang_hyperdflash.training.local_target import LocalTarget
 
     target, gaps = LocalTarget(target_dir), []
     for prompt, a, b in zip(prompts, expected, found, strict=True):

@@ -52,7 +52,7 @@ def dense_hy_v4() -> type:
 def load() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_hyperdflash import targets
+    from sglang_hyperdflash.targets import kinds as targets
 
     known = dataclasses.replace(targets.HY_V4, architectures=(ARCHITECTURE,))
     targets.TARGETS = (*targets.TARGETS, known)
@@ -75,7 +75,7 @@ def main(folder: str) -> None:
     from safetensors.torch import save_file
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    from tests.unit.exposed_models import one_rank
+    from tests.unit.serving.exposed_models import one_rank
 
     with one_rank():
         model = dense_hy_v4()(get_config(folder, trust_remote_code=False))

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from sglang_hyperdflash.config import DRAFT_ARCHITECTURE
-from sglang_hyperdflash.reference.nextn_core import NextNCore
-from sglang_hyperdflash.reference.weights import load_core, nextn_tensors
-from sglang_hyperdflash.training.data import States
+from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
+from sglang_hyperdflash.portable.nextn_core import NextNCore
+from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
 from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.nextn import causal_attend
-from sglang_hyperdflash.training.sources import source_of
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.reducer_input import source_of
+from sglang_hyperdflash.training.samples import States
 
 # Drafts of a round from all committed tokens; the last one's target state does not exist yet.
 Draft = Callable[[list[int]], list[int]]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.serving import Server, ServerFailed, hyperdflash_arguments
+from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32
 
 

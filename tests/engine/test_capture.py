@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_hyperdflash.config import load_config
-from sglang_hyperdflash.training.borrowed import BorrowedTarget
+from sglang_hyperdflash.commands.train import captured
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.captured import CapturedFeatures
-from sglang_hyperdflash.training.data import OnlineFeatures
-from sglang_hyperdflash.training.schedule import captured
-from sglang_hyperdflash.training.target import LocalTarget
-from sglang_hyperdflash.training.target_files import TargetFiles
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.samples import OnlineFeatures
 from tests.conftest import EXAMPLE
 
 ENGINE = {"chunked_prefill_size": 64, "max_total_tokens": 8192, "mem_fraction_static": 0.2}

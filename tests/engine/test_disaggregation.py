@@ -11,8 +11,8 @@ from itertools import count
 
 import pytest
 
-from sglang_hyperdflash.metrics import counters
-from sglang_hyperdflash.serving import Server, free_port, hyperdflash_arguments
+from sglang_hyperdflash.tools.acceptance import counters
+from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
 
 pytestmark = pytest.mark.disaggregation

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.borrowed import BorrowedTarget
-from sglang_hyperdflash.training.capture import Collapse
-from sglang_hyperdflash.training.data import Sample
+from sglang_hyperdflash.commands.capture import FinalState
+from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
+from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.target_files import TargetFiles
+from sglang_hyperdflash.training.samples import Sample
 from tests.conftest import EXAMPLE, ROOT
 from tests.engine import exposed_plugin
 from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
@@ -92,7 +92,7 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     """And what is drafted in every round is what the residual of a whole prefill leads to."""
     files, prompts, blocks = TargetFiles(str(target)), own_prompts[:6], tmp_path / "blocks.jsonl"
     borrowed = BorrowedTarget(files)
-    collapse = Collapse(files, borrowed.facts)
+    final_state = FinalState(files, borrowed.facts)
     replay = Replay(Drafter.load(drafter).eval(), borrowed)
     dense = renamed(target, tmp_path / "target")
     source = Path(exposed_plugin.__file__).read_text()
@@ -106,7 +106,7 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     for tokens in whole:
         residual, token = captured_prefill(plain, tokens, tmp_path)
         assert residual.shape[1] == 4 * SIZES["hidden_size"]
-        states.append(collapse.states(residual))
+        states.append(final_state.states(residual))
         assert int(borrowed.lm_head(states[-1].final[0, -1]).argmax()) == token
     servers.stop("hy-v4")
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import (
     BF16_TIE,
     COMMON,

@@ -7,7 +7,7 @@ import re
 
 import requests
 
-from sglang_hyperdflash.position_metrics import ACCEPTED, POSITION, ROUNDS
+from sglang_hyperdflash.serving.counters import ACCEPTED, POSITION, ROUNDS
 from tests.conftest import ROOT
 from tests.engine.conftest import greedy_all
 

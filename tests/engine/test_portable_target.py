@@ -1,6 +1,6 @@
 """The portable target inside the engine: logits and residual equal the core's, fp32.
 
-``tests/unit/test_reference_core.py`` compares the core with transformers' own class, so the chain
+``tests/unit/portable/test_core.py`` compares the core with transformers' own class, so the chain
 engine - core - transformers is closed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import greedy
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from eval.methods import resolve
-from sglang_hyperdflash.metrics import counters
-from sglang_hyperdflash.training.data import FeatureCache, Sample
+from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
+from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, name_for_dflash
-from sglang_hyperdflash.training.loop import Recipe, Trainer
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
-from sglang_hyperdflash.training.target import LocalTarget
-from sglang_hyperdflash.training.target_files import TargetFacts, mask_token_of
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from sglang_hyperdflash.training.trainer import Recipe, Trainer
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
 from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401

@@ -13,9 +13,9 @@ import sys
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.target import LocalTarget
-from sglang_hyperdflash.verify import target_probabilities
+from sglang_hyperdflash.serving.verify import target_probabilities
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, install_plugin
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -130,7 +130,9 @@ def load():
         return DFlashWorkerV2._accept_block(self, **inputs)
 
     HookRegistry.register(
-        "sglang_hyperdflash.worker.HyperDFlashWorker._accept_block", accept_block, HookType.REPLACE
+        "sglang_hyperdflash.serving.worker.HyperDFlashWorker._accept_block",
+        accept_block,
+        HookType.REPLACE,
     )
 '''
 

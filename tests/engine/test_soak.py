@@ -16,8 +16,8 @@ import psutil
 import pytest
 import requests
 
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
 from tests.engine.conftest import COMMON, NEW_TOKENS
 from tests.engine.test_api import SCHEMA, wait_until_idle

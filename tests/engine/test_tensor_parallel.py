@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_hyperdflash.metrics import accept_length, counters
-from sglang_hyperdflash.reference.pool_log import logged_pools
-from sglang_hyperdflash.serving import Server, hyperdflash_arguments
+from sglang_hyperdflash.cpu.pool_log import logged_pools
+from sglang_hyperdflash.tools.acceptance import accept_length, counters
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy, greedy_all, ids
 
 RANKS = 2

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.kv_budget import POOL_RATIO
-from sglang_hyperdflash.reference.pool_log import logged_pools
-from sglang_hyperdflash.serving import Server, ServerFailed, hyperdflash_arguments
+from sglang_hyperdflash.cpu.pool_log import logged_pools
+from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
+from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import with_window
-from sglang_hyperdflash.training.target import LocalTarget
+from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
 from tests.engine.reference_decoder import block_draft, decode
 

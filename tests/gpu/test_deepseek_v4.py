@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_hyperdflash.capture_hook import CAPTURE_FOLDER
-from sglang_hyperdflash.provenance import provenance
-from sglang_hyperdflash.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
-from sglang_hyperdflash.training.target_files import TargetFacts
 from tests.conftest import ROOT
 from tests.engine.conftest import captured_prefill, greedy, install_plugin
-from tests.unit.v4_shapes import FLASH, target_folder
+from tests.unit.serving.v4_shapes import FLASH, target_folder
 
 pytestmark = [
     pytest.mark.gpu,

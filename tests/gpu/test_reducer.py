@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.reducer import HCGateReducer, check_kernels
-from tests.unit.gate_help import EPSILONS, random_arguments, relative_error, tensors_of
+from sglang_hyperdflash.draft.reducer import HCGateReducer, check_kernels
+from tests.unit.triton_ops.gate_help import EPSILONS, random_arguments, relative_error, tensors_of
 from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
 from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
 

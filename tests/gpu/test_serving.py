@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import BF16_TIE, first_difference_gaps, greedy_all, ids
 
 pytestmark = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.training.data import FeatureCache
-from sglang_hyperdflash.training.loop import Trainer
-from sglang_hyperdflash.training.target import LocalTarget
-from tests.unit.test_training import RECIPE, new_drafter, samples
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.samples import FeatureCache
+from sglang_hyperdflash.training.trainer import Trainer
+from tests.unit.training.test_trainer import RECIPE, new_drafter, samples
 
 __all__ = ["samples"]
 pytestmark = [

@@ -4,50 +4,91 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pkgutil
 
 import pytest
 
-from sglang_hyperdflash import hooks
+from sglang_hyperdflash import plugin, seams
+from sglang_hyperdflash.serving import worker
+from sglang_hyperdflash.tools.errors import SeamError
+from tests.unit.other_process import ask
 
 
-@pytest.mark.parametrize("seam", hooks._seams(), ids=lambda s: s.target.rsplit(".", 1)[-1])
+@pytest.mark.parametrize("seam", plugin.ALL_SEAMS, ids=lambda s: s.target.rpartition(":")[2])
 def test_seam_signature(seam):
-    hooks.check_signature(seam)
+    seams.check_seam(seam)
 
 
 def test_a_changed_seam_is_named():
-    seam = dataclasses.replace(hooks._seams()[0], parameters=("something", "else"))
-    with pytest.raises(hooks.SeamError, match="resolve_spec_aux_hidden_state_config changed"):
-        hooks.check_signature(seam)
+    seam = dataclasses.replace(plugin.ALL_SEAMS[0], parameters=("something", "else"))
+    with pytest.raises(SeamError, match="resolve_spec_aux_hidden_state_config changed"):
+        seams.check_seam(seam)
 
 
 def test_a_removed_seam_is_named():
-    seam = dataclasses.replace(hooks._seams()[0], target="sglang.srt.no_such_function")
-    with pytest.raises(hooks.SeamError, match="no_such_function is gone"):
-        hooks.check_signature(seam)
+    seam = dataclasses.replace(plugin.ALL_SEAMS[0], target="sglang.srt.no_such_function")
+    with pytest.raises(SeamError, match="no_such_function is gone"):
+        seams.check_seam(seam)
 
 
-def test_missing_hooks_refuse_to_start(monkeypatch):
+def test_a_changed_body_is_named():
+    seam = dataclasses.replace(plugin.ALL_SEAMS[0], source="0" * 12)
+    with pytest.raises(SeamError, match="expected source 000000000000, found 4c68279a2634"):
+        seams.check_seam(seam)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The module as in a process where nothing was installed yet."""
+    for name in ("_recorded", "_failures"):
+        monkeypatch.setattr(seams, name, [])
+
+
+def test_missing_hooks_refuse_to_start(fresh, monkeypatch):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    with pytest.raises(SeamError, match="not in place: all of them"):
+        seams.check_installed()
+    for seam in plugin.ALL_SEAMS:
+        pkgutil.resolve_name(seam.target)
+        seams._recorded.append(seam)
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    with pytest.raises(hooks.SeamError, match="are not in place") as caught:
-        hooks.check_seams()
-    for seam in hooks.active_seams():
+    with pytest.raises(SeamError, match="are not in place") as caught:
+        seams.check_installed()
+    for seam in plugin.ALL_SEAMS:
         assert seam.target in str(caught.value)
 
 
+def test_a_seam_that_no_longer_fits_stops_our_server_and_no_import(fresh, monkeypatch):
+    wrong = dataclasses.replace(plugin.ALL_SEAMS[0], source="0" * 12)
+    pkgutil.resolve_name(wrong.target)
+    seams.install([wrong])
+    with pytest.raises(SeamError, match="resolve_spec_aux_hidden_state_config changed"):
+        seams.check_installed()
+
+
+def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read():
+    """In a process of its own, as SGLang starts one."""
+    found = ask("tests.unit.plugin_load", None)
+    assert found["early"] == [], "loading the plugin imports what only a scheduler needs"
+    assert set(found["patched"]) == {
+        seam.dotted for seam in plugin.SERVING_SEAMS if not seam.only_with
+    }
+    assert found["called"] == "pass_admission", "a name that another module took is hooked too"
+    assert found["models"] == [True, True, True] and not found["defaults_loaded"]
+
+
 def test_another_sglang_is_refused(monkeypatch):
-    monkeypatch.setattr(hooks.metadata, "version", lambda name: "0.6.0")
-    with pytest.raises(hooks.SeamError, match=r"sglang==0\.5\.23; found 0\.6\.0"):
-        hooks.check_version()
+    monkeypatch.setattr(seams.metadata, "version", lambda name: "0.6.0")
+    with pytest.raises(SeamError, match=r"sglang==0\.5\.23; found 0\.6\.0"):
+        seams.check_version()
 
 
 def test_the_algorithm_answers_everything_the_enum_does():
     """SGLang checks only is_* and supports_*; the scheduler calls more."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_hyperdflash.algorithm import HyperDFlashAlgorithm
+    from sglang_hyperdflash.serving.algorithm import HyperDFlashAlgorithm
 
     algorithm = HyperDFlashAlgorithm("HYPERDFLASH", lambda args: None, supports_overlap=True)
     names = [
@@ -67,7 +108,7 @@ def test_the_algorithm_answers_everything_the_enum_does():
 def test_worker_overrides_still_override():
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-    from sglang_hyperdflash.worker import HyperDFlashWorker
+    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
     for name in ("_accept_block", "_validate_phase1_sampling_support"):
         mine = inspect.signature(getattr(HyperDFlashWorker, name))
@@ -88,12 +129,12 @@ def test_the_fused_kv_switches_are_where_we_expect():
     source = inspect.getsource(DFlashWorkerV2)
     for name in ("_use_fused_kv_materialize", "_fused_kv_helper"):
         assert f"self.{name} = " in source, name
-    with pytest.raises(hooks.SeamError, match="fused K/V is gone"):
-        hooks.fused_kv_in_use(object())
+    with pytest.raises(SeamError, match="fused K/V is gone"):
+        worker.fused_kv_in_use(object())
 
 
 def test_the_compact_draft_cache_asks_what_the_window_answers():
-    """The overrides of ``windowed.py`` take SGLang's own arguments."""
+    """The overrides of ``window_worker.py`` take SGLang's own arguments."""
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
     expected = {
@@ -150,7 +191,7 @@ def test_the_draft_pool_is_sized_and_named_where_we_expect():
 
 
 def test_deepseek_v4_is_where_we_expect():
-    """What ``deepseek_v4.py`` reads and calls beside its three hooks."""
+    """What ``v4_startup.py`` reads and calls beside its three hooks."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 

@@ -1,0 +1,228 @@
+"""``hyperdflash demo``: serve the tiny DeepSeek-V4 with HYPERDFLASH beside target-only.
+
+Two real servers on loopback answer the same prompts through the OpenAI client, in interleaved
+rounds; every answer is compared token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
+METHODS = ("target", "hyperdflash")
+# fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
+SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.2")
+SERVER_ARGUMENTS += ("--max-total-tokens", "16384", "--sleep-on-idle", "--log-level", "warning")
+
+
+@dataclass
+class Answer:
+    """What one server said to one prompt in one round."""
+
+    text: str
+    token_ids: list[int]
+    seconds: float
+    correct_drafts: int
+    verify_rounds: int
+    histogram: list[int]
+
+
+@dataclass
+class PromptReport:
+    """One prompt's entry of ``build/demo.json``."""
+
+    kind: str
+    prompt: str
+    streamed: bool
+    text: str
+    identical: bool
+    tau: float
+    tokens: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    speedup: float = 0.0
+
+
+def add_parser(commands) -> None:
+    """Register ``demo`` and its arguments."""
+    parser = commands.add_parser(
+        "demo", help="serve the tiny DeepSeek-V4", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--target", type=Path, default=EXAMPLE / "target")
+    parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter")
+    parser.add_argument("--prompts", type=Path, default=EXAMPLE / "prompts.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("build/demo.json"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--without-text", action="store_true", help="leave prompts and answers out of the report"
+    )
+    parser.set_defaults(run=run)
+
+
+def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> Answer:
+    """One chat completion at temperature 0 through the OpenAI client."""
+    extra = {"return_spec_tokens_details": True, "return_output_ids_in_sglext": True}
+    options = {
+        "model": "default",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": max_new_tokens,
+        "extra_body": extra,
+    }
+    started = time.perf_counter()
+    text, extension = "", {}
+    if stream:
+        for chunk in client.chat.completions.create(stream=True, **options):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+            extension |= (chunk.model_extra or {}).get("sglext") or {}
+    else:
+        reply = client.chat.completions.create(**options)
+        text = reply.choices[0].message.content or ""
+        extension = (reply.model_extra or {}).get("sglext") or {}
+    seconds = time.perf_counter() - started
+    details = extension.get("spec_tokens_details") or {}
+    return Answer(
+        text=text,
+        token_ids=extension["output_ids"][0],
+        seconds=seconds,
+        correct_drafts=int(details.get("spec_num_correct_drafts", 0)),
+        verify_rounds=int(details.get("spec_verify_ct", 0)),
+        histogram=list(details.get("spec_correct_drafts_histogram", [])),
+    )
+
+
+def read_prompts(path: Path) -> list[dict]:
+    """Read ``{"kind", "messages"}`` lines."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--prompts {path} does not exist.")
+    return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, ask, compare, print and write the report; 1 when an output differs."""
+    import openai
+
+    config = load_config(args.draft)
+    prompts = read_prompts(args.prompts)
+    logs = args.out.parent / "demo-logs"
+    print(f"starting two servers of {args.target} (logs in {logs}) ...", flush=True)
+    with ExitStack() as stack:
+        servers = {
+            method: stack.enter_context(
+                Server(
+                    args.target,
+                    *SERVER_ARGUMENTS,
+                    *(hyperdflash_arguments(args.draft) if method == "hyperdflash" else ()),
+                    log=logs / f"{method}.log",
+                )
+            )
+            for method in METHODS
+        }
+        clients = {
+            method: openai.OpenAI(base_url=f"{server.wait().url}/v1", api_key="none")
+            for method, server in servers.items()
+        }
+        # One unmeasured answer a server: the first request pays for lazy set-up.
+        for client in clients.values():
+            ask(client, prompts[0]["messages"], 16, stream=False)
+        reports, histograms = [], []
+        for i, prompt in enumerate(prompts):
+            report, histogram = compare(clients, prompt, args, stream=i == 0)
+            print_answer(i, report)
+            reports.append(report)
+            histograms.append(histogram)
+    result = summarise(reports, histograms, config.num_drafts)
+    if args.without_text:
+        for entry in result["prompts"]:
+            del entry["prompt"], entry["text"]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    print_summary(result, args.out)
+    return 0 if result["outputs_identical"] else 1
+
+
+def compare(
+    clients: dict, prompt: dict, args: argparse.Namespace, *, stream: bool
+) -> tuple[PromptReport, list[int]]:
+    """Ask both servers ``--rounds`` times, alternating who goes first."""
+    answers: dict[str, list[Answer]] = {method: [] for method in METHODS}
+    for round_index in range(args.rounds):
+        order = METHODS if round_index % 2 == 0 else METHODS[::-1]
+        for method in order:
+            answers[method].append(
+                ask(clients[method], prompt["messages"], args.max_new_tokens, stream=stream)
+            )
+    everything = [answer.token_ids for given in answers.values() for answer in given]
+    drafted = answers["hyperdflash"][0]
+    seconds = {method: [a.seconds for a in given] for method, given in answers.items()}
+    report = PromptReport(
+        kind=prompt["kind"],
+        prompt=prompt["messages"][-1]["content"],
+        streamed=stream,
+        text=drafted.text,
+        identical=all(ids == everything[0] for ids in everything),
+        tau=accept_length(drafted.correct_drafts, drafted.verify_rounds),
+        tokens=len(drafted.token_ids),
+        seconds=seconds,
+        speedup=statistics.median(seconds["target"]) / statistics.median(seconds["hyperdflash"]),
+    )
+    return report, drafted.histogram
+
+
+def summarise(reports: list[PromptReport], histograms: list[list[int]], num_drafts: int) -> dict:
+    """The whole of ``demo.json``; tau over all rounds, speedup as the median over prompts."""
+    total = add_histograms(histograms)
+    accepted = sum(i * count for i, count in enumerate(total))
+    by_kind = {
+        kind: statistics.mean(r.tau for r in reports if r.kind == kind)
+        for kind in sorted({r.kind for r in reports})
+    }
+    speedups = sorted(report.speedup for report in reports)
+    return {
+        "outputs_identical": all(report.identical for report in reports),
+        "tau": accept_length(accepted, sum(total)),
+        "tau_by_kind": by_kind,
+        "position_acceptance": position_acceptance(total, num_drafts),
+        "speedup": statistics.median(speedups),
+        "speedup_range": [speedups[0], speedups[-1]],
+        "round_cost": accept_length(accepted, sum(total)) / statistics.median(speedups),
+        "provenance": provenance(),
+        "prompts": [asdict(report) for report in reports],
+    }
+
+
+def print_answer(index: int, report: PromptReport) -> None:
+    mark = "identical" if report.identical else "DIFFERENT FROM TARGET-ONLY"
+    streamed = ", streamed" if report.streamed else ""
+    print(f"\n[{index + 1}] {report.kind}{streamed}: {report.prompt.strip()[:100]!r}")
+    print(f"    {report.text.strip()[:240]!r}")
+    print(
+        f"    tau {report.tau:.2f}, {report.tokens} tokens, speedup {report.speedup:.2f}x, {mark}",
+        flush=True,
+    )
+
+
+def print_summary(result: dict, out: Path) -> None:
+    print("\nacceptance by drafted position")
+    for k, share in enumerate(result["position_acceptance"], start=1):
+        print(f"  {k} {'#' * round(40 * share):<40} {share:.2f}")
+    kinds = ", ".join(f"{kind} {tau:.2f}" for kind, tau in result["tau_by_kind"].items())
+    low, high = result["speedup_range"]
+    print(f"\ntau (accept length, bonus included): {result['tau']:.2f}  ({kinds})")
+    print(f"speedup over target-only, interleaved: {result['speedup']:.2f}x median over prompts")
+    print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
+    print(f"round cost: {result['round_cost']:.2f} target-only steps")
+    print(f"outputs identical to target-only: {result['outputs_identical']}")
+    print(f"report: {out}")

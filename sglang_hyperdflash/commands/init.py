@@ -1,0 +1,210 @@
+"""``hyperdflash init``: a new draft checkpoint for a target folder or hub id."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from sglang_hyperdflash.draft.config import SOURCES
+from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
+from sglang_hyperdflash.targets.kinds import constant_gate
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+
+
+def add_parser(commands) -> None:
+    """Register ``init`` and its arguments."""
+    parser = commands.add_parser(
+        "init",
+        help="make a new drafter for a target",
+        description="Make an untrained draft checkpoint whose gate starts as the target's own "
+        "collapse, where it has one. Reads the target's config.json and gate only.",
+    )
+    default = DrafterShape()
+    add = parser.add_argument
+    add("--target", required=True, help="target folder or hub id")
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--out", type=Path, required=True, help="new folder for the draft checkpoint")
+    add("--layers", type=int, default=default.layers)
+    add("--heads", type=int, default=default.heads)
+    add("--kv-heads", type=int, default=default.kv_heads)
+    add("--head-dim", type=int, default=default.head_dim)
+    add("--intermediate-size", type=int, help="default: three times the hidden size")
+    add("--block-size", type=int, default=default.block_size, help="anchor plus drafts")
+    add("--window", type=int, help="context tokens that a block may see (default: all)")
+    add("--rope-theta", type=float, default=default.rope_theta)
+    add("--reducer", choices=("hc_gate", "fc"), default="hc_gate")
+    add(
+        "--gate",
+        choices=("inherited", "approximate", "random"),
+        default="inherited",
+        help="approximate: the gate nearest to the collapse of a target that cannot hand over its "
+        "own (DeepSeek-V4.1); random: an hc_gate that inherits nothing, to compare with",
+    )
+    add(
+        "--source",
+        choices=SOURCES,
+        default="pre_hc_head",
+        help="what the reducer reads; the others, with --reducer fc, are there to compare with",
+    )
+    add("--layer-ids", type=int, nargs="+", help="target layers of --source layers, from 0")
+    add("--no-path-norm", action="store_true", help="gate the raw residual paths")
+    add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
+    add("--seed", type=int, default=0)
+    parser.set_defaults(run=run)
+
+
+def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
+    """The drafter's sizes; raises ``HyperDFlashConfigError`` for sizes that cannot work."""
+    sizes = ("layers", "heads", "kv_heads", "head_dim", "block_size", "intermediate_size")
+    given = {name: getattr(args, name) for name in sizes}
+    wrong = [name for name, size in given.items() if size is not None and size < 1]
+    if wrong:
+        raise HyperDFlashConfigError(f"--{wrong[0].replace('_', '-')} must be at least 1.")
+    if args.heads % args.kv_heads:
+        raise HyperDFlashConfigError(
+            f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}."
+        )
+    if (args.source == "layers") != bool(args.layer_ids):
+        raise HyperDFlashConfigError(
+            "--source layers needs --layer-ids, and no other source takes them."
+        )
+    if args.head_dim % 2:
+        raise HyperDFlashConfigError(f"--head-dim {args.head_dim} must be even, for RoPE.")
+    return DrafterShape(
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        intermediate_size=args.intermediate_size or 3 * hidden_size,
+        block_size=args.block_size,
+        reducer=args.reducer,
+        path_norm=not args.no_path_norm,
+        rope_theta=args.rope_theta,
+        source=args.source,
+        layer_ids=tuple(args.layer_ids or ()),
+        window=args.window,
+    )
+
+
+def starting_gate(
+    files: TargetFiles, facts: TargetFacts, args: argparse.Namespace, hc_head: HcHead | None
+) -> tuple[str, HcHead | None]:
+    """What the hc_gate starts from (one of ``config.GATES``) and its tensors, None for random.
+
+    Args:
+        hc_head: the target's own, where it collapses with one.
+
+    Raises:
+        HyperDFlashConfigError: the target's kind has no such start; what to choose instead.
+    """
+    kind, name = files.kind, f"target {files.name} ({facts.architecture})"
+    if kind.start == "fc":
+        raise HyperDFlashConfigError(
+            f"{name} has no gate that a path's could start from: {kind.statement}. Use "
+            "--reducer fc."
+        )
+    if kind.start == "exact" and hc_head is None:
+        raise HyperDFlashConfigError(
+            f"{name} has no hc_head to inherit a gate from. "
+            "Use --reducer fc: the generic projection, trained from scratch."
+        )
+    if kind.start == "approximate" and args.gate != "approximate":
+        raise HyperDFlashConfigError(
+            f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from it "
+            "all the same, or --reducer fc: the generic projection, trained from scratch."
+        )
+    if kind.start == "approximate":
+        m, d = facts.hc_mult, facts.hidden_size
+        return "approximate", files.lagged_gate(m, d, facts.num_hidden_layers)
+    if args.gate == "approximate":
+        raise HyperDFlashConfigError(
+            f"--gate approximate is for targets that cannot hand over their own gate; {name} can: "
+            f"{kind.statement}. Drop --gate."
+        )
+    if kind.start == "constant":
+        if args.gate == "random":
+            raise HyperDFlashConfigError(
+                f"--gate random is there to compare with an inherited hc_head; {name} has none. "
+                "Drop --gate."
+            )
+        return "constant", constant_gate(facts.hc_mult, facts.hidden_size, facts.hc_eps)
+    return args.gate, None if args.gate == "random" else hc_head
+
+
+def new_drafter(
+    files: TargetFiles, args: argparse.Namespace, mask_token_id: int
+) -> tuple[Drafter, TargetFacts]:
+    """An untrained drafter for the target, its gate inherited where the reducer has one.
+
+    Raises:
+        HyperDFlashConfigError: the target cannot have such a drafter.
+    """
+    if args.reducer == "fc" and args.gate != "inherited":
+        raise HyperDFlashConfigError(f"--gate {args.gate} needs --reducer hc_gate, found fc.")
+    facts = TargetFacts.from_config(files.config())
+    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    shape = shape_of(args, facts.hidden_size)
+    raw = draft_config(facts, hc_head, shape, mask_token_id)
+    gate = None
+    if args.reducer == "hc_gate":
+        start, gate = starting_gate(files, facts, args, hc_head)
+        raw["hyperdflash_config"]["gate"] = start
+    torch.manual_seed(args.seed)
+    drafter = Drafter(raw)
+    if gate is not None:
+        drafter.inherit(gate)
+    elif args.reducer == "hc_gate":
+        drafter.reducer.randomise()
+    return drafter, facts
+
+
+def reducer_line(drafter: Drafter) -> str:
+    """What the reducer started from, and whether that is the target's own collapse."""
+    config = drafter.config
+    if config.reducer == "fc":
+        return "fc, a generic projection: nothing is inherited"
+    starts = {
+        "inherited": "hc_gate inherited exactly from the target's hc_head",
+        "random": "hc_gate at random: nothing is inherited",
+        "approximate": "hc_gate APPROXIMATE, from the last layer's hc_ffn: the target applies that "
+        "gate one sub-layer later than it computes it, so this is not its collapse",
+        "constant": f"hc_gate constant, 1/{config.hc_mult} on every path, exactly the target's: "
+        "its collapse is a mean; no tensor is read",
+    }
+    return f"{starts[config.gate]}, path norm {'on' if config.path_norm else 'off'}"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint and say what it is."""
+    if args.out.exists() and any(args.out.iterdir()):
+        raise HyperDFlashConfigError(f"--out {args.out} is not empty; choose a new folder.")
+    files = TargetFiles(args.target, args.revision)
+    mask = args.mask_token_id
+    if mask is None:
+        mask = mask_token_of(args.target, args.revision)
+    if mask is None:
+        raise HyperDFlashConfigError(
+            f"the tokenizer of {args.target} has no mask token; pass --mask-token-id, the id of a "
+            "token that never occurs in text (it must stay the same when serving)."
+        )
+    drafter, facts = new_drafter(files, args, mask)
+    drafter.save(args.out)
+    count = sum(p.numel() for p in drafter.parameters())
+    kind = files.kind
+    print(
+        f"target  {args.target}: {facts.architecture} ({kind.name}), "
+        f"{facts.hc_mult} x {facts.hidden_size}"
+    )
+    print(
+        f"drafter {args.out}: {args.layers} layers, {count:,} parameters, block {args.block_size}"
+    )
+    print(f"reducer {reducer_line(drafter)}")
+    if args.source != "pre_hc_head":
+        print(f"source  {args.source}, not the pre-collapse residual of the method")
+    if kind.not_served is not None:
+        print(f"serving not yet: {kind.not_served}")
+    return 0

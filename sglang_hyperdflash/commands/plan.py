@@ -1,0 +1,285 @@
+"""``hyperdflash plan``: what a drafter's K/V costs on a DeepSeek-V4 node, by SGLang's own sizing.
+
+Nothing is loaded and no GPU is needed: SGLang resolves the server's arguments and runs its pool
+configurator, with our hooks, on the two checkpoints' ``config.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+GIB = 1 << 30
+# Method -> server arguments beyond the target's.
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    ALGORITHM: {"speculative_algorithm": ALGORITHM},
+    "EAGLE": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
+    "DSPARK": {"speculative_algorithm": "DSPARK"},
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One tensor-parallel group of GPUs.
+
+    gpu_gib: memory of a GPU. weights_gib: of the target's and the draft's weights on one GPU.
+    """
+
+    gpu_gib: float
+    weights_gib: float
+    tp: int = 1
+    mem_fraction: float = 0.85
+    max_running_requests: int = 256
+    context_length: int | None = None
+    dp_attention: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """What is left for K/V on one GPU."""
+        return int((self.gpu_gib * self.mem_fraction - self.weights_gib) * GIB)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One method's cost on one GPU; ``tokens`` is the capacity in full tokens."""
+
+    method: str
+    bytes_per_token: float
+    tokens: int
+    draft_bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A method that SGLang does not start for this target, and why."""
+
+    method: str
+    reason: str
+
+
+def resolved_arguments(target: str, node: Node, **options: Any):
+    """SGLang's server arguments for a node, resolved as a server would.
+
+    Raises:
+        HyperDFlashConfigError: ours; SGLang's own ``ValueError`` and ``AssertionError`` otherwise.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    if node.dp_attention:
+        options |= {"enable_dp_attention": True, "dp_size": node.tp, "enable_dp_lm_head": True}
+    arguments = ServerArgs(
+        model_path=target,
+        device="cuda",
+        skip_tokenizer_init=True,
+        tp_size=node.tp,
+        mem_fraction_static=node.mem_fraction,
+        max_running_requests=node.max_running_requests,
+        context_length=node.context_length,
+        **options,
+    )
+    arguments.resolve_once()
+    return arguments
+
+
+def pool_configurator(arguments):
+    """SGLang's ``DSV4PoolConfigurator`` of the target's worker, our hooks included.
+
+    Seams: ``create_context``/``use_context`` (must surround this call), ``ModelConfig``,
+    ``resolve_spec_aux_hidden_state_config`` and the attributes of ``KVCacheConfigurator`` that the
+    configurator reads.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.draft_kv_budget import resolve_dflash_draft_cell_size
+    from sglang.srt.model_executor import pool_configurator as pools
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+    from sglang.srt.runtime_context import draft_attn_tp_size, get_model, get_parallel, get_schedule
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    model = ModelConfig.from_server_args(arguments)
+    algorithm = SpeculativeAlgorithm.from_string(arguments.resolved_dict()["speculative_algorithm"])
+    aux = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
+        server_args=arguments, model_config=model, spec_algorithm=algorithm, is_draft_worker=False
+    )
+    cell = None
+    if algorithm.is_dflash_family() and aux.draft_model_config is not None:
+        cell = resolve_dflash_draft_cell_size(
+            draft_model_config=aux.draft_model_config,
+            draft_num_layers=aux.dflash_draft_num_layers,
+            attn_tp_size=draft_attn_tp_size(),
+        )
+    return pools.DSV4PoolConfigurator(
+        SimpleNamespace(
+            kv_cache_dtype_str=get_model().kv_cache_dtype,
+            model_config=model,
+            spec_algorithm=algorithm,
+            spec_aux_config=aux,
+            dflash_draft_cell_size_per_token=cell,
+            is_draft_worker=False,
+            layer_info=SimpleNamespace(start_layer=0, end_layer=model.num_hidden_layers),
+            pp_size=1,
+            sliding_window_size=model.sliding_window_size,
+            page_size=get_schedule().page_size,
+            attn_dp_size=get_parallel().attn_dp_size,
+        )
+    )
+
+
+def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
+    """What one method leaves on the node.
+
+    Raises:
+        HyperDFlashConfigError: the method does not start for this target.
+    """
+    try:
+        return _sized(target, node, method, draft)
+    except HyperDFlashConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise HyperDFlashConfigError(f"SGLang does not start {method} here: {error}") from error
+
+
+def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
+    from sglang.srt.runtime_context import create_context, get_schedule, use_context
+
+    options = dict(METHODS[method])
+    if draft is not None and method != "none":
+        options["speculative_draft_model_path"] = draft
+    arguments = resolved_arguments(target, node, **options)
+    with use_context(create_context(arguments, role="scheduler")):
+        pool = pool_configurator(arguments)
+        sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)
+        full = float(pool.bytes_per_full_token)
+        # What the same target costs with the rings of any speculation, but no draft.
+        pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
+        plain = pool._get_bytes_per_full_token()
+    return Budget(method, full, int(sizes.max_total_num_tokens), full - plain)
+
+
+def _is_v4(target: str) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_v4
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return is_deepseek_v4(get_config(target, trust_remote_code=False))
+
+
+def plan(
+    target: str, draft: str, node: Node, dspark: str | None = None
+) -> list[Budget | Unavailable]:
+    """Budgets without speculation and with the drafter, and, where they start, MTP and DSPARK.
+
+    Args:
+        dspark: folder or hub id of a DSPARK draft; not needed when the target carries one.
+
+    Raises:
+        HyperDFlashConfigError: not a V4 target, or no memory left beside the weights.
+    """
+    if node.kv_bytes <= 0:
+        raise HyperDFlashConfigError(
+            f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves nothing beside weights of "
+            f"{node.weights_gib:g} GiB a GPU; raise --tp or lower --weights-gib."
+        )
+    if not _is_v4(target):
+        raise HyperDFlashConfigError(
+            f"{target} is not a DeepSeek-V4 target; SGLang counts the drafter exactly for other "
+            "targets, and prints the capacity when the server starts."
+        )
+    rows: list[Budget | Unavailable] = [
+        budget(target, node, "none", None),
+        budget(target, node, ALGORITHM, draft),
+    ]
+    for method, path in (("EAGLE", None), ("DSPARK", dspark)):
+        try:
+            rows.append(budget(target, node, method, path))
+        except HyperDFlashConfigError as error:
+            rows.append(Unavailable(method, str(error)))
+    return rows
+
+
+def report(rows: list[Budget | Unavailable], node: Node) -> str:
+    """The plan as text."""
+    budgets = [row for row in rows if isinstance(row, Budget)]
+    base = budgets[0].tokens
+    lines = [
+        f"K/V memory on one GPU: {node.kv_bytes / GIB:.1f} GiB (tp {node.tp}"
+        f"{', DP attention' if node.dp_attention else ''}, "
+        f"at most {node.max_running_requests} requests)",
+        "",
+        f"{'method':<14}{'bytes/token':>12}{'of the draft':>14}{'tokens':>12}{'of none':>9}",
+    ]
+    for b in budgets:
+        lines.append(
+            f"{b.method:<14}{b.bytes_per_token:>12.0f}{b.draft_bytes_per_token:>14.0f}"
+            f"{b.tokens:>12,}{b.tokens / base:>9.0%}"
+        )
+    missing = [row for row in rows if isinstance(row, Unavailable)]
+    lines += [f"{row.method:<14}{row.reason}" for row in missing]
+    return "\n".join(lines)
+
+
+def _weights_gib(target: str, tp: int) -> float | None:
+    """Bytes of a local checkpoint's tensors, split over ``tp`` GPUs, or None without an index."""
+    index = Path(target) / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    size = json.loads(index.read_text()).get("metadata", {}).get("total_size")
+    return None if size is None else float(size) / tp / GIB
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, or its JSON."""
+    weights = args.weights_gib
+    if weights is None:
+        weights = _weights_gib(args.target, args.tp)
+    if weights is None:
+        raise HyperDFlashConfigError(
+            "--weights-gib is needed: the target's folder has no safetensors index to read the "
+            "weights' size from."
+        )
+    node = Node(
+        gpu_gib=args.gpu_gib,
+        weights_gib=weights,
+        tp=args.tp,
+        mem_fraction=args.mem_fraction_static,
+        max_running_requests=args.max_running_requests,
+        context_length=args.context_length,
+        dp_attention=args.dp_attention,
+    )
+    rows = plan(args.target, args.draft, node, args.dspark)
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        print(report(rows, node))
+    return 0
+
+
+def add_parser(commands) -> None:
+    """Add ``hyperdflash plan``."""
+    parser = commands.add_parser("plan", help="what the drafter's K/V costs on a DeepSeek-V4 node")
+    add = parser.add_argument
+    add("--target", required=True, help="folder or hub id; only its config.json is read")
+    add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
+    add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
+    add("--gpu-gib", type=float, required=True, help="memory of one GPU, GiB")
+    add("--weights-gib", type=float, help="weights on one GPU, GiB (default: index size / tp)")
+    add("--tp", type=int, default=1)
+    add("--dp-attention", action="store_true", help="K/V heads are not sharded")
+    add("--context-length", type=int)
+    add("--mem-fraction-static", type=float, default=0.85)
+    add("--max-running-requests", type=int, default=256)
+    add("--json", action="store_true")
+    parser.set_defaults(run=run)

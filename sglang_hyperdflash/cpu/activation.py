@@ -1,0 +1,26 @@
+"""Entry point of the ``sglang.srt.platforms`` group; imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+
+PLATFORM = "sglang_hyperdflash.cpu.platform:TorchCpuPlatform"
+ATTENTION_BACKEND = "torch_reference"
+
+
+def is_active() -> bool:
+    """Whether our CPU platform serves this process.
+
+    Only where torch finds no accelerator of any kind (CUDA, ROCm, XPU, MPS, NPU, MUSA, ...), and
+    when SGLang's own CPU engine is not asked for: out-of-tree platforms come before SGLang's own.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return False
+    import torch
+
+    return not torch.accelerator.is_available()
+
+
+def activate() -> str | None:
+    """Return the platform's import path, or None to leave the choice to SGLang."""
+    return PLATFORM if is_active() else None

@@ -1,0 +1,160 @@
+"""Torch forms of the Triton helpers that SGLang's EAGLE worker reaches without a GPU (top-k 1).
+
+With one candidate a step the tree is a chain, so every function is a gather or a comparison.
+Seams: the functions of the same names in ``sglang.kernels.ops.speculative``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_hyperdflash.serving.verify import accept_sampled
+
+
+def assign_draft_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    topk: int,
+    num_cols: int,
+    positions: torch.Tensor | None = None,
+    mrope: torch.Tensor | None = None,
+) -> None:
+    """``out_cache_loc = req_to_token[req, seq_len : seq_len + topk * num_cols]``, in place."""
+    columns = seq_lens.long()[:, None] + torch.arange(topk * num_cols)
+    slots = req_to_token[req_pool_indices.long()[:, None], columns]
+    out_cache_loc.copy_(slots.reshape(-1))
+
+
+def build_chain(
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode,
+) -> None:
+    """Positions and links of a verify chain of ``n`` tokens a request, in place.
+
+    The mask is left alone: the reference attention is causal over a chain by itself.
+    """
+    n, bs = num_verify_tokens, len(seq_lens)
+    steps = torch.arange(n)
+    positions.copy_((seq_lens.long()[:, None] + steps).reshape(-1))
+    retrieve_index.copy_(torch.arange(bs * n).view(bs, n))
+    retrieve_next_token.copy_(torch.where(steps < n - 1, steps + 1, -1).expand(bs, n))
+    retrieve_next_sibling.fill_(-1)
+
+
+def verify_chain_greedy(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+    topk: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Accept the longest prefix of ``candidates [bs, n]`` that the target's argmax repeats."""
+    depth = accept_index.shape[1]
+    correct = candidates[:, 1:depth] == target_predict[:, : depth - 1]
+    accepted = correct.int().cumprod(1).sum(1)
+    _write_accepted(accept_index, retrieve_index, accepted)
+    predicts.copy_(target_predict.reshape(-1))
+    accept_token_num.copy_(accepted)
+    return predicts, accept_index, accept_token_num
+
+
+def verify_chain_sampled(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Point-mass acceptance of ``candidates [bs, n]`` under ``target_probs [bs, n, V]``, in place.
+
+    Raises:
+        ValueError: a threshold below 1 (it would change the output's distribution).
+    """
+    if threshold_single < 1.0 or threshold_acc < 1.0:
+        raise ValueError("the torch chain sampler is exact: accept thresholds must be 1.0.")
+    depth = accept_index.shape[1]
+    chain = candidates[:, :depth]
+    accepted, bonus = accept_sampled(
+        chain,
+        target_probs[:, :depth],
+        uniform_samples[:, : depth - 1],
+        uniform_samples_for_final_sampling.reshape(-1),
+    )
+    _write_accepted(accept_index, retrive_index, accepted)
+    emitted = torch.cat([chain[:, 1:], chain[:, :1]], dim=1).long()
+    emitted.scatter_(1, accepted.long().unsqueeze(1), bonus.unsqueeze(1))
+    kept = accept_index >= 0
+    predicts[accept_index[kept].long()] = emitted[kept].to(predicts.dtype)
+    accept_token_num.copy_(accepted)
+
+
+def _write_accepted(index: torch.Tensor, rows: torch.Tensor, accepted: torch.Tensor) -> None:
+    depth = index.shape[1]
+    kept = torch.arange(depth) <= accepted.unsqueeze(1)
+    index.copy_(torch.where(kept, rows[:, :depth], -1))
+
+
+def fill_bonus_tokens(
+    accept_tokens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_stride: int,
+    batch_size: int,
+) -> None:
+    """The last accepted token of every request, in place."""
+    last = torch.arange(batch_size) * accept_stride + accept_lens.long() - 1
+    bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
+
+
+def gather_spec_extras(
+    indices: torch.Tensor,
+    topk_p_buf: torch.Tensor,
+    topk_index_buf: torch.Tensor,
+    output_tokens_buf: torch.Tensor,
+    hidden_states_buf: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Rows of four buffers; the last may be None."""
+    buffers = (topk_p_buf, topk_index_buf, output_tokens_buf, hidden_states_buf)
+    return tuple(None if buffer is None else buffer[indices] for buffer in buffers)
+
+
+def top_k_renorm(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+    """Keep the ``top_ks [N]`` largest of ``probs [N, V]`` (ties at the pivot too), renormalised."""
+    descending = probs.sort(-1, descending=True).values
+    at = top_ks.reshape(-1, 1).long().clamp(1, probs.shape[-1]) - 1
+    kept = probs * (probs >= descending.gather(1, at))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_renorm(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of ``probs [N, V]`` with mass ``top_ps [N]``, renormalised."""
+    descending, order = probs.sort(-1, descending=True)
+    before = descending.cumsum(-1) - descending
+    kept = descending * (before < top_ps.reshape(-1, 1))
+    kept = kept / kept.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, order, kept)

@@ -1,0 +1,163 @@
+"""What SGLang's EAGLE worker needs replaced on the CPU platform, and for the portable NextN layer.
+
+EAGLE is a rival here, not our algorithm: it runs SGLang's own worker, drafts and verification.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+from sglang_hyperdflash.cpu import eagle_ops
+from sglang_hyperdflash.cpu.activation import ATTENTION_BACKEND
+from sglang_hyperdflash.portable import PORTABLE_NEXTN, PORTABLE_TARGET
+from sglang_hyperdflash.seams import Seam, when_imported
+
+OPS = "sglang.kernels.ops.speculative"
+FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+DFLASH_UTILS = "sglang.srt.speculative.dflash_utils"
+
+
+class DraftDecodeBackends:
+    """The chain's attention backends, one for every draft step but the last."""
+
+    def __init__(self, runner, steps: int) -> None:
+        from sglang_hyperdflash.cpu.attention import TorchAttention
+
+        self.attn_backends = [TorchAttention(runner, ahead=i + 1) for i in range(steps)]
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
+def _takes_torch_attention(factory, phase: int) -> bool:
+    from sglang.srt.runtime_context import attention_backends
+
+    return (factory.draft_attn_backend or attention_backends()[phase]) == ATTENTION_BACKEND
+
+
+def _stamped(backend):
+    backend.prefill_attention_backend_str = ATTENTION_BACKEND
+    backend.decode_attention_backend_str = ATTENTION_BACKEND
+    return backend
+
+
+def draft_decode_backend(original, self):
+    """A chain of torch backends: SGLang's factory knows its own backends only."""
+    if not _takes_torch_attention(self, 1):
+        return original(self)
+    if self.speculative_num_steps <= 1:
+        return None
+    chain = DraftDecodeBackends(self.draft_model_runner, self.speculative_num_steps - 1)
+    for backend in chain.attn_backends:
+        _stamped(backend)
+    return _stamped(chain)
+
+
+def draft_extend_backend(original, self):
+    """The plain torch backend on the draft's pool."""
+    if not _takes_torch_attention(self, 0):
+        return original(self)
+    from sglang_hyperdflash.cpu.attention import TorchAttention
+
+    return _stamped(TorchAttention(self.draft_model_runner))
+
+
+def portable_residual_width(result, hf_config, hidden_size, hc_mult):
+    """EAGLE carries the portable target's whole residual, as it does DeepSeek-V4's."""
+    architectures = getattr(hf_config, "architectures", None) or [""]
+    if architectures[0] not in (PORTABLE_TARGET, PORTABLE_NEXTN):
+        return result
+    return hidden_size * hc_mult, hidden_size * hc_mult
+
+
+def keep_overlap(server_args) -> None:
+    """Overlap scheduling works on the reference platform; other methods run with it too."""
+
+
+def fill_missing_kernels() -> None:
+    """Give SGLang the sampled chain verification that it has no kernel for without CUDA.
+
+    Its names are None there. A hook registry REPLACE of None would replace every None in every
+    module, so the modules that hold the names are set one by one; in-tree DFLASH then verifies
+    sampled requests exactly too.
+    """
+    for name in (
+        f"{OPS}.verify_sampling",
+        "sglang.kernels.ops.sampling.renorm",
+        "sglang.srt.speculative.eagle_utils",
+        DFLASH_UTILS,
+    ):
+        when_imported(name, lambda name=name: _fill(sys.modules[name]))
+
+
+def _fill(module: ModuleType) -> None:
+    kernels = {
+        "tree_speculative_sampling_target_only": eagle_ops.verify_chain_sampled,
+        "top_k_renorm_prob": eagle_ops.top_k_renorm,
+        "top_p_renorm_prob": eagle_ops.top_p_renorm,
+    }
+    for kernel, function in kernels.items():
+        if hasattr(module, kernel) and getattr(module, kernel) is None:
+            setattr(module, kernel, function)
+    if module.__name__ == DFLASH_UTILS:
+        module._DFLASH_SAMPLING_VERIFY_AVAILABLE = True
+
+
+def _replacement(target: str, function: Callable) -> Seam:
+    """A kernel and the torch function of the same signature that takes its place."""
+    parameters = tuple(inspect.signature(function).parameters)
+    reason = "EAGLE's helper is a Triton kernel or a CPU-engine operator"
+    return Seam(target, "replace", function, parameters, SOURCES[target], reason)
+
+
+SOURCES = {
+    f"{OPS}.cache_locs:assign_draft_cache_locs_contiguous_func": "fffc7b57bab5",
+    f"{OPS}.spec_tree:build_tree_kernel_efficient_func": "b137949fdf7e",
+    f"{OPS}.spec_tree:verify_tree_greedy_func": "dae05d6e8dcf",
+    f"{OPS}.eagle:fill_bonus_tokens_func": "0c0844c876f9",
+    f"{OPS}.gather_spec_extras:gather_spec_extras": "d2e35aaf6abd",
+    "sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu": "5c279ce84a76",
+}
+_FACTORY_REASON = "SGLang's factory of draft attention knows its own backends only"
+SEAMS = (
+    *map(
+        _replacement,
+        SOURCES,
+        (
+            eagle_ops.assign_draft_cache_locs,
+            eagle_ops.build_chain,
+            eagle_ops.verify_chain_greedy,
+            eagle_ops.fill_bonus_tokens,
+            eagle_ops.gather_spec_extras,
+            keep_overlap,
+        ),
+    ),
+    Seam(
+        f"{FACTORY}.create_decode_backend",
+        "around",
+        draft_decode_backend,
+        ("self",),
+        "b3cbdb7aa4df",
+        _FACTORY_REASON,
+    ),
+    Seam(
+        f"{FACTORY}.create_draft_extend_backend",
+        "around",
+        draft_extend_backend,
+        ("self",),
+        "fbf02eb137b2",
+        _FACTORY_REASON,
+    ),
+    Seam(
+        "sglang.srt.configs.model_config:resolve_spec_hidden_size",
+        "after",
+        portable_residual_width,
+        ("hf_config", "hidden_size", "hc_mult"),
+        "954351f24688",
+        "EAGLE sizes its buffers by the width that the portable NextN layer reads",
+    ),
+)

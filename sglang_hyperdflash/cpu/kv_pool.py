@@ -1,0 +1,29 @@
+"""SGLang's MHA K/V pool without its Triton parts."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_hyperdflash.cpu.pool_log import POOL_LINE
+
+logger = logging.getLogger(__name__)
+
+
+class TorchKVPool(MHATokenToKVPool):
+    """Seam: ``SRTPlatform.get_kv_pool_cls``; the in-tree constructor warms a Triton copy up."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        # SGLang's own line rounds to 10 MB and names no heads: sharding would not show.
+        slots, heads, head_dim = self.k_buffer[0].shape
+        logger.info(POOL_LINE, len(self.k_buffer), heads, head_dim, slots)
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[tgt_loc] = buffer[src_loc]

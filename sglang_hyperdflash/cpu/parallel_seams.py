@@ -1,0 +1,67 @@
+"""What SGLang's CPU start-up assumes of tensor parallel that does not hold on this platform.
+
+The assumptions belong to SGLang's own CPU engine: sgl_kernel's operators bind threads and pad
+heads. The portable platform has gloo and plain torch, and its shards follow the GPU's rules.
+"""
+
+from __future__ import annotations
+
+import os
+
+from sglang_hyperdflash.seams import Seam
+
+THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+def ranks_share_a_node(original, *, device: str):
+    """Let more ranks than NUMA nodes start; an explicit binding is still SGLang's to check.
+
+    Only ``sgl_kernel.init_cpu_threads_env`` reads the result, and it is not called without AMX.
+    """
+    return original(device=device) if THREADS_BIND in os.environ else None
+
+
+def unpadded_heads(original, model_config, load_config, tp_size: int):
+    """Keep the config: K/V heads that do not divide are replicated, as on a GPU, not padded.
+
+    A padded ``num_key_value_heads`` would no longer describe the checkpoint, and DeepSeek-V4's
+    one shared K/V head cannot be split at all.
+    """
+    return model_config
+
+
+def gather_over_gloo(original, self, output, input):
+    """Concatenate every rank's ``input [n]`` into ``output [ranks * n]``, any shape alike.
+
+    SGLang registers its custom operator for its out-of-tree platform's own device only, so CPU
+    tensors have no kernel there; its plain path is what its CPU engine takes.
+    """
+    self._all_gather_into_tensor(output, input)
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.distributed.bootstrap:_bind_threads_if_cpu",
+        "around",
+        ranks_share_a_node,
+        ("device",),
+        "edf673cd20fb",
+        "SGLang's CPU start-up refuses more ranks than NUMA nodes",
+    ),
+    Seam(
+        "sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp",
+        "around",
+        unpadded_heads,
+        ("model_config", "load_config", "tp_size"),
+        "fcbd518636d1",
+        "SGLang's CPU start-up pads head counts in the config to the number of ranks",
+    ),
+    Seam(
+        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
+        "around",
+        gather_over_gloo,
+        ("self", "output", "input"),
+        "6c3b3198a56c",
+        "the gather of draft candidates is a custom operator without a CPU kernel",
+    ),
+)

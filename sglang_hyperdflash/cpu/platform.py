@@ -1,0 +1,71 @@
+"""An out-of-tree SGLang platform that runs the engine on a CPU with torch alone.
+
+SGLang's own CPU engine needs sgl_kernel's CPU operators; this one does not, so the whole
+speculative framework can be exercised and tested on any machine.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.cpu.activation import ATTENTION_BACKEND
+from sglang_hyperdflash.cpu.torch_ops import extend_cache_locs
+
+SUPPORTED_ALGORITHMS = (ALGORITHM, "DFLASH", "EAGLE")
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Active without an accelerator (``cpu.activation``); no Triton, no graphs, page size 1."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        """A name, not a ``torch.device``: server arguments without --device split it as text."""
+        return "cpu"
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        """Replace what SGLang's ``--device cpu`` rule has already named and cannot run here.
+
+        AMX's backend needs sgl_kernel's CPU operators; torch_native has no sinks and no verify
+        mode. Ranks reduce over gloo: custom all-reduce would only fail to set up, with a warning.
+        """
+        if server_args.attention_backend in (None, "intel_amx", "torch_native"):
+            server_args.attention_backend = ATTENTION_BACKEND
+        server_args.disable_custom_all_reduce = True
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in SUPPORTED_ALGORITHMS
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return algorithm in SUPPORTED_ALGORITHMS and backend == ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        if kind != "mha":
+            return None
+        # SGLang resolves the platform while its own utils are still importing.
+        from sglang_hyperdflash.cpu.kv_pool import TorchKVPool
+
+        return TorchKVPool
+
+    def get_speculative_cache_locs_fn(self):
+        return extend_cache_locs
+
+    def init_backend(self) -> None:
+        # CPU tensors have no streams; the overlap scheduler calls record_stream on them.
+        torch.Tensor.record_stream = lambda self, stream: None
+        # SGLang decorates small samplers with torch.compile: on a CPU that costs a C++
+        # compiler and seconds per shape for nothing.
+        torch._dynamo.config.disable = True

@@ -1,0 +1,83 @@
+"""The draft checkpoint's tensors: what must be there, checked by name, shape and value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from sglang_hyperdflash.draft.config import HyperDFlashConfig
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+
+def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[str, tuple]:
+    """Names and shapes of every tensor of a draft checkpoint, from its ``config.json``.
+
+    Args:
+        raw: the ``config.json`` itself (the Qwen3 fields); config: its checked view.
+    """
+    d, m = config.hidden_size, config.hc_mult
+    head_dim = raw.get("head_dim") or d // raw["num_attention_heads"]
+    q = raw["num_attention_heads"] * head_dim
+    kv = raw.get("num_key_value_heads", raw["num_attention_heads"]) * head_dim
+    f = raw["intermediate_size"]
+    shapes: dict[str, tuple] = {"hidden_norm.weight": (d,), "norm.weight": (d,)}
+    if config.reducer == "fc":
+        shapes["fc.weight"] = (d, config.source_width)
+    else:
+        shapes |= {"reducer.fn": (m, m * d), "reducer.base": (m,), "reducer.scale": (1,)}
+        if config.path_norm:
+            shapes["reducer.path_norm"] = (m, d)
+    for i in range(config.num_hidden_layers):
+        prefix = f"layers.{i}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (d,),
+            prefix + "post_attention_layernorm.weight": (d,),
+            prefix + "self_attn.q_proj.weight": (q, d),
+            prefix + "self_attn.k_proj.weight": (kv, d),
+            prefix + "self_attn.v_proj.weight": (kv, d),
+            prefix + "self_attn.o_proj.weight": (d, q),
+            prefix + "self_attn.q_norm.weight": (head_dim,),
+            prefix + "self_attn.k_norm.weight": (head_dim,),
+            prefix + "mlp.gate_proj.weight": (f, d),
+            prefix + "mlp.up_proj.weight": (f, d),
+            prefix + "mlp.down_proj.weight": (d, f),
+        }
+    return shapes
+
+
+def checked_tensors(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, tuple]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors through while checking them; missing ones raise when the stream ends.
+
+    Raises:
+        HyperDFlashConfigError: a missing, extra, repeated, misshapen or non-finite tensor.
+    """
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name not in expected:
+            raise HyperDFlashConfigError(
+                f"draft checkpoint: unexpected tensor {name} {tuple(tensor.shape)}; expected only "
+                f"the {len(expected)} tensors its config.json describes."
+            )
+        if name in seen:
+            raise HyperDFlashConfigError(f"draft checkpoint: tensor {name} appears twice.")
+        if tuple(tensor.shape) != expected[name]:
+            raise HyperDFlashConfigError(
+                f"draft checkpoint: tensor {name} has shape {tuple(tensor.shape)}; its "
+                f"config.json asks for {expected[name]}."
+            )
+        if not torch.isfinite(tensor).all():
+            raise HyperDFlashConfigError(
+                f"draft checkpoint: tensor {name} holds NaN or infinite values."
+            )
+        seen.add(name)
+        yield name, tensor
+    missing = sorted(set(expected) - seen)
+    if missing:
+        raise HyperDFlashConfigError(
+            f"draft checkpoint: {len(missing)} tensors are missing: {', '.join(missing[:6])}"
+            f"{' ...' if len(missing) > 6 else ''}."
+        )

@@ -1,0 +1,128 @@
+"""The reducer from the pre-collapse residual to the drafter's context feature (paper, eq. 1).
+
+Torch only: serving and training share these modules, and so the checkpoint names
+``reducer.fn``, ``reducer.base``, ``reducer.scale``, ``reducer.path_norm`` (or ``fc.weight``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sglang_hyperdflash.draft.config import HyperDFlashConfig
+from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
+from triton_ops.hc_gate import rms_norm
+from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
+
+# ||kernel - reference|| / ||reference|| at which a kernel counts as broken: twice what rounding
+# the output to the dtype can do.
+KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class HCGateReducer(nn.Module):
+    """Per-path sigmoid gates inherited from the target's ``hc_head``, with a per-path RMSNorm.
+
+    Parameters are fp32 whatever the model's dtype: ``fn [m, m*d]``, ``base [m]``, ``scale [1]``
+    and, unless switched off, ``path_norm [m, d]`` (ones at start).
+    """
+
+    def __init__(self, m: int, d: int, *, rms_eps: float, hc_eps: float, path_norm: bool) -> None:
+        super().__init__()
+        self.rms_eps, self.hc_eps = rms_eps, hc_eps
+        self.fn = nn.Parameter(torch.zeros(m, m * d, dtype=torch.float32))
+        self.base = nn.Parameter(torch.zeros(m, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
+        self.path_norm = nn.Parameter(torch.ones(m, d, dtype=torch.float32)) if path_norm else None
+
+    @torch.no_grad()
+    def inherit(self, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> None:
+        """Start from the target's ``hc_head``; raise ``ValueError`` when a shape differs."""
+        for name, source in (("fn", fn), ("base", base), ("scale", scale)):
+            own = getattr(self, name)
+            if source.shape != own.shape:
+                raise ValueError(
+                    f"cannot inherit hc_head {name}: expected {tuple(own.shape)}, "
+                    f"found {tuple(source.shape)}"
+                )
+            own.copy_(source)
+
+    @torch.no_grad()
+    def randomise(self) -> None:
+        """Gates that inherit nothing: ``x @ fn.T`` of unit size before the sigmoid."""
+        self.fn.normal_(std=self.fn.shape[1] ** -0.5)
+        self.base.zero_()
+        self.scale.fill_(1.0)
+
+    def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
+        """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``; fp32 inside."""
+        return hc_gate_reduce(*self.operands(hidden, hidden_norm), **self.epsilons)
+
+    def operands(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> tuple:
+        """The tensors of :func:`hc_gate_reduce`, in its order."""
+        return hidden, self.fn, self.base, self.scale, self.path_norm, hidden_norm
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """Its keyword arguments."""
+        return {"rms_eps": self.rms_eps, "hc_eps": self.hc_eps}
+
+
+class FcReducer(nn.Module):
+    """The generic fallback ``fc: R^width -> R^d`` followed by the hidden norm.
+
+    Args:
+        width: columns of the source; ``m * d`` for the pre-collapse residual.
+    """
+
+    def __init__(self, width: int, d: int, *, rms_eps: float) -> None:
+        super().__init__()
+        self.rms_eps = rms_eps
+        self.weight = nn.Parameter(torch.empty(d, width))
+        nn.init.normal_(self.weight, std=width**-0.5)
+
+    def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
+        """``[N, width]`` to ``[N, d]`` in ``hidden.dtype``."""
+        y = nn.functional.linear(hidden.to(self.weight.dtype), self.weight)
+        if hidden_norm is None:
+            return y.to(hidden.dtype)
+        return rms_norm(y.float(), hidden_norm, self.rms_eps).to(hidden.dtype)
+
+
+def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
+    """Return the reducer named in the config and its checkpoint prefix (``reducer`` or ``fc``)."""
+    m, d = config.hc_mult, config.hidden_size
+    if config.reducer == "fc":
+        return "fc", FcReducer(config.source_width, d, rms_eps=config.rms_norm_eps)
+    return "reducer", HCGateReducer(
+        m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps, path_norm=config.path_norm
+    )
+
+
+@torch.inference_mode()
+def check_kernels(reducer: nn.Module, hidden_norm: torch.Tensor) -> None:
+    """Run the reducer as it will serve, once for few and once for many tokens, and compare.
+
+    On CUDA this compiles both Triton kernels before the first request. An :class:`FcReducer` has
+    no kernel of ours and passes.
+
+    Args:
+        hidden_norm: ``[d]``, in the dtype of the residuals to come.
+
+    Raises:
+        RuntimeError: a kernel is further from the fp32 reference than rounding explains.
+    """
+    if not isinstance(reducer, HCGateReducer):
+        return
+    fn, dtype = reducer.fn, hidden_norm.dtype
+    for tokens in (1, ROW_KERNEL_TOKENS + 1):
+        hidden = torch.randn(tokens, fn.shape[1], device=fn.device).to(dtype)
+        found = reducer(hidden, hidden_norm).float()
+        operands = reducer.operands(hidden.float(), hidden_norm)
+        expected = hc_gate_reduce_reference(*operands, **reducer.epsilons)
+        error = ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+        if not error < KERNEL_TOLERANCE[dtype]:
+            raise RuntimeError(
+                f"the reducer's kernel is wrong on {fn.device} for {tokens} tokens of {dtype}: "
+                f"relative error {error:.1e}, expected below {KERNEL_TOLERANCE[dtype]:.0e}. "
+                "Run: python -m pytest tests/unit/triton_ops/test_gate_kernels.py"
+            )

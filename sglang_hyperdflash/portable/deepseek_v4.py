@@ -1,0 +1,140 @@
+"""The portable DeepSeek-V4 target as an SGLang model: the core over paged RadixAttention.
+
+Runs wherever SGLang has an attention backend with sinks: the torch reference on a CPU, triton or
+flashinfer on CUDA. It gives the speculative framework what SGLang's own V4 class gives: the
+pre-collapse residual ``[N, m * d]`` as ``hidden_states_before_norm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import nn
+
+from sglang_hyperdflash.portable.core import DeepseekV4Core
+from sglang_hyperdflash.portable.weights import load_core, shard_rows
+from sglang_hyperdflash.tools.errors import UnsupportedTarget
+
+
+class PortableDeepSeekV4ForCausalLM(nn.Module):
+    """A ``deepseek_v4`` checkpoint whose ``architectures`` names this class."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise UnsupportedTarget("the portable DeepSeek-V4 target has no quantised form.")
+        if config.v_head_dim != config.head_dim:
+            raise UnsupportedTarget(
+                f"the portable DeepSeek-V4 target reads K and V from a head of {config.head_dim}; "
+                f"v_head_dim is {config.v_head_dim} (SGLang's default when config.json has none). "
+                f'Set "v_head_dim": {config.head_dim} in config.json.'
+            )
+        self.config = config
+        self.model = DeepseekV4Core(config)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.logits_processor = LogitsProcessor(config)
+        self.captured_layers: tuple[int, ...] = ()
+        window = config.sliding_window
+        self.attention = nn.ModuleList(
+            RadixAttention(
+                num_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+                scaling=config.head_dim**-0.5,
+                num_kv_heads=1,
+                layer_id=i,
+                # SGLang's window excludes the query itself.
+                sliding_window_size=-1 if window >= config.max_position_embeddings else window - 1,
+            )
+            for i in range(config.num_hidden_layers)
+        )
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seam: what an EAGLE draft shares."""
+        return self.embed_tokens.weight, self.lm_head.weight
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """Seam: ModelRunner sizes window metadata with it; None when the window never closes."""
+        window = self.config.sliding_window
+        return None if window >= self.config.max_position_embeddings else window - 1
+
+    def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
+        """Seam: give DFLASH the paths' means after these layers, in place of the residual."""
+        self.captured_layers = tuple(layer_ids)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+    ):
+        """Run ``N`` tokens and return SGLang's ``LogitsProcessorOutput``."""
+
+        def attend(layer_idx, q, kv, sinks):
+            return self.attention[layer_idx](
+                q.reshape(len(q), -1), kv, kv, forward_batch, sinks=sinks
+            )
+
+        embeddings = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        trace: list[torch.Tensor] | None = [] if self.captured_layers else None
+        hidden, residual = self.model(embeddings, input_ids, positions, attend, trace)
+        means = [trace[i].mean(1) for i in self.captured_layers]
+        return self.logits_processor(
+            input_ids,
+            hidden,
+            self.lm_head,
+            forward_batch,
+            aux_hidden_states=means or None,
+            hidden_states_before_norm=None if means else residual,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load either naming scheme; every tensor must be there, once, finite and in shape."""
+        own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
+        sharded = shard_rows(weights, own, total=self.config.vocab_size)
+        load_core(_Holder(self), sharded, skip=("mtp.",))
+
+
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
+def vocabulary_rows(layer: VocabParallelEmbedding) -> slice:
+    """The vocabulary's rows that this rank holds.
+
+    Seam: ``VocabParallelEmbedding.shard_indices``, which the DFLASH worker reads too.
+    """
+    indices = layer.shard_indices
+    return slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
+
+
+class _Holder:
+    """Presents core, embedding and LM head under one flat set of checkpoint names.
+
+    Of the last two, this rank's rows.
+    """
+
+    def __init__(self, owner: PortableDeepSeekV4ForCausalLM) -> None:
+        self.owner = owner
+
+    def named_parameters(self):
+        yield from self.owner.model.named_parameters()
+        # A shard may be padded; the checkpoint fills the leading rows.
+        for name in VOCABULARY:
+            layer = getattr(self.owner, name)
+            own = vocabulary_rows(layer)
+            rows = own.stop - own.start
+            layer.weight.data[rows:] = 0
+            yield f"{name}.weight", layer.weight[:rows]
+
+
+EntryClass = PortableDeepSeekV4ForCausalLM

@@ -1,0 +1,61 @@
+"""Manifold-constrained hyper-connections (mHC) of DeepSeek-V4 in plain torch.
+
+A token's residual is ``m`` streams, ``H [N, m, d]``. Around every block: ``pre`` gates collapse
+the streams to the block's input, ``post`` gates expand its output, and a doubly stochastic
+``comb`` (Sinkhorn-Knopp) mixes the streams. Formulas: DeepSeek-V4 paper, section 2.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Normalise positive ``comb [..., m, m]`` to doubly stochastic; ends on columns."""
+    comb = comb / comb.sum(-2, keepdim=True).add_(eps)
+    for _ in range(iterations - 1):
+        comb = comb / comb.sum(-1, keepdim=True).add_(eps)
+        comb = comb / comb.sum(-2, keepdim=True).add_(eps)
+    return comb
+
+
+def gate_logits(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.Tensor:
+    """``RMSNorm(vec(H)) @ fn.T`` in fp32: ``[N, m, d]`` and ``[k, m*d]`` to ``[N, k]``."""
+    flat = streams.flatten(1).float()
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    return (flat @ fn.float().T) * inverse_rms
+
+
+class HyperConnection(nn.Module):
+    """Gates of one block: ``fn [(2+m)*m, m*d]``, ``base [(2+m)*m]``, ``scale [3]``, fp32."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.m = config.hc_mult
+        self.iterations = config.hc_sinkhorn_iters
+        self.hc_eps, self.rms_eps = config.hc_eps, config.rms_norm_eps
+        size = (2 + self.m) * self.m
+        self.fn = nn.Parameter(torch.empty(size, self.m * config.hidden_size).float())
+        self.base = nn.Parameter(torch.empty(size).float())
+        self.scale = nn.Parameter(torch.empty(3).float())
+
+    def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the block input ``[N, d]``, ``post [N, m]`` and ``comb [N, m, m]``."""
+        m = self.m
+        logits = gate_logits(streams, self.fn, self.rms_eps)
+        pre = torch.sigmoid(logits[:, :m] * self.scale[0] + self.base[:m]) + self.hc_eps
+        post = 2 * torch.sigmoid(logits[:, m : 2 * m] * self.scale[1] + self.base[m : 2 * m])
+        comb = (logits[:, 2 * m :] * self.scale[2] + self.base[2 * m :]).view(-1, m, m)
+        comb = sinkhorn(comb.softmax(-1) + self.hc_eps, self.iterations, self.hc_eps)
+        collapsed = torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1)
+        return collapsed.to(streams.dtype), post, comb
+
+    @staticmethod
+    def expand(
+        streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> torch.Tensor:
+        """``post * output + comb^T H``: the next ``[N, m, d]`` streams, in their dtype."""
+        dtype = streams.dtype
+        mixed = torch.bmm(comb.to(dtype).transpose(1, 2), streams)
+        return mixed + post.to(dtype).unsqueeze(-1) * output.unsqueeze(1)

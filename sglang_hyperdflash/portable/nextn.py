@@ -1,0 +1,75 @@
+"""The portable NextN (MTP) draft as an SGLang model: what ``EAGLE`` runs for the tiny target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import nn
+
+from sglang_hyperdflash.portable.nextn_core import NextNCore
+from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
+
+
+class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
+    """A checkpoint of ``mtp.0.*`` tensors; embedding and LM head come from the target.
+
+    Seam: ``EagleDraftWorker`` calls ``set_embed_and_head`` and hands the residual over as
+    ``forward_batch.spec_info.hidden_states``.
+    """
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.model = NextNCore(config)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.logits_processor = LogitsProcessor(config)
+        self.attention = RadixAttention(
+            num_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            scaling=config.head_dim**-0.5,
+            num_kv_heads=1,
+            layer_id=0,
+        )
+
+    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.embed_tokens.weight, self.lm_head.weight
+
+    def set_embed_and_head(self, embed: torch.Tensor, head: torch.Tensor) -> None:
+        self.embed_tokens.weight, self.lm_head.weight = embed, head
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+    ):
+        """Run ``N`` rows and return SGLang's ``LogitsProcessorOutput``."""
+
+        def attend(_layer, q, kv, sinks):
+            return self.attention(q.reshape(len(q), -1), kv, kv, forward_batch, sinks=sinks)
+
+        embeddings = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        before = forward_batch.spec_info.hidden_states
+        hidden, residual = self.model(embeddings, before, input_ids, positions, attend)
+        return self.logits_processor(
+            input_ids,
+            hidden,
+            self.lm_head,
+            forward_batch,
+            hidden_states_before_norm=residual,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load every ``mtp.0.*`` tensor, once, finite and in shape; others are the target's."""
+        load_core(self.model, nextn_tensors(weights))
+
+
+EntryClass = PortableDeepSeekV4ForCausalLMNextN

@@ -1,0 +1,161 @@
+"""DeepSeek-V4 checkpoint names, in transformers' scheme or DeepSeek's own, to the core's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+# DeepSeek's own names to transformers'; order matters.
+_DEEPSEEK_NAMES = (
+    (r"^embed\.weight$", "embed_tokens.weight"),
+    (r"^head\.weight$", "lm_head.weight"),
+    (r"^hc_head_(fn|base|scale)$", r"hc_head.hc_\1"),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attn\.attn_sink$", ".self_attn.sinks"),
+    (r"\.attn\.wq_a\.", ".self_attn.q_a_proj."),
+    (r"\.attn\.q_norm\.", ".self_attn.q_a_norm."),
+    (r"\.attn\.wq_b\.", ".self_attn.q_b_proj."),
+    (r"\.attn\.wkv\.", ".self_attn.kv_proj."),
+    (r"\.attn\.(kv_norm|norm)\.", ".self_attn.kv_norm."),
+    (r"\.attn\.wo_a\.", ".self_attn.o_a_proj."),
+    (r"\.attn\.wo_b\.", ".self_attn.o_b_proj."),
+    (r"\.ffn\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+)
+
+_CORE_NAMES = (
+    (r"^hc_head\.hc_(fn|base|scale)$", r"hc_head_\1"),
+    (r"^norm\.weight$", "norm"),
+    (r"\.(input_layernorm|post_attention_layernorm|q_a_norm|kv_norm)\.weight$", r".\1"),
+    (r"\.o_a_proj\.weight$", ".o_a_proj"),
+    (r"\.mlp\.gate\.weight$", ".mlp.router"),
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.bias"),
+    (r"\.mlp\.gate\.tid2eid$", ".mlp.tid2eid"),
+)
+
+
+NEXTN_PREFIX = "mtp.0."
+
+
+def core_name(name: str) -> str:
+    """One checkpoint name, of either scheme, in the core's scheme (without ``model.``)."""
+    name = name.removeprefix("model.")
+    for pattern, replacement in (*_DEEPSEEK_NAMES, *_CORE_NAMES):
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.Tensor]]:
+    """Yield ``(parameter, index into it, value)`` for one checkpoint tensor."""
+    half = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+    expert = re.match(r"(.*\.mlp)\.(shared_experts|experts\.(\d+))\.(\w+)\.weight$", name)
+    if expert:
+        prefix, row = expert.group(1), -1 if expert.group(3) is None else int(expert.group(3))
+        if expert.group(4) in half:
+            f = tensor.shape[0]
+            rows = slice(half[expert.group(4)] * f, (half[expert.group(4)] + 1) * f)
+            yield f"{prefix}.gate_up", (row, rows), tensor
+        else:
+            yield f"{prefix}.down", (row,), tensor.transpose(0, 1)
+        return
+    stacked = re.match(r"(.*\.mlp)\.experts\.(gate_up|down)_proj$", name)
+    if stacked:
+        value = tensor if stacked.group(2) == "gate_up" else tensor.transpose(1, 2)
+        yield f"{stacked.group(1)}.{stacked.group(2)}", (slice(0, len(tensor)),), value
+        return
+    yield name, (), tensor
+
+
+@torch.no_grad()
+def load_core(
+    module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *, skip: tuple[str, ...] = ()
+) -> None:
+    """Fill ``module`` (a core, or a holder of one) and demand every tensor, with its shape.
+
+    Args:
+        skip: name prefixes that are not part of this module (``mtp.``).
+
+    Raises:
+        HyperDFlashConfigError: an unknown, misshapen, missing or non-finite tensor.
+    """
+    parameters = dict(module.named_parameters())
+    filled = {name: 0 for name in parameters}
+    for source, tensor in weights:
+        name = core_name(source)
+        if name.startswith(skip) and skip:
+            continue
+        for target, index, value in _place(name, tensor):
+            if target not in parameters:
+                raise HyperDFlashConfigError(
+                    f"target checkpoint: unexpected tensor {source} {tuple(tensor.shape)}."
+                )
+            place = parameters[target].data[index] if index else parameters[target].data
+            if target.endswith(".o_a_proj"):
+                value = value.view(place.shape) if value.numel() == place.numel() else value
+            if place.shape != value.shape:
+                raise HyperDFlashConfigError(
+                    f"target checkpoint: tensor {source} has shape {tuple(value.shape)}; the "
+                    f"config asks for {tuple(place.shape)}."
+                )
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise HyperDFlashConfigError(
+                    f"target checkpoint: tensor {source} holds NaN or infinite values."
+                )
+            place.copy_(value)
+            filled[target] += value.numel()
+    missing = [name for name, count in filled.items() if count != parameters[name].numel()]
+    if missing:
+        raise HyperDFlashConfigError(
+            f"target checkpoint: missing tensors for {', '.join(sorted(missing)[:8])}"
+            f"{' ...' if len(missing) > 8 else ''}."
+        )
+
+
+def shard_rows(
+    weights: Iterable[tuple[str, torch.Tensor]], rows: Mapping[str, slice], *, total: int
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Cut the tensors named in ``rows`` to one rank's rows; pass all others through.
+
+    Args:
+        rows: core names to the rows ``[start, stop)`` to keep. total: rows each must have.
+
+    Raises:
+        HyperDFlashConfigError: a named tensor without ``total`` rows; a wrong one could
+            otherwise have just the rows of a shard.
+    """
+    for source, tensor in weights:
+        name = core_name(source)
+        if name in rows:
+            if tensor.dim() != 2 or len(tensor) != total:
+                raise HyperDFlashConfigError(
+                    f"target checkpoint: tensor {source} has shape {tuple(tensor.shape)}; the "
+                    f"config asks for {total} rows."
+                )
+            tensor = tensor[rows[name]]
+        yield source, tensor
+
+
+def nextn_tensors(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The ``mtp.0.*`` tensors under the core's names."""
+    own = ("e_proj.", "h_proj.", "enorm", "hnorm", "norm.", "hc_head_")
+    for name, tensor in weights:
+        name = name.removeprefix("model.")
+        if not name.startswith(NEXTN_PREFIX):
+            continue
+        name = name.removeprefix(NEXTN_PREFIX)
+        if name.startswith(own):
+            yield name.replace("norm.weight", "norm"), tensor
+        else:
+            yield f"layer.{name}", tensor

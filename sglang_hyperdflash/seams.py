@@ -1,0 +1,209 @@
+"""How this extension hooks SGLang's private functions: one named :class:`Seam` each.
+
+This file knows no seam by name: ``plugin.ALL_SEAMS`` is the table of contents. SGLang's plugin
+loader logs exceptions and goes on, so a hook that could not be applied would be silent.
+``install`` therefore records what it was given, and ``check_installed``, called when the server
+arguments are validated and when the worker is created, refuses to start, naming the seam. A seam
+also holds the parameters and a hash of the source that its hook was written for: another SGLang
+fails at once and not in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.abc
+import importlib.machinery
+import inspect
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
+from sglang_hyperdflash.tools.errors import SeamError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One hook.
+
+    Attributes:
+        target: ``module:function`` or ``module:Class.method`` of SGLang.
+        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``.
+        parameters: of the target, as the hook relies on them. source: :func:`source_hash` of it.
+        reason: why the hook is needed.
+        only_with: an environment variable; without it the seam is not used.
+    """
+
+    target: str
+    kind: Literal["after", "around", "replace"]
+    hook: Callable
+    parameters: tuple[str, ...]
+    source: str
+    reason: str
+    only_with: str | None = None
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def dotted(self) -> str:
+        """The target as ``HookRegistry`` spells it."""
+        return self.target.replace(":", ".")
+
+
+_recorded: list[Seam] = []
+_failures: list[SeamError] = []
+
+
+def install(seams: Iterable[Seam]) -> None:
+    """Hook every seam whose environment asks for it, as soon as SGLang imports its module.
+
+    Raises:
+        SeamError: SGLang is not the pinned version.
+    """
+    check_version()
+    for seam in seams:
+        if seam.only_with is None or seam.only_with in os.environ:
+            _recorded.append(seam)
+            when_imported(seam.module, lambda seam=seam: _hook(seam))
+
+
+def _hook(seam: Seam) -> None:
+    """Check a seam and hook it; a failure is kept, for a server of ours, and harms no other."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    try:
+        check_seam(seam)
+    except SeamError as error:
+        _failures.append(error)
+        logger.warning("%s", error)
+        return
+    HookRegistry.register(seam.dotted, seam.hook, HookType(seam.kind))
+    HookRegistry.apply_hooks()
+
+
+def check_version() -> None:
+    """Refuse any SGLang but the pinned one."""
+    found = metadata.version("sglang")
+    if found.split("+")[0] != SGLANG_VERSION:
+        raise SeamError(
+            f"sglang-hyperdflash works with sglang=={SGLANG_VERSION}; found {found}. "
+            f"Run: pip install sglang=={SGLANG_VERSION}"
+        )
+
+
+def source_hash(function: Callable) -> str:
+    """The first 12 hex digits of the SHA-256 of a function's source."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+
+
+def check_seam(seam: Seam) -> None:
+    """Refuse a seam whose target is gone, or is not the one that its hook was written for."""
+    try:
+        function = inspect.unwrap(pkgutil.resolve_name(seam.target))
+    except (AttributeError, ImportError) as error:
+        raise SeamError(f"SGLang seam {seam.target} is gone: {error}") from error
+    found = tuple(inspect.signature(function).parameters)
+    if found != seam.parameters:
+        raise SeamError(
+            f"SGLang seam {seam.target} changed: expected parameters {seam.parameters}, found "
+            f"{found}. Use an unmodified sglang=={SGLANG_VERSION}."
+        )
+    digest = source_hash(function)
+    if digest != seam.source:
+        raise SeamError(
+            f"SGLang seam {seam.target} changed: expected source {seam.source}, found {digest}. "
+            f"Use an unmodified sglang=={SGLANG_VERSION}."
+        )
+
+
+def recorded() -> tuple[Seam, ...]:
+    """The seams that :func:`install` took in this process."""
+    return tuple(_recorded)
+
+
+def check_installed() -> None:
+    """Raise ``SeamError`` naming every seam whose hook should be in place here and is not.
+
+    A seam whose module SGLang has not imported in this process has nothing to hook yet.
+    """
+    if _failures:
+        raise SeamError("; ".join(map(str, _failures)))
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    imported = [seam for seam in _recorded if seam.module in sys.modules]
+    missing = [seam.target for seam in imported if seam.dotted not in HookRegistry._patched]
+    if missing or not _recorded:
+        raise SeamError(
+            f"{ALGORITHM} cannot start: these SGLang hooks are not in place: "
+            f"{', '.join(missing) or 'all of them'}. Check that SGLANG_PLUGINS does not exclude "
+            f"hyperdflash, that sglang is {SGLANG_VERSION}, and the log above for the loader's "
+            "error."
+        )
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables that are not set yet, for a while."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+class _ImportWatch(importlib.abc.MetaPathFinder):
+    """Runs callbacks right after a module was imported, before anything reads names from it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self.environment: dict[str, dict[str, str]] = {}
+
+    def find_spec(self, name, path, target=None):
+        if name not in self.waiting:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module) -> None:
+                with _environment(self.environment.pop(name, {})):
+                    execute(module)
+                for callback in self.waiting.pop(name, ()):
+                    callback()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+_watch = _ImportWatch()
+
+
+def when_imported(
+    module: str, callback: Callable[[], None], environment: Mapping[str, str] | None = None
+) -> None:
+    """Call ``callback`` after ``module`` is imported: now, if it has been.
+
+    Importing all that the hooks touch would cost every process of every server seconds.
+
+    Args:
+        environment: variables, unless the user set them, for the time of that import only.
+    """
+    if module in sys.modules:
+        callback()
+        return
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+    _watch.waiting.setdefault(module, []).append(callback)
+    _watch.environment.setdefault(module, {}).update(environment or {})

@@ -1,0 +1,1 @@
+"""HYPERDFLASH inside SGLang: the algorithm, its worker and its seams."""

@@ -1,0 +1,88 @@
+"""The ``HYPERDFLASH`` algorithm object that SGLang's speculative framework dispatches on.
+
+SGLang's ``CustomSpecAlgo`` duck-types its enum but lacks four callables that the scheduler uses
+unconditionally; they are defined here with the values that DFLASH has.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_hyperdflash.serving.start_checks import load_draft_config
+from sglang_hyperdflash.serving.v4_startup import keep_draft_kv_unquantised
+
+
+class HyperDFlashAlgorithm(CustomSpecAlgo):
+    """A DFLASH-family algorithm: block drafts, one chain verified by one target pass."""
+
+    def is_dflash(self) -> bool:
+        return True
+
+    def is_dflash_family(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def supports_mixed_chunk(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> type | None:
+        return None
+
+    def create_future_map(
+        self,
+        device,
+        req_to_token_pool,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ):
+        """Seam: ``Scheduler.init_overlap`` builds its relay through the algorithm."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+    def build_disagg_draft_input(self, batch, last_tokens_tensor, future_map):
+        """Seam: what a decode node drafts from first, as DFLASH builds it."""
+        from sglang.srt.speculative.dflash_disaggregation import build_dflash_disagg_draft_input
+
+        return build_dflash_disagg_draft_input(batch, last_tokens_tensor, future_map)
+
+    def handle_server_args(self, server_args) -> None:
+        """Resolve the speculative fields as SGLang does for DFLASH.
+
+        Seam: ``arg_groups.speculative_hook._handle_dflash``. Its declarations reach the record
+        only when an earlier step has declared something, so they are also written back here.
+        """
+        from sglang.srt.arg_groups.overrides import resolving_view
+        from sglang.srt.arg_groups.speculative_hook import _handle_dflash
+
+        _handle_dflash(server_args)
+        resolved = resolving_view(server_args)
+        for name in (
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+            "speculative_draft_attention_backend",
+            "max_running_requests",
+        ):
+            setattr(server_args, name, getattr(resolved, name))
+        if resolved.speculative_draft_load_format in (None, "auto"):
+            # "auto" would fall back to pickled weights.
+            server_args.speculative_draft_load_format = "safetensors"
+        keep_draft_kv_unquantised(server_args)
+        server_args.speculative_draft_window_size = load_draft_config(server_args).window

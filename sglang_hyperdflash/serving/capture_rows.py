@@ -1,0 +1,77 @@
+"""Inside SGLang's scheduler: write a request's pre-collapse residual to disk.
+
+``return_hidden_states`` would turn every row into Python numbers and send it through two
+processes, and would drop all but the last chunk of a chunked prefill.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from sglang_hyperdflash.seams import Seam
+
+CAPTURE_FOLDER = "HYPERDFLASH_CAPTURE_FOLDER"
+REQUEST_PREFIX = "hyperdflash-capture-"
+
+
+def write_prefill_residual(original, self, *args, **kwargs):
+    """Append a captured request's rows to ``FOLDER/<rid>.<dtype>.<width>``.
+
+    Seam: ``SchedulerBatchResultProcessor._append_prefill_hidden_states``, called for every request
+    of a prefill batch, middle chunks included. Other requests go to SGLang's own code.
+    """
+    req = kwargs["req"]
+    if not str(req.rid).startswith(REQUEST_PREFIX):
+        return original(self, *args, **kwargs)
+    start = kwargs["hidden_state_offset"]
+    end = start + kwargs["extend_input_len"]
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_rank == 0:
+        rows = kwargs["logits_output"].hidden_states[start:end]
+        append_rows(Path(os.environ[CAPTURE_FOLDER]), req.rid, rows)
+    return end
+
+
+def append_rows(folder: Path, rid: str, rows: torch.Tensor) -> None:
+    """Append ``rows [n, width]`` as raw bytes."""
+    kind = str(rows.dtype).removeprefix("torch.")
+    data = rows.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    with (folder / f"{rid}.{kind}.{rows.shape[-1]}").open("ab") as file:
+        file.write(data)
+
+
+def take_rows(folder: Path, rid: str) -> torch.Tensor | None:
+    """The rows of a finished request ``[n, width]``, removed from the folder; None without any."""
+    found = list(folder.glob(f"{rid}.*.*"))
+    if not found:
+        return None
+    _, kind, width = found[0].name.rsplit(".", 2)
+    data = bytearray(found[0].read_bytes())
+    found[0].unlink()
+    return torch.frombuffer(data, dtype=getattr(torch, kind)).view(-1, int(width))
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ":SchedulerBatchResultProcessor._append_prefill_hidden_states",
+        "around",
+        write_prefill_residual,
+        (
+            "self",
+            "req",
+            "logits_output",
+            "hidden_state_offset",
+            "capture_hidden_mode",
+            "extend_input_len",
+            "store",
+        ),
+        "eaa916a9a56f",
+        "captured residuals go to disk, not through two processes as Python numbers",
+        only_with=CAPTURE_FOLDER,
+    ),
+)

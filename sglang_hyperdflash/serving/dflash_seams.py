@@ -1,0 +1,61 @@
+"""What SGLang's DFLASH path assumes of captured layers and of dtypes, one seam each."""
+
+from __future__ import annotations
+
+from sglang_hyperdflash import ALGORITHM, is_ours
+from sglang_hyperdflash.seams import Seam
+
+# Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds its rivals.
+_own_dtype = {ALGORITHM}
+
+
+def keep_dtype_of(algorithm: str) -> None:
+    """Let the drafts of another algorithm run in a dtype other than bfloat16 too."""
+    _own_dtype.add(algorithm)
+
+
+def suppress_aux_capture(config, *args, **kwargs):
+    """Keep the pre-collapse residual, unless the drafter's source is captured layers.
+
+    The target hands the residual to the logits processor as ``hidden_states_before_norm``;
+    ``configure_aux_hidden_state_capture`` would demand a capture method the target lacks.
+    """
+    if is_ours(kwargs["spec_algorithm"]) and config.dflash_use_aux_hidden_state:
+        section = getattr(config.draft_model_config.hf_config, "hyperdflash_config", None) or {}
+        if section.get("source") == "layers":
+            return config
+        config.dflash_use_aux_hidden_state = False
+        config.dflash_target_layer_ids = None
+    return config
+
+
+def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
+    """Cast draft input embeddings to the draft's dtype, not always to bfloat16.
+
+    A target that a client sends ``input_embeds`` to, and other algorithms, keep SGLang's cast.
+    """
+    ours = self.is_draft_worker and getattr(self.spec_algorithm, "name", None) in _own_dtype
+    if ours and forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+        kwargs["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
+    return kwargs
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+        ":resolve_spec_aux_hidden_state_config",
+        "after",
+        suppress_aux_capture,
+        ("server_args", "model_config", "spec_algorithm", "is_draft_worker"),
+        "4c68279a2634",
+        "the pre-collapse residual must reach the worker, not captured layers",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
+        "after",
+        keep_draft_embedding_dtype,
+        ("self", "forward_batch", "pp_proxy_tensors"),
+        "2fb8dbbf8d79",
+        "draft embeddings are cast to bfloat16 whatever the draft's dtype",
+    ),
+)

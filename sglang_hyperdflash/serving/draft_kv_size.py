@@ -1,0 +1,45 @@
+"""How many bytes of draft K/V a target token costs, told to SGLang's pool sizing."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+# Slots of a windowed drafter's pool per target token; the pool of any other has one.
+POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
+DEFAULT_POOL_RATIO = 0.1
+
+
+def pool_ratio() -> float:
+    """Slots of a windowed drafter's pool per target token.
+
+    Raises:
+        HyperDFlashConfigError: ``HYPERDFLASH_DRAFT_POOL_RATIO`` is not a number in (0, 1].
+    """
+    text = os.environ.get(POOL_RATIO, str(DEFAULT_POOL_RATIO))
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = math.nan
+    if not 0 < ratio <= 1:
+        raise HyperDFlashConfigError(
+            f"{POOL_RATIO} must be a number above 0 and at most 1, found {text!r}; the default is "
+            f"{DEFAULT_POOL_RATIO}."
+        )
+    return ratio
+
+
+def draft_cell_size(original, kvc) -> int:
+    """Bytes per target token of the draft's pool, fewer for a windowed drafter.
+
+    Seam: ``pool_configurator._dflash_draft_cell_size``, from which SGLang's configurators and our
+    own hook on DeepSeek-V4's budget the draft.
+    """
+    cell = original(kvc)
+    draft = getattr(kvc.spec_aux_config, "draft_model_config", None)
+    if cell <= 0 or draft is None:
+        return cell
+    section = getattr(draft.hf_config, "hyperdflash_config", None) or {}
+    return cell if section.get("window") is None else math.ceil(cell * pool_ratio())

@@ -1,0 +1,258 @@
+"""Checks of server arguments, each with one clear message.
+
+Runs in the launcher before any process starts (seam: ``SpeculativeAlgorithm.register``'s
+``validate_server_args``), so a bad combination costs a second and not a model load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_target, parse_config
+from sglang_hyperdflash.seams import check_installed
+from sglang_hyperdflash.serving.draft_kv_size import pool_ratio
+from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+# Draft attention backends whose K/V indices are slots, not pages.
+TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
+
+# (field, unsupported when, why, what to do)
+UNSUPPORTED = (
+    (
+        "tokenizer_worker_num",
+        lambda v: v is not None and v > 1,
+        "SGLang does not load plugins in extra tokenizer workers",
+        "use --tokenizer-worker-num 1",
+    ),
+    ("pp_size", lambda v: v not in (None, 1), "block drafting needs one pipeline stage", "use tp"),
+    ("enable_lora", bool, "LoRA changes the target under the drafter", "drop --enable-lora"),
+    ("lora_paths", bool, "LoRA changes the target under the drafter", "drop --lora-paths"),
+    (
+        "enable_hisparse",
+        bool,
+        "hierarchical sparse attention needs an EAGLE-only commit step",
+        "drop --enable-hisparse",
+    ),
+    (
+        "enable_unified_memory",
+        bool,
+        "the unified pool admits named algorithms only",
+        "drop --enable-unified-memory",
+    ),
+    (
+        "enable_hierarchical_cache",
+        bool,
+        "draft K/V restored from host memory are untested",
+        "drop --enable-hierarchical-cache",
+    ),
+    ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
+    ("speculative_adaptive", bool, "the block size is fixed by training", "drop the flag"),
+    (
+        "speculative_use_block_verification",
+        bool,
+        "verification is coupled or token-wise, by each request's seed",
+        "drop the flag",
+    ),
+    (
+        "speculative_accept_threshold_single",
+        lambda v: v not in (None, 1.0),
+        "a threshold below 1 changes the output distribution",
+        "leave it at 1.0",
+    ),
+    (
+        "speculative_accept_threshold_acc",
+        lambda v: v not in (None, 1.0),
+        "a threshold below 1 changes the output distribution",
+        "leave it at 1.0",
+    ),
+    (
+        "speculative_draft_load_format",
+        lambda v: v not in (None, "auto", "safetensors", "dummy"),
+        "drafters are read from safetensors only",
+        "drop the flag",
+    ),
+    ("use_ray", bool, "SGLang does not load plugins in Ray actors", "drop --use-ray"),
+)
+
+
+def validate_server_args(server_args) -> None:
+    """Refuse what HYPERDFLASH cannot do losslessly, and checkpoints that do not fit.
+
+    Raises:
+        HyperDFlashConfigError: expected, found and what to do, in one message.
+        SeamError: a hook is not in place.
+    """
+    check_installed()
+    for name, unsupported, reason, advice in UNSUPPORTED:
+        value = getattr(server_args, name, None)
+        if unsupported(value):
+            raise HyperDFlashConfigError(
+                f"{ALGORITHM} does not support {name}={value!r}: {reason}; {advice}."
+            )
+    config = load_draft_config(server_args)
+    _check_source(config)
+    _check_block_size(server_args, config)
+    _check_window(server_args, config)
+    target = _hub_config(
+        server_args.model_path,
+        getattr(server_args, "revision", None),
+        server_args.trust_remote_code,
+    )
+    _check_served_target(server_args, target, config)
+    _check_context(server_args, target)
+
+
+def _hub_config(path: str, revision: str | None, trust_remote_code: bool = False):
+    """A folder's or hub id's configuration as SGLang reads it."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return get_config(path, trust_remote_code=trust_remote_code, revision=revision)
+
+
+def _draft_hub_config(server_args):
+    """The draft's configuration; never remote code."""
+    revision = getattr(server_args, "speculative_draft_model_revision", None)
+    return _hub_config(server_args.speculative_draft_model_path, revision)
+
+
+def load_draft_config(server_args) -> HyperDFlashConfig:
+    """Read the draft's config from its folder or hub id; no remote code, safetensors only."""
+    path = server_args.speculative_draft_model_path
+    if not path:
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} needs --speculative-draft-model-path: a folder or hub id of a "
+            "HyperDFlash draft checkpoint."
+        )
+    folder = Path(path)
+    if folder.is_absolute() or folder.exists() or path.startswith("."):
+        if not (folder / "config.json").is_file():
+            raise HyperDFlashConfigError(
+                f"--speculative-draft-model-path {path} holds no config.json; expected a "
+                "HyperDFlash draft checkpoint folder."
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise HyperDFlashConfigError(
+                f"--speculative-draft-model-path {path} holds no *.safetensors; pickled weights "
+                "are not loaded. Re-export the drafter."
+            )
+    try:
+        config = _draft_hub_config(server_args)
+    except (OSError, ValueError) as error:
+        raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {error}") from error
+    raw = config.to_dict()
+    parsed = parse_config(raw)
+    check_ranks(server_args, raw)
+    return parsed
+
+
+def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
+    """Refuse ranks that the drafter's layers cannot be split over, before any of them starts.
+
+    Source: the assertions of SGLang's ``DFlashAttention`` and parallel linears. K/V heads fewer
+    than ranks are replicated. Attention data parallelism has groups of its own, checked there.
+
+    Args:
+        draft: the draft's ``config.json``.
+
+    Raises:
+        HyperDFlashConfigError: heads or the MLP width do not divide.
+    """
+    ranks = int(getattr(server_args, "tp_size", None) or 1)
+    if getattr(server_args, "enable_dp_attention", False):
+        return
+    heads = int(draft["num_attention_heads"])
+    kv_heads = int(draft.get("num_key_value_heads") or heads)
+    width = int(draft["intermediate_size"])
+    if heads % ranks or width % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise HyperDFlashConfigError(
+            f"the drafter's layers cannot be split over --tp-size {ranks}: expected its "
+            f"num_attention_heads and intermediate_size to be multiples of it, and "
+            f"num_key_value_heads a multiple or a divisor; found {heads}, {width} and "
+            f"{kv_heads}. Choose another --tp-size."
+        )
+
+
+def _check_source(config: HyperDFlashConfig) -> None:
+    if config.source == "post_hc_head":
+        raise HyperDFlashConfigError(
+            "the drafter's source is post_hc_head, which is there to compare with in training; a "
+            "server reads pre_hc_head or layers. Train a drafter of one of those."
+        )
+
+
+def _check_block_size(server_args, config: HyperDFlashConfig) -> None:
+    for name in ("speculative_num_draft_tokens", "speculative_dflash_block_size"):
+        value = getattr(server_args, name, None)
+        if value is not None and int(value) != config.block_size:
+            raise HyperDFlashConfigError(
+                f"the drafter was trained with block size {config.block_size}; {name}={value} "
+                "would silently ruin its acceptance. Drop the flag."
+            )
+
+
+def _check_window(server_args, config: HyperDFlashConfig) -> None:
+    flag = getattr(server_args, "speculative_draft_window_size", None)
+    if flag is not None and flag != config.window:
+        raise HyperDFlashConfigError(
+            f"the drafter was trained with window {config.window or 'none: the full context'}; "
+            f"speculative_draft_window_size={flag} would silently ruin its acceptance. Drop the "
+            "flag."
+        )
+    if config.window is None:
+        return
+    pool_ratio()
+    backend = getattr(server_args, "speculative_draft_attention_backend", None)
+    if backend not in (None, *TOKEN_BACKENDS):
+        raise HyperDFlashConfigError(
+            f"a windowed drafter needs draft attention that reads single K/V slots "
+            f"({', '.join(TOKEN_BACKENDS)}); speculative_draft_attention_backend={backend} reads "
+            "whole pages. Drop the flag."
+        )
+    if getattr(server_args, "disaggregation_mode", None) not in (None, "null"):
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support prefill/decode disaggregation with a windowed drafter: "
+            "its K/V are not at the target's slots, which are what is sent. Use a drafter without "
+            "a window."
+        )
+
+
+def _check_context(server_args, target) -> None:
+    """The drafter must have positions for all that the target may serve."""
+    from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
+
+    def length(config) -> int:
+        return int(get_context_length(get_hf_text_config(config)))
+
+    served = server_args.context_length
+    if served is None:
+        served = length(target)
+    drafted = length(_draft_hub_config(server_args))
+    if drafted < served:
+        raise HyperDFlashConfigError(
+            f"the drafter has {drafted} positions (max_position_embeddings of its config.json), "
+            f"the server would serve {served}. Pass --context-length {drafted}, or export the "
+            "drafter with the target's max_position_embeddings."
+        )
+
+
+def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None:
+    raw = target.to_dict()
+    kind = check_served_target(raw)
+    if not kind.exposed and getattr(server_args, "enable_two_batch_overlap", False):
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support enable_two_batch_overlap with {kind.name}: SGLang has "
+            "no two-batch overlap for this model. Drop the flag."
+        )
+    fields = text_fields(raw)
+    check_target(
+        config,
+        architecture=fields["architectures"][0],
+        hidden_size=int(fields.get("hidden_size") or 0),
+        vocab_size=int(fields.get("vocab_size") or 0),
+        num_hidden_layers=int(fields.get("num_hidden_layers") or 0),
+        hc_mult=fields.get(kind.paths_field),
+    )

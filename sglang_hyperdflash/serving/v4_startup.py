@@ -1,0 +1,163 @@
+"""What SGLang's own DeepSeek-V4 needs before HYPERDFLASH can start on it, one seam each.
+
+SGLang 0.5.23 admits EAGLE and DSPARK only on V4 (DSPARK only on V4.1) and budgets a draft as one
+more V4 layer. Nothing here touches another algorithm.
+"""
+
+from __future__ import annotations
+
+from sglang_hyperdflash import ALGORITHM, is_ours
+from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving.draft_kv_size import draft_cell_size
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+HOOKS = "sglang.srt.arg_groups.deepseek_v4_hook"
+POOLS = "sglang.srt.model_executor.pool_configurator"
+# KV dtypes that say nothing of a quantised cache.
+PLAIN_KV = (None, "auto", "bfloat16", "bf16")
+
+
+def resolve_early(server_args, previous) -> None:
+    """Spell the algorithm as SGLang does and fix top-k 1, before anything reads them.
+
+    Seam: ``register_resolution_hook("handle_missing_default_values")``. The default of the target's
+    attention backend depends on top-k, and is chosen before the algorithm resolves its own fields.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    previous(server_args)
+    resolved = resolving_view(server_args)
+    if not is_ours(resolved.speculative_algorithm):
+        return
+    declare_resolution(server_args, "hyperdflash", speculative_algorithm=ALGORITHM)
+    if resolved.speculative_eagle_topk is None:
+        declare_resolution(server_args, "hyperdflash", speculative_eagle_topk=1)
+
+
+def resolve_as(original, name: str | None, server_args, *rest):
+    """Call a step that knows SGLang's own algorithms only as if ``name`` had been asked for."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    if not is_ours(resolving_view(server_args).speculative_algorithm):
+        return original(server_args, *rest)
+    declare_resolution(server_args, "hyperdflash", speculative_algorithm=name)
+    try:
+        return original(server_args, *rest)
+    finally:
+        declare_resolution(server_args, "hyperdflash", speculative_algorithm=ALGORITHM)
+
+
+def pass_admission(original, server_args, model_arch):
+    """V4's defaults, whose last lines admit EAGLE and DSPARK by name and read it nowhere else."""
+    return resolve_as(original, "DSPARK", server_args, model_arch)
+
+
+def pass_admission_v41(original, server_args):
+    """V4.1's validation without the algorithm; what does not work with ours is refused here.
+
+    Raises:
+        HyperDFlashConfigError: prefix replay or PD disaggregation on V4.1.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    resolved = resolving_view(server_args)
+    v41 = model_config_of(server_args).hf_config.model_type == "deepseek_v41"
+    if v41 and is_ours(resolved.speculative_algorithm):
+        for name, found in (
+            ("enable_encoder_swa_bounded_replay", resolved.enable_encoder_swa_bounded_replay),
+            ("disaggregation_mode", resolved.disaggregation_mode not in (None, "null")),
+        ):
+            if found:
+                raise HyperDFlashConfigError(
+                    f"{ALGORITHM} does not support {name} on DeepSeek-V4.1: prefill rows that a "
+                    "replay or another node computed never reach the drafter; drop the flag."
+                )
+    return resolve_as(original, None, server_args)
+
+
+def budget_draft_kv(result, self, kvc, *args, **kwargs):
+    """Count the drafter's real bytes per full token instead of one more V4 layer's.
+
+    Seam: ``DSV4PoolConfigurator.__init__`` inflates its coefficients by (layers + 1) / layers for
+    any speculative algorithm; a dense draft K/V is several times that.
+
+    Raises:
+        HyperDFlashConfigError: SGLang could not tell the draft's K/V size.
+    """
+    from sglang.srt.model_executor import pool_configurator
+
+    if kvc.is_draft_worker or not is_ours(kvc.spec_algorithm):
+        return
+    cell = pool_configurator._dflash_draft_cell_size(kvc)
+    if cell <= 0:
+        raise HyperDFlashConfigError(
+            "the draft's K/V bytes per token are unknown, so its pool would not be budgeted: "
+            "SGLang's message above says why. Check the draft's config.json."
+        )
+    self._spec_infl = 1.0
+    self.bytes_per_swa_token = self._get_bytes_per_swa_token()
+    self.bytes_per_full_token = self._get_bytes_per_full_token() + cell
+
+
+def keep_draft_kv_unquantised(server_args) -> None:
+    """Do not let the draft K/V inherit a quantised target's dtype unless asked to.
+
+    V4 resolves its own cache to fp8; drafts from fp8 K/V are accepted less often.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(server_args)
+    if resolved.speculative_draft_kv_cache_dtype is None and (
+        resolved.kv_cache_dtype not in PLAIN_KV
+    ):
+        server_args.speculative_draft_kv_cache_dtype = "bfloat16"
+
+
+def clear_rejected_states(worker, batch, result) -> None:
+    """Clear the compressor rows that rejected drafts left, as SGLang's EAGLE worker does.
+
+    Seam: ``clear_unaccepted_c128_draft_states`` of V4's pool: at a boundary of 128 tokens the
+    compressor can read rows of rejected drafts. Other pools have no such method.
+    """
+    pool = worker.model_runner.token_to_kv_pool_allocator.get_kvcache()
+    clear = getattr(pool, "clear_unaccepted_c128_draft_states", None)
+    mode = batch.forward_mode
+    if clear is None or mode.is_extend() or mode.is_idle() or batch.is_extend_in_batch:
+        return
+    clear(batch.req_pool_indices, batch.seq_lens, result.accept_lens, int(worker.block_size))
+
+
+SEAMS = (
+    Seam(
+        f"{HOOKS}:apply_deepseek_v4_defaults",
+        "around",
+        pass_admission,
+        ("server_args", "model_arch"),
+        "1e53b5d11a08",
+        "DeepSeek-V4 admits EAGLE and DSPARK only, by name",
+    ),
+    Seam(
+        f"{HOOKS}:validate_deepseek_v41_features",
+        "around",
+        pass_admission_v41,
+        ("server_args",),
+        "454d8318f6c9",
+        "DeepSeek-V4.1 admits DSPARK only, by name",
+    ),
+    Seam(
+        f"{POOLS}:DSV4PoolConfigurator.__init__",
+        "after",
+        budget_draft_kv,
+        ("self", "kvc"),
+        "bfa7e9dd41c2",
+        "V4's pool sizing counts a draft as one V4 layer",
+    ),
+    Seam(
+        f"{POOLS}:_dflash_draft_cell_size",
+        "around",
+        draft_cell_size,
+        ("kvc",),
+        "1b69046a6e94",
+        "a windowed drafter has fewer slots than the target has tokens",
+    ),
+)

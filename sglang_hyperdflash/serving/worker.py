@@ -1,0 +1,90 @@
+"""The HYPERDFLASH worker: SGLang's DFLASH worker, lossless on every device.
+
+What the parent does and this class relies on: prefill and verification hand over
+``logits_output.hidden_states`` (here the pre-collapse residual), ``project_target_hidden``
+reduces it, draft K/V go to the slots the target just wrote (so radix hits, chunked prefill and
+retraction stay coherent), and one draft pass proposes the block.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sglang_hyperdflash.draft.config import check_fingerprint
+from sglang_hyperdflash.draft.reducer import check_kernels
+from sglang_hyperdflash.seams import check_installed
+from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
+from sglang_hyperdflash.serving.loaded_target import pre_collapse_residual_width, target_hc_head
+from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.v4_startup import clear_rejected_states
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
+
+logger = logging.getLogger(__name__)
+
+
+class HyperDFlashWorker(SampledWorker):
+    """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        check_installed()
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        """Refuse a loaded pair that does not belong together (widths, block, hc_head)."""
+        if not isinstance(self.draft_model, HyperDFlashDraftModel):
+            raise HyperDFlashConfigError(
+                f"expected a HyperDFlashDraftModel draft, found {type(self.draft_model).__name__}."
+            )
+        config = self.draft_model.hyperdflash_config
+        if self.block_size != config.block_size:
+            raise HyperDFlashConfigError(
+                f"the drafter was trained with block size {config.block_size}; the server "
+                f"resolved {self.block_size}."
+            )
+        target = self.target_worker.model_runner
+        width = pre_collapse_residual_width(target.model_config.hf_text_config)
+        if not config.captured_layers and width != config.hc_mult * config.hidden_size:
+            raise HyperDFlashConfigError(
+                f"the reducer reads residuals of width {config.hc_mult * config.hidden_size}; the "
+                f"target's pre-collapse residual is {width} wide."
+            )
+        hc_head = target_hc_head(target.model)
+        check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
+        hidden_norm = self.draft_model.hidden_norm.weight
+        check_kernels(self.draft_model.reducer_module, hidden_norm)
+        fused_kv = fused_kv_in_use(self)
+        if hidden_norm.is_cuda and not fused_kv:
+            logger.warning(
+                "HYPERDFLASH: SGLang's fused draft K/V write is off; see its message above"
+            )
+        logger.info(
+            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d",
+            config.source,
+            config.reducer,
+            "triton" if hidden_norm.is_cuda else "torch",
+            fused_kv,
+            config.block_size,
+            config.hc_mult,
+        )
+
+    def forward_batch_generation(self, batch, *args, **kwargs):
+        """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        clear_rejected_states(self, batch, result)
+        return result
+
+    def _validate_phase1_sampling_support(self, batch) -> None:
+        """Nothing to warn of: sampled verification is exact on every device."""
+
+
+def fused_kv_in_use(worker) -> bool:
+    """Whether the worker still writes draft K/V of all layers with SGLang's one fused kernel.
+
+    Seam: ``DFlashWorkerV2._use_fused_kv_materialize`` and ``_fused_kv_helper``. SGLang clears both,
+    with no more than a warning, when the fused path cannot be set up or fails once.
+    """
+    try:
+        return bool(worker._use_fused_kv_materialize) and worker._fused_kv_helper is not None
+    except AttributeError as error:
+        raise SeamError(f"SGLang seam DFlashWorkerV2 fused K/V is gone: {error}") from error

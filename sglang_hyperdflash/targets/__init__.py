@@ -1,0 +1,1 @@
+"""Which targets exist, where their residual is, and how their files are read."""

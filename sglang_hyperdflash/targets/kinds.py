@@ -1,0 +1,223 @@
+"""The hyper-connection targets of SGLang 0.5.23: where each keeps its residual, how it collapses it
+and how a drafter's reducer can start.
+
+One table, :data:`TARGETS`; an architecture that is not in it is refused. Read in SGLang's
+``models/{deepseek_v4,hunyuan_v4,glm5_next,qwen4_exp}.py``. Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+# The target's own gate; one that only resembles it; the constant gate of a mean; no gate at all.
+Start = Literal["exact", "approximate", "constant", "fc"]
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """What HyperDFlash knows of one family of targets.
+
+    Attributes:
+        name: for messages. architectures: as ``config.json`` spells them.
+        residual: where SGLang holds the ``m`` paths in front of the collapse.
+        exposed: whether SGLang hands that residual to a worker by itself; the others are made to
+            by :mod:`sglang_hyperdflash.serving.expose_residual`.
+        collapse: the target's own way from ``m`` paths to one state.
+        start: how the reducer starts. statement: that, in one sentence for the user.
+        tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
+            layer. Prefixes ``model.`` and ``language_model.`` may be there or not.
+        paths_field: the config's name of ``m``.
+        collapse_module: what collapses in transformers' text model.
+        not_served: why no server can use such a drafter today, or None.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    residual: str
+    exposed: bool
+    collapse: str
+    start: Start
+    statement: str
+    tensors: tuple[tuple[str, ...], ...] = ()
+    paths_field: str = "hc_mult"
+    collapse_module: str = "hc_head"
+    not_served: str | None = None
+
+
+DEEPSEEK_V4 = TargetKind(
+    name="DeepSeek-V4",
+    architectures=("DeepseekV4ForCausalLM", "PortableDeepSeekV4ForCausalLM"),
+    residual="pre_hc_head [N, m*d], returned as the model's hidden states",
+    exposed=True,
+    collapse="hc_head: one sigmoid gate a path, computed from the residual itself",
+    start="exact",
+    statement="the gate is the target's hc_head",
+    tensors=(
+        ("hc_head_fn", "hc_head.hc_fn"),
+        ("hc_head_base", "hc_head.hc_base"),
+        ("hc_head_scale", "hc_head.hc_scale"),
+    ),
+)
+
+DEEPSEEK_V41 = TargetKind(
+    name="DeepSeek-V4.1",
+    architectures=("DeepseekV41ForCausalLM",),
+    residual="pre_hc_head [N, m*d], returned as the model's hidden states",
+    exposed=True,
+    collapse="a lagged gate: the last layer's hc_ffn predicts it from the residual before its FFN",
+    start="approximate",
+    statement="there is no hc_head; the last layer's hc_ffn gate reads the residual one sub-layer "
+    "earlier, so taking it over is only approximate",
+    tensors=(
+        ("layers.{last}.hc_ffn_fn", "layers.{last}.ffn_hc.fn"),
+        ("layers.{last}.hc_ffn_base", "layers.{last}.ffn_hc.base"),
+        ("layers.{last}.hc_ffn_scale", "layers.{last}.ffn_hc.scale"),
+    ),
+)
+
+HY_V4 = TargetKind(
+    name="HY-V4",
+    architectures=("HYV4ForCausalLM",),
+    residual="the input [N, m, d] of model.hc_head, inside the model's forward",
+    exposed=False,
+    collapse="hc_head: DeepSeek-V4's formula",
+    start="exact",
+    statement="the gate is the target's hc_head",
+    # The checkpoint's own names, SGLang's and transformers' parameters, and what transformers
+    # writes: undoing its renames puts an hc_pre where none was.
+    tensors=(
+        (
+            "hc_head.hc_head_fn",
+            "hc_head.hc_head_fn.weight",
+            "hc_head.hc_fn",
+            "hc_pre.hc_head.hc_head_fn",
+        ),
+        ("hc_head.hc_head_base", "hc_head.hc_base", "hc_pre.hc_head.hc_head_base"),
+        ("hc_head.hc_head_scale", "hc_head.hc_scale", "hc_pre.hc_head.hc_head_scale"),
+    ),
+)
+
+GLM5_NEXT = TargetKind(
+    name="GLM-5-next",
+    architectures=("Glm5NextForConditionalGeneration",),
+    residual="the output [N, m*d] of the last layer, contracted in front of the final norm",
+    exposed=False,
+    collapse="the mean of the paths",
+    start="constant",
+    statement="the target's collapse is a mean, so the gate is the constant 1/m on every path",
+)
+
+QWEN4_EXP = TargetKind(
+    name="Qwen4-exp",
+    architectures=("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
+    residual="the streams [N, m*d], returned as the output's hidden_states",
+    exposed=True,
+    collapse="hyper_connection_mixer: sigmoid gates for every element, then a mean",
+    start="fc",
+    statement="its gates are element-wise, so a gate per path cannot start from them; the generic "
+    "projection is trained from scratch",
+    paths_field="hc_count",
+    collapse_module="hyper_connection_mixer",
+    not_served="it exposes its residual, but serving it with a drafter has never been tried",
+)
+
+TARGETS = (DEEPSEEK_V4, DEEPSEEK_V41, HY_V4, GLM5_NEXT, QWEN4_EXP)
+
+
+def _is_v41(config: Mapping[str, Any]) -> bool:
+    """SGLang's own test: the model type, else the flag that its class goes by."""
+    model_type = str(config.get("model_type") or "")
+    return model_type.startswith("deepseek_v41") or bool(config.get("hc_pre_from_prev_sublayer"))
+
+
+def target_kind(config: Mapping[str, Any]) -> TargetKind:
+    """The table's entry for a target's ``config.json``.
+
+    DeepSeek-V4.1 checkpoints may carry V4's architecture name; their ``model_type`` or
+    ``hc_pre_from_prev_sublayer`` tells.
+
+    Raises:
+        HyperDFlashConfigError: no architecture, an unknown one, or one without its paths.
+    """
+    architectures = config.get("architectures") or []
+    if not architectures:
+        raise HyperDFlashConfigError(
+            "the target's config.json lacks architectures. Add the field to the target's "
+            "config.json."
+        )
+    architecture = architectures[0]
+    kind = next((kind for kind in TARGETS if architecture in kind.architectures), None)
+    if kind is None:
+        known = ", ".join(name for kind in TARGETS for name in kind.architectures)
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} needs a target with hyper-connection residual streams that it knows: "
+            f"{known}. The target's config.json names {architecture}. Use DFLASH or EAGLE for this "
+            "model, or add it to sglang_hyperdflash/targets/kinds.py."
+        )
+    fields = text_fields(config)
+    if kind is DEEPSEEK_V4 and _is_v41(fields):
+        return DEEPSEEK_V41
+    # Without mhc the same class has one plain residual; hc_mult stays in the config all the same.
+    if kind is GLM5_NEXT and fields.get("mhc") is False:
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} needs a target with hyper-connection residual streams; this "
+            f"{architecture} has mhc=false in its config, or none, which SGLang takes for false. "
+            'Use DFLASH or EAGLE for it; or add "mhc": true, if its layers do have paths.'
+        )
+    return kind
+
+
+def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with its ``text_config`` laid over it: multimodal targets nest theirs."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(config)
+    own = {name: config[name] for name in ("architectures", "model_type") if config.get(name)}
+    return {**config, **text, **own}
+
+
+def check_served_target(config: Mapping[str, Any]) -> TargetKind:
+    """The entry of a target about to be served.
+
+    Args:
+        config: its ``config.json``, or SGLang's ``get_config(...).to_dict()`` of it.
+
+    Raises:
+        HyperDFlashConfigError: the target is unknown, or no server can draft for it today.
+    """
+    kind = target_kind(config)
+    if kind.not_served is not None:
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} cannot serve {kind.name} ({config['architectures'][0]}) yet: "
+            f"{kind.not_served}. Drafters for it can be made and trained; serve the target with "
+            "another algorithm or without speculative decoding."
+        )
+    return kind
+
+
+def constant_gate(m: int, d: int, hc_eps: float) -> HcHead:
+    """``fn [m, m*d]``, ``base [m]``, ``scale [1]``, fp32, whose gates are 1/m for every residual.
+
+    ``fn`` is zero and ``sigmoid(base) + hc_eps = 1/m``, to fp32 rounding; ``scale`` is one, so
+    that ``fn`` can learn.
+
+    Raises:
+        HyperDFlashConfigError: fewer than two paths, or an ``hc_eps`` of 1/m or more.
+    """
+    if m < 2 or not 0 <= hc_eps < 1 / m:
+        raise HyperDFlashConfigError(
+            f"a mean over the paths needs at least 2 of them and 0 <= hc_eps < 1/m; the target has "
+            f"hc_mult {m}, hc_eps {hc_eps}."
+        )
+    gate = 1 / m - hc_eps
+    base = torch.full((m,), math.log(gate / (1 - gate)), dtype=torch.float32)
+    return HcHead(torch.zeros(m, m * d), base, torch.ones(1))

@@ -1,0 +1,1 @@
+"""What commands, training, serving and the comparison share; torch at most."""

@@ -1,0 +1,23 @@
+"""Every error that a user can mend. Commands print its text on one line and end with code 2."""
+
+from __future__ import annotations
+
+
+class HyperDFlashError(Exception):
+    """Base of them all; its text says what was expected, what was found and what to do."""
+
+
+class HyperDFlashConfigError(HyperDFlashError, ValueError):
+    """A checkpoint, option, file or request that cannot work."""
+
+
+class UnsupportedTarget(HyperDFlashError, ValueError):
+    """A DeepSeek-V4 config with a feature the portable target does not have."""
+
+
+class SeamError(HyperDFlashError, RuntimeError):
+    """SGLang is not the version, or has not the shape, that a hook was written for."""
+
+
+class ServerFailed(HyperDFlashError, RuntimeError):
+    """A server ended or did not answer; the message holds the end of its log."""

@@ -1,0 +1,131 @@
+"""Start and stop real SGLang servers as child processes, for the demo, tools and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import requests
+
+from sglang_hyperdflash.tools.errors import ServerFailed
+
+# Below what Linux gives to outgoing connections: one of those cannot take the port meanwhile.
+SERVER_PORTS = range(20000, 32000)
+
+
+def free_port() -> int:
+    """A port nobody listens on now (loopback), drawn at random.
+
+    Raises:
+        OSError: none of a hundred draws is free.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.choice(SERVER_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"found no free port in {SERVER_PORTS}")
+
+
+class Server:
+    """``python -m sglang.launch_server`` on loopback; a context manager.
+
+    Args:
+        model: target folder or hub id. args: further command-line arguments.
+        log: file that receives the server's output.
+        launcher: how the server is started; ``("sglang", "serve")`` is the other way.
+        threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *args: str,
+        log: Path,
+        launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
+        threads: int | None = 1,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.command = [*launcher, "--model-path", str(model)]
+        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
+        env = {**os.environ, **(environment or {})}
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = str(threads)
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                self.command, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
+
+    def wait(self, timeout: float = 300.0) -> Server:
+        """Block until ``/health`` answers; raise ``ServerFailed`` with the log's end."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerFailed(
+                    f"server exited with code {self.process.returncode}:\n{self.log_tail()}"
+                )
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)
+        self.stop()
+        raise ServerFailed(f"server not ready after {timeout:.0f} s:\n{self.log_tail()}")
+
+    def log_tail(self, lines: int = 30) -> str:
+        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def generate(self, timeout: float = 600.0, **payload):
+        """POST ``/generate`` (SGLang's native API) and return its JSON; raises on HTTP errors."""
+        answer = requests.post(f"{self.url}/generate", json=payload, timeout=timeout)
+        answer.raise_for_status()
+        return answer.json()
+
+    def stop(self) -> None:
+        """End the server and every process it started."""
+        if self.process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                try:
+                    os.killpg(self.process.pid, number)
+                    self.process.wait(timeout=3)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+                except ProcessLookupError:
+                    break
+        # The group outlives its leader when a child ignored SIGTERM.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+
+
+def hyperdflash_arguments(draft: str | Path) -> tuple[str, ...]:
+    """The command-line arguments that turn HYPERDFLASH on."""
+    return (
+        "--speculative-algorithm",
+        "HYPERDFLASH",
+        "--speculative-draft-model-path",
+        str(draft),
+    )

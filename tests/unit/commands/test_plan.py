@@ -1,0 +1,105 @@
+"""``hyperdflash plan``'s own part; the sizing itself is in ``test_deepseek_v4_start.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hyperdflash import cli
+from sglang_hyperdflash.commands.plan import Budget, Node, Unavailable, report
+from sglang_hyperdflash.serving import draft_kv_size
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.drafter import DrafterShape
+from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
+
+NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
+
+
+def test_a_node_keeps_what_weights_leave():
+    assert NODE.kv_bytes == 50 * 2**30
+
+
+def test_the_report_compares_with_no_speculation():
+    budgets = [
+        Budget("none", 7000.0, 1_000_000, 0.0),
+        Unavailable("DSPARK", "not here"),
+        Budget("HYPERDFLASH", 9048.0, 750_000, 2048.0),
+    ]
+    text = report(budgets, NODE)
+    assert "50.0 GiB (tp 4, at most 256 requests)" in text
+    assert text.splitlines()[-1].split() == ["DSPARK", "not", "here"]
+    line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
+    assert line.split() == ["HYPERDFLASH", "9048", "2048", "750,000", "75%"]
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ((), "--weights-gib is needed"),
+        (("--weights-gib", "90"), "leaves nothing beside weights of 90 GiB"),
+    ],
+)
+def test_what_a_plan_needs(tmp_path, capsys, extra, message):
+    target = target_folder(tmp_path, FLASH)
+    arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
+    assert cli.main([*arguments, *extra]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
+    arguments = ["plan", "--target", str(target_dir), "--draft", str(drafter_dir)]
+    assert cli.main([*arguments, "--gpu-gib", "80", "--weights-gib", "1"]) == 2
+    assert "is not a DeepSeek-V4 target" in capsys.readouterr().err
+
+
+def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
+    """The command itself, in a process of its own: SGLang's start-up is process-wide."""
+    rows = planned(tmp_path, FLASH | DSPARK)
+    assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
+    assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
+    assert rows[0]["tokens"] > rows[3]["tokens"] > 0
+
+
+def test_a_rival_that_does_not_start_is_listed_with_the_reason(tmp_path):
+    """Refused where its arguments are resolved, and where its draft's K/V are counted."""
+    rows = planned(tmp_path, FLASH | DSPARK | {"dspark_markov_rank": 0})
+    assert "DSPARK requires markov_rank > 0" in rows[3]["reason"]
+    assert rows[2]["tokens"] > rows[1]["tokens"] > 0
+
+
+def planned(folder: Path, shape: dict) -> list[dict]:
+    """What ``hyperdflash plan --json`` prints of a target and a drafter for V4-Flash."""
+    target = target_folder(folder / "target", shape)
+    draft = draft_folder(folder / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
+    command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout[ended.stdout.index("[\n") :])
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])
+def test_a_wrong_pool_ratio_is_refused(monkeypatch, text):
+    monkeypatch.setenv(draft_kv_size.POOL_RATIO, text)
+    with pytest.raises(HyperDFlashConfigError, match="above 0 and at most 1"):
+        draft_kv_size.pool_ratio()
+
+
+@pytest.mark.parametrize("window, expected", [(None, 20480), (512, 2048)])
+def test_a_window_shrinks_the_cell(monkeypatch, window, expected):
+    monkeypatch.delenv(draft_kv_size.POOL_RATIO, raising=False)
+    config = SimpleNamespace(hyperdflash_config={"window": window})
+    aux = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+    kvc = SimpleNamespace(spec_aux_config=aux)
+    assert draft_kv_size.draft_cell_size(lambda kvc: 20480, kvc) == expected
+    none = SimpleNamespace(spec_aux_config=SimpleNamespace(draft_model_config=None))
+    assert draft_kv_size.draft_cell_size(lambda kvc: 0, none) == 0

@@ -1,0 +1,52 @@
+"""What the plugin does to a process of SGLang, told by that process."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+
+from tests.unit.other_process import answer
+
+# Modules that launcher, tokenizer and detokenizer do without.
+HEAVY = (
+    "sglang.srt.models.registry",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.model_executor.pool_configurator",
+    "sglang.srt.models.dflash",
+    "sglang.srt.speculative.dflash_utils",
+    "sglang_hyperdflash.serving.worker",
+)
+
+
+def main() -> None:
+    """Load the plugins, then import what a scheduler does."""
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_hyperdflash import plugin
+
+    load_plugins()
+    early = [name for name in HEAVY if name in sys.modules]
+    for seam in plugin.SERVING_SEAMS:
+        pkgutil.resolve_name(seam.target)
+    from sglang.srt.arg_groups import deepseek_v4_hook
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hook = inspect.getclosurevars(deepseek_v4_hook.apply_deepseek_v4_defaults).nonlocals["hook"]
+    names = ("HyperDFlashDraftModel", "PortableDeepSeekV4ForCausalLM")
+    names += ("PortableDeepSeekV4ForCausalLMNextN",)
+    serving = {seam.dotted for seam in plugin.SERVING_SEAMS}
+    answer(
+        {
+            "early": early,
+            "patched": sorted(HookRegistry._patched & serving),
+            "called": hook.__name__,
+            "models": [name in ModelRegistry.models for name in names],
+            "defaults_loaded": ModelRegistry._default_models_loaded,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

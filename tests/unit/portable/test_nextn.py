@@ -1,0 +1,164 @@
+"""The NextN layer: its form against transformers' own layer, its checkpoint, its training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, DeepseekV4ForCausalLM
+
+from sglang_hyperdflash.portable.core import rms_norm
+from sglang_hyperdflash.portable.nextn_core import NextNCore
+from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.local_target import DenseCache, LocalTarget
+from sglang_hyperdflash.training.nextn import (
+    NextNTrainer,
+    causal_attend,
+    new_nextn,
+    nextn_config,
+    save,
+)
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return LocalTarget(target_dir)
+
+
+@pytest.fixture
+def core(target, target_dir, tmp_path):
+    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
+    core = new_nextn(target, raw, tmp_path / "mtp")
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # away from copies and ones
+        for parameter in core.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=g)
+                parameter.copy_(parameter.bfloat16().float())
+    return core
+
+
+@pytest.fixture(scope="module")
+def cache(target):
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (20, 33, 41)]
+    samples = [Sample.continuation(row, 6) for row in rows]
+    return FeatureCache(target, samples, dtype=torch.float32)
+
+
+def test_the_training_attention_is_the_serving_one(target):
+    g = torch.Generator().manual_seed(0)
+    b, n, heads, d = 2, 9, 4, 64
+    q, kv = torch.randn(b * n, heads, d, generator=g), torch.randn(b * n, d, generator=g)
+    sinks = torch.randn(heads, generator=g)
+    dense = DenseCache(1, b, n, d).attend(torch.zeros(b, dtype=torch.long), n, 0.125)
+    expected = dense(0, q, kv, sinks)
+    found = causal_attend(b, n, 0.125)(0, q, kv, sinks)
+    torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_layer_is_transformers_layer_over_projected_paths(core, target, tmp_path):
+    """A one-layer transformers model holds the saved layer; its streams are set by hand."""
+    save(core, tmp_path / "mtp")
+    weights = load_file(tmp_path / "mtp" / "model.safetensors")
+    config = AutoConfig.from_pretrained(tmp_path / "mtp")
+    config.num_nextn_predict_layers = 0
+    theirs = DeepseekV4ForCausalLM(config).float().eval()
+    own = {"hc_head_fn": "hc_head.hc_fn", "norm.weight": "norm.weight"}
+    own |= {"hc_head_base": "hc_head.hc_base", "hc_head_scale": "hc_head.hc_scale"}
+    places = theirs.model.state_dict()
+    for name, tensor in weights.items():
+        name = name.removeprefix("mtp.0.")
+        if name.startswith(("e_proj", "h_proj", "enorm", "hnorm")):
+            continue
+        places[own.get(name, f"layers.0.{name}")].copy_(tensor.float())
+    g = torch.Generator().manual_seed(1)
+    n, d, m = 12, config.hidden_size, config.hc_mult
+    ids = torch.randint(10, 2000, (n,), generator=g)
+    embeddings, residual = target.embed_tokens(ids), 5 * torch.randn(n, m * d, generator=g)
+    found, streams = core(
+        embeddings, residual, ids, torch.arange(n), causal_attend(1, n, target.scaling)
+    )
+    eps = config.rms_norm_eps
+    e = rms_norm(embeddings, core.enorm, eps) @ core.e_proj.weight.T
+    paths = [
+        rms_norm(path, core.hnorm, eps) @ core.h_proj.weight.T + e
+        for path in residual.view(n, m, d).unbind(1)
+    ]
+    given = torch.stack(paths, 1).unsqueeze(0)
+    theirs.model.layers[0].register_forward_pre_hook(lambda _module, args: (given, *args[1:]))
+    seen = []
+    theirs.model.hc_head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    expected = theirs.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    assert (streams - seen[0][0].flatten(1)).abs().max() < 1e-3 * streams.abs().max()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_checkpoint_is_read_back_and_checked(core, tmp_path):
+    save(core, tmp_path / "mtp")
+    weights = load_file(tmp_path / "mtp" / "model.safetensors")
+    assert all(name.startswith("mtp.0.") for name in weights)
+    again = NextNCore(AutoConfig.from_pretrained(tmp_path / "mtp"))
+    load_core(again, nextn_tensors(weights.items()))
+    for name, tensor in core.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.to(tensor.dtype)) or (
+            (again.state_dict()[name] - tensor).abs().max() < 1e-2 * tensor.abs().max()
+        ), name
+    weights.pop("mtp.0.e_proj.weight")
+    with pytest.raises(HyperDFlashConfigError, match=r"missing tensors for e_proj\.weight"):
+        load_core(again, nextn_tensors(weights.items()))
+
+
+def test_training_learns_and_resumes_exactly(target, target_dir, cache, tmp_path):
+    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
+
+    def trainer() -> NextNTrainer:
+        torch.manual_seed(0)
+        core = new_nextn(target, raw, tmp_path / "mtp")
+        return NextNTrainer(core, target, cache, steps=30, batch=2)
+
+    whole = trainer()
+    losses = [whole.step()[0] for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0]
+    first = trainer()
+    for _ in range(10):
+        first.step()
+    second = trainer()
+    second.load_state_dict(first.state_dict())
+    for _ in range(20):
+        second.step()
+    for name, tensor in whole.core.state_dict().items():
+        assert torch.equal(tensor, second.core.state_dict()[name]), name
+
+
+def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, target_dir):
+    """Row p: the residual of p, the token at p+1, the label at p+2, the teacher's state at p+1."""
+    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
+    core = new_nextn(target, raw, tmp_path / "mtp")
+    trainer = NextNTrainer(core, target, cache, steps=1, batch=1)
+    sample, states = cache.samples[0], cache.states([0])
+    tokens, n = torch.tensor(sample.tokens), len(sample.tokens) - 1
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden, _ = core(
+            target.embed_tokens(tokens[1:]),
+            states.residual[0, :-1],
+            tokens[1:],
+            torch.arange(n),
+            causal_attend(1, n, target.scaling),
+        )
+    ce = kl = rows = 0.0
+    for p in range(n - 1):
+        if p + 2 < sample.spans[0][0]:
+            continue
+        q = target.lm_head(hidden[p].float()).log_softmax(-1)
+        teacher = target.lm_head(states.final[0, p + 1]).log_softmax(-1)
+        ce -= q[tokens[p + 2]].item()
+        kl += (teacher.exp() * (teacher - q)).sum().item()
+        rows += 1
+    loss, _ = trainer.losses([0])
+    assert loss.item() == pytest.approx((ce + 0.15 * kl) / rows, rel=2e-3)

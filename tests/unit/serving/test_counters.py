@@ -1,0 +1,200 @@
+"""Counting accepted positions, and that the dashboard asks for metrics which exist."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hyperdflash.serving import counters as position_metrics
+from sglang_hyperdflash.serving.counters import ACCEPTED, POSITION, ROUNDS, count_round
+from tests.conftest import ROOT
+
+LABELS = {"model_name": "tiny", "engine_type": "unified", "tp_rank": 0}
+DASHBOARD = ROOT / "docs" / "grafana_hyperdflash.json"
+OPERATIONS = ROOT / "docs" / "operations.md"
+
+
+class FakeCounter:
+    """prometheus_client's Counter, as far as it is used; what was counted is in ``values``."""
+
+    values: dict[tuple, float]
+
+    def __init__(self, name, documentation, labelnames, key=()):
+        self.name, self.labelnames, self.key = name, labelnames, key
+
+    def labels(self, **labels):
+        assert list(labels) == list(self.labelnames)
+        child = type(self)(self.name, "", self.labelnames, (self.name, labels.get(POSITION)))
+        self.values.setdefault(child.key, 0)
+        return child
+
+    def inc(self, amount):
+        self.values[self.key] += amount
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """A counter class of this test's own, and a process that has counted nothing."""
+    monkeypatch.setattr(position_metrics, "_counters", None)
+    return type("Counted", (FakeCounter,), {"values": {}})
+
+
+def request(finished: bool = False, retracted: bool = False):
+    return SimpleNamespace(finished=lambda: finished, is_retracted=retracted)
+
+
+def one_round(counter, accepted, reqs=None, algorithm="HYPERDFLASH", enabled=True):
+    reqs = reqs or [request() for _ in accepted]
+    processor = SimpleNamespace(
+        metrics_collector=SimpleNamespace(labels=LABELS, _counter_cls=counter),
+        metrics_reporter=SimpleNamespace(current_scheduler_metrics_enabled=enabled),
+    )
+    batch = SimpleNamespace(reqs=reqs, spec_algorithm=SimpleNamespace(name=algorithm))
+    result = SimpleNamespace(
+        num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=7
+    )
+    assert count_round([[1]], processor, result, batch) is None
+
+
+def positions(counter) -> list[float]:
+    return [counter.values[ACCEPTED, str(k)] for k in range(1, 7)]
+
+
+def test_a_round_reaches_every_position_up_to_its_length(counter):
+    one_round(counter, [0, 2, 6])
+    one_round(counter, [1])
+    assert counter.values[ROUNDS, None] == 4
+    assert positions(counter) == [3, 2, 1, 1, 1, 1]
+    # tau's numerator: the accepted drafts of all rounds.
+    assert sum(positions(counter)) == 0 + 2 + 6 + 1
+
+
+def test_positions_equal_the_tail_sums_of_sglang_s_histogram(counter):
+    from sglang.srt.managers.schedule_batch import Req
+
+    accepted = [3, 0, 6, 1, 1, 5, 2, 0, 3]
+    req = SimpleNamespace(spec_correct_drafts_histogram=[])
+    for length in accepted:
+        Req.update_spec_correct_drafts_histogram(req, length)
+        one_round(counter, [length])
+    histogram = req.spec_correct_drafts_histogram
+    assert counter.values[ROUNDS, None] == sum(histogram)
+    assert positions(counter) == [sum(histogram[k:]) for k in range(1, 7)]
+
+
+def test_finished_and_retracted_requests_are_left_out(counter):
+    reqs = [request(finished=True), request(), request(retracted=True)]
+    one_round(counter, [6, 1, 6], reqs)
+    assert counter.values[ROUNDS, None] == 1
+    assert positions(counter) == [1, 0, 0, 0, 0, 0]
+
+
+def test_a_batch_with_nothing_to_count_counts_nothing(counter):
+    one_round(counter, [6], [request(finished=True)])
+    assert counter.values[ROUNDS, None] == 0
+    assert positions(counter) == [0] * 6
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH", "DSPARK"])
+def test_other_algorithms_are_not_counted(counter, algorithm):
+    one_round(counter, [3], algorithm=algorithm)
+    assert counter.values == {} and position_metrics._counters is None
+
+
+def test_nothing_is_counted_or_created_without_metrics(counter):
+    one_round(counter, [3], enabled=False)
+    assert counter.values == {} and position_metrics._counters is None
+
+
+def test_the_counters_are_prometheus_ones_by_default():
+    """Names, labels and zeroes as a scrape sees them."""
+    from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+    registry = CollectorRegistry()
+
+    def counter(**options):
+        return Counter(registry=registry, **options)
+
+    position_metrics.PositionCounters(LABELS, 6, counter).add([2])
+    text = generate_latest(registry).decode()
+    labels = 'engine_type="unified",model_name="tiny"'
+    assert f'{ROUNDS}{{{labels},tp_rank="0"}} 1.0' in text
+    for position, value in enumerate([1, 1, 0, 0, 0, 0], start=1):
+        assert f'{ACCEPTED}{{{labels},position="{position}",tp_rank="0"}} {value}.0' in text
+
+
+def sglang_metrics() -> set[str]:
+    """Names in the source of SGLang's collectors."""
+    from sglang.srt.observability import metrics_collector
+
+    return set(re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector)))
+
+
+def metrics_in(text: str) -> set[str]:
+    """Families that a text asks for; a histogram's samples go by its name."""
+    names = re.findall(r"\b(?:sglang|hyperdflash):\w+", text)
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+
+
+def expressions(dashboard: dict) -> list[str]:
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    variables = [v["definition"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    return panels + variables
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    dashboard = json.loads(DASHBOARD.read_text())
+    found = metrics_in("\n".join(expressions(dashboard)))
+    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput", "sglang:num_queue_reqs"} <= found
+    assert found <= sglang_metrics() | {ROUNDS, ACCEPTED}
+    for expression in expressions(dashboard):
+        assert all(expression.count(a) == expression.count(b) for a, b in ("()", "{}", "[]"))
+
+
+def test_the_dashboard_can_be_imported():
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert dashboard["schemaVersion"] >= 39 and dashboard["title"]
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert {"datasource", "model_name", "instance"} == variables
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) >= 5
+    for panel in panels:
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(source["uid"] == "${datasource}" for source in sources)
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+def test_the_manual_names_flags_and_metrics_that_exist():
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    from eval.__main__ import parser as eval_parser
+    from sglang_hyperdflash.cli import build_parser
+
+    def options(parser: argparse.ArgumentParser) -> set[str]:
+        found = {name for action in parser._actions for name in action.option_strings}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= set().union(*(options(one) for one in action.choices.values()))
+        return found
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = options(parser) | options(build_parser()) | options(eval_parser())
+    text = OPERATIONS.read_text()
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+    assert flags <= known
+    assert metrics_in(text) <= sglang_metrics() | {ROUNDS, ACCEPTED}
+
+
+def test_the_manual_lists_every_refused_argument():
+    from sglang_hyperdflash.serving.start_checks import UNSUPPORTED
+
+    text = OPERATIONS.read_text()
+    missing = [name for name, *_ in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text]
+    assert missing == []

@@ -1,0 +1,133 @@
+"""Targets that collapse their residual inside: exposed, they compute the same and hand it out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
+from sglang_hyperdflash.serving.expose_residual import (
+    EXPOSED,
+    expose_glm5_next,
+    expose_hy_v4,
+    expose_residual,
+)
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
+from tests.unit.serving import exposed_models
+from tests.unit.serving.exposed_models import MODES, ROWS, D, M
+from tests.unit.targets.test_kinds import glm5_next, hy_v4
+
+KINDS = ("HY-V4", "GLM-5-next")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict]:
+    folders = {}
+    for kind, make in zip(KINDS, (hy_v4, glm5_next), strict=True):
+        folders[kind] = tmp_path_factory.mktemp("exposed") / kind
+        make().save_pretrained(folders[kind])
+    return exposed_models.ask_all(folders)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sglangs_own_model_hands_out_its_residual(found, kind):
+    for mode in MODES:
+        one = found[kind]["modes"][mode]
+        assert one["logits"], mode
+        assert one["before"] == [ROWS[mode], D] and one["shape"] == [ROWS[mode], M * D], mode
+        if mode != "idle":
+            # The reducer's formula of what is handed out is the state that the model goes on with.
+            assert one["error"] < 1e-6, mode
+            assert one["spread"] > 0.02, mode
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_body_returns_the_pair_that_graph_runners_know(found, kind):
+    assert found[kind]["body"] == [[ROWS["decode"], D], [ROWS["decode"], M * D]]
+    assert found[kind]["replayed"]
+    assert "returned without reading its residual" in found[kind]["bypassed"]
+    assert found[kind]["embeddings"]
+    assert found[kind]["hc_head"] == (kind == "HY-V4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_algorithm_leaves_the_model_alone(found, kind):
+    assert found[kind]["untouched"]
+
+
+class HYV4ForCausalLM(nn.Module):
+    """Not built as SGLang's; only its name is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(1, 1)
+
+
+def runner(**changes) -> SimpleNamespace:
+    aux = SimpleNamespace(dflash_use_aux_hidden_state=changes.pop("aux", False))
+    options = {"spec_algorithm": "HYPERDFLASH", "is_draft_worker": False, **changes}
+    return SimpleNamespace(model=HYV4ForCausalLM(), spec_aux_config=aux, **options)
+
+
+def test_only_our_target_is_exposed(monkeypatch):
+    for changes in ({"spec_algorithm": None}, {"is_draft_worker": True}, {"aux": True}):
+        assert expose_residual(None, runner(**changes)) is None
+    with pytest.raises(SeamError, match=r"seam Linear\.hc_head changed"):
+        expose_residual(None, runner())
+    monkeypatch.setenv(CAPTURE_FOLDER, "/nowhere")
+    with pytest.raises(SeamError, match=r"seam Linear\.hc_head changed"):
+        expose_residual(None, runner(spec_algorithm=None))
+
+
+def test_a_changed_model_is_named():
+    model = glm_like(mhc=True)
+    with pytest.raises(SeamError, match=r"seam Module\.ffn_boundary changed"):
+        expose_glm5_next(model)
+    model.model.hc_head = nn.Identity()
+    model.logits_processor = nn.Identity()
+    with pytest.raises(SeamError, match=r"Identity\.forward changed: .*hidden_states_before_norm"):
+        expose_hy_v4(model)
+
+
+def glm_like(*, mhc: bool, stages: int = 1) -> nn.Module:
+    """What is asked of a GLM-5-next before its layers are."""
+    model = nn.Module()
+    model.config = SimpleNamespace(mhc=mhc)
+    model.model = nn.Module()
+    model.model.layers = [nn.Module()]
+    model.model.pp_group = SimpleNamespace(world_size=stages)
+    return model
+
+
+@pytest.mark.parametrize("case", [{"mhc": False}, {"mhc": True, "stages": 2}])
+def test_a_model_without_paths_or_in_stages_is_refused(case):
+    with pytest.raises(HyperDFlashConfigError, match=r"only with mhc true .* and --pp-size 1"):
+        expose_glm5_next(glm_like(**case))
+
+
+def test_a_body_that_never_reads_its_residual_is_an_error():
+    class Processor(nn.Module):
+        def forward(self, input_ids, hidden_states, hidden_states_before_norm=None):
+            return hidden_states
+
+    class Body(nn.Module):
+        def forward(self, hidden, forward_batch=None):
+            return hidden
+
+    model = nn.Module()
+    model.model = Body()
+    model.model.hc_head = nn.Identity()
+    model.logits_processor = Processor()
+    expose_hy_v4(model)
+    with pytest.raises(RuntimeError, match="Body returned without reading its residual"):
+        model.model(torch.zeros(1, 2))
+
+
+def test_the_classes_are_sglangs():
+    from sglang.srt.models.registry import ModelRegistry
+
+    for name in EXPOSED:
+        assert ModelRegistry.resolve_model_cls(name)[0].__name__ == name

@@ -1,0 +1,68 @@
+"""SGLang's own start-up on DeepSeek-V4 configurations, in a process of its own.
+
+Our CPU platform is left out, so SGLang takes the decisions that it takes on a CUDA device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from tests.unit.other_process import answer, ask, question
+
+FIELDS = (
+    "speculative_algorithm",
+    "speculative_eagle_topk",
+    "speculative_num_steps",
+    "speculative_num_draft_tokens",
+    "speculative_draft_attention_backend",
+    "speculative_draft_kv_cache_dtype",
+    "speculative_draft_window_size",
+    "speculative_draft_load_format",
+    "kv_cache_dtype",
+    "attention_backend",
+    "page_size",
+    "max_running_requests",
+    "disable_overlap_schedule",
+    "chunked_prefill_size",
+)
+
+
+def _answer(case: dict[str, Any]) -> dict[str, Any]:
+    from sglang_hyperdflash.commands.plan import METHODS, Node, budget, resolved_arguments
+
+    node = Node(**case["node"])
+    method, options = case["method"], dict(case.get("options", {}))
+    try:
+        if "algorithm" in case:
+            options["speculative_algorithm"] = case["algorithm"]
+        options = {**METHODS[method], **options}
+        if case["draft"]:
+            options["speculative_draft_model_path"] = case["draft"]
+        resolved = resolved_arguments(case["target"], node, **options).resolved_dict()
+        found = {name: resolved[name] for name in FIELDS}
+        if case.get("whole"):
+            found["whole"] = {name: repr(value) for name, value in resolved.items()}
+        if case.get("size", True):
+            found["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
+            found["kv_bytes"] = node.kv_bytes
+        return found
+    except (AssertionError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Answer the cases on stdin."""
+    from sglang_hyperdflash.cpu import activation
+
+    activation.is_active = lambda: False
+    answer({name: _answer(case) for name, case in question().items()})
+
+
+def start(cases: dict[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
+    """Resolved fields and budget, or the error, of every case."""
+    return ask("tests.unit.serving.v4_start", cases, **environment)
+
+
+if __name__ == "__main__":
+    main()

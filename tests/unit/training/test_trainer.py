@@ -1,0 +1,328 @@
+"""The training loop on the real tiny target: its loss, its sums over processes, its resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.losses import position_weights
+from sglang_hyperdflash.training.objective import Blocks, Objective
+from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Sample, collate
+from sglang_hyperdflash.training.trainer import Recipe, Trainer
+
+SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64)
+RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return LocalTarget(target_dir)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (20, 33, 41, 28, 37)]
+    return [
+        *(Sample.continuation(row, 6) for row in rows[:4]),
+        Sample(rows[4], ((5, 14), (20, 37))),
+    ]
+
+
+@pytest.fixture(scope="module")
+def cache(target, samples):
+    return FeatureCache(target, samples, dtype=torch.float32)
+
+
+def new_drafter(target) -> Drafter:
+    torch.manual_seed(0)
+    facts = TargetFacts.from_config(target.config.to_dict())
+    drafter = Drafter(draft_config(facts, target.hc_head, SHAPE, 4))
+    drafter.inherit(target.hc_head)
+    return drafter
+
+
+def new_trainer(target, cache, folder, **changes) -> Trainer:
+    recipe = dataclasses.replace(RECIPE, **changes)
+    return Trainer(new_drafter(target), target, cache, {}, recipe, folder)
+
+
+def gradients(trainer: Trainer) -> torch.Tensor:
+    trainer.optimizer.zero_grad()
+    trainer.accumulate(0)
+    return torch.cat([p.grad.reshape(-1) for p in trainer.drafter.parameters()])
+
+
+def eager_loss(trainer: Trainer) -> float:
+    """Eq. 3 of step 0, one drafted token at a time, from the logits of each block alone."""
+    objective, target, drafter = trainer.recipe.objective, trainer.target, trainer.drafter
+    weights = position_weights(6, objective.gamma if objective.weights == "exponential" else None)
+    ce = weight = kl = blocks = 0.0
+    for ids, rows, drawn in trainer.micro_batches(0):
+        for row, i in enumerate(ids):
+            sample = trainer.train.samples[i]
+            states = trainer.train.states([i])
+            for anchor in drawn.anchors[row][drawn.keep[row]].tolist():
+                alone = torch.tensor([[anchor]]), torch.ones(1, 1, dtype=torch.bool)
+                hidden = trainer.replay.draft_states(collate([sample]), states, *alone)[0, 0]
+                blocks += 1
+                for k in range(1, 7):
+                    at = anchor + k
+                    if at >= len(sample.tokens) or not bool(rows.loss_mask[row, at]):
+                        break
+                    q = target.lm_head(hidden[k - 1]).log_softmax(-1)
+                    ce -= weights[k - 1].item() * q[sample.tokens[at]].item()
+                    weight += weights[k - 1].item()
+                    if k <= objective.P:
+                        state = states.final[0, at - 1]
+                        if objective.teacher == "mean":
+                            state = target.mean_pooled_state(states.residual[0, at - 1])
+                        p = (target.lm_head(state) / objective.T).log_softmax(-1)
+                        q = (target.lm_head(hidden[k - 1]) / objective.T).log_softmax(-1)
+                        kl += (p.exp() * (p - q)).sum().item()
+    assert drafter.config.num_drafts == 6
+    return ce / weight + objective.alpha * objective.T**2 / objective.P * kl / blocks
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(),
+        Objective(teacher="mean", T=2.0, P=3, alpha=0.4),
+        Objective(weights="none", alpha=0.0),
+        Objective(chunk=3, gamma=2.0),
+    ],
+)
+def test_the_loss_is_eq_3(target, cache, tmp_path, objective):
+    trainer = new_trainer(target, cache, tmp_path, objective=objective)
+    with torch.no_grad():
+        expected = eager_loss(trainer)
+    assert trainer.accumulate(0)["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["exponential", "dpace"])
+def test_micro_batches_and_chunks_change_no_gradient(target, cache, tmp_path, weights):
+    whole = gradients(
+        new_trainer(target, cache, tmp_path / "a", objective=Objective(weights=weights))
+    )
+    pieces = new_trainer(
+        target,
+        cache,
+        tmp_path / "b",
+        micro_batch=1,
+        objective=Objective(weights=weights, chunk=5),
+    )
+    assert (gradients(pieces) - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_online_features_are_the_cached_ones(target, cache, samples):
+    online = OnlineFeatures(target, samples).states([1, 4])
+    cached = cache.states([1, 4])
+    torch.testing.assert_close(online.residual, cached.residual, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(online.final, cached.final, rtol=1e-4, atol=1e-4)
+
+
+def test_every_sample_comes_once_in_a_pass(target, cache, tmp_path):
+    trainer = new_trainer(target, cache, tmp_path, batch=3)
+    seen = [i for step in range(5) for i in trainer.passes.batch(step)]
+    assert [sorted(seen[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_anchors_stay_inside_one_answer(samples):
+    rows = collate([samples[4]])
+    blocks = Blocks.draw(rows, 100, 7, [0])
+    assert blocks.anchors[0].tolist() == [*range(5, 13), *range(20, 36)]
+    lengths = blocks.supervised[0].sum(-1).tolist()
+    assert lengths == [min(6, 13 - a) for a in range(5, 13)] + [
+        min(6, 36 - a) for a in range(20, 36)
+    ]
+
+
+def test_a_cut_run_ends_with_the_same_weights(target, cache, tmp_path):
+    whole = new_trainer(target, cache, tmp_path / "whole")
+    whole.run(tmp_path / "whole-best")
+
+    def cut(trainer, _report):
+        if trainer.state["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(target, cache, tmp_path / "cut").run(tmp_path / "cut-best", cut)
+    resumed = new_trainer(target, cache, tmp_path / "cut")
+    assert resumed.state["step"] == 3
+    resumed.run(tmp_path / "cut-best")
+    for (name, a), b in zip(
+        whole.drafter.state_dict().items(), resumed.drafter.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    saved = [(tmp_path / f"{n}-best" / "model.safetensors").read_bytes() for n in ("whole", "cut")]
+    assert saved[0] == saved[1]
+
+
+def test_resuming_with_another_recipe_is_refused(target, cache, tmp_path):
+    new_trainer(target, cache, tmp_path).run(tmp_path / "best")
+    longer = new_trainer(target, cache, tmp_path, steps=9)
+    assert longer.state["step"] == 6
+    with pytest.raises(HyperDFlashConfigError, match="was trained with another lr"):
+        new_trainer(target, cache, tmp_path, lr=1.0)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(target, cache, tmp_path):
+    trainer = new_trainer(target, cache, tmp_path)
+    trainer.drafter.norm.weight.data[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"not finite .* at step 0; lower the learning"):
+        trainer.step()
+    assert trainer.state["step"] == 0
+
+
+def test_a_full_disk_leaves_the_last_state_whole(target, cache, tmp_path, monkeypatch):
+    trainer = new_trainer(target, cache, tmp_path)
+
+    def run_out_of_space(_content, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    def then_full(trainer, _report):
+        if trainer.state["step"] == 3:
+            monkeypatch.setattr(torch, "save", plain)
+        else:
+            monkeypatch.setattr(torch, "save", run_out_of_space)
+
+    plain = torch.save
+    with pytest.raises(OSError, match=r"No space left .* run the same command to resume"):
+        trainer.run(tmp_path / "best", then_full)
+    assert [p.name for p in tmp_path.glob("state.pt*")] == ["state.pt"]
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["state"]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"steps": None}, "needs steps or minutes"),
+        ({"minutes": 1.0}, "and not both"),
+        ({"lr": 0.0}, "recipe.lr must be above 0"),
+    ],
+)
+def test_bad_recipes(changes, message):
+    with pytest.raises(HyperDFlashConfigError, match=message):
+        dataclasses.replace(RECIPE, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"teacher": "max"}, "teacher must be one of gated, mean"),
+        ({"weights": "x"}, "weights must be one of exponential, dpace, none"),
+        ({"P": 0}, "P must be above 0"),
+        ({"alpha": -1.0}, "alpha must be at least 0"),
+    ],
+)
+def test_bad_objectives(changes, message):
+    with pytest.raises(HyperDFlashConfigError, match=message):
+        Objective(**changes)
+
+
+def test_no_samples_are_refused(target, tmp_path):
+    with pytest.raises(HyperDFlashConfigError, match="no training samples"):
+        Trainer(new_drafter(target), target, FeatureCache(target, []), {}, RECIPE, tmp_path)
+
+
+SCHEDULE = """
+target = "{target}"
+draft = "{folder}/draft"
+out = "{folder}/{name}-out"
+max_length = 300
+features = "online"
+[[stage]]
+data = ["{folder}/data.jsonl"]
+steps = {steps}
+batch = 4
+anchors = 4
+every = {every}
+warmup_steps = 5
+bf16 = false
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(target, target_dir, tmp_path_factory):
+    """A folder with an untrained drafter and a few conversations."""
+    folder = tmp_path_factory.mktemp("train")
+    new_drafter(target).save(folder / "draft")
+    lines = [
+        json.dumps(
+            {"instruction": f"Count from {i}", "output": ", ".join(map(str, range(i, i + 9)))}
+        )
+        for i in range(12)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def command(prepared, target_dir, name: str, steps: int, every: int) -> list[str]:
+    config = prepared / f"{name}.toml"
+    fields = {"target": target_dir, "folder": prepared, "name": name}
+    config.write_text(SCHEDULE.format(**fields, steps=steps, every=every))
+    work = str(prepared / name)
+    return ["train", "--config", str(config), "--work", work, "--threads", "1"]
+
+
+CLI = [sys.executable, "-m", "sglang_hyperdflash.cli"]
+
+
+def run_command(arguments: list[str], launcher=CLI) -> None:
+    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
+    run_command(command(prepared, target_dir, "whole", 40, 10))
+    arguments = command(prepared, target_dir, "killed", 40, 10)
+    process = subprocess.Popen(
+        [*CLI, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    state = prepared / "killed" / "stage-1" / "state.pt"
+    deadline = time.monotonic() + 120
+    while not state.is_file() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 10 <= torch.load(state, weights_only=True)["state"]["step"] < 40
+    run_command(arguments)
+    found = [
+        (prepared / f"{name}-out" / "model.safetensors").read_bytes()
+        for name in ("whole", "killed")
+    ]
+    assert found[0] == found[1]
+
+
+def test_two_processes_follow_the_loss_of_one(prepared, target_dir):
+    run_command(command(prepared, target_dir, "one", 50, 1))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    run_command(
+        command(prepared, target_dir, "two", 50, 1),
+        [*torchrun, "-m", "sglang_hyperdflash.cli"],
+    )
+    curves = []
+    for name in ("one", "two"):
+        log = prepared / name / "stage-1" / "training_log.jsonl"
+        curves.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
+    assert len(curves[0]) == len(curves[1]) == 50
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    gaps = [abs(a - b) / a for a, b in zip(*curves, strict=True)]
+    assert max(gaps) < 1e-3
+    assert all(math.isfinite(v) for v in curves[1])

@@ -1,0 +1,45 @@
+"""Online features from a transformers target equal the portable core's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.samples import OnlineFeatures, Sample
+from sglang_hyperdflash.training.transformers_target import TransformersTarget
+
+
+def test_both_targets_give_the_same_states(target_dir):
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (9, 40)]
+    samples = [Sample.continuation(row, 3) for row in rows]
+    ours, theirs = LocalTarget(target_dir), TransformersTarget(str(target_dir))
+    expected = OnlineFeatures(ours, samples).states([0, 1])
+    found = OnlineFeatures(theirs, samples).states([0, 1])
+    for name in ("residual", "final"):
+        wanted, got = getattr(expected, name), getattr(found, name)
+        assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max(), name
+    for a, b in zip(theirs.hc_head, ours.hc_head, strict=True):
+        assert torch.equal(a.float(), b)
+    torch.testing.assert_close(
+        theirs.mean_pooled_state(expected.residual),
+        ours.mean_pooled_state(expected.residual),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    assert theirs.lm_head.weight.shape == ours.lm_head.weight.shape
+    assert not any(p.requires_grad for p in theirs.parameters())
+
+
+def test_a_model_without_hc_head_is_refused(monkeypatch):
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.config = torch.nn.Module(), None
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: Plain())
+    with pytest.raises(HyperDFlashConfigError, match=r"has no model.hc_head"):
+        TransformersTarget("any")

@@ -30,6 +30,10 @@ def parameters(**values):
     return SimpleNamespace(**neutral | values)
 
 
+class Batch(SimpleNamespace):
+    """What a weak reference can point to."""
+
+
 def sglang_logits(logits, setting, generated):
     """One row through SGLang's orchestrator after ``generated`` tokens."""
     from sglang.srt.sampling import penaltylib
@@ -39,7 +43,7 @@ def sglang_logits(logits, setting, generated):
         eos_token_ids={2},
         tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3),
     )
-    batch = SimpleNamespace(reqs=[req], device="cpu")
+    batch = Batch(reqs=[req], device="cpu")
     penalizers = (
         penaltylib.BatchedFrequencyPenalizer,
         penaltylib.BatchedMinNewTokensPenalizer,

@@ -79,7 +79,6 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
         ("enable_unified_memory", True, "enable_unified_memory"),
         ("enable_hierarchical_cache", True, "enable_hierarchical_cache"),
         ("enable_lmcache", True, "enable_lmcache"),
-        ("enable_deterministic_inference", True, "enable_deterministic_inference"),
         ("speculative_adaptive", True, "speculative_adaptive"),
         ("speculative_use_block_verification", True, "speculative_use_block_verification"),
         ("speculative_accept_threshold_single", 0.9, "changes the output distribution"),

@@ -241,7 +241,9 @@ class Sharpness:
                 1, (noise + q.log()).argmax(-1, keepdim=True)
             )
             gain = torch.where(coupled, (draft == emitted).squeeze(1).to(overlap), overlap)
-            gains.append(gain.double().view(bs, drafts).masked_fill(~reached, 0.0).sum(1))
+            # A broken drafter's NaN would stay for ever.
+            gain = gain.double().nan_to_num(nan=0.0).view(bs, drafts)
+            gains.append(gain.masked_fill(~reached, 0.0).sum(1))
         table = torch.stack(gains, 1)  # [bs, len(SHARPNESS)]
         rule = torch.stack([~seeded, seeded]).to(table)
         self.gains.mul_(self.keep).add_(rule @ table)

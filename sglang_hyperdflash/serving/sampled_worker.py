@@ -12,8 +12,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.models.dflash import candidate_topk
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import (
     SIMULATE_ACC_LEN,
     _commit_accept,
@@ -51,6 +53,14 @@ def renorm_kernels() -> tuple | None:
     if not torch.cuda.is_available() or top_k_renorm_prob is None:
         return None
     return top_k_renorm_prob, top_p_renorm_prob
+
+
+def supports_candidates(lm_head: Any) -> bool:
+    """Whether SGLang's ``candidate_topk`` reads this head."""
+    method = getattr(lm_head, "quant_method", None)
+    dense = is_dense_head_weight(getattr(lm_head, "weight", None))
+    known = hasattr(lm_head, "org_vocab_size") and hasattr(lm_head, "shard_indices")
+    return known and (dense or should_apply_lm_head_quant_method(lm_head, method))
 
 
 class CandidateSampler:
@@ -195,7 +205,7 @@ class SampledWorker(WindowedWorker):
         if self._broken is not None:
             tokens = tokens.masked_fill(self._broken, 0)
         if self.requests is not None:
-            self._count(tokens.unsqueeze(1), torch.ones_like(tokens))
+            self._count(tokens.long().unsqueeze(1), torch.ones_like(tokens))
         return tokens
 
     # A round: drafts.
@@ -208,9 +218,11 @@ class SampledWorker(WindowedWorker):
     def _maybe_build_draft_sampler(self):
         """Seam: SGLang's own head in the draft graph, when it builds one, becomes ours."""
         built = super()._maybe_build_draft_sampler()
+        lm_head = getattr(self.target_worker.model_runner.model, "lm_head", None)
         if type(built) is not _DflashDraftSampler:
             return built
-        lm_head = self.target_worker.model_runner.model.lm_head
+        if not supports_candidates(lm_head):
+            return None  # eager: the argmaxes alone could not be verified as a law
         return CandidateSampler(self, lm_head, len(built.out) // (int(self.block_size) - 1))
 
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states, lm_head, **rest):
@@ -219,8 +231,18 @@ class SampledWorker(WindowedWorker):
             return super()._greedy_sample_from_vocab_parallel_head(
                 hidden_states=hidden_states, lm_head=lm_head, **rest
             )
-        ids, scores, _ = candidate_topk(hidden_states, lm_head, self.num_candidates)
-        return self.draw_drafts(ids, scores.float())
+        if supports_candidates(lm_head):
+            ids, scores, _ = candidate_topk(hidden_states, lm_head, self.num_candidates)
+            return self.draw_drafts(ids, scores.float())
+        # A head that SGLang reads argmaxes from, no more: drafts are point masses.
+        ids = (
+            super()
+            ._greedy_sample_from_vocab_parallel_head(
+                hidden_states=hidden_states, lm_head=lm_head, **rest
+            )
+            .unsqueeze(1)
+        )
+        return self.draw_drafts(ids, torch.zeros_like(ids, dtype=torch.float32))
 
     def draw_drafts(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Drafts ``[bs * (B-1)]`` int64 of candidates ``[bs * (B-1), K]``; kept to be verified."""

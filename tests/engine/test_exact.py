@@ -40,10 +40,16 @@ def draw(original, self, probs, info, positions, simple):
 
 
 def load():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang_hyperdflash.seams import when_imported
 
-    target = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
-    HookRegistry.register(target, draw, HookType.AROUND)
+    when_imported("sglang.srt.layers.sampler", patch)
+
+
+def patch():
+    from sglang.srt.layers.sampler import Sampler
+
+    original = Sampler._sample_from_probs
+    Sampler._sample_from_probs = lambda self, *inputs: draw(original, self, *inputs)
 '''
 SETTINGS = {
     "temperature 1": {},
@@ -57,9 +63,9 @@ SETTINGS = {
 GREEDY = {
     "frequency and presence": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
     "repetition": {"repetition_penalty": 1.3},
-    "min_new_tokens": {"min_new_tokens": 40, "ignore_eos": False},
+    "min_new_tokens": {"min_new_tokens": 24, "ignore_eos": False},
 }
-TOKENS = 40
+TOKENS, PROMPTS = 32, 8
 PROCESSORS = "--enable-custom-logit-processor"
 
 
@@ -113,22 +119,25 @@ def deterministic(servers, target_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def references(deterministic, own_prompts) -> dict[str, list[list[int]]]:
     """Target-only tokens of the demo prompts at each seeded and each greedy setting."""
-    settings = {name: [sampled(i, **s) for i in range(12)] for name, s in SETTINGS.items()}
+    settings = {name: [sampled(i, **s) for i in range(PROMPTS)] for name, s in SETTINGS.items()}
     for name, s in GREEDY.items():
-        settings[f"greedy {name}"] = [sampled(i, **{"temperature": 0, **s}) for i in range(12)]
-    return {n: tokens_of(deterministic, own_prompts, s, 4) for n, s in settings.items()}
+        settings[f"greedy {name}"] = [sampled(i, **{"temperature": 0, **s}) for i in range(PROMPTS)]
+    return {n: tokens_of(deterministic, own_prompts[:PROMPTS], s, 4) for n, s in settings.items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_seed_gives_target_onlys_tokens(hyper_server, own_prompts, references, name):
-    parameters = [sampled(i, **SETTINGS[name]) for i in range(12)]
-    assert tokens_of(hyper_server, own_prompts, parameters, 4) == references[name]
+    parameters = [sampled(i, **SETTINGS[name]) for i in range(PROMPTS)]
+    assert tokens_of(hyper_server, own_prompts[:PROMPTS], parameters, 4) == references[name]
 
 
 @pytest.mark.parametrize("name", GREEDY)
 def test_penalties_are_exact_at_temperature_zero(hyper_server, own_prompts, references, name):
-    parameters = [sampled(i, **{"temperature": 0, **GREEDY[name]}) for i in range(12)]
-    assert tokens_of(hyper_server, own_prompts, parameters, 4) == references[f"greedy {name}"]
+    parameters = [sampled(i, **{"temperature": 0, **GREEDY[name]}) for i in range(PROMPTS)]
+    assert (
+        tokens_of(hyper_server, own_prompts[:PROMPTS], parameters, 4)
+        == references[f"greedy {name}"]
+    )
 
 
 def mixed(i: int) -> tuple[str, dict]:
@@ -143,13 +152,13 @@ def mixed(i: int) -> tuple[str, dict]:
 
 def test_batchmates_do_not_matter(hyper_server, own_prompts, references):
     """Seeded, filtered, penalised, greedy and unseeded requests in one batch, and prefix hits."""
-    named = [mixed(i) for i in range(12)]
+    named = [mixed(i) for i in range(PROMPTS)]
     unseeded = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    prompts = own_prompts + own_prompts[:4]
+    prompts = own_prompts[:PROMPTS] + own_prompts[:4]
     parameters = [p for _, p in named] + [unseeded] * 4
     expected = [references[name][i] for i, (name, _) in enumerate(named)]
     for _ in range(2):
-        assert tokens_of(hyper_server, prompts, parameters, 16)[:12] == expected
+        assert tokens_of(hyper_server, prompts, parameters, 12)[:PROMPTS] == expected
 
 
 def test_a_random_drafter_changes_nothing(
@@ -172,8 +181,8 @@ def test_a_random_drafter_changes_nothing(
         *arguments,
         *hyperdflash_arguments(tmp_path / "random"),
     )
-    named = [mixed(i) for i in range(12)]
-    found = tokens_of(server, own_prompts, [p for _, p in named], 8)
+    named = [mixed(i) for i in range(PROMPTS)]
+    found = tokens_of(server, own_prompts[:PROMPTS], [p for _, p in named], 8)
     assert found == [references[name][i] for i, (name, _) in enumerate(named)]
     # Without a seed: 42, as SGLang has it; the choices of n then are equal, as SGLang's are.
     parameters = sampled(0, sampling_seed=None, n=2)

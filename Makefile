@@ -19,9 +19,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/hyperdflash demo
 
-# Two files at a time: engine tests mostly wait for servers of one thread each.
+# Two files at a time, engine tests first: they mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not disaggregation" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not disaggregation" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

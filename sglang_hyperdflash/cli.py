@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 # Each is a module of its own under commands/.
-COMMANDS = ("demo", "generate", "init", "regenerate", "capture", "train", "plan")
+COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "plan")
 
 
 def build_parser() -> argparse.ArgumentParser:

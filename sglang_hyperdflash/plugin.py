@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.cpu import activation, eagle_seams, parallel_seams, seeded_seams
+from sglang_hyperdflash.cpu import activation, eagle_seams, memory, parallel_seams, seeded_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving import (
@@ -11,6 +11,7 @@ from sglang_hyperdflash.serving import (
     counters,
     dflash_seams,
     expose_residual,
+    request_finish,
     round_times,
     sampling_seams,
     v4_startup,
@@ -20,6 +21,7 @@ from sglang_hyperdflash.serving import (
 SERVING_SEAMS: tuple[Seam, ...] = (
     *dflash_seams.SEAMS,
     *sampling_seams.SEAMS,
+    *request_finish.SEAMS,
     *expose_residual.SEAMS,
     *v4_startup.SEAMS,
     *counters.SEAMS,
@@ -31,6 +33,7 @@ CPU_SEAMS: tuple[Seam, ...] = (
     *eagle_seams.SEAMS,
     *parallel_seams.SEAMS,
     *seeded_seams.SEAMS,
+    *memory.SEAMS,
 )
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 
@@ -102,6 +105,7 @@ def load() -> None:
     _register_models()
     seams.install(SERVING_SEAMS)
     if activation.is_active():
+        activation.calm_threads()
         from sglang_hyperdflash.cpu.attention_registry import register_attention
 
         register_attention()

@@ -36,7 +36,7 @@ class Seam:
 
     Attributes:
         target: ``module:function`` or ``module:Class.method`` of SGLang.
-        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``.
+        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``; a target has one.
         parameters: of the target, as the hook relies on them. source: :func:`source_hash` of it.
         reason: why the hook is needed.
         only_with: an environment variable; without it the seam is not used.
@@ -61,6 +61,7 @@ class Seam:
 
 
 _recorded: list[Seam] = []
+_in_place: set[str] = set()
 _failures: list[SeamError] = []
 
 
@@ -79,16 +80,28 @@ def install(seams: Iterable[Seam]) -> None:
 
 def _hook(seam: Seam) -> None:
     """Check a seam and hook it; a failure is kept, for a server of ours, and harms no other."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     try:
         check_seam(seam)
+        _apply(seam)
     except SeamError as error:
         _failures.append(error)
         logger.warning("%s", error)
-        return
-    HookRegistry.register(seam.dotted, seam.hook, HookType(seam.kind))
-    HookRegistry.apply_hooks()
+
+
+def _apply(seam: Seam) -> None:
+    """Wrap a seam's target, in its module and wherever else its name was taken to.
+
+    Seam: ``HookRegistry._apply_target``, without the registry's list: ``apply_hooks`` would import
+    every module of every plugin's hooks now, and skip what another plugin registers later.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource("hyperdflash", "sglang-hyperdflash")
+    try:
+        HookRegistry._apply_target(seam.dotted, [(HookType(seam.kind), seam.hook, source)])
+    except AttributeError as error:
+        raise SeamError(f"SGLang's hook registry changed: {error}") from error
+    _in_place.add(seam.target)
 
 
 def check_version() -> None:
@@ -131,6 +144,11 @@ def recorded() -> tuple[Seam, ...]:
     return tuple(_recorded)
 
 
+def in_place() -> frozenset[str]:
+    """The targets that are hooked in this process."""
+    return frozenset(_in_place)
+
+
 def check_installed() -> None:
     """Raise ``SeamError`` naming every seam whose hook should be in place here and is not.
 
@@ -138,10 +156,8 @@ def check_installed() -> None:
     """
     if _failures:
         raise SeamError("; ".join(map(str, _failures)))
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     imported = [seam for seam in _recorded if seam.module in sys.modules]
-    missing = [seam.target for seam in imported if seam.dotted not in HookRegistry._patched]
+    missing = [seam.target for seam in imported if seam.target not in _in_place]
     if missing or not _recorded:
         raise SeamError(
             f"{ALGORITHM} cannot start: these SGLang hooks are not in place: "

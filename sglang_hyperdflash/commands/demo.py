@@ -16,14 +16,17 @@ from pathlib import Path
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
+# Of a checkout; an installed package does not carry it.
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
 METHODS = ("target", "hyperdflash")
-# fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
-SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.2")
-SERVER_ARGUMENTS += ("--max-total-tokens", "16384", "--sleep-on-idle", "--log-level", "warning")
 
 
 @dataclass
@@ -110,10 +113,23 @@ def read_prompts(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
 
 
+def check_example(args: argparse.Namespace) -> None:
+    """Raise ``HyperDFlashConfigError`` when the tiny target is asked for and is not here."""
+    for option in ("target", "draft", "prompts"):
+        place = getattr(args, option)
+        if not place.exists() and EXAMPLE in place.parents:
+            raise HyperDFlashConfigError(
+                f"--{option}: the tiny DeepSeek-V4 is not part of the installed package (expected "
+                f"{place}). Run the demo in a checkout of the repository, or pass --target, "
+                "--draft and --prompts."
+            )
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve, ask, compare, print and write the report; 1 when an output differs."""
     import openai
 
+    check_example(args)
     config = load_config(args.draft)
     prompts = read_prompts(args.prompts)
     logs = args.out.parent / "demo-logs"
@@ -123,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             method: stack.enter_context(
                 Server(
                     args.target,
-                    *SERVER_ARGUMENTS,
+                    *comparable_arguments(),
                     *(hyperdflash_arguments(args.draft) if method == "hyperdflash" else ()),
                     log=logs / f"{method}.log",
                 )

@@ -21,6 +21,16 @@ def is_active() -> bool:
     return not torch.accelerator.is_available()
 
 
+def calm_threads() -> None:
+    """Give processes to come one thread each, which does not spin; a user's own choice stays.
+
+    Waiting threads of OpenMP spin, so that a server beside any other work takes several times as
+    long; a model that is small enough for this platform gains nothing from more of them.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def activate() -> str | None:
     """Return the platform's import path, or None to leave the choice to SGLang."""
     return PLATFORM if is_active() else None

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 checkpoint names, in transformers' scheme or DeepSeek's own, to the core's names."""
+"""A DeepSeek-V4 checkpoint's tensors into the portable core, strictly."""
 
 from __future__ import annotations
 
@@ -8,51 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# DeepSeek's own names to transformers'; order matters.
-_DEEPSEEK_NAMES = (
-    (r"^embed\.weight$", "embed_tokens.weight"),
-    (r"^head\.weight$", "lm_head.weight"),
-    (r"^hc_head_(fn|base|scale)$", r"hc_head.hc_\1"),
-    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.attn\.attn_sink$", ".self_attn.sinks"),
-    (r"\.attn\.wq_a\.", ".self_attn.q_a_proj."),
-    (r"\.attn\.q_norm\.", ".self_attn.q_a_norm."),
-    (r"\.attn\.wq_b\.", ".self_attn.q_b_proj."),
-    (r"\.attn\.wkv\.", ".self_attn.kv_proj."),
-    (r"\.attn\.(kv_norm|norm)\.", ".self_attn.kv_norm."),
-    (r"\.attn\.wo_a\.", ".self_attn.o_a_proj."),
-    (r"\.attn\.wo_b\.", ".self_attn.o_b_proj."),
-    (r"\.ffn\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
-    (r"\.ffn\.", ".mlp."),
-    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
-    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
-    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
-)
-
-_CORE_NAMES = (
-    (r"^hc_head\.hc_(fn|base|scale)$", r"hc_head_\1"),
-    (r"^norm\.weight$", "norm"),
-    (r"\.(input_layernorm|post_attention_layernorm|q_a_norm|kv_norm)\.weight$", r".\1"),
-    (r"\.o_a_proj\.weight$", ".o_a_proj"),
-    (r"\.mlp\.gate\.weight$", ".mlp.router"),
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.bias"),
-    (r"\.mlp\.gate\.tid2eid$", ".mlp.tid2eid"),
-)
-
-
 NEXTN_PREFIX = "mtp.0."
-
-
-def core_name(name: str) -> str:
-    """One checkpoint name, of either scheme, in the core's scheme (without ``model.``)."""
-    name = name.removeprefix("model.")
-    for pattern, replacement in (*_DEEPSEEK_NAMES, *_CORE_NAMES):
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.Tensor]]:
@@ -78,17 +37,22 @@ def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.
 
 @torch.no_grad()
 def load_core(
-    module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *, skip: tuple[str, ...] = ()
+    module: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    beside: Mapping[str, torch.Tensor] | None = None,
+    skip: tuple[str, ...] = (),
 ) -> None:
-    """Fill ``module`` (a core, or a holder of one) and demand every tensor, with its shape.
+    """Fill a core, and what its owner holds beside it, and demand every tensor, with its shape.
 
     Args:
+        beside: checkpoint names to parameters outside the core: embedding, LM head.
         skip: name prefixes that are not part of this module (``mtp.``).
 
     Raises:
         HyperDFlashConfigError: an unknown, misshapen, missing or non-finite tensor.
     """
-    parameters = dict(module.named_parameters())
+    parameters = dict(module.named_parameters()) | dict(beside or {})
     filled = {name: 0 for name in parameters}
     for source, tensor in weights:
         name = core_name(source)

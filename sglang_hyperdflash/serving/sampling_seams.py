@@ -32,6 +32,11 @@ def serve(worker: SampledWorker) -> None:
     _worker = worker
 
 
+def worker_is_ours() -> bool:
+    """Whether this process's worker is ours."""
+    return _worker is not None
+
+
 def _ours(runner: Any) -> bool:
     return _worker is not None and runner is _worker.target_worker.model_runner
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.portable.weights import core_name
 from sglang_hyperdflash.targets.kinds import TargetKind, target_kind, text_fields
+from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -23,7 +23,7 @@ def main() -> None:
     """Load the plugins, then import what a scheduler does."""
     from sglang.srt.plugins import load_plugins
 
-    from sglang_hyperdflash import plugin
+    from sglang_hyperdflash import plugin, seams
 
     load_plugins()
     early = [name for name in HEAVY if name in sys.modules]
@@ -31,16 +31,15 @@ def main() -> None:
         pkgutil.resolve_name(seam.target)
     from sglang.srt.arg_groups import deepseek_v4_hook
     from sglang.srt.models.registry import ModelRegistry
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     hook = inspect.getclosurevars(deepseek_v4_hook.apply_deepseek_v4_defaults).nonlocals["hook"]
     names = ("HyperDFlashDraftModel", "PortableDeepSeekV4ForCausalLM")
     names += ("PortableDeepSeekV4ForCausalLMNextN",)
-    serving = {seam.dotted for seam in plugin.SERVING_SEAMS}
+    serving = {seam.target for seam in plugin.SERVING_SEAMS}
     answer(
         {
             "early": early,
-            "patched": sorted(HookRegistry._patched & serving),
+            "patched": sorted(seams.in_place() & serving),
             "called": hook.__name__,
             "models": [name in ModelRegistry.models for name in names],
             "defaults_loaded": ModelRegistry._default_models_loaded,

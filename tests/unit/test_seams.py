@@ -42,17 +42,15 @@ def fresh(monkeypatch):
     """The module as in a process where nothing was installed yet."""
     for name in ("_recorded", "_failures"):
         monkeypatch.setattr(seams, name, [])
+    monkeypatch.setattr(seams, "_in_place", set())
 
 
 def test_missing_hooks_refuse_to_start(fresh, monkeypatch):
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     with pytest.raises(SeamError, match="not in place: all of them"):
         seams.check_installed()
     for seam in plugin.ALL_SEAMS:
         pkgutil.resolve_name(seam.target)
         seams._recorded.append(seam)
-    monkeypatch.setattr(HookRegistry, "_patched", set())
     with pytest.raises(SeamError, match="are not in place") as caught:
         seams.check_installed()
     for seam in plugin.ALL_SEAMS:
@@ -67,12 +65,17 @@ def test_a_seam_that_no_longer_fits_stops_our_server_and_no_import(fresh, monkey
         seams.check_installed()
 
 
+def test_a_target_has_one_hook_of_ours():
+    targets = [seam.target for seam in plugin.ALL_SEAMS]
+    assert len(targets) == len(set(targets))
+
+
 def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read():
     """In a process of its own, as SGLang starts one."""
     found = ask("tests.unit.plugin_load", None)
     assert found["early"] == [], "loading the plugin imports what only a scheduler needs"
     assert set(found["patched"]) == {
-        seam.dotted for seam in plugin.SERVING_SEAMS if not seam.only_with
+        seam.target for seam in plugin.SERVING_SEAMS if not seam.only_with
     }
     assert found["called"] == "pass_admission", "a name that another module took is hooked too"
     assert found["models"] == [True, True, True] and not found["defaults_loaded"]

@@ -8,7 +8,8 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from sglang_hyperdflash.portable.core import DeepseekV4Core, check_config
 from sglang_hyperdflash.portable.mhc import sinkhorn
-from sglang_hyperdflash.portable.weights import core_name, load_core
+from sglang_hyperdflash.portable.weights import load_core
+from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, UnsupportedTarget
 from sglang_hyperdflash.training.local_target import LocalTarget
 

@@ -1,0 +1,122 @@
+"""``hyperdflash check``: whether this installation can serve, told before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from sglang_hyperdflash import SGLANG_VERSION, __version__, seams
+from sglang_hyperdflash.draft.reducer import HCGateReducer, check_kernels
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+
+# The reducer of DeepSeek-V4-Flash, and one of the tiny target's size.
+REDUCERS = ((4, 4096), (4, 256))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``ok`` is False where a server would not start or be wrong."""
+
+    subject: str
+    found: str
+    ok: bool
+
+
+def sglang_version() -> str:
+    """The installed SGLang; raises ``SeamError`` for another than the pinned one."""
+    seams.check_version()
+    return f"{SGLANG_VERSION}, with sglang-hyperdflash {__version__}"
+
+
+def hooks() -> str:
+    """Load the plugins as SGLang does, import everything that is hooked, look at every seam.
+
+    Raises:
+        SeamError: the plugin was not loaded, or a seam is not in place.
+    """
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    for seam in seams.recorded():
+        importlib.import_module(seam.module)
+    seams.check_installed()
+    return f"{len(seams.recorded())} hooks in place, each on the source it was written for"
+
+
+def platform() -> str:
+    """The platform that SGLang chose."""
+    from sglang.srt.platforms import current_platform
+
+    chosen = repr(current_platform)
+    if torch.cuda.is_available():
+        return f"{chosen}: {torch.cuda.get_device_name()}"
+    return f"{chosen}: torch finds no CUDA device"
+
+
+def kernels() -> str:
+    """Compare the reducer as it would serve with the fp32 reference.
+
+    Raises:
+        RuntimeError: it is further off than rounding explains.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for m, d in REDUCERS:
+        reducer = HCGateReducer(m, d, rms_eps=1e-6, hc_eps=1e-6, path_norm=True).to(device)
+        reducer.randomise()
+        check_kernels(reducer, torch.ones(d, device=device, dtype=dtype))
+    sizes = ", ".join(f"{m} x {d}" for m, d in REDUCERS)
+    return (
+        f"{'triton' if device == 'cuda' else 'torch'} reducer agrees with the reference ({sizes})"
+    )
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "sglang": sglang_version,
+    "seams": hooks,
+    "platform": platform,
+    "kernels": kernels,
+}
+
+
+def examine() -> list[Finding]:
+    """Every check; one that fails does not stop the others."""
+    findings = []
+    for subject, check in CHECKS.items():
+        try:
+            findings.append(Finding(subject, check(), True))
+        except (HyperDFlashError, ImportError, RuntimeError) as error:
+            findings.append(Finding(subject, str(error), False))
+    names = sorted(name for name in os.environ if name.startswith(("HYPERDFLASH_", "SGLANG_PL")))
+    given = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return [*findings, Finding("environment", given or "no variable of ours is set", True)]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 2 when one of them is wrong."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    findings = examine()
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.found}")
+    return 0 if all(finding.ok for finding in findings) else 2
+
+
+def add_parser(commands) -> None:
+    """Register ``check`` and its arguments."""
+    parser = commands.add_parser(
+        "check", help="say whether this installation can serve", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)

@@ -1,0 +1,95 @@
+"""How much memory a server on the CPU platform has: its own affair, not its neighbours'.
+
+SGLang sizes a pool of K/V from the difference of free memory before and after loading. On a CPU
+it reads the host's free memory, so that whatever any process allocates meanwhile looks like ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+
+import psutil
+
+from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+logger = logging.getLogger(__name__)
+
+# GiB of K/V of a server that was given no --max-total-tokens.
+KV_GIB = "HYPERDFLASH_CPU_KV_GIB"
+DEFAULT_KV_GIB = 1.0
+GIB = 1 << 30
+
+
+def memory_of_this_process() -> int:
+    """Bytes of the machine, or of its control group, less what this process holds.
+
+    Seam: ``get_free_cpu_memory``, which SGLang reads for the device ``cpu`` only.
+    """
+    from sglang.srt.utils.common import get_instance_memory_status
+
+    limit = get_instance_memory_status("/sys/fs/cgroup/memory.max")
+    total = psutil.virtual_memory().total
+    own = psutil.Process().memory_info().rss
+    return max(0, (total if limit is None else min(total, limit)) - own)
+
+
+def kv_limit() -> int:
+    """Bytes that a pool of K/V may take unless the user gave its size in tokens.
+
+    Raises:
+        HyperDFlashConfigError: ``HYPERDFLASH_CPU_KV_GIB`` is not a positive number.
+    """
+    text = os.environ.get(KV_GIB, str(DEFAULT_KV_GIB))
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib < math.inf:
+        raise HyperDFlashConfigError(
+            f"{KV_GIB} must be a positive number of GiB, found {text!r}; the default is "
+            f"{DEFAULT_KV_GIB:g}."
+        )
+    return int(gib * GIB)
+
+
+def bound_kv(result: int, self, pre_model_load_memory) -> int:
+    """Do not take most of a machine for the K/V of a small model.
+
+    Seam: ``KVCacheConfigurator._profile_available_bytes``; with ``--max-total-tokens`` that rules.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    limit = kv_limit()
+    if get_schedule().max_total_tokens is not None or result <= limit:
+        return result
+    logger.info(
+        "K/V on the CPU platform: %.2f GiB of the %.2f GiB that --mem-fraction-static allows; "
+        "%s or --max-total-tokens changes that.",
+        limit / GIB,
+        result / GIB,
+        KV_GIB,
+    )
+    return limit
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.utils.common:get_free_cpu_memory",
+        "replace",
+        memory_of_this_process,
+        (),
+        "eea369dced06",
+        "the host's free memory depends on every other process",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
+        "after",
+        bound_kv,
+        ("self", "pre_model_load_memory"),
+        "6ec7533cd782",
+        "a CPU platform would give most of the machine to the K/V of a tiny model",
+    ),
+)

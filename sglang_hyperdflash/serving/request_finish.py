@@ -1,0 +1,52 @@
+"""Where a request ends inside a block: at the token where decoding one by one would end it.
+
+SGLang looks at a whole accepted block at once: for the first *listed* stop string in it, not the
+earliest, and for strings before stop tokens, whichever came first.
+"""
+
+from __future__ import annotations
+
+from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving.sampling_seams import worker_is_ours
+
+
+def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:
+    """Let SGLang look at the accepted tokens one at a time, and stop at the first that ends it.
+
+    Seam: ``Req.update_finish_state``. Without stop strings and regexes SGLang's own check already
+    finds the earliest stop token. The cost is one decoded tail a token, as without speculation.
+    """
+    n, params = new_accepted_len, self.sampling_params
+    alone = n < 2 or self.finished() or self.to_finish
+    if alone or not worker_is_ours() or not (params.stop_strs or params.stop_regex_strs):
+        return original(self, n)
+    accepted = list(self.output_ids[-n:])
+    del self.output_ids[-n:]
+    # The grammar has accepted the whole block: it may speak of the last token only.
+    grammar, self.grammar = self.grammar, None
+    try:
+        for i, token in enumerate(accepted, 1):
+            self.output_ids.append(token)
+            if i == n:
+                self.grammar = grammar
+            original(self, 1)
+            if self.finished():
+                if self.finished_len is None:
+                    self.finished_len = len(self.output_ids)
+                self.output_ids.extend(accepted[i:])
+                return None
+    finally:
+        self.grammar = grammar
+    return None
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.managers.schedule_batch:Req.update_finish_state",
+        "around",
+        finish_token_by_token,
+        ("self", "new_accepted_len"),
+        "e351e67cbe30",
+        "of several stop conditions in one block the earliest must win, as without speculation",
+    ),
+)

@@ -1,0 +1,63 @@
+"""A server's pool depends on the server alone, whatever else runs on the machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from sglang_hyperdflash.cpu.pool_log import logged_pools
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+
+NEIGHBOUR_BYTES = 6 << 30
+
+
+def neighbour() -> None:
+    """Take memory step by step while the servers size their pools, and give it back."""
+    taken = []
+    while True:
+        taken.append(bytearray(b"x") * (NEIGHBOUR_BYTES // 24))
+        if len(taken) == 24:
+            taken.clear()
+        time.sleep(1)
+
+
+def pools_beside_a_neighbour(target_dir, drafter_dir, folder) -> list[tuple[int, ...]]:
+    """Slots of every pool of two servers that start together."""
+    process = multiprocessing.get_context("spawn").Process(target=neighbour, daemon=True)
+    process.start()
+    try:
+        with ExitStack() as stack:
+            servers = [
+                stack.enter_context(
+                    Server(target_dir, *arguments, "--dtype", "float32", log=folder / f"{i}.log")
+                )
+                for i, arguments in enumerate(((), hyperdflash_arguments(drafter_dir)))
+            ]
+            for server in servers:
+                server.wait(900)
+            return [tuple(p.slots for p in logged_pools(s.log.read_text())) for s in servers]
+    finally:
+        process.kill()
+
+
+def test_two_servers_beside_a_greedy_neighbour_get_a_bounded_pool(
+    target_dir, drafter_dir, tmp_path
+):
+    """One GiB of K/V of an 8 M-parameter target, not most of the machine."""
+    plain, hyper = pools_beside_a_neighbour(target_dir, drafter_dir, tmp_path)
+    # Five layers of one K/V head of 64 in fp32, K and V: 2,560 bytes per token.
+    assert plain[0] == pytest.approx((1 << 30) / 2560, rel=0.01)
+    assert len(hyper) == 2 and 0 < hyper[0] < plain[0]
+    assert "K/V on the CPU platform: 1.00 GiB of the" in (tmp_path / "0.log").read_text()
+
+
+@pytest.mark.slow
+def test_twenty_starts_give_the_same_pools(target_dir, drafter_dir, tmp_path):
+    found = {
+        tuple(pools_beside_a_neighbour(target_dir, drafter_dir, tmp_path / str(i)))
+        for i in range(20)
+    }
+    assert len(found) == 1, found

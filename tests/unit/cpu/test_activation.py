@@ -1,0 +1,85 @@
+"""The CPU platform stays out of the way of real hardware, of neighbours and of a user's choices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from sglang_hyperdflash.cpu import activation, memory
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+
+def test_a_machine_without_any_accelerator_gets_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert activation.activate() == "sglang_hyperdflash.cpu.platform:TorchCpuPlatform"
+
+
+def test_a_machine_with_an_accelerator_that_is_not_cuda_does_not(monkeypatch):
+    """SGLang asks out-of-tree platforms before its own NPU, XPU, MUSA and MPS."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert activation.activate() is None
+
+
+def test_sglangs_own_cpu_engine_goes_first(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert activation.activate() is None
+
+
+def test_sglang_finds_the_platform_by_its_entry_point():
+    code = (
+        "from sglang.srt.platforms import current_platform as p; print(type(p).__name__, p._enum)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    expected = "CudaSRTPlatform" if torch.cuda.is_available() else "TorchCpuPlatform"
+    assert expected in done.stdout or expected in done.stderr, done.stderr[-2000:]
+
+
+def test_threads_are_calm_unless_the_user_chose(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    activation.calm_threads()
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("5", "PASSIVE")
+
+
+def test_a_neighbours_gigabyte_is_not_ours(monkeypatch):
+    """The host's free memory falls; what we may take does not, until we take something."""
+    real = psutil.virtual_memory()
+    before = memory.memory_of_this_process()
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: real._replace(available=real.available - (6 << 30))
+    )
+    assert abs(memory.memory_of_this_process() - before) < 64 << 20
+    kept = torch.ones(64 << 20)  # 256 MiB
+    assert before - memory.memory_of_this_process() > 200 << 20
+    del kept
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "much", "nan", "inf"])
+def test_a_wrong_limit_is_named(monkeypatch, text):
+    monkeypatch.setenv(memory.KV_GIB, text)
+    with pytest.raises(HyperDFlashConfigError, match=r"positive number of GiB, found .*is 1\."):
+        memory.kv_limit()
+
+
+@pytest.mark.parametrize(
+    "max_total_tokens, free, expected",
+    [(None, 13 << 30, 1 << 30), (None, 5 << 20, 5 << 20), (4096, 13 << 30, 13 << 30)],
+)
+def test_the_pool_is_bounded_unless_its_size_was_given(
+    monkeypatch, max_total_tokens, free, expected
+):
+    from types import SimpleNamespace
+
+    from sglang.srt import runtime_context
+
+    schedule = SimpleNamespace(max_total_tokens=max_total_tokens)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    monkeypatch.delenv(memory.KV_GIB, raising=False)
+    assert memory.bound_kv(free, None, None) == expected

@@ -1,0 +1,128 @@
+"""A request ends inside a block where one-by-one decoding would end it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+from sglang_hyperdflash.serving import sampling_seams
+from sglang_hyperdflash.serving.request_finish import finish_token_by_token
+
+TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun is up again.\n"
+ORIGINAL = Req.update_finish_state
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir):
+    return get_tokenizer(str(target_dir))
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    monkeypatch.setattr(sampling_seams, "_worker", object())
+
+
+def finished(tokenizer, tokens, blocks, check, **sampling):
+    """Finish reason, emitted tokens, and what was said at the end, of a request fed in blocks."""
+    params = SamplingParams(max_new_tokens=sampling.pop("max_new_tokens", 200), **sampling)
+    params.normalize(tokenizer)
+    req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
+    req.tokenizer, at = tokenizer, 0
+    for size in blocks:
+        block = tokens[at : at + size]
+        at += len(block)
+        req.output_ids.extend(block)
+        check(req, len(block))
+        if req.finished() or at == len(tokens):
+            break
+    reason = req.finished_reason.to_json() if req.finished() else None
+    return reason, list(req.output_ids_through_stop)
+
+
+def ours_check(req, n):
+    finish_token_by_token(ORIGINAL, req, n)
+
+
+def case(draw: random.Random, tokenizer) -> tuple[list[int], dict]:
+    """A text and a mix of stop conditions, many of which fall into one block."""
+    words = TEXT.split(" ")
+    draw.shuffle(words)
+    tokens = tokenizer.encode(" ".join(words), add_special_tokens=False)
+    strings = draw.sample(["\n", "is", "the", "at", "s ", "e cat", "?", "warm", "zzz"], 3)
+    regexes = draw.sample([r"t[hi]", r"\.$", r"[A-Z]", r"s\W"], 1)
+    sampling = draw.choice(
+        [
+            {"stop": strings},
+            {"stop": strings, "stop_token_ids": draw.sample(tokens, 2)},
+            {"stop_regex": regexes},
+            {"stop": strings, "stop_regex": regexes, "stop_token_ids": draw.sample(tokens, 1)},
+            {"stop": strings, "max_new_tokens": draw.randint(1, 20)},
+            {"stop_token_ids": draw.sample(tokens, 2)},
+        ]
+    )
+    return tokens, sampling
+
+
+def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer):
+    draw = random.Random(0)
+    reasons, differs = set(), 0
+    for _ in range(300):
+        tokens, sampling = case(draw, tokenizer)
+        blocks = [draw.randint(1, 7) for _ in tokens]
+        expected = finished(tokenizer, tokens, [1] * len(tokens), ORIGINAL, **sampling)
+        found = finished(tokenizer, tokens, blocks, ours_check, **sampling)
+        assert found == expected, (sampling, blocks)
+        reasons.add((expected[0] or {}).get("type"))
+        differs += finished(tokenizer, tokens, blocks, ORIGINAL, **sampling) != expected
+    assert reasons >= {"stop", "length"}
+    assert differs > 20, "SGLang's own check was right: the seam is not needed"
+
+
+def test_the_earliest_string_wins_not_the_first_listed(tokenizer):
+    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
+    sampling = {"stop": ["\n", "is", "the"]}
+    reason, emitted = finished(tokenizer, tokens, [len(tokens)], ours_check, **sampling)
+    assert reason["matched"] == "the"
+    assert tokenizer.decode(emitted).endswith("the")
+    wrong = finished(tokenizer, tokens, [len(tokens)], ORIGINAL, **sampling)
+    assert wrong[0]["matched"] == "is"
+
+
+def test_what_the_block_held_behind_the_end_stays_for_the_cache(tokenizer):
+    """SGLang frees K/V by what was accepted, not by what was emitted."""
+    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
+    params = SamplingParams(max_new_tokens=50, stop=["the"])
+    params.normalize(tokenizer)
+    req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
+    req.tokenizer = tokenizer
+    req.output_ids.extend(tokens)
+    ours_check(req, len(tokens))
+    assert list(req.output_ids) == tokens and 0 < req.finished_len < len(tokens)
+
+
+def test_other_algorithms_keep_sglangs_check(tokenizer, monkeypatch):
+    monkeypatch.setattr(sampling_seams, "_worker", None)
+    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
+    found = finished(tokenizer, tokens, [len(tokens)], ours_check, stop=["\n", "is", "the"])
+    assert found[0]["matched"] == "is"
+
+
+def test_a_grammar_speaks_of_the_last_token_only(tokenizer):
+    class Done:
+        def is_terminated(self):
+            return True
+
+    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
+    params = SamplingParams(max_new_tokens=50, stop=["zzz"])
+    params.normalize(tokenizer)
+    req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
+    req.tokenizer, req.grammar = tokenizer, Done()
+    req.output_ids.extend(tokens)
+    ours_check(req, len(tokens))
+    assert req.finished() and list(req.output_ids_through_stop) == tokens
+    assert isinstance(req.grammar, Done)

@@ -1,0 +1,92 @@
+"""Imports of the product go downwards only: a package may import those before it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PRODUCT = "sglang_hyperdflash"
+# Packages of one tuple do not import each other.
+LAYERS = (
+    (PRODUCT,),
+    (f"{PRODUCT}.tools",),
+    (f"{PRODUCT}.seams",),
+    ("triton_ops",),
+    (f"{PRODUCT}.draft",),
+    (f"{PRODUCT}.targets",),
+    (f"{PRODUCT}.portable",),
+    (f"{PRODUCT}.serving", f"{PRODUCT}.training"),
+    (f"{PRODUCT}.cpu", f"{PRODUCT}.commands", "eval"),
+    (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def room(module: str) -> str | None:
+    """The package of the table that a module belongs to, or None for one of others."""
+    parts = module.split(".")
+    found = [".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in LEVEL]
+    return found[0] if found else None
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # A module imported by name from its package.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+FILES = sorted(
+    path for folder in (PRODUCT, "triton_ops", "eval") for path in (ROOT / folder).rglob("*.py")
+)
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+def target(name: str) -> str | None:
+    """The module of ours that an imported name is, or is in."""
+    return next((n for n in (name, name.rpartition(".")[0]) if n in MODULES), None)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_import_climbs(module):
+    own = room(module)
+    assert own is not None, f"{module} is in no layer"
+    for name in filter(None, map(target, imports(MODULES[module]))):
+        other = room(name)
+        climbs = other != own and LEVEL[other] >= LEVEL[own]
+        assert not climbs, f"{module} ({own}) imports {name} ({other})"
+
+
+def test_no_circle_even_inside_a_package():
+    arrows = {
+        module: {n for n in map(target, imports(path)) if n and n != module}
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail, module))
+        if module not in done:
+            for other in sorted(arrows[module]):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in sorted(arrows):
+        visit(module, ())
+
+
+def test_the_package_itself_holds_four_files():
+    found = {path.name for path in (ROOT / PRODUCT).glob("*.py")}
+    assert found == {"__init__.py", "cli.py", "plugin.py", "seams.py"}

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import Seam
 
-if TYPE_CHECKING:
-    from sglang_hyperdflash.serving.sampled_worker import SampledWorker
-
-_worker: SampledWorker | None = None
+# The SampledWorker of this process.
+_worker: Any = None
 
 BROKEN_MESSAGE = (
     "the target's logits at output token {at} hold a NaN or infinity, or nothing finite; the "
@@ -26,8 +24,8 @@ BROKEN_MESSAGE = (
 )
 
 
-def serve(worker: SampledWorker) -> None:
-    """From now on this process samples with ``worker``."""
+def serve(worker: Any) -> None:
+    """From now on this process samples with ``worker``, a ``SampledWorker``."""
     global _worker
     _worker = worker
 

@@ -119,7 +119,8 @@ def install_plugin(folder: Path, name: str, source: str) -> dict[str, str]:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 0\n")
     entry = f"[sglang.srt.plugins]\n{name} = {name}_plugin:load\n"
     (info / "entry_points.txt").write_text(entry)
-    return {"PYTHONPATH": str(folder)}
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def greedy(server: Server, prompt: list[int], max_new_tokens: int = NEW_TOKENS, **options) -> dict:

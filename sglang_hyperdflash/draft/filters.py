@@ -63,16 +63,6 @@ class Sampling:
         )
 
 
-def plain(rows: int, device: torch.device | str = "cpu") -> Sampling:
-    """Temperature 1 without filters."""
-    return Sampling(
-        torch.ones(rows, device=device),
-        torch.full((rows,), 1 << 30, device=device),
-        torch.ones(rows, device=device),
-        torch.zeros(rows, device=device),
-    )
-
-
 def kept(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Which entries of ``probs [N, V]`` the filters keep, bool; on any device, may wait for it."""
     if sampling.need_min_p:

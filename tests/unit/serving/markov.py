@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_hyperdflash.draft.filters import Sampling, plain
+from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
 from sglang_hyperdflash.serving.exact import Draws, Sharpness, Verdict, verify_block, weights_of
 from triton_ops.gumbel import gumbel_argmax_reference
@@ -102,7 +102,6 @@ def alone(model: Markov, sampling: Sampling, seeds: torch.Tensor, tokens: int) -
 
 def one(**values: float) -> Sampling:
     """The parameters of one request."""
-    base = plain(1)
     return Sampling(
         torch.tensor([float(values.get("temperature", 1.0))]),
         torch.tensor([int(values.get("top_k", 1 << 30))]),
@@ -111,5 +110,4 @@ def one(**values: float) -> Sampling:
         "top_k" in values,
         "top_p" in values,
         "min_p" in values,
-        base.top_p_after_top_k,
     )

@@ -51,7 +51,7 @@ pd-test: setup
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest tests/unit/triton_ops/test_gate_kernels.py
+	$(BIN)/python -m pytest tests/unit/triton_ops/test_gate_kernels.py tests/unit/triton_ops/test_gumbel_kernel.py
 
 bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels

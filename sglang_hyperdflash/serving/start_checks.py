@@ -57,17 +57,11 @@ UNSUPPORTED = (
         "drop --enable-hierarchical-cache",
     ),
     ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
-    (
-        "enable_deterministic_inference",
-        bool,
-        "verification draws from a shared generator, not from request seeds",
-        "drop --enable-deterministic-inference",
-    ),
     ("speculative_adaptive", bool, "the block size is fixed by training", "drop the flag"),
     (
         "speculative_use_block_verification",
         bool,
-        "drafts are point masses; token-wise verification is already optimal",
+        "verification is coupled or token-wise, by each request's seed",
         "drop the flag",
     ),
     (

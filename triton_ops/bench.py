@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from sglang_hyperdflash.tools.provenance import provenance
+from triton_ops import bench_draw
 from triton_ops.bench_report import plot, table
+from triton_ops.graph_timing import Call, capture, replay_us
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
 from triton_ops.hc_gate_op import reduce_cuda
 
@@ -35,7 +37,6 @@ SIZES = ("4x4096", "4x7168")
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 L2_BYTES = 128 << 20
 MEMORY_BYTES = 24 << 30
-Call = Callable[[int], Any]
 
 
 def traffic_bytes(n: int, m: int, d: int, itemsize: int = 2) -> int:
@@ -125,31 +126,6 @@ class Case:
         return ((found - exact).norm() / exact.norm()).item()
 
 
-def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls`` calls over rotating inputs, warmed up."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(3):
-            call(i)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i)
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Microseconds per call of one replay, by CUDA events."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / calls
-
-
 @torch.inference_mode()
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """One row of the results: every contender's median time with its quartiles, and ratios."""
@@ -218,9 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"no results to plot: {results} does not exist", file=sys.stderr)
         return 2
     if not options.plot_only:
-        from triton_ops.bench_draw import run as run_draw
-
-        drawn = {"rows": run_draw(options.rounds), "provenance": provenance()}
+        drawn = {"rows": bench_draw.run(options.rounds), "provenance": provenance()}
         (options.out / "draw.json").write_text(json.dumps(drawn, indent=1))
     rows = json.loads(results.read_text())["rows"]
     print(table(rows))

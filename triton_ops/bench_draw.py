@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from triton_ops.graph_timing import capture, replay_us
 from triton_ops.gumbel import gumbel_argmax_reference
 from triton_ops.gumbel_kernel import launch
 
@@ -50,8 +51,6 @@ def contenders(rows: int) -> dict[str, Callable[[int], Any]]:
 @torch.inference_mode()
 def run(rounds: int) -> list[dict[str, Any]]:
     """One row for each number of requests: medians in microseconds, rounds interleaved."""
-    from triton_ops.bench import capture, replay_us
-
     results = []
     for requests in REQUESTS:
         graphs = {name: capture(call, 2) for name, call in contenders(BLOCK * requests).items()}

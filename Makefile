@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint slow-test fault-test soak pd-test gpu-test bench retrain eval-tiny
+.PHONY: setup demo test lint slow-test fault-test soak pd-test gpu-test bench retrain eval-tiny figures
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -13,15 +13,15 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot,eval]'
 	touch $@
 
 demo: setup
 	$(BIN)/hyperdflash demo
 
-# Two files at a time: engine tests mostly wait for servers of one thread each.
+# Two files at a time, engine tests first: they mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not faults and not disaggregation" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not faults and not disaggregation" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .
@@ -57,4 +57,8 @@ retrain: setup
 eval-tiny: setup
 	$(BIN)/python examples/tiny_deepseek_v4/held_out_prompts.py --data-dir $(DATA)/train \
 		--out build/held_out
-	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out eval/results/tiny
+	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out build/eval-tiny
+
+# The figures of README and docs, and README's table, from eval/results/tiny/results.json.
+figures: setup
+	$(BIN)/python docs/figures/draw.py

@@ -99,6 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-if __name__ == "__main__":
+def entry(argv: list[str] | None = None) -> int:
+    """:func:`main` as a process of its own: a SIGTERM stops its servers, too."""
     signal.signal(signal.SIGTERM, _terminated)
-    raise SystemExit(main())
+    return main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

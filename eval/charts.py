@@ -96,7 +96,7 @@ def draw(name: str, title: str, paint: Callable[[Any], None], panels: int = 1) -
         r' id="(?:figure|axes|patch|line2d|text|matplotlib|legend|xtick|ytick)[^"]*"', "", svg
     )
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    svg = re.sub(r"\s+", " ", svg).replace("> <", ">\n<").strip() + "\n"
     head, body = svg.split(">", 1)
     head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
     escaped = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")

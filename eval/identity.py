@@ -8,7 +8,7 @@ may change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from sglang_hyperdflash.tools.jsonl import ResumableWriter
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
 # the largest logits lie, its numbers are 0.125 apart; the hidden states before them round as well.
 TIE_GAPS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
-UNKNOWN_DTYPE = "bfloat16"  # SGLang's ``auto`` gives it to every checkpoint that is not float16
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,35 @@ def key_of(cell: Cell, difference: Difference) -> list[Any]:
     return [cell.folder, d.prompt, d.turn, d.position, d.expected, d.found]
 
 
+def auto_dtype(config: Mapping[str, Any]) -> str:
+    """What SGLang's ``--dtype auto`` makes of a checkpoint's ``config.json``."""
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    stored = stored.removeprefix("torch.")
+    if stored == "float32":
+        return "bfloat16" if str(config.get("model_type", "")).startswith("gemma") else "float16"
+    return stored
+
+
 def data_type(url: str) -> str:
-    """The data type of a server's model; raises ``requests.RequestException``."""
+    """The data type of a server's model, a key of ``TIE_GAPS``.
+
+    Raises:
+        requests.RequestException: the server does not answer.
+        OSError, KeyError: the config of a model started with ``--dtype auto`` cannot be read, or
+            the type is another.
+    """
     reply = requests.get(f"{url}/server_info", timeout=60)
     reply.raise_for_status()
-    found = str(reply.json().get("dtype", "auto")).removeprefix("torch.")
-    names = {"half": "float16", "float": "float32"}
-    return names.get(found, found if found in TIE_GAPS else UNKNOWN_DTYPE)
+    info = reply.json()
+    found = str(info["dtype"])
+    if found == "auto":
+        from transformers import PretrainedConfig
+
+        found = auto_dtype(PretrainedConfig.get_config_dict(info["model_path"])[0])
+    found = {"half": "float16", "float": "float32"}.get(found, found)
+    if found not in TIE_GAPS:
+        raise KeyError(f"no tie gap is known for the data type {found}")
+    return found
 
 
 def logit_gap(
@@ -131,10 +152,10 @@ def _found(plan: Plan) -> Iterator[tuple[Cell, dict[str, Any], Difference]]:
         target = reference_unit(plan, cell) if cell.temperature == 0 else None
         if target is None:
             continue
-        for method in plan.methods:
+        for method in (m for m in plan.methods if m.name != BASELINE):
             for i in range(plan.rounds):
                 unit = read_sealed(plan.unit(cell, method.name, i))
-                if unit is None or "error" in unit or (method.name == BASELINE and unit == target):
+                if unit is None or "error" in unit:
                     continue
                 for difference in differences(target, unit):
                     yield cell, target, difference
@@ -156,18 +177,17 @@ def measure_gaps(plan: Plan, servers: Servers) -> str | None:
         return None
     with ResumableWriter(plan.out / DIFFERENCES, seal=True) as writer:
         known = {repr(record["key"]) for record in writer.records}
+        asked = [entry for name, entry in todo.items() if name not in known]
         baseline = next(m for m in plan.methods if m.name == BASELINE)
         try:
-            for name, (cell, target, difference) in todo.items():
-                if name in known:
-                    continue
+            dtype = data_type(servers.url(baseline)) if asked else ""
+            for cell, target, difference in asked:
                 url = servers.url(baseline)
-                dtype = data_type(url)
                 turns = plan.prompts[cell.benchmark][difference.prompt]
                 answer = target["answers"][difference.prompt]
                 gap = logit_gap(url, turns, answer, difference, plan.sampling(cell))
                 record = {"key": key_of(cell, difference), "gap": gap}
                 writer.append({**record, "dtype": dtype, "tie_gap": TIE_GAPS[dtype]})
-        except (requests.RequestException, ServerFailed, LookupError, ValueError) as error:
+        except (requests.RequestException, ServerFailed, OSError, LookupError, ValueError) as error:
             return f"{type(error).__name__}: {one_line(error)}"[:300]
     return None

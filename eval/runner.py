@@ -20,8 +20,9 @@ from eval.errors import EvalError, one_line
 from eval.methods import BASELINE, NOISE, Method
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
+from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server, ServerFailed
+from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval run"
 # What this command keeps in its folder; the serving study has a folder of its own inside.
@@ -72,6 +73,7 @@ class Plan:
             "server_args": list(self.server_args),
             "template_args": self.template_args,
             "one server at a time": not self.together,
+            "threads": self.threads,
         }
 
     def sampling(self, cell: Cell) -> Sampling:

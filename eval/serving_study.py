@@ -22,8 +22,9 @@ from eval.runner import read_sealed
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed, short_hash
+from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server, ServerFailed
+from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval serving"
 FOLDER, RESULT = "serving", "serving.json"
@@ -64,6 +65,7 @@ class Study:
             "prompts_per_level": self.prompts_per_level,
             "max_new_tokens": self.max_new_tokens,
             "server_args": list(self.server_args),
+            "threads": self.threads,
         }
 
 

@@ -31,7 +31,11 @@ from sglang_hyperdflash.tools.acceptance import (
     position_acceptance,
 )
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
@@ -42,8 +46,6 @@ from sglang_hyperdflash.training.trainer import Trainer
 from train_drafter import DFLASH_LAYERS, new_drafter
 
 HERE = Path(__file__).resolve().parent
-SERVER = ("--dtype", "float32", "--mem-fraction-static", "0.2", "--max-total-tokens", "16384")
-SERVER += ("--sleep-on-idle", "--log-level", "warning")
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def serve(args: argparse.Namespace) -> None:
     log = args.work / "server.log"
     path = args.work / "target.json"
     if not path.is_file():
-        with Server(args.target, *SERVER, log=log).wait() as server:
+        with Server(args.target, *comparable_arguments(), log=log).wait() as server:
             answers = {k: ask_all(server, p, args.concurrency) for k, p in prompts.items()}
         path.write_text(
             json.dumps({k: [a["output_ids"] for a in given] for k, given in answers.items()})
@@ -168,7 +170,7 @@ def serve(args: argparse.Namespace) -> None:
         if not (folder / "trained.json").is_file() or (folder / "served.json").is_file():
             continue
         draft = hyperdflash_arguments(folder / "drafter")
-        with Server(args.target, *SERVER, *draft, log=log).wait() as server:
+        with Server(args.target, *comparable_arguments(), *draft, log=log).wait() as server:
             answers = {k: ask_all(server, p, args.concurrency) for k, p in prompts.items()}
         found = measure(answers, expected) | {"provenance": provenance()}
         (folder / "served.json").write_text(json.dumps(found, indent=2) + "\n")

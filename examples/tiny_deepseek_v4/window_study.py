@@ -25,7 +25,11 @@ from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, counters
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
 from sglang_hyperdflash.training.drafter import Drafter, with_window
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
@@ -34,8 +38,7 @@ from sglang_hyperdflash.training.samples import FeatureCache
 from sglang_hyperdflash.training.trainer import Trainer
 
 HERE = Path(__file__).resolve().parent
-SERVER = ("--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2")
-SERVER += ("--sleep-on-idle", "--max-running-requests", "4")
+SERVER = (*comparable_arguments(), "--max-running-requests", "4")
 NEW_TOKENS = 96
 
 

@@ -1,6 +1,6 @@
 """An SGLang attention backend in plain torch: paged K/V, sinks, windows, causal or block-wide.
 
-Serves the CPU reference platform. Every query group of one length is one batched product, so a
+Serves the CPU platform. Every query group of one length is one batched product, so a
 verify block of a batch costs few operations whatever the batch.
 """
 
@@ -13,6 +13,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_hyperdflash.portable.core import softmax_with_sinks
 
 
 @dataclass
@@ -144,8 +146,7 @@ class TorchAttention(AttentionBackend):
         if sinks is None:
             weights = scores.softmax(-1)
         else:
-            column = sinks.to(scores.dtype).view(1, kv_heads, per_kv, 1, 1)
-            column = column.expand(b, kv_heads, per_kv, n, 1).reshape(b * kv_heads, -1, 1)
-            weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+            by_head = scores.view(b, heads, n, length)
+            weights = softmax_with_sinks(by_head, sinks).view_as(scores)
         output = torch.bmm(weights, v).view(b, kv_heads, per_kv, n, -1)
         return output.permute(0, 3, 1, 2, 4).reshape(b * n, -1)

@@ -55,6 +55,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention weights whose mass partly goes to a per-head sink that has no value.
+
+    Args:
+        scores: ``[b, heads, n, keys]``, masked with -inf. sinks: ``[heads]``, a logit each.
+    """
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
 class RotaryTable(nn.Module):
     """Complex rotations ``[max_position, rope_dim / 2]`` for interleaved pairs, fp32."""
 

@@ -102,7 +102,18 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         """Load either naming scheme; every tensor must be there, once, finite and in shape."""
         own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
         sharded = shard_rows(weights, own, total=self.config.vocab_size)
-        load_core(_Holder(self), sharded, skip=("mtp.",))
+        load_core(self.model, sharded, beside=self._own_vocabulary(), skip=("mtp.",))
+
+    def _own_vocabulary(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of embedding and LM head, under their checkpoint names."""
+        rows = {}
+        for name in VOCABULARY:
+            layer = getattr(self, name)
+            own = vocabulary_rows(layer)
+            # A shard may be padded; the checkpoint fills the leading rows.
+            layer.weight.data[own.stop - own.start :] = 0
+            rows[f"{name}.weight"] = layer.weight[: own.stop - own.start]
+        return rows
 
 
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -115,26 +126,6 @@ def vocabulary_rows(layer: VocabParallelEmbedding) -> slice:
     """
     indices = layer.shard_indices
     return slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
-
-
-class _Holder:
-    """Presents core, embedding and LM head under one flat set of checkpoint names.
-
-    Of the last two, this rank's rows.
-    """
-
-    def __init__(self, owner: PortableDeepSeekV4ForCausalLM) -> None:
-        self.owner = owner
-
-    def named_parameters(self):
-        yield from self.owner.model.named_parameters()
-        # A shard may be padded; the checkpoint fills the leading rows.
-        for name in VOCABULARY:
-            layer = getattr(self.owner, name)
-            own = vocabulary_rows(layer)
-            rows = own.stop - own.start
-            layer.weight.data[rows:] = 0
-            yield f"{name}.weight", layer.weight[:rows]
 
 
 EntryClass = PortableDeepSeekV4ForCausalLM

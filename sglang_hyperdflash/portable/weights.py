@@ -37,17 +37,22 @@ def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.
 
 @torch.no_grad()
 def load_core(
-    module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *, skip: tuple[str, ...] = ()
+    module: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    beside: Mapping[str, torch.Tensor] | None = None,
+    skip: tuple[str, ...] = (),
 ) -> None:
-    """Fill ``module`` (a core, or a holder of one) and demand every tensor, with its shape.
+    """Fill a core, and what its owner holds beside it, and demand every tensor, with its shape.
 
     Args:
+        beside: checkpoint names to parameters outside the core: embedding, LM head.
         skip: name prefixes that are not part of this module (``mtp.``).
 
     Raises:
         HyperDFlashConfigError: an unknown, misshapen, missing or non-finite tensor.
     """
-    parameters = dict(module.named_parameters())
+    parameters = dict(module.named_parameters()) | dict(beside or {})
     filled = {name: 0 for name in parameters}
     for source, tensor in weights:
         name = core_name(source)

@@ -1,1 +1,1 @@
-"""What every command shares: errors, files that are never half written, folders with one owner."""
+"""What commands, training, serving and the comparison share; torch at most."""

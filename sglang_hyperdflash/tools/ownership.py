@@ -105,19 +105,30 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as ``{"section.name": value}``."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+    return flat
+
+
 def _differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """The settings that differ, in words, three at most."""
+    before, now = _flat(found), _flat(asked)
     absent = object()
     names = [
         name
-        for name in dict.fromkeys([*asked, *found])
-        if found.get(name, absent) != asked.get(name, absent)
+        for name in dict.fromkeys([*now, *before])
+        if before.get(name, absent) != now.get(name, absent)
     ]
 
     def value(settings: Mapping[str, Any], name: str) -> str:
         return _shown(settings[name]) if name in settings else "nothing"
 
-    parts = [f"{n} was {value(found, n)}, now {value(asked, n)}" for n in names[:3]]
+    parts = [f"{n} was {value(before, n)}, now {value(now, n)}" for n in names[:3]]
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""
     return "; ".join(parts) + more
 

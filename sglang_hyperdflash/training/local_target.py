@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.portable.core import DeepseekV4Core
+from sglang_hyperdflash.portable.core import DeepseekV4Core, softmax_with_sinks
 from sglang_hyperdflash.portable.weights import load_core
 from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
@@ -46,8 +46,7 @@ class DenseCache:
             q = q.view(batch, n, heads, d).transpose(1, 2).reshape(batch, heads * n, d)
             scores = (q.float() @ keys.transpose(1, 2) * scaling).view(batch, heads, n, visible)
             scores = scores.masked_fill(~mask.unsqueeze(1), float("-inf"))
-            column = sinks.float().view(1, heads, 1, 1).expand(batch, heads, n, 1)
-            weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+            weights = softmax_with_sinks(scores, sinks)
             output = weights.reshape(batch, heads * n, visible) @ keys
             output = output.view(batch, heads, n, d).transpose(1, 2)
             return output.reshape(batch * n, heads, d).to(kv.dtype)
@@ -64,7 +63,8 @@ class LocalTarget(nn.Module):
         self.core = DeepseekV4Core(self.config)
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-        load_core(_Flat(self), _read_safetensors(Path(folder)), skip=("mtp.",))
+        borrowed = {f"{n}.weight": getattr(self, n).weight for n in ("embed_tokens", "lm_head")}
+        load_core(self.core, _read_safetensors(Path(folder)), beside=borrowed, skip=("mtp.",))
         self.requires_grad_(False)
         self.eval()
         self.scaling = self.config.head_dim**-0.5
@@ -172,18 +172,6 @@ class LocalTarget(nn.Module):
     def _norm(self, state: torch.Tensor) -> torch.Tensor:
         size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
         return F.rms_norm(state, size, self.core.norm, eps)
-
-
-class _Flat:
-    """Core, embedding and LM head under one flat set of names."""
-
-    def __init__(self, target: LocalTarget) -> None:
-        self.target = target
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.target.core.named_parameters()
-        yield "embed_tokens.weight", self.target.embed_tokens.weight
-        yield "lm_head.weight", self.target.lm_head.weight
 
 
 def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

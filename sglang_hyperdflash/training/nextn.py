@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
+from sglang_hyperdflash.portable.core import softmax_with_sinks
 from sglang_hyperdflash.portable.nextn_core import NextNCore
 from sglang_hyperdflash.portable.weights import NEXTN_PREFIX
 from sglang_hyperdflash.tools.atomic import replacing
@@ -38,8 +39,7 @@ def causal_attend(batch: int, n: int, scaling: float):
         keys = kv.view(batch, 1, n, d)
         q = q.view(batch, n, heads, d).transpose(1, 2)
         scores = (q @ keys.transpose(2, 3) * scaling).float().masked_fill(hidden, float("-inf"))
-        column = sinks.float().view(1, heads, 1, 1).expand(batch, heads, n, 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1].to(keys.dtype)
+        weights = softmax_with_sinks(scores, sinks).to(keys.dtype)
         return (weights @ keys).transpose(1, 2).reshape(batch * n, heads, d)
 
     return attend

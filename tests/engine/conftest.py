@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 
-COMMON = ("--mem-fraction-static", "0.2", "--sleep-on-idle", "--log-level", "info")
+COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
-FP32 = ("--dtype", "float32", "--max-total-tokens", "32768", *COMMON)
+FP32 = (*comparable_arguments(32768, "info"), *COMMON[3:])
 NEW_TOKENS = 128
 # One bf16 step of logits between 16 and 32, the tiny target's largest.
 BF16_TIE = 0.125
@@ -163,8 +167,8 @@ def own_reference(target_server, own_prompts) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
-    """Target-only greedy tokens of the benchmark prompts, one request at a time."""
-    return ids(greedy_all(target_server, benchmark_prompts, 1))
+    """Target-only greedy tokens of the benchmark prompts."""
+    return ids(greedy_all(target_server, benchmark_prompts, 4))
 
 
 def first_difference_gaps(

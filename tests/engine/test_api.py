@@ -81,7 +81,14 @@ def test_logprobs_equal_target_only(target_server, hyper_server, own_prompts):
 
 
 def test_stop_strings_and_tokens(target_server, hyper_server, own_prompts):
-    for sampling in ({"stop": ["."]}, {"stop": ["the", "\n"]}, {"stop_token_ids": [16, 18]}):
+    """Also several that fall into one block: the earliest completion ends the answer."""
+    for sampling in (
+        {"stop": ["."]},
+        {"stop": ["\n", "is", "the"]},
+        {"stop_token_ids": [16, 18]},
+        {"stop": ["zebra", " of", "e", "a"], "stop_token_ids": [16, 18], "ignore_eos": False},
+        {"stop": ["the"], "stop_regex": ["[0-9]+", "s t"]},
+    ):
         for prompt in own_prompts[::2]:
             plain = greedy(target_server, prompt, sampling=sampling)
             drafted = greedy(hyper_server, prompt, sampling=sampling)

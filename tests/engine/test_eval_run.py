@@ -7,10 +7,13 @@ import json
 import pytest
 
 from eval.__main__ import main
+from eval.client import Sampling, converse_all, messages_before
+from eval.identity import Difference, data_type, logit_gap
 from eval.methods import Method
 from eval.serving_study import Study, run
+from sglang_hyperdflash.tools.checksum import is_intact
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import FP32
+from tests.engine.conftest import FP32, chat_ids, first_difference_gaps
 
 
 @pytest.fixture
@@ -37,6 +40,27 @@ def test_rows_hold_what_the_servers_said(target_server, hyper_server, target_dir
     assert ours["round_cost"] == pytest.approx(ours["tau"] / ours["speedup"])
 
 
+def test_a_logit_gap_is_the_target_s_own(target_server, target_dir, tokenizer, data):
+    """What the server says of two tokens equals the logits of the target's plain torch form."""
+    _, turns = data
+    greedy = Sampling(0.0, 12)
+    conversations = [[turns[0][0], turns[1][0]], turns[2]]
+    answers, _ = converse_all(target_server.url, conversations, greedy, 2)
+    assert data_type(target_server.url) == "float32"
+    for (asked, turn), at in zip(((0, 1), (1, 0)), (5, 0), strict=True):
+        answer = answers[asked].as_json()
+        expected = answer["output_ids"][turn][at]
+        difference = Difference(asked, turn, at, expected, (expected + 100) % 500)
+        gap = logit_gap(target_server.url, conversations[asked], answer, difference, greedy)
+        messages = messages_before(conversations[asked], answer["texts"], turn)
+        prompt = chat_ids(tokenizer, messages)
+        changed = [*answer["output_ids"][turn][:at], difference.found]
+        (real,) = first_difference_gaps(
+            target_dir, [prompt], [answer["output_ids"][turn][: at + 1]], [changed]
+        )
+        assert gap == pytest.approx(real, abs=2e-3) and gap > 0.05
+
+
 @pytest.mark.slow
 def test_the_serving_study_measures_load_latency_and_rounds(target_dir, drafter_dir, data):
     folder, turns = data
@@ -60,4 +84,5 @@ def test_the_serving_study_measures_load_latency_and_rounds(target_dir, drafter_
     times = content["round_ms"]["hyperdflash6"]
     assert times["rounds"] >= 10
     assert min(times["target"], times["draft"], times["scheduler"]) > 0
-    assert json.loads((folder / "out" / "serving.json").read_text()) == content
+    stored = json.loads((folder / "out" / "serving.json").read_text())
+    assert is_intact(stored) and {k: stored[k] for k in content} == content

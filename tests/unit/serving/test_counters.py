@@ -15,7 +15,6 @@ from tests.conftest import ROOT
 
 LABELS = {"model_name": "tiny", "engine_type": "unified", "tp_rank": 0}
 DASHBOARD = ROOT / "docs" / "grafana_hyperdflash.json"
-OPERATIONS = ROOT / "docs" / "operations.md"
 
 
 class FakeCounter:
@@ -166,35 +165,3 @@ def test_the_dashboard_can_be_imported():
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert all(source["uid"] == "${datasource}" for source in sources)
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-
-
-def test_the_manual_names_flags_and_metrics_that_exist():
-    import argparse
-
-    from sglang.srt.server_args import ServerArgs
-
-    from eval.__main__ import parser as eval_parser
-    from sglang_hyperdflash.cli import build_parser
-
-    def options(parser: argparse.ArgumentParser) -> set[str]:
-        found = {name for action in parser._actions for name in action.option_strings}
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found |= set().union(*(options(one) for one in action.choices.values()))
-        return found
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    known = options(parser) | options(build_parser()) | options(eval_parser())
-    text = OPERATIONS.read_text()
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
-    assert flags <= known
-    assert metrics_in(text) <= sglang_metrics() | {ROUNDS, ACCEPTED}
-
-
-def test_the_manual_lists_every_refused_argument():
-    from sglang_hyperdflash.serving.start_checks import UNSUPPORTED
-
-    text = OPERATIONS.read_text()
-    missing = [name for name, *_ in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text]
-    assert missing == []

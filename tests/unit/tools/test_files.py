@@ -186,11 +186,13 @@ def test_a_folder_that_is_not_ours_is_refused_and_left_as_it_was(tmp_path):
 
 
 def test_another_command_s_folder_and_other_settings_are_refused_by_name(tmp_path):
-    with claim(tmp_path, "train", {"lr": 1e-3, "steps": 5}):
+    with claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "a"}}):
         pass
+    with pytest.raises(NotOurs, match=r'other settings: data\.path was "a", now "b"\. Nothing'):
+        claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "b"}}).__enter__()
     with pytest.raises(NotOurs, match="expected what `capture` wrote, found what `train` wrote"):
         claim(tmp_path, "capture", {}).__enter__()
-    with pytest.raises(NotOurs, match=r"other settings: lr was 0\.001, now \"high\"; steps was"):
+    with pytest.raises(NotOurs, match=r"other settings: lr was 0\.001, now \"high\"; data"):
         claim(tmp_path, "train", {"lr": "high"}).__enter__()
     (tmp_path / ".hyperdflash.json").write_text('{"kind": "train"')
     with pytest.raises(NotOurs, match="is damaged"):

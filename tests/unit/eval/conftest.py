@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.unit.eval_help import FakeServer
+from tests.unit.eval.fake_server import FakeServer
 
 
 @pytest.fixture

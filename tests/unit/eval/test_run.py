@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from eval import client
-from eval.identity import Difference, first_difference, verdict
+from eval.identity import Difference, auto_dtype, first_difference, verdict
 from eval.methods import parse_urls, resolve
 from eval.prompts import load
+from eval.runner import read_sealed
 from sglang_hyperdflash.tools import atomic
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim
-from tests.conftest import ROOT
-from tests.unit.eval_help import FakeServer, rows_of, run_command, run_options
+from tests.unit.eval.fake_server import in_a_process, rows_of, run_command, run_options
 
 
 def timeless(out) -> list[dict]:
@@ -152,7 +151,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(data, tmp_path,
 @pytest.mark.parametrize(
     "more, words",
     [
-        (("--num-prompts", "2"), 'prompts of each benchmark was {"gsm8k": 3}, now {"gsm8k": 2}'),
+        (("--num-prompts", "2"), "prompts of each benchmark.gsm8k was 3, now 2"),
         (("--rounds", "3"), "rounds was 2, now 3"),
         (("--max-new-tokens", "4"), "max_new_tokens was 5, now 4"),
         (("--temperature", "0", "1"), "cells was"),
@@ -179,39 +178,49 @@ def test_a_second_run_into_one_folder_is_refused_with_the_holder_s_name(
     assert run_command(data, out, target, ours) == 0
 
 
-def start(data, out, target: FakeServer, ours: FakeServer) -> subprocess.Popen:
-    command = [sys.executable, "-m", "eval", *run_options(data, out, target.url, ours.url)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that have ``eval`` loaded; this one's threads cannot be forked safely."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.unit.eval.fake_server"])
+    return context
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_resumes_to_the_results_of_an_undisturbed_one(data, tmp_path, fake, end):
-    target, ours = fake(4, []), fake(4, [1, 0, 2], delay=0.15)
-    process = start(data, tmp_path / "out", target, ours)
-    while len(ours.requests) < 8 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(end)
+@pytest.mark.parametrize(
+    "end, after",
+    [
+        *((signal.SIGKILL, after) for after in (1, 8, 15, 22, 35)),
+        (signal.SIGINT, 9),
+        (signal.SIGTERM, 9),
+    ],
+)
+def test_a_stopped_run_resumes_to_the_results_of_an_undisturbed_one(
+    data, tmp_path, fake, processes, end, after
+):
+    """Stopped after so many of its 36 requests: twice three turns of two, of three methods."""
+    target, ours = fake(4, [], delay=0.02), fake(4, [1, 0, 2], delay=0.02)
+    out, said = tmp_path / "out", tmp_path / "said"
+    command = run_options(data, out, target.url, ours.url)
+    process = processes.Process(target=in_a_process, args=(command, said))
+    process.start()
+    while len(ours.requests) + len(target.requests) < after and process.is_alive():
+        time.sleep(0.005)
     began = time.monotonic()
-    said = process.communicate(timeout=60)
-    assert process.returncode == {2: 130, 9: -9, 15: 143}[end], said
+    os.kill(process.pid, end)
+    process.join(timeout=60)
+    assert process.exitcode == {2: 130, 9: -9, 15: 143}[end], said.read_text()
     assert time.monotonic() - began < 10
-    assert "Traceback" not in said[1]
     if end == signal.SIGINT:
-        assert said[1] == "stopped: the same command goes on where this one ended.\n"
-    ours.delay = 0.0
-    asked = len(ours.requests)
-    assert run_command(data, tmp_path / "out", target, ours) == 0
-    assert len(ours.requests) == asked + 6  # the first round's unit was kept
+        last = said.read_text().splitlines()[-1]
+        assert last == "stopped: the same command goes on where this one ended."
+    assert "Traceback" not in said.read_text()
+    kept = sum(read_sealed(p) is not None for p in out.rglob("*-r*.json"))
+    assert kept >= (after - 1) // 6 - 1
+    asked = len(ours.requests) + len(target.requests)
+    assert run_command(data, out, target, ours) == 0
+    assert len(ours.requests) + len(target.requests) == asked + 36 - 6 * kept
     assert run_command(data, tmp_path / "whole", target, ours) == 0
-    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+    assert timeless(out) == timeless(tmp_path / "whole")
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
@@ -247,6 +256,23 @@ def test_first_differences_are_found_in_any_turn_and_at_ends():
     assert first_difference(0, [[1, 2]], [[1]]) == Difference(0, 0, 1, 2, None)
     assert verdict(0.1, 0.25) == "tie" and verdict(0.3, 0.25) == "fault"
     assert verdict(None, 0.25) == "not measured"
+
+
+@pytest.mark.parametrize(
+    "config, dtype",
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float32"}, "float16"),
+        ({}, "float16"),
+        ({"torch_dtype": "float32", "model_type": "gemma3"}, "bfloat16"),
+    ],
+)
+def test_the_automatic_data_type_is_sglang_s(config, dtype):
+    from sglang.srt.configs.model_config import _get_and_verify_dtype
+
+    assert auto_dtype(config) == dtype
+    assert str(_get_and_verify_dtype(config, "auto")) == f"torch.{dtype}"
 
 
 def parting(text: str) -> list[int]:

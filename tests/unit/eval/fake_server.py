@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from eval.__main__ import main
+from eval.__main__ import entry, main
 
 
 def lengths(tokens: int) -> Callable[[str], list[int]]:
@@ -112,6 +113,14 @@ def run_options(data: Path, out: Path, target: str, ours: str) -> list[str]:
 def run_command(data: Path, out: Path, target: FakeServer, ours: FakeServer, *more: str) -> int:
     """``python -m eval run`` of :func:`run_options`; its exit code."""
     return main([*run_options(data, out, target.url, ours.url), *more])
+
+
+def in_a_process(command: list[str], said: Path) -> None:
+    """``python -m eval`` with its errors in a file; for a process that a test stops."""
+    with said.open("w") as file:
+        sys.stderr = sys.stdout = file
+        code = entry(command)
+    sys.exit(code)
 
 
 def rows_of(out: Path) -> dict[str, dict]:

@@ -17,8 +17,13 @@ from eval.options import parser
 from eval.serving_study import Study, read_study, run_client
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import sealed
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed, UnsupportedTarget
-from tests.unit.eval_help import run_command, run_options
+from sglang_hyperdflash.tools.errors import (
+    HyperDFlashConfigError,
+    SeamError,
+    ServerFailed,
+    UnsupportedTarget,
+)
+from tests.unit.eval.fake_server import run_command, run_options
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,7 @@ def test_bad_commands_say_what_to_do(tmp_path, capsys, options, message):
         subprocess.CalledProcessError(3, ["client"]),
         HyperDFlashConfigError("what"),
         UnsupportedTarget("what"),
+        SeamError("what"),
         requests.ConnectionError("refused"),
         FileNotFoundError(2, "No such file", "x"),
     ],

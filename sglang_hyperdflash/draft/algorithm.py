@@ -1,0 +1,91 @@
+"""The whole of HyperDFlash at temperature 0, in one page of plain torch: no engine, no cache.
+
+Start reading here. ``serving/worker.py`` does the same through SGLang, with paged K/V, batches and
+graphs; ``training/replay.py`` does it for every anchor of an answer at once. The tests hold both
+against this file, token for token and round for round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# From all committed tokens to the drafts behind them.
+Propose = Callable[[list[int]], list[int]]
+
+
+@torch.no_grad()
+def propose_block(target, drafter, tokens: list[int]) -> list[int]:
+    """Draft the B-1 tokens behind ``tokens`` in one pass of the drafter.
+
+    Args:
+        target: :class:`~sglang_hyperdflash.training.local_target.LocalTarget`, or what has its
+            ``features_with_layers``, ``embed_tokens`` and ``lm_head``.
+        drafter: :class:`~sglang_hyperdflash.training.drafter.Drafter`.
+        tokens: everything committed; the last one is the anchor, whose own target state does not
+            exist yet.
+    """
+    config = drafter.config
+    anchor = len(tokens) - 1
+    # What the target computed of the context: its residual right in front of its own collapse,
+    # [1, anchor, m * d]; rivals read the means after some layers instead.
+    _, residual, layers = target.features_with_layers(
+        torch.tensor([tokens[:-1]]), config.captured_layers
+    )
+    # Eq. 1: m streams, weighted by the inherited gate, become one feature per token.
+    context = drafter.reduce(layers if config.captured_layers else residual)
+    # The block: the anchor, then B-1 masks, in the target's own embedding.
+    block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
+    # A row sees the context before the anchor, its last W tokens at most, and its whole block.
+    visible = torch.ones(1, config.block_size, anchor + config.block_size, dtype=torch.bool)
+    if config.window is not None:
+        visible[..., : max(0, anchor - config.window)] = False
+    hidden = drafter(
+        context, target.embed_tokens(block).unsqueeze(1), torch.tensor([[anchor]]), visible
+    )
+    # Row k drafts the token k places behind the anchor, by the target's own LM head.
+    return target.lm_head(hidden[0, 0, 1:]).argmax(-1).tolist()
+
+
+@torch.no_grad()
+def decode(
+    target, propose: Propose, prompt: list[int], max_new_tokens: int, stop: int | None
+) -> tuple[list[int], list[int]]:
+    """The target's greedy answer, found several tokens a round.
+
+    Args:
+        propose: drafts behind all committed tokens, :func:`propose_block` of a pair for one.
+        stop: the token that ends an answer, or None to go on to the limit.
+
+    Returns:
+        The answer's tokens, and how many rounds accepted i drafts, by i. Accept length
+        tau = 1 + accepted drafts / rounds.
+    """
+    tokens, histogram = list(prompt), []
+    tokens.append(int(greedy(target, tokens)[-1]))  # the prefill's own token
+
+    def unfinished() -> bool:
+        answer = tokens[len(prompt) :]
+        return len(answer) < max_new_tokens and (stop is None or stop not in answer)
+
+    while unfinished():
+        drafts = propose(tokens)
+        # One causal pass of the target over the block: its own token behind every row.
+        own = greedy(target, tokens + drafts)[len(tokens) - 1 :].tolist()
+        # The longest right prefix stays; the token behind it is the target's and comes for free.
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == own[accepted]:
+            accepted += 1
+        # As the engine counts: also the right drafts behind an answer's end.
+        histogram += [0] * (accepted + 1 - len(histogram))
+        histogram[accepted] += 1
+        for token in own[: accepted + 1]:
+            if unfinished():
+                tokens.append(token)
+    return tokens[len(prompt) :], histogram
+
+
+def greedy(target, tokens: list[int]) -> torch.Tensor:
+    """The target's most probable token behind every position, ``[len(tokens)]``."""
+    return target.lm_head(target.features(torch.tensor([tokens]))[0][0]).argmax(-1)

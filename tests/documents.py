@@ -1,0 +1,115 @@
+"""The documents as tests see them: pages, fenced blocks with their marks, shell commands.
+
+The line before a fence may hold a mark:
+
+``<!-- untested: REASON -->``     the commands need what a test machine has not;
+``<!-- elsewhere: TEST -->``      another test runs them;
+``<!-- background -->``           a server, which the blocks behind it ask;
+``<!-- file: PATH -->``           the block is that file's content;
+``<!-- output of PATH -->``       the block was printed; a test of its own compares.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *GUIDES,
+    ROOT / "examples" / "tiny_deepseek_v4" / "README.md",
+]
+SHELL = "bash"
+_FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+_ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """One fenced block: its page, first line, language, content and mark (empty without one)."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def kind(self) -> str:
+        """The mark without what follows its colon."""
+        return self.mark.partition(":")[0]
+
+    @property
+    def detail(self) -> str:
+        return self.mark.partition(":")[2].strip()
+
+
+def fences(page: Path) -> list[Fence]:
+    """A page's fenced blocks in order."""
+    text = page.read_text()
+    return [
+        Fence(
+            page,
+            text.count("\n", 0, match.start("language")) + 1,
+            match["language"],
+            match["text"],
+            match["mark"] or "",
+        )
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def shell_fences(pages: list[Path]) -> list[Fence]:
+    """All blocks of shell commands."""
+    return [fence for page in pages for fence in fences(page) if fence.language == SHELL]
+
+
+def commands(fence: Fence) -> Iterator[list[str]]:
+    """The block's commands as words, quotes and continued lines resolved.
+
+    Raises:
+        ValueError: a quote that is not closed.
+    """
+    lines = ""
+    for line in fence.text.splitlines():
+        if line.endswith("\\"):
+            lines += line[:-1]
+            continue
+        lines += line + "\n"
+        try:
+            words = shlex.split(lines, comments=True)
+        except ValueError:
+            continue  # a quote goes on in the next line
+        lines = ""
+        if words:
+            yield words
+    if lines:
+        raise ValueError(f"{fence.where}: a quote is not closed: {lines!r}")
+
+
+def split_environment(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Leading ``NAME=value`` words, and the command behind them."""
+    own: dict[str, str] = {}
+    rest = list(words)
+    while rest and _ASSIGNMENT.match(rest[0]):
+        name, _, value = rest.pop(0).partition("=")
+        own[name] = value
+    return own, rest
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text())

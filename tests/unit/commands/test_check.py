@@ -1,0 +1,69 @@
+"""``hyperdflash check`` says what is wrong before a server has to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sglang_hyperdflash import seams
+from sglang_hyperdflash.commands import check
+from sglang_hyperdflash.tools.errors import SeamError
+
+
+def run_check(monkeypatch, *options: str, **environment: str) -> tuple[int, str, str]:
+    """In a process of its own: the check loads SGLang's plugins."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "check", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_a_sound_installation_is_told_in_five_lines(monkeypatch):
+    code, out, err = run_check(monkeypatch)
+    assert (code, err) == (0, ""), err
+    lines = out.splitlines()
+    subjects = ["sglang", "seams", "platform", "kernels", "environment"]
+    assert [line.split()[0] for line in lines] == subjects
+    assert all(line.split()[1] == "ok" for line in lines)
+    assert "each on the source it was written for" in lines[1]
+    assert "agrees with the reference (4 x 4096, 4 x 256)" in lines[3]
+
+
+def test_a_plugin_that_is_switched_off_is_wrong(monkeypatch):
+    code, out, _ = run_check(monkeypatch, "--json", SGLANG_PLUGINS="no-such-plugin")
+    found = {finding["subject"]: finding for finding in json.loads(out)}
+    assert code == 2
+    assert [name for name, finding in found.items() if not finding["ok"]] == ["seams"]
+    assert "not in place: all of them. Check that SGLANG_PLUGINS" in found["seams"]["found"]
+    assert found["environment"]["found"] == "SGLANG_PLUGINS=no-such-plugin"
+
+
+def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch):
+    def broken() -> str:
+        raise SeamError("SGLang seam a:b changed")
+
+    monkeypatch.setattr(check, "CHECKS", {"seams": broken, "kernels": check.kernels})
+    seams_line, kernels_line, _ = check.examine()
+    assert (seams_line.ok, seams_line.found) == (False, "SGLang seam a:b changed")
+    assert kernels_line.ok
+
+
+def test_a_kernel_that_is_off_is_wrong(monkeypatch):
+    from triton_ops import hc_gate_op
+
+    def wrong(*args, **kwargs):
+        return hc_gate_op.hc_gate_reduce_reference(*args, **kwargs) * 1.01
+
+    monkeypatch.setattr("sglang_hyperdflash.draft.reducer.hc_gate_reduce", wrong)
+    with pytest.raises(RuntimeError, match="the reducer's kernel is wrong"):
+        check.kernels()
+
+
+def test_another_sglang_is_wrong(monkeypatch):
+    monkeypatch.setattr(seams.metadata, "version", lambda name: "0.6.0")
+    with pytest.raises(SeamError, match=r"found 0\.6\.0"):
+        check.sglang_version()

@@ -1,0 +1,403 @@
+"""The documents say what is so: commands parse, paths and links exist, tables are complete."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.conftest import EXAMPLE, ROOT
+from tests.documents import (
+    GUIDES,
+    PAGES,
+    Fence,
+    commands,
+    fences,
+    prose,
+    shell_fences,
+    split_environment,
+)
+from tests.unit.serving.test_counters import metrics_in, sglang_metrics
+
+README = ROOT / "README.md"
+SERVING = ROOT / "docs" / "serving.md"
+TRAINING = ROOT / "docs" / "training.md"
+HELD_OUT = ROOT / "eval" / "results" / "tiny_serving" / "held_out.json"
+MARKS = {"", "untested", "elsewhere", "background", "file"}
+VARIABLE = re.compile(r"HYPERDFLASH_[A-Z][A-Z_]*[A-Z]")
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+class Unknown(Exception):
+    """A program that no parser of ours or of SGLang's knows."""
+
+
+class Loud(argparse.ArgumentParser):
+    """Raises where argparse would end the process."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+@cache
+def server_parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = Loud()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """``parse_args`` whose refusal is a ``ValueError``."""
+    try:
+        parser.parse_args(words)
+    except SystemExit as ended:
+        raise ValueError(f"the parser refuses {shlex.join(words)}") from ended
+
+
+def parse_module(name: str, words: list[str]) -> None:
+    """``python -m NAME ...``."""
+    from eval.__main__ import parser as eval_parser
+    from sglang_hyperdflash.cli import build_parser
+
+    parsers = {
+        "eval": eval_parser,
+        "sglang.launch_server": server_parser,
+        "sglang_hyperdflash.cli": build_parser,
+    }
+    if name not in parsers:
+        raise Unknown(f"python -m {name}")
+    parse(parsers[name](), words)
+
+
+def parse_script(path: str, words: list[str]) -> None:
+    """``python PATH ...``: the file exists and names every option."""
+    found = [base / path for base in (ROOT, EXAMPLE) if (base / path).is_file()]
+    if not found:
+        raise ValueError(f"there is no {path}")
+    text = found[0].read_text()
+    missing = [word for word in words if word.startswith("--") and f'"{word}"' not in text]
+    if missing:
+        raise ValueError(f"{path} does not name {missing}")
+
+
+def parse_make(words: list[str]) -> None:
+    """Every target is in the Makefile."""
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        if "=" not in word and not re.search(rf"^{word}:", makefile, re.M):
+            raise ValueError(f"the Makefile has no target {word}")
+
+
+def check(words: list[str]) -> None:
+    """Parse one command.
+
+    Raises:
+        ValueError: its parser refuses it. Unknown: there is no parser.
+    """
+    program, rest = words[0], words[1:]
+    if program == "torchrun":
+        at = rest.index("-m")
+        return parse_module(rest[at + 1], rest[at + 2 :])
+    if program == "python" and rest[0] == "-m":
+        return parse_module(rest[1], rest[2:])
+    if program == "python":
+        return parse_script(rest[0], rest[1:])
+    if program == "hyperdflash":
+        return parse_module("sglang_hyperdflash.cli", rest)
+    if program == "make":
+        return parse_make(rest)
+    if program == "curl":
+        return check_curl(rest)
+    if program == "cd":
+        return check_folder(rest[0])
+    if (program, rest[0]) != ("pip", "install"):
+        raise Unknown(program)
+    return None
+
+
+def check_folder(name: str) -> None:
+    """A folder of the checkout."""
+    if not (ROOT / name).is_dir():
+        raise ValueError(f"there is no folder {name}")
+
+
+def check_curl(words: list[str]) -> None:
+    """A request's body is JSON."""
+    if "-d" in words:
+        json.loads(words[words.index("-d") + 1])
+
+
+@pytest.mark.parametrize("fence", shell_fences(PAGES), ids=lambda fence: fence.where)
+def test_every_command_parses(fence: Fence):
+    for words in commands(fence):
+        try:
+            check(split_environment(words)[1])
+        except Unknown as program:
+            assert fence.kind == "untested", f"{fence.where}: nothing parses {program}"
+        except ValueError as refused:
+            pytest.fail(f"{fence.where}: {refused}")
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("hyperdflash init --target T", "refuses"),
+        ("hyperdflash train --config c --work w --steps 3", "refuses"),
+        ("python -m eval run --outt o", "refuses"),
+        ("python -m sglang.launch_server --model-path T --speculative-algorythm X", "algorythm"),
+        ("python docs/figures/draw.py --folder f", "does not name"),
+        ("python docs/figures/drow.py", "there is no"),
+        ("cd doc", "there is no folder"),
+        ("make demonstration", "no target"),
+        ("curl -d {broken http://h", "Expecting"),
+    ],
+)
+def test_a_command_that_is_wrong_is_found(command, message):
+    with pytest.raises(ValueError, match=message):
+        check(shlex.split(command))
+
+
+def test_marks_are_known_and_say_why_or_where():
+    for page in PAGES:
+        for fence in fences(page):
+            assert fence.kind in MARKS or fence.kind.startswith("output of"), fence.where
+            assert fence.language, f"{fence.where}: name the block's language"
+            if fence.kind == "untested":
+                assert len(fence.detail.split()) >= 2, f"{fence.where}: untested, and why?"
+            if fence.kind in ("elsewhere", "file"):
+                assert (ROOT / fence.detail).is_file(), f"{fence.where}: {fence.detail}"
+
+
+def test_blocks_that_show_a_file_show_all_of_it():
+    shown = [fence for page in PAGES for fence in fences(page) if fence.kind == "file"]
+    assert shown
+    for fence in shown:
+        assert fence.text == (ROOT / fence.detail).read_text(), fence.where
+
+
+def test_the_commands_read_the_examples_prompts():
+    from eval.prompts import load
+    from sglang_hyperdflash.commands import generate, regenerate
+
+    turns, chats = EXAMPLE / "turns.jsonl", EXAMPLE / "prompts.jsonl"
+    assert len(load(ROOT, [str(turns)], 4)["turns"]) == 4
+    assert len(generate.read_prompts(turns)) == len(regenerate.read_tasks([str(chats)], None)) == 12
+    asked = [json.loads(line)["turns"] for line in turns.read_text().splitlines()]
+    chat = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    assert asked == [[m["content"] for m in c if m["role"] == "user"] for c in chat]
+
+
+# --- names in the prose --------------------------------------------------------------------------
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    found = {name for action in parser._actions for name in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*(options(one) for one in action.choices.values()))
+    return found
+
+
+@cache
+def known_options() -> set[str]:
+    """Of SGLang's server, our commands, ``eval``, and the example scripts."""
+    from eval.__main__ import parser as eval_parser
+    from sglang_hyperdflash.cli import build_parser
+
+    scripts = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "triton_ops").glob("*.py")]
+    named = (re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text()) for script in scripts)
+    known = options(server_parser()) | options(build_parser()) | options(eval_parser())
+    return known.union(*named)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_and_metrics_in_the_prose_exist(page):
+    from sglang_hyperdflash.serving.counters import ACCEPTED, ROUNDS
+
+    text = page.read_text() if page in GUIDES else prose(page)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
+    assert flags <= known_options()
+    assert metrics_in(text) <= sglang_metrics() | {ROUNDS, ACCEPTED}
+
+
+PATH = re.compile(r"`([\w.-]+(?:/[\w.*-]+)+/?|[\w-]+\.(?:py|toml|md))`")
+# Written by commands, or of the reader's own folders.
+NOT_OURS = ("build/", "WORK/", "DATA/", "OWNER/", "deepseek-ai/")
+WRITTEN = {"report.md", "train/math.jsonl", "train/chat.jsonl", "benchmarks/*.jsonl"}
+# These say that paths without a folder in front are the package's.
+PACKAGE_PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "how_it_works.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_the_prose_exist(page):
+    bases = [ROOT, page.parent]
+    if page in PACKAGE_PAGES:
+        bases.append(ROOT / "sglang_hyperdflash")
+    named = [name for name in PATH.findall(prose(page)) if not name.startswith(NOT_OURS)]
+    missing = [name for name in named if not any(list(base.glob(name)) for base in bases)]
+    assert [name for name in missing if name not in WRITTEN] == []
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    return {slug(h) for h in re.findall(r"^#+ (.*)$", prose(page), re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page):
+    text = prose(page)
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in links:
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def test_the_table_of_environment_variables_is_complete():
+    folders = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "tests", "docs/figures")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "Makefile", ROOT / ".ci" / "run"]
+    used = set().union(*(VARIABLE.findall(file.read_text()) for file in files))
+    listed = {
+        line.split("|")[1].strip().strip("`")
+        for line in SERVING.read_text().splitlines()
+        if line.startswith("| `HYPERDFLASH_")
+    }
+    assert listed == used
+
+
+def test_the_gaps_of_a_tie_are_those_of_the_report():
+    from eval.identity import TIE_GAPS
+
+    gaps = f"{TIE_GAPS['bfloat16']} in bf16, {TIE_GAPS['float16']} in fp16, {TIE_GAPS['float32']}"
+    assert gaps in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def test_every_refused_argument_is_listed():
+    from sglang_hyperdflash.serving.start_checks import UNSUPPORTED
+
+    text = SERVING.read_text()
+    missing = [name for name, *_ in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text]
+    assert missing == []
+
+
+def table_rows(text: str) -> dict[str, str]:
+    """First cell to second cell of the Markdown tables of a text, without backticks."""
+    cells = (line.split("|") for line in text.splitlines() if line.startswith("| `"))
+    return {row[1].strip().strip("`"): row[2].strip().strip("`") for row in cells}
+
+
+def test_the_training_file_s_table_has_every_field_with_its_default():
+    from sglang_hyperdflash.training.objective import Objective
+    from sglang_hyperdflash.training.recipe import Recipe
+
+    text = TRAINING.read_text()
+    listed = table_rows(text[text.index("`[objective]`") : text.index("## What the run says")])
+    expected = {
+        field.name: field.default
+        for struct in (Objective, Recipe)
+        for field in msgspec.structs.fields(struct)
+        if field.name != "objective"
+    }
+    shown = {name: json.dumps(value) for name, value in expected.items() if value is not None}
+    shown |= {name: "none" for name, value in expected.items() if value is None}
+    assert listed == shown | {"data": "required", "epochs": "none"}
+
+
+def test_the_training_file_s_top_fields_are_listed():
+    from sglang_hyperdflash.training.recipe import Schedule
+
+    text = TRAINING.read_text()
+    start = text.index("## The training file")
+    listed = table_rows(text[start : text.index("`[objective]`", start)])
+    names = set(Schedule.__struct_fields__)
+    assert set(listed) == names - {"objective", "stages", "base"}
+
+
+@pytest.mark.parametrize("name", ["tiny_cached", "tiny_captured", "v4_flash_two_stages"])
+def test_the_shipped_training_files_are_valid(name):
+    from sglang_hyperdflash.training.recipe import read_schedule
+
+    schedule = read_schedule(ROOT / "examples" / "recipes" / f"{name}.toml")
+    assert schedule.stages
+    for stage in schedule.stages:
+        stage.resolve(12, schedule.objective)
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draw():
+    """``docs/figures/draw.py`` as a module."""
+    pytest.importorskip("matplotlib")
+    path = ROOT / "docs" / "figures" / "draw.py"
+    spec = importlib.util.spec_from_file_location("draw", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_figures_were_drawn_from_the_committed_results(draw):
+    digest = draw.digest(json.loads(draw.RESULTS.read_text()))
+    for name in draw.FIGURES:
+        for theme in draw.THEMES:
+            drawn = (draw.HERE / f"{name}-{theme}.svg").read_text()
+            assert digest in drawn, "run: python docs/figures/draw.py"
+
+
+def test_the_table_of_results_is_the_committed_results(draw):
+    content = json.loads(draw.RESULTS.read_text())
+    text = README.read_text()
+    assert draw.with_table(text, content) == text, "run: python docs/figures/draw.py"
+
+
+def test_tau_is_over_all_rounds(draw):
+    rows = [{"tau": 3.0, "verify_rounds": 10}, {"tau": 2.0, "verify_rounds": 30}]
+    assert draw.tau(rows) == 1 + (20 + 30) / 40
+
+
+def test_the_headline_is_in_the_table(draw):
+    text = README.read_text()
+    headline = text[text.index("**Result so far**") : text.index("*Caveat:*")]
+    ours = next(
+        line
+        for line in draw.table(json.loads(draw.RESULTS.read_text())).splitlines()
+        if "HyperDFlash" in line
+    )
+    numbers = re.findall(r"\d+\.\d+x?|\d+ of \d+", headline)
+    assert len(numbers) == 3
+    assert all(number in ours for number in numbers)
+
+
+def test_the_demo_s_output_is_what_it_prints(capsys):
+    from sglang_hyperdflash.commands.demo import print_summary
+
+    print_summary(json.loads(HELD_OUT.read_text()), HELD_OUT.relative_to(ROOT))
+    printed = capsys.readouterr().out.strip()
+    shown = next(f for f in fences(README) if f.mark == f"output of {HELD_OUT.relative_to(ROOT)}")
+    assert shown.text.strip() == printed
+
+
+def test_the_readme_can_be_read_in_two_minutes():
+    assert len(README.read_text().splitlines()) <= 170

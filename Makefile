@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What make test runs; each of the others has a target of its own.
+FAST := not gpu and not slow and not faults and not disaggregation and not v4
 
-.PHONY: setup demo test lint slow-test fault-test soak pd-test gpu-test bench retrain eval-tiny figures
+.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test gpu-test bench retrain eval-tiny figures
 
 # A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
 DATA ?= data
@@ -21,7 +23,7 @@ demo: setup
 
 # Two files at a time, engine tests first: they mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow and not faults and not disaggregation" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .
@@ -38,6 +40,10 @@ fault-test: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/engine/test_soak.py
 
+# SGLang's own DeepSeek-V4 on a CPU: every way to serve a request, its golden, its controls.
+v4-test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/engine/v4
+
 # A prefill and a decode node over TCP; the system needs libibverbs (Debian: libibverbs1).
 pd-test: setup
 	$(BIN)/python -m pip install --quiet --editable '.[pd]'
@@ -45,7 +51,7 @@ pd-test: setup
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest tests/unit/triton_ops/test_gate_kernels.py
+	$(BIN)/python -m pytest tests/unit/triton_ops/test_gate_kernels.py tests/unit/triton_ops/test_gumbel_kernel.py
 
 bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.cpu import activation, eagle_seams, memory, parallel_seams
+from sglang_hyperdflash.cpu import activation, eagle_seams, memory, parallel_seams, seeded_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving import (
@@ -11,16 +11,16 @@ from sglang_hyperdflash.serving import (
     counters,
     dflash_seams,
     expose_residual,
-    request_checks,
     request_finish,
     round_times,
+    sampling_seams,
     v4_startup,
 )
 
 # Everything that we hook in SGLang, by what it is for.
 SERVING_SEAMS: tuple[Seam, ...] = (
     *dflash_seams.SEAMS,
-    *request_checks.SEAMS,
+    *sampling_seams.SEAMS,
     *request_finish.SEAMS,
     *expose_residual.SEAMS,
     *v4_startup.SEAMS,
@@ -32,6 +32,7 @@ CPU_SEAMS: tuple[Seam, ...] = (
     *cpu_dflash_seams.SEAMS,
     *eagle_seams.SEAMS,
     *parallel_seams.SEAMS,
+    *seeded_seams.SEAMS,
     *memory.SEAMS,
 )
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS

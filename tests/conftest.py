@@ -10,6 +10,7 @@ import pytest
 import torch
 
 if torch.cuda.is_available():
+    import triton_ops.gumbel_kernel
     import triton_ops.hc_gate_backward_kernels
 else:
     # Without a GPU our kernels run in Triton's interpreter. Triton reads the variable while it is
@@ -18,6 +19,7 @@ else:
         # A launch would import it, too late.
         import triton.experimental.gluon  # noqa: F401
 
+        import triton_ops.gumbel_kernel
         import triton_ops.hc_gate_backward_kernels  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent

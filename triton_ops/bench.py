@@ -201,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table, write ``hc_gate.json`` and ``hc_gate.png``."""
+    """Measure, print tables, write ``hc_gate.json``, ``hc_gate.png`` and ``draw.json``."""
     options = parse(argv)
     results = options.out / "hc_gate.json"
     if not options.plot_only:
@@ -217,6 +217,11 @@ def main(argv: list[str] | None = None) -> int:
     if not results.is_file():
         print(f"no results to plot: {results} does not exist", file=sys.stderr)
         return 2
+    if not options.plot_only:
+        from triton_ops.bench_draw import run as run_draw
+
+        drawn = {"rows": run_draw(options.rounds), "provenance": provenance()}
+        (options.out / "draw.json").write_text(json.dumps(drawn, indent=1))
     rows = json.loads(results.read_text())["rows"]
     print(table(rows))
     plot(rows, options.out / "hc_gate.png")

@@ -21,12 +21,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_ops import hc_gate_backward_kernels, hc_gate_row, hc_gate_tiles
+from triton_ops import gumbel_kernel, hc_gate_backward_kernels, hc_gate_row, hc_gate_tiles
 from triton_ops.hc_gate import GateArguments
 
 CAPABILITY = 90
 _POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _SCALAR = {"rms_eps": "fp32", "hc_eps": "fp32", "x_stride": "i64"}
+_GUMBEL_TYPES = {
+    "weights_ptr": "*fp32",
+    "rows_ptr": "*i64",
+    "seeds_ptr": "*i64",
+    "positions_ptr": "*i64",
+    "best_ptr": "*fp64",
+    "ids_ptr": "*i32",
+    "out_ptr": "*i64",
+    "stride": "i64",
+}
+VOCABULARY = 129_280
 _WEIGHTS = ("fn_ptr", "base_ptr", "scale_ptr", "path_ptr")
 
 
@@ -80,11 +91,20 @@ def _spills(ptx: str) -> int:
 
 
 def compile_kernel(
-    kernel: Any, constants: dict[str, Any], dtype: torch.dtype, options: dict[str, int]
+    kernel: Any,
+    constants: dict[str, Any],
+    dtype: torch.dtype,
+    options: dict[str, int],
+    known: dict[str, str] | None = None,
 ) -> Any:
-    """Compile one ``@triton.jit`` function for ``sm_90`` as serving on CUDA would specialise it."""
+    """Compile one ``@triton.jit`` function for ``sm_90`` as serving on CUDA would specialise it.
+
+    Args:
+        known: types of arguments that are not the reducer's.
+    """
     names = kernel.arg_names
-    types = {n: "constexpr" if n in constants else _type_of(n, dtype) for n in names}
+    types = {n: (known or {}).get(n) or _type_of(n, dtype) for n in names}
+    types |= dict.fromkeys(constants, "constexpr")
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
@@ -113,6 +133,32 @@ def kernels(m: int, d: int, dtype: torch.dtype) -> list[tuple[str, Any, dict, di
         ("column gradients", back._column_kernel, back.column_constants(a, True), warps),
         ("gate gradients", back._gate_kernel, back.gate_constants(a), {"num_warps": 4}),
     ]
+
+
+def gumbel_report() -> list[Usage]:
+    """Resources of the seeded draw's two kernels; ``d`` is the vocabulary."""
+    share, best = gumbel_kernel._share_kernel, gumbel_kernel._best_kernel
+    cases = (
+        ("gumbel share", share, {"HAS_ROWS": False, "BLOCK": gumbel_kernel.BLOCK}),
+        ("gumbel best", best, {"PARTS": gumbel_kernel.MAX_SHARES}),
+    )
+    rows = []
+    for name, kernel, constants in cases:
+        options = {"num_warps": gumbel_kernel.WARPS if kernel is share else 1}
+        compiled = compile_kernel(kernel, constants, torch.float32, options, _GUMBEL_TYPES)
+        rows.append(
+            Usage(
+                name,
+                1,
+                VOCABULARY,
+                "float32",
+                32 * options["num_warps"],
+                _registers(compiled.asm["cubin"]),
+                _spills(compiled.asm["ptx"]),
+                compiled.metadata.shared,
+            )
+        )
+    return rows
 
 
 def report(m: int, d: int, dtype: torch.dtype) -> list[Usage]:
@@ -151,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         m, d = map(int, size.split("x"))
         for dtype in options.dtypes:
             rows += report(m, d, getattr(torch, dtype))
+    rows += gumbel_report()
     if options.json:
         json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +69,7 @@ class Budget:
     ``draft_bytes_per_token``; and those of the speculation, ``spec_bytes_per_token``: a V4 target
     keeps longer rings of compression states and of its window when several tokens are verified at
     once, whatever drafts them. requests: at most so many at a time.
+    draft_graph_bytes: of HYPERDFLASH's draft, by its attention backend, beside the K/V memory.
     """
 
     method: str
@@ -77,6 +78,7 @@ class Budget:
     draft_bytes_per_token: float
     spec_bytes_per_token: float = 0.0
     requests: int | None = None
+    draft_graph_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,9 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
         requests = get_schedule().max_running_requests
+        graphs = _draft_graphs(arguments, requests) if method == ALGORITHM else {}
     tokens = int(sizes.max_total_num_tokens)
-    return Budget(method, full, tokens, full - plain, requests=requests)
+    return Budget(method, full, tokens, full - plain, 0.0, requests, graphs)
 
 
 def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
@@ -206,6 +209,22 @@ def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
         else row
         for row in rows
     ]
+
+
+def _draft_graphs(arguments, requests: int) -> dict[str, int]:
+    """Bytes of the draft graphs' indices, were every running request in one captured batch."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+
+    resolved = arguments.resolved_dict()
+    return graph_index_bytes(
+        int(requests),
+        int(ModelConfig.from_server_args(arguments).context_len),
+        resolved["speculative_draft_window_size"],
+        int(resolved["speculative_num_draft_tokens"]),
+        int(resolved["page_size"]),
+    )
 
 
 def _is_v4(target: str) -> bool:
@@ -290,6 +309,10 @@ def report(rows: list[Budget | Unavailable], node: Node) -> str:
             "requests differ: SGLang takes fewer by default with speculation. "
             "--max-running-requests compares at one number."
         )
+    for b in budgets:
+        if b.draft_graph_bytes:
+            sizes = ", ".join(f"{k} {v / GIB:.2f}" for k, v in b.draft_graph_bytes.items())
+            lines += ["", f"Draft graphs, beside it, GiB at most: {sizes}"]
     return "\n".join(lines)
 
 

@@ -6,16 +6,20 @@ from sglang_hyperdflash.cpu.activation import ATTENTION_BACKEND
 
 
 def register_attention() -> None:
-    """Seams: the two lists of choices and ``register_attention_backend``."""
+    """Seams: the four lists of choices and ``register_attention_backend``."""
     from sglang.srt.arg_groups.choices import (
         add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
         add_draft_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
     )
 
     from sglang_hyperdflash.seams import when_imported
 
     add_attention_backend_choices([ATTENTION_BACKEND])
     add_draft_attention_backend_choices([ATTENTION_BACKEND])
+    add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     when_imported("sglang.srt.layers.attention.attention_registry", _register_class)
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_hyperdflash.serving.draft_attention import (
+    check_window_attention,
+    choose_draft_attention,
+)
 from sglang_hyperdflash.serving.start_checks import load_draft_config
 from sglang_hyperdflash.serving.v4_startup import keep_draft_kv_unquantised
 
@@ -71,6 +75,8 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
         from sglang.srt.arg_groups.overrides import resolving_view
         from sglang.srt.arg_groups.speculative_hook import _handle_dflash
 
+        window = load_draft_config(server_args).window
+        choose_draft_attention(server_args, window)
         _handle_dflash(server_args)
         resolved = resolving_view(server_args)
         for name in (
@@ -85,4 +91,5 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
             # "auto" would fall back to pickled weights.
             server_args.speculative_draft_load_format = "safetensors"
         keep_draft_kv_unquantised(server_args)
-        server_args.speculative_draft_window_size = load_draft_config(server_args).window
+        check_window_attention(window, resolved.speculative_draft_attention_backend)
+        server_args.speculative_draft_window_size = window

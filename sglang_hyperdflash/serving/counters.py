@@ -15,6 +15,7 @@ from sglang_hyperdflash.seams import Seam
 
 ROUNDS = "hyperdflash:verify_rounds_total"
 ACCEPTED = "hyperdflash:accepted_drafts_total"
+BROKEN = "hyperdflash:broken_rows_total"
 POSITION = "position"
 
 
@@ -45,7 +46,13 @@ class PositionCounters:
             documentation="Rounds in which the draft at this position was accepted (1 is first).",
             labelnames=[*labels, POSITION],
         )
+        broken = counter(
+            name=BROKEN,
+            documentation="Requests ended with an error: NaN or infinity in the target's logits.",
+            labelnames=list(labels),
+        )
         self._rounds = rounds.labels(**labels)
+        self._broken = broken.labels(**labels)
         # Every position has its series from the first round on: a missing one breaks sums.
         self._accepted = [
             accepted.labels(**labels, **{POSITION: str(k)}) for k in range(1, drafts + 1)
@@ -64,8 +71,21 @@ class PositionCounters:
                 break
             counter.inc(reached)
 
+    def add_broken(self, count: int) -> None:
+        """Count requests that a broken row ended."""
+        if count:
+            self._broken.inc(count)
+
 
 _counters: PositionCounters | None = None
+# Broken rows not exported yet: the counters exist from the first round on.
+_broken = 0
+
+
+def count_broken() -> None:
+    """Remember a request that a broken row ended; :func:`count_round` exports it."""
+    global _broken
+    _broken += 1
 
 
 def count_round(tokens, self, result, batch) -> None:
@@ -76,7 +96,7 @@ def count_round(tokens, self, result, batch) -> None:
     ``--enable-metrics``, and in schedulers whose metrics SGLang leaves out (tensor-parallel ranks
     other than 0). Never changes the tokens.
     """
-    global _counters
+    global _counters, _broken
     if not is_ours(batch.spec_algorithm):
         return
     if not self.metrics_reporter.current_scheduler_metrics_enabled:
@@ -89,6 +109,8 @@ def count_round(tokens, self, result, batch) -> None:
             # Set by SGLang's stat_loggers, which send its metrics elsewhere.
             getattr(collector, "_counter_cls", None),
         )
+    _counters.add_broken(_broken)
+    _broken = 0
     # The condition under which SGLang counts: with overlap a finished request runs once more.
     _counters.add(
         [

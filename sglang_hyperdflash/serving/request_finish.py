@@ -7,7 +7,7 @@ earliest, and for strings before stop tokens, whichever came first.
 from __future__ import annotations
 
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving.request_checks import worker_is_ours
+from sglang_hyperdflash.serving.sampling_seams import worker_is_ours
 
 
 def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:

@@ -27,9 +27,6 @@ from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# Draft attention backends whose K/V indices are slots, not pages.
-TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
-
 # (field, unsupported when, why, what to do)
 UNSUPPORTED = (
     (
@@ -60,17 +57,11 @@ UNSUPPORTED = (
         "drop --enable-hierarchical-cache",
     ),
     ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
-    (
-        "enable_deterministic_inference",
-        bool,
-        "verification draws from a shared generator, not from request seeds",
-        "drop --enable-deterministic-inference",
-    ),
     ("speculative_adaptive", bool, "the block size is fixed by training", "drop the flag"),
     (
         "speculative_use_block_verification",
         bool,
-        "drafts are point masses; token-wise verification is already optimal",
+        "verification is coupled or token-wise, by each request's seed",
         "drop the flag",
     ),
     (
@@ -262,13 +253,14 @@ def _check_window(server_args, config: HyperDFlashConfig) -> None:
         )
     if config.window is None:
         return
+    from sglang.srt.environ import envs
+
     pool_ratio()
-    backend = getattr(server_args, "speculative_draft_attention_backend", None)
-    if backend not in (None, *TOKEN_BACKENDS):
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise HyperDFlashConfigError(
-            f"a windowed drafter needs draft attention that reads single K/V slots "
-            f"({', '.join(TOKEN_BACKENDS)}); speculative_draft_attention_backend={backend} reads "
-            "whole pages. Drop the flag."
+            f"{ALGORITHM} does not support SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 with a windowed "
+            "drafter: its slots are laid out before graphs are captured, and the pool would be "
+            "resized after. Unset the variable."
         )
     if getattr(server_args, "disaggregation_mode", None) not in (None, "null"):
         raise HyperDFlashConfigError(

@@ -113,20 +113,6 @@ def keep_draft_kv_unquantised(server_args) -> None:
         server_args.speculative_draft_kv_cache_dtype = "bfloat16"
 
 
-def clear_rejected_states(worker, batch, result) -> None:
-    """Clear the compressor rows that rejected drafts left, as SGLang's EAGLE worker does.
-
-    Seam: ``clear_unaccepted_c128_draft_states`` of V4's pool: at a boundary of 128 tokens the
-    compressor can read rows of rejected drafts. Other pools have no such method.
-    """
-    pool = worker.model_runner.token_to_kv_pool_allocator.get_kvcache()
-    clear = getattr(pool, "clear_unaccepted_c128_draft_states", None)
-    mode = batch.forward_mode
-    if clear is None or mode.is_extend() or mode.is_idle() or batch.is_extend_in_batch:
-        return
-    clear(batch.req_pool_indices, batch.seq_lens, result.accept_lens, int(worker.block_size))
-
-
 SEAMS = (
     Seam(
         f"{HOOKS}:apply_deepseek_v4_defaults",

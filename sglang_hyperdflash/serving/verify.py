@@ -1,4 +1,6 @@
-"""Lossless verification of a drafted chain in plain torch, on any device.
+"""Lossless verification of a greedily drafted chain over a sorted vocabulary, in plain torch.
+
+``exact.py`` serves; this is what its tests compare with, and how MTP verifies on the CPU platform.
 
 A greedy draft ``x`` is a point mass: it is accepted with probability ``p(x)``; at the first
 rejection a token is drawn from ``p`` without ``x``, renormalised; when every draft is accepted

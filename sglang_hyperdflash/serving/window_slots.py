@@ -36,6 +36,7 @@ class DraftWindow:
         self.head = torch.zeros((), dtype=torch.int64, device=device)
         self.drafts = 1 + ring + torch.arange(batch * block, device=device)
         self.back = torch.arange(window, device=device)
+        self.columns = torch.arange(block, device=device)
 
     @property
     def size(self) -> int:
@@ -96,7 +97,7 @@ class DraftWindow:
         rows = rows.long().unsqueeze(1)
         table[rows, self.back] = slots.to(table.dtype)
         block = self.drafts[: len(rows) * self.block].view(len(rows), self.block)
-        columns = visible.unsqueeze(1) + self.back.new_tensor(range(self.block))
+        columns = visible.unsqueeze(1) + self.columns
         table[rows, columns] = block.to(table.dtype)
 
     def block_slots(self, ids: torch.Tensor) -> torch.Tensor:

@@ -174,13 +174,11 @@ def test_prompts_at_the_context_limit(target_server, hyper_server, own_prompts, 
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", 0.5),
-        ("repetition_penalty", 1.2),
-        ("min_new_tokens", 5),
         ("temperature", -1),
         ("top_p", 1.5),
         ("min_p", 2),
+        ("frequency_penalty", 2.5),
+        ("repetition_penalty", 0),
     ],
 )
 def test_bad_requests_get_400_and_the_server_goes_on(

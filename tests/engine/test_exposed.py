@@ -22,6 +22,7 @@ from sglang_hyperdflash.training.samples import Sample
 from tests.conftest import EXAMPLE, ROOT
 from tests.engine import exposed_plugin
 from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
+from tests.engine.drafters import assert_varied, rescale_folder
 from tests.engine.test_train_and_serve import RECORDER, recorded, replayed
 
 TOKENS = 48
@@ -71,11 +72,12 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafter(target, tmp_path_factory) -> Path:
-    """An untrained drafter with the target's gate."""
+    """An untrained drafter with the target's gate, whose blocks differ."""
     folder = tmp_path_factory.mktemp("hy-v4") / "drafter"
     sizes = {"layers": 2, "heads": 2, "kv-heads": 1, "head-dim": 32, "intermediate-size": 96}
     options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     assert main(["init", "--target", str(target), "--out", str(folder), *options]) == 0
+    rescale_folder(folder)
     return folder
 
 
@@ -116,16 +118,21 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     drafting = servers.get("hy-v4-drafts", dense, *arguments, environment=environment)
     assert ids(greedy_all(drafting, prompts, 4, ask)) == expected
     blocks.unlink()
-    compared = 0
+    compared = []
     for prompt, tokens, known in zip(prompts, whole, states, strict=True):
         assert ask(drafting, prompt)["output_ids"] == tokens[len(prompt) :]
         found = recorded(tmp_path, tokens, len(prompt))
         sample = Sample.continuation(tokens, 1)
         ours = replayed(replay, sample, known, [at for at, _ in found])
         assert ours == [drafts for _, drafts in found]
-        compared += len(found)
+        compared += ours
     servers.stop("hy-v4-drafts")
-    assert compared >= 200
+    assert len(compared) >= 200
+    assert_varied(compared)
+    # Control: the same paths in another order lead to other blocks.
+    paths = residual.unflatten(-1, (4, -1)).roll(1, dims=-2).flatten(-2)
+    wrong = replayed(replay, sample, final_state.states(paths), [at for at, _ in found])
+    assert sum(a != b for a, b in zip(ours, wrong, strict=True)) > len(found) // 2
 
 
 def ask(server: Server, prompt: list[int]) -> dict:

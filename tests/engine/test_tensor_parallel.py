@@ -72,3 +72,24 @@ def test_sampled_requests_finish_on_both_ranks(parallel_server, own_prompts, own
     assert {len(tokens) for tokens in ids(answers)} == {TOKENS}
     after = greedy_all(parallel_server, own_prompts[:4], CONCURRENCY, ask)
     assert ids(after) == [tokens[:TOKENS] for tokens in own_reference[:4]]
+
+
+def test_a_seed_gives_one_ranks_tokens_on_two(parallel_server, hyper_server, own_prompts):
+    """Coupled verification, filters and penalties; neither server waits for the other's draws."""
+
+    def sample(server, prompt):
+        sampling = {
+            "temperature": 1,
+            "top_p": 0.9,
+            "frequency_penalty": 0.3,
+            "sampling_seed": len(prompt),
+            "max_new_tokens": TOKENS,
+            "ignore_eos": True,
+        }
+        return server.generate(input_ids=prompt, sampling_params=sampling, timeout=120)
+
+    found, expected = (
+        ids(greedy_all(server, own_prompts[:6], CONCURRENCY, sample))
+        for server in (parallel_server, hyper_server)
+    )
+    assert found == expected

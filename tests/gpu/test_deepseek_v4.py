@@ -22,14 +22,17 @@ from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from tests.conftest import ROOT
-from tests.engine.conftest import captured_prefill, greedy, install_plugin
+from tests.engine.conftest import captured_prefill, greedy, ids, install_plugin
+from tests.engine.drafters import assert_varied, rescale
+from tests.engine.v4.drafts import OWN_DRAFTS
+from tests.engine.v4.serve import accepted, known, own_blocks
 from tests.unit.serving.v4_shapes import FLASH, target_folder
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LAYERS, TOKENS, NEW_TOKENS = 6, 65536, 64
+LAYERS, TOKENS, NEW_TOKENS = 6, 65536, 160
 SHAPE = FLASH | {
     "num_hidden_layers": LAYERS,
     "n_routed_experts": 16,
@@ -59,6 +62,8 @@ def draw(model, *args, **kwargs):
 def load():
     from sglang.srt.model_loader import loader
     loader.initialize_dummy_weights = draw
+    from tests.engine.v4 import drafts
+    drafts.install()
 """
 
 
@@ -69,12 +74,13 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory) -> Path:
-    """Untrained, with a gate: ``approximate`` is compared with no fingerprint, and needs none."""
+    """Untrained, its blocks differ; ``approximate`` is compared with no fingerprint."""
     torch.manual_seed(0)
     raw = draft_config(TargetFacts.from_config(SHAPE), None, DRAFT, 128815)
     raw["hyperdflash_config"]["gate"] = "approximate"
     made = Drafter(raw)
     made.reducer.randomise()
+    rescale(made)
     folder = tmp_path_factory.mktemp("v4") / "drafter"
     made.save(folder)
     return folder
@@ -108,8 +114,12 @@ def test_a_v4_shaped_target_serves(servers, target, drafter, prompts, tmp_path):
     assert residual.shape[1] == SHAPE["hc_mult"] * SHAPE["hidden_size"]
     expected = [greedy(plain, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
     servers.stop("v4-none")
-    drafting = start(servers, "drafts", target, tmp_path, *hyperdflash_arguments(drafter))
-    answers = [greedy(drafting, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
+    blocks = tmp_path / "blocks.jsonl"
+    oracle = known(tmp_path, prompts, expected) | {OWN_DRAFTS: str(blocks)}
+    arguments = hyperdflash_arguments(drafter)
+    drafting = start(servers, "drafts", target, tmp_path, *arguments, **oracle)
+    found = [greedy(drafting, prompt, NEW_TOKENS) for prompt in prompts]
+    answers = ids(found)
     log = drafting.log.read_text(errors="replace")
     servers.stop("v4-drafts")
     assert "reducer=hc_gate kernels=triton fused_kv=True" in log
@@ -127,9 +137,13 @@ def test_a_v4_shaped_target_serves(servers, target, drafter, prompts, tmp_path):
         "round_cost": sum(many[k] for k in ("target", "draft", "scheduler"))
         / (one["target"] + one["scheduler"]),
         "tokens until the first difference": same,
+        "rounds by accepted drafts": accepted(found),
     }
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "v4_shaped.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     # Random weights have ties of one bf16 step all the time; a wrong cache differs at once.
     assert statistics.median(same) >= 8, same
+    # Compressor states after rounds that were cut short: until then the oracle knows the answer.
+    assert min(accepted(found)) > 0, accepted(found)
+    assert_varied([block for _, block in own_blocks(blocks).values()])

@@ -146,7 +146,14 @@ def test_the_compact_draft_cache_asks_what_the_window_answers():
             "req_to_token_pool",
             "token_to_kv_pool_allocator",
         },
+        "init_attention_backends": set(),
+        "init_cuda_graphs": set(),
         "_compute_compact_draft_seq_lens": {"seq_lens"},
+        "_fill_compact_seq_lens_cpu_bound": {
+            "batch_seq_lens_cpu",
+            "nxt_kv_lens_cpu",
+            "out",
+        },
         "_rebuild_compact_draft_cache": {
             "req_pool_indices",
             "prefix_lens",
@@ -170,7 +177,12 @@ def test_the_compact_draft_cache_asks_what_the_window_answers():
         assert set(found) == {"self", *parameters}, name
     source = inspect.getsource(DFlashWorkerV2.forward_batch_generation)
     # The order that the overrides rely on: measure, then write the rows, then draft.
-    calls = ("_compute_compact_draft_seq_lens(", "_rebuild_compact_draft_cache(", ".bind(")
+    calls = (
+        "_compute_compact_draft_seq_lens(",
+        "_fill_compact_seq_lens_cpu_bound(",
+        "_rebuild_compact_draft_cache(",
+        ".bind(",
+    )
     places = [source.index(call) for call in calls]
     assert places == sorted(places)
 
@@ -195,17 +207,8 @@ def test_the_draft_pool_is_sized_and_named_where_we_expect():
 
 def test_deepseek_v4_is_where_we_expect():
     """What ``v4_startup.py`` reads and calls beside its three hooks."""
-    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 
-    clear = DeepSeekV4TokenToKVPool.clear_unaccepted_c128_draft_states
-    assert tuple(inspect.signature(clear).parameters) == (
-        "self",
-        "req_pool_indices",
-        "seq_lens",
-        "accept_lens",
-        "num_draft_tokens",
-    )
     source = inspect.getsource(DSV4PoolConfigurator)
     for name in ("_spec_infl", "bytes_per_swa_token", "bytes_per_full_token"):
         assert f"self.{name}" in source, name

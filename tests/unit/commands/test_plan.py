@@ -31,11 +31,12 @@ def test_the_report_compares_with_no_speculation_and_explains_every_byte():
     budgets = [
         Budget("none", 7000.0, 1_000_000, 0.0, requests=256),
         Unavailable("DSPARK", "not here"),
-        Budget("HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, requests=48),
+        Budget("HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, 48, {"fa3": 2**22, "triton": 2**31}),
     ]
     text = report(budgets, NODE)
     assert "50.0 GiB (tp 4; requests at a time: --max-running-requests)" in text
     assert "DSPARK        not here" in text
+    assert text.splitlines()[-1] == "Draft graphs, beside it, GiB at most: fa3 0.00, triton 2.00"
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
     assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]
     free = report(budgets, replace(NODE, max_running_requests=None))
@@ -78,6 +79,12 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     rows = planned(tmp_path, FLASH | DSPARK)
     assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
     assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
+    graphs = {name: size / 2**30 for name, size in rows[1]["draft_graph_bytes"].items()}
+    # One million tokens for each of 256 requests: int64, int32, and a page of 256 each.
+    assert graphs["triton"] == pytest.approx(2, rel=1e-4)
+    assert graphs["flashinfer"] == pytest.approx(1, rel=1e-4)
+    assert graphs["fa3"] == graphs["fa4"] == 1 / 256
+    assert not rows[0]["draft_graph_bytes"] and not rows[2]["draft_graph_bytes"]
     assert rows[0]["tokens"] > rows[3]["tokens"] > 0
 
 

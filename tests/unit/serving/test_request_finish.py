@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_hyperdflash.serving import request_checks
+from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.request_finish import finish_token_by_token
 
 TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun is up again.\n"
@@ -24,7 +24,7 @@ def tokenizer(target_dir):
 
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
-    monkeypatch.setattr(request_checks, "_worker_is_ours", True)
+    monkeypatch.setattr(sampling_seams, "_worker", object())
 
 
 def finished(tokenizer, tokens, blocks, check, **sampling):
@@ -106,7 +106,7 @@ def test_what_the_block_held_behind_the_end_stays_for_the_cache(tokenizer):
 
 
 def test_other_algorithms_keep_sglangs_check(tokenizer, monkeypatch):
-    monkeypatch.setattr(request_checks, "_worker_is_ours", False)
+    monkeypatch.setattr(sampling_seams, "_worker", None)
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
     found = finished(tokenizer, tokens, [len(tokens)], ours_check, stop=["\n", "is", "the"])
     assert found[0]["matched"] == "is"

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving import start_checks as checks
-from sglang_hyperdflash.serving.request_checks import unsupported_sampling
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -42,6 +41,16 @@ def test_the_committed_pair_is_accepted(arguments):
     checks.validate_server_args(arguments)
     arguments.speculative_num_draft_tokens = 7
     checks.validate_server_args(arguments)
+
+
+def test_a_window_is_refused_where_pools_are_resized_after_capture(arguments, monkeypatch):
+    config = checks.load_draft_config(arguments)
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    checks._check_window(arguments, config)
+    with pytest.raises(HyperDFlashConfigError, match="POST_CAPTURE_KV_SIZING=1 with a windowed"):
+        checks._check_window(arguments, replace(config, window=64))
+    monkeypatch.delenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+    checks._check_window(arguments, replace(config, window=64))
 
 
 def test_a_source_that_is_only_there_to_compare_with_is_refused(arguments, tmp_path):
@@ -83,7 +92,6 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
         ("enable_unified_memory", True, "enable_unified_memory"),
         ("enable_hierarchical_cache", True, "enable_hierarchical_cache"),
         ("enable_lmcache", True, "enable_lmcache"),
-        ("enable_deterministic_inference", True, "enable_deterministic_inference"),
         ("speculative_adaptive", True, "speculative_adaptive"),
         ("speculative_use_block_verification", True, "speculative_use_block_verification"),
         ("speculative_accept_threshold_single", 0.9, "changes the output distribution"),
@@ -117,27 +125,6 @@ def test_pickled_weights_are_refused(arguments, drafter_dir, tmp_path):
     arguments.speculative_draft_model_path = str(tmp_path)
     with pytest.raises(HyperDFlashConfigError, match="pickled weights are not loaded"):
         checks.validate_server_args(arguments)
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -0.5),
-        ("repetition_penalty", 1.1),
-        ("min_new_tokens", 4),
-    ],
-)
-def test_block_frozen_parameters_are_refused(name, value):
-    message = unsupported_sampling(SimpleNamespace(**{name: value}))
-    assert f"{name}={value}" in message
-
-
-def test_neutral_parameters_are_accepted():
-    neutral = SimpleNamespace(
-        frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0
-    )
-    assert unsupported_sampling(neutral) is None
 
 
 def cut(path: Path, count: int) -> None:

@@ -51,6 +51,12 @@ def answers(tmp_path_factory) -> dict[str, dict]:
     cases["no requests given"] = start_only | {"node": ONE | {"max_running_requests": None}}
     cases["prefill node"] = start_only | {"options": {"disaggregation_mode": "prefill"}}
     cases["window, prefill"] = cases["prefill node"] | {"draft": window}
+    hopper, blackwell = ({"platform": {name: True}} for name in ("is_sm90", "is_sm100"))
+    cases["hopper"], cases["blackwell"] = start_only | hopper, start_only | blackwell
+    cases["window, hopper"] = cases["hopper"] | {"draft": window}
+    named = {"options": {"speculative_draft_attention_backend": "flashinfer"}}
+    cases["flashinfer"] = cases["hopper"] | named
+    cases["window, flashinfer"] = cases["window, hopper"] | named
     cases["window, fa3"] = start_only | {
         "draft": window,
         "options": {"speculative_draft_attention_backend": "fa3"},
@@ -150,7 +156,7 @@ def test_resolved_fields(answers, name):
         "speculative_eagle_topk": 1,
         "speculative_num_steps": 1,
         "speculative_num_draft_tokens": 7,
-        "speculative_draft_attention_backend": "flashinfer",
+        "speculative_draft_attention_backend": "triton",
         "speculative_draft_kv_cache_dtype": "bfloat16",
         "speculative_draft_window_size": None,
         "speculative_draft_load_format": "safetensors",
@@ -169,7 +175,22 @@ def test_spelling_and_what_the_user_asked_for(answers):
     assert answers["no requests given"]["max_running_requests"] == 256
     assert answers["prefill node"]["speculative_algorithm"] == "HYPERDFLASH"
     assert answers["v41"]["speculative_algorithm"] == "HYPERDFLASH"
-    assert answers["v41"]["speculative_draft_attention_backend"] == "flashinfer"
+    assert answers["v41"]["speculative_draft_attention_backend"] == "triton"
+
+
+@pytest.mark.parametrize(
+    "case, backend",
+    [
+        ("hopper", "fa3"),
+        ("blackwell", "fa4"),
+        ("window, hopper", "triton"),
+        ("flashinfer", "flashinfer"),
+        ("window, flashinfer", "flashinfer"),
+    ],
+)
+def test_draft_attention_by_the_gpu_and_by_the_user(answers, case, backend):
+    """SGLang's own fallback, FlashInfer, waits for the host every round; the user may name it."""
+    assert answers[case]["speculative_draft_attention_backend"] == backend
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -29,6 +29,13 @@ FIELDS = (
 
 
 def _answer(case: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.runtime_context import override_platform
+
+    with override_platform(**case.get("platform", {})):
+        return _resolved(case)
+
+
+def _resolved(case: dict[str, Any]) -> dict[str, Any]:
     from sglang_hyperdflash.commands.plan import METHODS, Node, budget, resolved_arguments
 
     node = Node(**case["node"])

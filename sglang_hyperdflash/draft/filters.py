@@ -1,0 +1,142 @@
+"""Temperature, top-k, top-p and min-p of a batch, without sorting a vocabulary.
+
+The kept tokens are a prefix of the vocabulary in order of falling probability, equal ones by
+their id (``layers/sampler.py: top_k_top_p_min_p_sampling_from_probs_torch``). A prefix is a
+threshold and, among tokens at the threshold, the lowest ids: so it needs the few largest
+probabilities of a row, not their whole order, and never depends on the batchmates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+FIRST_WIDTH, GROWTH = 256, 8
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Each row's own sampling parameters, as SGLang normalises them.
+
+    Attributes:
+        temperatures: ``[N]`` fp32, positive (1 for greedy rows).
+        top_ks: ``[N]`` int; 1 is greedy, V or more is off.
+        top_ps: ``[N]`` fp32 in (0, 1]; min_ps: ``[N]`` fp32 in [0, 1], relative to the largest.
+        need_top_k, need_top_p, need_min_p: some row uses the filter; known without a device read.
+        top_p_after_top_k: in rows with a min-p, top-p is a share of what top-k kept, as in
+            FlashInfer's min-p path; never decided by a batchmate.
+    """
+
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    need_top_k: bool = False
+    need_top_p: bool = False
+    need_min_p: bool = False
+    top_p_after_top_k: bool = False
+
+    @property
+    def greedy(self) -> torch.Tensor:
+        """``[N]`` bool."""
+        return self.top_ks <= 1
+
+    @property
+    def filters(self) -> bool:
+        """Whether any row has a filter."""
+        return self.need_top_k or self.need_top_p or self.need_min_p
+
+    @property
+    def sequential(self) -> torch.Tensor | None:
+        """``[N]`` bool: rows whose top-p is a share of what top-k kept; None without any."""
+        return self.min_ps > 0 if self.top_p_after_top_k and self.need_min_p else None
+
+    def repeated(self, times: int) -> Sampling:
+        """Every row ``times`` times in a row: the parameters of each position of a block."""
+        return replace(
+            self,
+            temperatures=self.temperatures.repeat_interleave(times),
+            top_ks=self.top_ks.repeat_interleave(times),
+            top_ps=self.top_ps.repeat_interleave(times),
+            min_ps=self.min_ps.repeat_interleave(times),
+        )
+
+
+def kept(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Which entries of ``probs [N, V]`` the filters keep, bool; on any device, may wait for it."""
+    if sampling.need_min_p:
+        keep = probs >= sampling.min_ps.unsqueeze(-1) * probs.amax(-1, keepdim=True)
+    else:
+        keep = torch.ones_like(probs, dtype=torch.bool)
+    vocabulary = probs.shape[-1]
+    limited = (sampling.top_ks < vocabulary) | (sampling.top_ps < 1.0)
+    rows = limited.nonzero().squeeze(-1)
+    if len(rows):
+        top_ks = sampling.top_ks[rows].clamp(min=1, max=vocabulary).long()
+        sequential = sampling.sequential
+        sequential = None if sequential is None else sequential[rows]
+        keep[rows] &= _prefix(probs[rows], top_ks, sampling.top_ps[rows].float(), sequential)
+    return keep
+
+
+def _prefix(
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    sequential: torch.Tensor | None,
+) -> torch.Tensor:
+    """The leading entries within top-k and top-p, ``[N, V]`` bool."""
+    vocabulary = probs.shape[-1]
+    finite = top_ks[top_ks < vocabulary]
+    width = max(int(finite.max()) if len(finite) else 1, min(FIRST_WIDTH, vocabulary))
+    while True:
+        leading = probs.topk(width, dim=-1).values
+        length = _inside(leading, top_ks, top_ps, sequential).sum(-1, keepdim=True)
+        # A row whose every leading entry is kept may go on behind them.
+        if width == vocabulary or not ((length.squeeze(-1) == width) & (top_ks > width)).any():
+            break
+        width = min(vocabulary, width * GROWTH)
+    threshold = leading.gather(-1, (length - 1).clamp(min=0))
+    above, equal = probs > threshold, probs == threshold
+    room = length - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= room))
+
+
+def _inside(
+    ordered: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    sequential: torch.Tensor | None,
+) -> torch.Tensor:
+    """Which of the falling ``ordered [N, W]`` lie within top-k and top-p; the mass of all is 1."""
+    ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+    inside = ranks < top_ks.unsqueeze(-1)
+    before = ordered.cumsum(-1) - ordered
+    if sequential is not None:
+        # W covers every finite top-k.
+        share = sequential & (top_ks <= ordered.shape[-1])
+        mass = (ordered * inside).sum(-1).masked_fill(~share, 1.0)
+        before = before / mass.unsqueeze(-1)
+    top_ps = top_ps.unsqueeze(-1)
+    return inside & ((before <= top_ps) | (top_ps >= 1.0))
+
+
+def filter_candidates(q: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """``q [N, K]`` after the filters, normalised; never waits for the device.
+
+    For a drafter's few candidates, which are sorted outright.
+    """
+    if not sampling.filters:
+        return q
+    ordered, order = q.sort(dim=-1, descending=True, stable=True)
+    keep = _inside(
+        ordered,
+        sampling.top_ks.clamp(min=1).long(),
+        sampling.top_ps.float(),
+        sampling.sequential,
+    )
+    keep &= ordered >= sampling.min_ps.unsqueeze(-1) * ordered[:, :1]
+    ordered = ordered * keep
+    ordered = ordered / ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(q).scatter_(-1, order, ordered)

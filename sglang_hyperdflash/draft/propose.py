@@ -1,0 +1,132 @@
+"""The drafts of a block and the law ``q`` each was drawn from: one pure function for everybody.
+
+    s_k = u_k + head(x_{k-1}, h_k)             # u_k: LM head of h_k, its top K; x_0 the anchor
+    q_k = filter(softmax(s_k / (T t)))         # t = 0: the largest alone
+    x_k = argmax_c(log q_k[c] + g(seed, position_k, c))
+
+Any ``q`` is exact under verification, so the filters and the sharpness ``t`` only raise acceptance.
+Noise: ``triton_ops.gumbel``. Greedy rows take the largest ``s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
+from triton_ops.gumbel import gumbel_noise
+
+# Temperatures of q relative to the client's; 0 drafts the argmax.
+SHARPNESS = (0.0, 0.5, 0.7, 1.0)
+
+# (previous tokens [bs], hidden rows [bs, d], candidate ids [bs, K]) -> what to add, [bs, K].
+Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (draft's number from 0, ids [bs, K], scores [bs, K], drafts so far [bs, k]) -> scores [bs, K].
+Adjust = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The K likeliest tokens of each draft row.
+
+    Attributes:
+        ids: ``[bs, D, K]`` int64, different within a row; scores: their logits, fp32.
+        hidden: ``[bs, D, d]``, for a head; None without one.
+    """
+
+    ids: torch.Tensor
+    scores: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts and what verification needs to know of them; D drafts, K candidates.
+
+    Attributes:
+        tokens: ``[bs, D]`` int64; ids: ``[bs, D, K]`` int64.
+        q: ``[bs, D, K]`` fp32, each row's law; one-hot where ``t`` is 0 or the row is greedy.
+        choice: ``[bs, D, 1]`` int64, each draft's index among its candidates.
+        scores: ``[bs, D, K]`` fp32, before temperature; noise: ``[bs, D, K]`` fp64.
+    """
+
+    tokens: torch.Tensor
+    ids: torch.Tensor
+    q: torch.Tensor
+    choice: torch.Tensor
+    scores: torch.Tensor
+    noise: torch.Tensor
+
+
+def law(scores: torch.Tensor, sampling: Sampling, sharpness: torch.Tensor) -> torch.Tensor:
+    """``q [N, K]`` fp32 of candidate ``scores [N, K]``.
+
+    Args:
+        sharpness: ``[N]``, ``t`` of each row.
+    """
+    argmax = (sharpness <= 0) | sampling.greedy
+    temperature = (sampling.temperatures * sharpness).masked_fill(argmax, 1.0)
+    q = torch.softmax(scores / temperature.unsqueeze(-1), dim=-1)
+    q = filter_candidates(q, sampling)
+    first = torch.zeros_like(q).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return torch.where(argmax.unsqueeze(-1), first, q)
+
+
+def propose(
+    candidates: Candidates,
+    anchor: torch.Tensor,
+    head: Head | None,
+    sampling: Sampling,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    sharpness: torch.Tensor,
+    adjust: Adjust | None = None,
+) -> Proposal:
+    """Draft a block; the drafts depend on one another through ``head`` and ``adjust`` only.
+
+    Args:
+        anchor: ``[bs]`` int64, the last committed token.
+        head: the dependency head, or None.
+        sampling: of the bs requests; seeds: ``[bs]`` int64; sharpness: ``[bs]``.
+        positions: ``[bs, D]`` int64: of the token before each draft.
+        adjust: penalties and bias, or None.
+    """
+    bs, drafts, width = candidates.ids.shape
+
+    def flat(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(drafts)
+
+    noise = gumbel_noise(flat(seeds), positions.reshape(-1), candidates.ids.view(-1, width))
+    noise = noise.view(bs, drafts, width)
+    if head is None and adjust is None:
+        rows = law(candidates.scores.view(-1, width), sampling.repeated(drafts), flat(sharpness))
+        q = rows.view(bs, drafts, width)
+        choice = (noise + q.log()).argmax(-1, keepdim=True)
+        tokens = candidates.ids.gather(-1, choice).squeeze(-1)
+        return Proposal(tokens, candidates.ids, q, choice, candidates.scores, noise)
+    tokens, laws, choices, all_scores = [], [], [], []
+    previous = anchor
+    for k in range(drafts):
+        ids, scores = candidates.ids[:, k], candidates.scores[:, k]
+        if head is not None:
+            scores = scores + head(previous, candidates.hidden[:, k], ids)
+        if adjust is not None:
+            so_far = torch.stack(tokens, 1) if tokens else ids[:, :0]
+            scores = adjust(k, ids, scores, so_far)
+        q = law(scores, sampling, sharpness)
+        choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
+        previous = ids.gather(-1, choice).squeeze(-1)
+        tokens.append(previous)
+        laws.append(q)
+        choices.append(choice)
+        all_scores.append(scores)
+    return Proposal(
+        torch.stack(tokens, 1),
+        candidates.ids,
+        torch.stack(laws, 1),
+        torch.stack(choices, 1),
+        torch.stack(all_scores, 1),
+        noise,
+    )

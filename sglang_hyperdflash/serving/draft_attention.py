@@ -1,0 +1,138 @@
+"""Which attention a drafter uses, so that it is right, bounded and waits for no host length.
+
+SGLang lets a DFLASH draft share the target's backend, and falls back to FlashInfer where the
+target's is no draft backend: DeepSeek-V4's ``dsv4``. FlashInfer plans on the host, so it costs one
+wait a round; and its graph buffers are one context for every row of a batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+logger = logging.getLogger(__name__)
+
+# Draft attention backends whose K/V indices are slots, not pages.
+TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
+# Backends whose graphs hold one index for every token that a request may have.
+INDEX_DTYPES = {"FlashInferAttnBackend": torch.int32, "TritonAttnBackend": torch.int64}
+
+
+def chosen(
+    target: str | None, window: int | None, choices: Sequence[str], *, sm90: bool, sm100: bool
+) -> tuple[str, str] | None:
+    """The draft's backend on a GPU when the user named none, and why; None to leave it to SGLang.
+
+    Args:
+        target: the target's backend. window: the drafter's. choices: what a draft may use.
+        sm90, sm100: the GPU's generation.
+    """
+    if window is not None:
+        return "triton", "a windowed drafter's K/V lie in single slots, its lengths on the device"
+    if target in choices:
+        return None
+    reason = f"the target's {target} serves no draft, and FlashInfer waits for the host every round"
+    return ("fa3" if sm90 else "fa4" if sm100 else "triton"), reason
+
+
+def choose_draft_attention(server_args, window: int | None) -> None:
+    """Name the draft's backend where the user did not, and say why in one log line.
+
+    Seam: ``speculative_hook._resolve_dflash_draft_attention_backend`` takes a name that is given.
+    A platform of its own, as ours for CPUs, and HIP and XPU keep SGLang's choice.
+    """
+    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
+    from sglang.srt.arg_groups.overrides import (
+        attention_backends_of,
+        resolved_view,
+        resolving_view,
+    )
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_platform
+
+    platform = get_platform()
+    named = resolving_view(server_args).speculative_draft_attention_backend
+    if named is not None or current_platform.is_out_of_tree():
+        return
+    if platform.is_hip or platform.is_xpu:
+        return
+    target, _ = attention_backends_of(resolved_view(server_args))
+    found = chosen(
+        target,
+        window,
+        DRAFT_ATTENTION_BACKEND_CHOICES,
+        sm90=bool(platform.is_sm90),
+        sm100=bool(platform.is_sm100),
+    )
+    if found is not None:
+        server_args.speculative_draft_attention_backend = found[0]
+        logger.info("%s: draft attention is %s: %s.", ALGORITHM, *found)
+
+
+def check_window_attention(window: int | None, backend: str) -> None:
+    """Refuse a resolved backend that cannot read a windowed drafter's slots.
+
+    Raises:
+        HyperDFlashConfigError: it reads whole pages.
+    """
+    if window is not None and backend not in TOKEN_BACKENDS:
+        raise HyperDFlashConfigError(
+            f"a windowed drafter needs draft attention that reads single K/V slots "
+            f"({', '.join(TOKEN_BACKENDS)}); speculative_draft_attention_backend={backend} reads "
+            "whole pages. Drop the flag, or pass --speculative-draft-attention-backend triton."
+        )
+
+
+def graph_context(context: int, window: int | None, block: int) -> int:
+    """Tokens for which a draft's backend is built: the context's, or a window's and two blocks'."""
+    return context if window is None else window + 2 * block
+
+
+def graph_index_bytes(
+    requests: int, context: int, window: int | None, block: int, page: int
+) -> dict[str, int]:
+    """What a draft's graphs hold to find K/V, by backend, for one GPU.
+
+    Args:
+        requests: of the largest captured batch. context: the server's, in tokens. page: tokens.
+    """
+    context = graph_context(context, window, block)
+    slots = requests * (context + block)
+    found = {"triton": 8 * slots, "flashinfer": 4 * slots}
+    pages = 4 * requests * -(-context // page)
+    return found if window is not None else {"fa3": pages, "fa4": pages, **found}
+
+
+def bound_graph_buffers(backend, block: int) -> None:
+    """Give a draft's graphs room for one context a request, not for one a row of the batch.
+
+    Seam: ``init_cuda_graph_state(max_bs, max_num_tokens, kv_indices_buf)`` of FlashInfer's and
+    Triton's backends. A request's ``block`` rows share one list of indices. FlashInfer's mask
+    buffer is dropped: no drafted block has a custom mask, and planning one would raise.
+    """
+    name = type(backend).__name__
+    if name not in INDEX_DTYPES:
+        return
+    original = backend.init_cuda_graph_state
+
+    def bounded(max_bs: int, max_num_tokens: int, kv_indices_buf=None, *rest, **options) -> None:
+        context = backend.max_context_len
+        if kv_indices_buf is None:
+            kv_indices_buf = torch.zeros(
+                max_bs * (context + block),
+                dtype=INDEX_DTYPES[name],
+                device=getattr(backend, "device", "cuda"),
+            )
+        if name == "FlashInferAttnBackend":
+            backend.max_context_len = 0
+        try:
+            original(max_bs, max_num_tokens, kv_indices_buf, *rest, **options)
+        finally:
+            backend.max_context_len = context
+
+    backend.init_cuda_graph_state = bounded

@@ -1,0 +1,249 @@
+"""Two exact verifications of a drafted block, both for drafts drawn from any ``q``.
+
+**Coupled**, for a request with a seed: ``y_k = argmax_v(log p_k[v] + g(seed, position_k, v))`` on
+every row; drafts are accepted while ``x_k = y_k`` and the y's are emitted. The output is a function
+of the seed and the target alone.
+
+**Rejection**, for one without: accept ``x`` iff ``u q(x) < p(x)``; at the first refusal draw from
+``(p - q)+``, and behind the last draft from ``p`` (Leviathan et al. 2211.17192, Theorem 1). The
+coins ``u`` and that draw have streams of their own: a draft's noise must not decide its acceptance.
+
+Greedy rows compare with the argmax of the logits. A block is never longer than its first broken
+row: one whose target logits hold a NaN or +inf, or nothing finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hyperdflash.draft.filters import Sampling, kept
+from sglang_hyperdflash.draft.propose import SHARPNESS, Proposal, law
+from triton_ops.gumbel import RESIDUAL_STREAM, coins, gumbel_argmax_reference
+
+Draw = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Which noise each request of a batch draws from.
+
+    Attributes:
+        seeds: ``[bs]`` int64; seeded: ``[bs]`` bool, verified coupled.
+        any_seeded, any_unseeded: of the requests that are not greedy, known without a device read.
+    """
+
+    seeds: torch.Tensor
+    seeded: torch.Tensor
+    any_seeded: bool = True
+    any_unseeded: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round emits.
+
+    Attributes:
+        accept_len: ``[bs]`` int32, drafts accepted; bonus: ``[bs]`` int64, the token after them.
+        broken: ``[bs]`` bool: the bonus is not a token, its row was broken.
+        p: ``[bs, D, K]`` fp32, the target's probabilities of the drafter's candidates.
+    """
+
+    accept_len: torch.Tensor
+    bonus: torch.Tensor
+    broken: torch.Tensor
+    p: torch.Tensor
+
+
+def weights_of(
+    logits: torch.Tensor, sampling: Sampling, renorm: tuple[Callable, Callable] | None = None
+) -> torch.Tensor:
+    """What the target samples from, ``[N, V]`` fp32: probabilities, zero where filtered.
+
+    Kept entries are those of the softmax: they do not sum to one where a filter took mass, unless
+    ``renorm`` normalised them. A broken row is NaN in column 0.
+
+    Args:
+        renorm: FlashInfer's ``(top_k_renorm_probs, top_p_renorm_probs)``, on CUDA.
+    """
+    probs = torch.softmax(logits.float() / sampling.temperatures.unsqueeze(-1), dim=-1)
+    return filtered(probs, sampling, renorm)
+
+
+def filtered(
+    probs: torch.Tensor, sampling: Sampling, renorm: tuple[Callable, Callable] | None = None
+) -> torch.Tensor:
+    """``probs [N, V]`` of a softmax after the filters, as :func:`weights_of`; may reuse them."""
+    if not sampling.filters:
+        return probs
+    broken = probs[:, 0].isnan()
+    if renorm is None:
+        probs = probs.masked_fill_(~kept(probs, sampling), 0.0)
+    else:
+        # The kernels search a threshold in a loop: a row of NaN would have none.
+        probs.masked_fill_(broken.unsqueeze(-1), 1.0 / probs.shape[-1])
+        probs = _renormed(probs, sampling, *renorm)
+    probs[:, 0].masked_fill_(broken, float("nan"))
+    return probs
+
+
+def _renormed(
+    probs: torch.Tensor, sampling: Sampling, top_k_renorm: Callable, top_p_renorm: Callable
+) -> torch.Tensor:
+    """Top-k and top-p in the order SGLang's sampler has them, then min-p."""
+    weights = probs
+    if sampling.need_top_k:
+        weights = top_k_renorm(probs, sampling.top_ks.to(torch.int32))
+    if sampling.need_top_p:
+        # Joint: both shares are of the whole mass.
+        share = probs
+        if sampling.sequential is not None:
+            share = torch.where(sampling.sequential.unsqueeze(-1), weights, probs)
+        inside = top_p_renorm(share, sampling.top_ps.float()) > 0
+        weights = weights.masked_fill(~inside, 0.0)
+    if sampling.need_min_p:
+        floor = sampling.min_ps.unsqueeze(-1) * weights.amax(-1, keepdim=True)
+        weights = weights.masked_fill(weights < floor, 0.0)
+    return weights
+
+
+def verify_block(
+    proposal: Proposal,
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    sampling: Sampling,
+    draws: Draws,
+    positions: torch.Tensor,
+    draw: Draw = gumbel_argmax_reference,
+) -> Verdict:
+    """Accept a prefix of every block.
+
+    Args:
+        logits: ``[bs * B, V]``, final; weights: ``[bs * B, V]`` of :func:`weights_of`, B = D + 1.
+        sampling: of the bs requests.
+        positions: ``[bs, B]`` int64: of the context's last token at each row.
+        draw: :func:`triton_ops.gumbel.gumbel_argmax` or its reference.
+    """
+    bs, block = positions.shape
+    tokens, drafts = proposal.tokens, block - 1
+    broken_rows = weights[:, 0].isnan().view(bs, block)
+    rejecting = ~(draws.seeded | sampling.greedy)
+    wanted = _wanted(logits, weights, sampling, draws, positions, draw)
+    matches = tokens == wanted[:, :-1]
+    p = _at_candidates(weights, proposal.ids, sampling)
+    if draws.any_unseeded:
+        u = coins(draws.seeds.unsqueeze(1).expand(bs, drafts), positions[:, :-1])
+        p_draft, q_draft = (t.gather(2, proposal.choice).squeeze(2) for t in (p, proposal.q))
+        # Strict: a draft the target gives no mass is never accepted, whatever the coin.
+        accepted = u * q_draft.double() < p_draft.double()
+        matches = torch.where(rejecting.unsqueeze(1), accepted, matches)
+    matches &= ~broken_rows[:, :-1]
+    accept_len = matches.int().cumprod(1).sum(1)
+    at = accept_len.unsqueeze(1)
+    bonus = wanted.gather(1, at).squeeze(1)
+    if draws.any_unseeded:
+        drawn = _residual_draw(proposal, weights, draws.seeds, positions, accept_len, draw)
+        bonus = torch.where(rejecting, drawn, bonus)
+    broken = broken_rows.gather(1, at).squeeze(1)
+    return Verdict(accept_len.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
+
+
+def _wanted(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    sampling: Sampling,
+    draws: Draws,
+    positions: torch.Tensor,
+    draw: Draw,
+) -> torch.Tensor:
+    """The target's own token of every row ``[bs, B]``; arbitrary for requests without a seed."""
+    bs, block = positions.shape
+    greedy = logits.argmax(-1).view(bs, block)
+    if not draws.any_seeded:
+        return greedy
+    seeds = draws.seeds.repeat_interleave(block)
+    drawn = draw(weights, seeds, positions.reshape(-1)).view(bs, block)
+    return torch.where(sampling.greedy.unsqueeze(1), greedy, drawn)
+
+
+def _at_candidates(weights: torch.Tensor, ids: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The target's normalised probability of each candidate, ``[bs, D, K]``."""
+    bs, drafts, _ = ids.shape
+    rows = weights.view(bs, drafts + 1, -1)[:, :-1]
+    p = rows.gather(2, ids)
+    return p / rows.sum(-1, keepdim=True) if sampling.filters else p
+
+
+def _residual_draw(
+    proposal: Proposal,
+    weights: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    accept_len: torch.Tensor,
+    draw: Draw,
+) -> torch.Tensor:
+    """A draw from ``(p - q)+`` at the first refusal, from ``p`` behind the last draft; ``[bs]``."""
+    bs, block = positions.shape
+    rows = torch.arange(bs, device=weights.device) * block + accept_len
+    p = weights.index_select(0, rows)
+    p = p / p.sum(-1, keepdim=True)
+    at = accept_len.clamp(max=block - 2).view(bs, 1, 1).expand(-1, 1, proposal.ids.shape[-1])
+    ids, q = (t.gather(1, at).squeeze(1) for t in (proposal.ids, proposal.q))
+    left = p.scatter_add(-1, ids, -q).clamp_(min=0)
+    # p and q equal up to rounding leave nothing: the refusal was rounding too.
+    refused = (accept_len < block - 1) & (left.sum(-1) > 0)
+    left = torch.where(refused.unsqueeze(-1), left, p)
+    where = positions.gather(1, accept_len.unsqueeze(1)).squeeze(1)
+    return draw(left, seeds ^ RESIDUAL_STREAM, where)
+
+
+class Sharpness:
+    """How sharp q should be, learnt from past rounds: one choice for each verification.
+
+    Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have accepted. Only rows
+    whose prefix was accepted count: what lies behind the first refusal was drawn with noise that
+    the next round's drafts use again, and q may not depend on it.
+
+    Args:
+        memory: rounds after which a row's weight has fallen to 1/e.
+    """
+
+    def __init__(self, device: torch.device | str, memory: int = 200) -> None:
+        self.keep = 1.0 - 1.0 / memory
+        self.gains = torch.zeros(2, len(SHARPNESS), dtype=torch.float64, device=device)
+        self.gains[:, -1] = 1e-3  # before the first round: q as the drafter has it
+        self.values = torch.tensor(SHARPNESS, device=device)
+
+    def of(self, seeded: torch.Tensor) -> torch.Tensor:
+        """``t`` of each request, ``[bs]`` fp32."""
+        return self.values[self.gains.argmax(-1)][seeded.long()]
+
+    def learn(
+        self, proposal: Proposal, sampling: Sampling, seeded: torch.Tensor, verdict: Verdict
+    ) -> None:
+        """Count one round."""
+        bs, drafts, width = proposal.ids.shape
+        depth = torch.arange(drafts, device=proposal.ids.device)
+        accepted = verdict.accept_len.unsqueeze(1)
+        reached = (depth <= accepted) & ~(sampling.greedy | verdict.broken).unsqueeze(1)
+        emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
+        emitted = emitted.view(-1, 1)
+        each, scores = sampling.repeated(drafts), proposal.scores.view(-1, width)
+        p, noise = verdict.p.view(-1, width), proposal.noise.view(-1, width)
+        coupled = seeded.repeat_interleave(drafts)
+        gains = []
+        for t in SHARPNESS:
+            q = law(scores, each, torch.full_like(scores[:, 0], t))
+            overlap = torch.minimum(p, q).sum(-1)
+            draft = proposal.ids.view(-1, width).gather(
+                1, (noise + q.log()).argmax(-1, keepdim=True)
+            )
+            gain = torch.where(coupled, (draft == emitted).squeeze(1).to(overlap), overlap)
+            # A broken drafter's NaN would stay for ever.
+            gain = gain.double().nan_to_num(nan=0.0).view(bs, drafts)
+            gains.append(gain.masked_fill(~reached, 0.0).sum(1))
+        table = torch.stack(gains, 1)  # [bs, len(SHARPNESS)]
+        rule = torch.stack([~seeded, seeded]).to(table)
+        self.gains.mul_(self.keep).add_(rule @ table)

@@ -1,0 +1,439 @@
+"""The worker's part of sampling: drafts from q, both exact verifications, penalties in a block.
+
+A round: :meth:`forward_batch_generation` reads the requests; the draft head's slot becomes
+:func:`propose`; ``_accept_block`` adds what changes the target's logits, in the order of SGLang's
+target-only path (penalties, grammar, bias, custom processors), and verifies. A prefill draws its
+token from the same noise through the hooks of ``sampling_seams``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.models.dflash import candidate_topk
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+from sglang.srt.speculative.dflash_worker_v2 import (
+    SIMULATE_ACC_LEN,
+    _commit_accept,
+    _DflashDraftSampler,
+)
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
+from sglang_hyperdflash.serving import sampling_seams
+from sglang_hyperdflash.serving.exact import (
+    Draws,
+    Sharpness,
+    Verdict,
+    filtered,
+    verify_block,
+    weights_of,
+)
+from sglang_hyperdflash.serving.penalties import UNLIKELY, GeneratedCounts
+from sglang_hyperdflash.serving.processors import Outputs, apply_processors
+from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
+from sglang_hyperdflash.serving.window_worker import WindowedWorker
+from triton_ops.gumbel_op import gumbel_argmax
+
+# Of a vocabulary of 2,048 words at two nats, 64 candidates lose 3 % of the accepted drafts.
+CANDIDATES, CANDIDATES_OF_SMALL, SMALL_VOCABULARY = 64, 256, 8192
+BROKEN = -1
+
+
+def renorm_kernels() -> tuple | None:
+    """FlashInfer's top-k and top-p kernels on CUDA, else None."""
+    from sglang.kernels.ops.sampling.renorm import top_k_renorm_prob, top_p_renorm_prob
+
+    if not torch.cuda.is_available() or top_k_renorm_prob is None:
+        return None
+    return top_k_renorm_prob, top_p_renorm_prob
+
+
+def supports_candidates(lm_head: Any) -> bool:
+    """Whether SGLang's ``candidate_topk`` reads this head."""
+    method = getattr(lm_head, "quant_method", None)
+    dense = is_dense_head_weight(getattr(lm_head, "weight", None))
+    known = hasattr(lm_head, "org_vocab_size") and hasattr(lm_head, "shard_indices")
+    return known and (dense or should_apply_lm_head_quant_method(lm_head, method))
+
+
+class CandidateSampler:
+    """The draft head inside the draft's CUDA graph: candidates to static buffers.
+
+    Seam: ``DFlashWorkerV2._draft_sampler``. The worker reads ``out`` after a replay and only then;
+    that is where a sampled round draws its drafts.
+    """
+
+    def __init__(self, worker: SampledWorker, lm_head: Any, max_bs: int) -> None:
+        self.worker, self.lm_head, self.block_size = worker, lm_head, int(worker.block_size)
+        shape, device = (max_bs * (self.block_size - 1), worker.num_candidates), worker.device
+        self.ids = torch.empty(shape, dtype=torch.int64, device=device)
+        self.scores = torch.empty(shape, dtype=torch.float32, device=device)
+        self.first = torch.empty(shape[0], dtype=torch.int64, device=device)
+
+    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
+        width = hidden_states.shape[-1]
+        rows = hidden_states.view(-1, self.block_size, width)[:, 1:].reshape(-1, width)
+        ids, scores, _ = candidate_topk(rows, self.lm_head, self.worker.num_candidates)
+        scores = scores.float()
+        self.ids[: len(rows)].copy_(ids)
+        self.scores[: len(rows)].copy_(scores)
+        # As argmax has it: the lowest id among equals.
+        beaten = scores < scores.amax(-1, keepdim=True)
+        self.first[: len(rows)].copy_(ids.masked_fill(beaten, 1 << 62).amin(-1))
+
+    @property
+    def out(self) -> torch.Tensor:
+        """Drafts of the round just replayed, at least ``[bs * (B - 1)]``."""
+        rows = self.worker.draft_rows
+        if self.worker.requests.greedy:
+            return self.first
+        return self.worker.draw_drafts(self.ids[:rows], self.scores[:rows])
+
+
+class SampledWorker(WindowedWorker):
+    """Overrides of ``DFlashWorkerV2`` for everything between logits and tokens."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        runner = self.target_worker.model_runner
+        vocabulary = int(runner.model_config.vocab_size)
+        small = vocabulary <= SMALL_VOCABULARY
+        self.num_candidates = min(vocabulary, CANDIDATES_OF_SMALL if small else CANDIDATES)
+        self.seeds = Seeds(server_args.random_seed)
+        self.sharpness = Sharpness(self.device)
+        self.outputs = Outputs()
+        self.renorm = renorm_kernels()
+        self.requests: Requests | None = None
+        self._info: Any = None
+        self._proposal: Proposal | None = None
+        self._broken: torch.Tensor | None = None
+        self._greedy: torch.Tensor | None = None
+        self._counts: GeneratedCounts | None = None
+        self._counted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        sampling_seams.serve(self)
+
+    # A forward pass.
+
+    def forward_batch_generation(self, batch, *args, **kwargs):
+        """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
+        extend = batch.forward_mode.is_extend() or bool(batch.is_extend_in_batch)
+        self._begin(batch, extend)
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        if self._broken is not None:
+            self._tell_broken(result, extend)
+        return result
+
+    def _begin(self, batch, extend: bool) -> None:
+        self._proposal = self._broken = self._greedy = None
+        self._info = batch.sampling_info
+        reqs = batch.reqs
+        slots = [req.kv.req_pool_idx for req in reqs] if reqs else []
+        if not reqs or self._info is None:
+            self.requests = None
+            return
+        if self.requests is None or extend or not self.requests.same(reqs, slots):
+            self.requests = gather(reqs, slots, self.seeds, self.device)
+        # A decode row of a mixed batch goes on; every other row of a prefill starts.
+        going_on = set(map(id, batch.decoding_reqs or ()))
+        fresh = [extend and id(req) not in going_on for req in reqs]
+        if self._info.has_custom_logit_processor:
+            for req, new in zip(reqs, fresh, strict=True):
+                if new and req.custom_logit_processor is not None:
+                    self.outputs.enter(req)
+        for row, req in self.requests.mine:
+            if fresh[row] or self._counted.get(req) != slots[row]:
+                self.counts.reset(slots[row], req.output_ids)
+                self._counted[req] = slots[row]
+        # Tokens of every context at its first row: the anchor of a round is not in seq_lens.
+        self._contexts = batch.seq_lens if extend else batch.seq_lens + 1
+
+    @property
+    def counts(self) -> GeneratedCounts:
+        """Tokens generated by requests with penalties."""
+        if self._counts is None:
+            runner = self.target_worker.model_runner
+            slots = len(runner.req_to_token_pool.req_to_token)
+            self._counts = GeneratedCounts(slots, runner.model_config.vocab_size, self.device)
+        return self._counts
+
+    def _tell_broken(self, result, extend: bool) -> None:
+        """Put ``BROKEN`` where a token would come from a broken row; the scheduler ends it.
+
+        The next round's anchor stays a token: it may already run.
+        """
+        if extend:
+            result.next_token_ids = result.next_token_ids.masked_fill(self._broken, BROKEN)
+            return
+        tokens = result.next_token_ids.view(len(self._broken), -1)
+        at = (result.accept_lens.long() - 1).unsqueeze(1)
+        told = tokens.gather(1, at).masked_fill(self._broken.unsqueeze(1), BROKEN)
+        tokens.scatter_(1, at, told)
+
+    # A prefill: one row a request, in SGLang's own sampler.
+
+    def adjust_prefill(self, logits: torch.Tensor) -> None:
+        """Penalties of a prefill's ``logits [bs, V]``, in place, before grammar and bias."""
+        if self.requests is not None:
+            self._penalise(logits.unsqueeze(1), self._no_drafts)
+
+    def process_prefill(self, logits: torch.Tensor, info: Any) -> torch.Tensor:
+        """Custom processors, and what the draw below needs of the final ``logits [bs, V]``."""
+        if info.has_custom_logit_processor:
+            reqs = self.requests.reqs
+            apply_processors(logits, info, reqs, self.outputs, self._no_drafts)
+        largest, self._greedy = logits.max(-1)
+        self._broken = ~largest.isfinite()
+        sanitize_nan_logits(logits, "HYPERDFLASH prefill")
+        return logits
+
+    def draw_prefill(self, probs: torch.Tensor, info: Any, positions: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[bs]`` int64 of a batch with a sampled request."""
+        sampling = sampling_of(info)
+        weights = filtered(probs.float(), sampling, self.renorm)
+        drawn = gumbel_argmax(weights, self.requests.draws.seeds, positions.long())
+        return torch.where(sampling.greedy, self._greedy, drawn)
+
+    def end_prefill(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Count a prefill's ``tokens [bs]``; those of broken rows become 0."""
+        if self._broken is not None:
+            tokens = tokens.masked_fill(self._broken, 0)
+        if self.requests is not None:
+            self._count(tokens.long().unsqueeze(1), torch.ones_like(tokens))
+        return tokens
+
+    # A round: drafts.
+
+    @property
+    def draft_rows(self) -> int:
+        """Drafts of this round, of all requests."""
+        return len(self.requests.reqs) * (int(self.block_size) - 1)
+
+    def _maybe_build_draft_sampler(self):
+        """Seam: SGLang's own head in the draft graph, when it builds one, becomes ours."""
+        built = super()._maybe_build_draft_sampler()
+        lm_head = getattr(self.target_worker.model_runner.model, "lm_head", None)
+        if type(built) is not _DflashDraftSampler:
+            return built
+        if not supports_candidates(lm_head):
+            return None  # eager: the argmaxes alone could not be verified as a law
+        return CandidateSampler(self, lm_head, len(built.out) // (int(self.block_size) - 1))
+
+    def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states, lm_head, **rest):
+        """Seam: where ``DFlashWorkerV2`` turns draft rows ``[bs * (B-1), d]`` into tokens."""
+        if self.requests is None or self.requests.greedy:
+            return super()._greedy_sample_from_vocab_parallel_head(
+                hidden_states=hidden_states, lm_head=lm_head, **rest
+            )
+        if supports_candidates(lm_head):
+            ids, scores, _ = candidate_topk(hidden_states, lm_head, self.num_candidates)
+            return self.draw_drafts(ids, scores.float())
+        # A head that SGLang reads argmaxes from, no more: drafts are point masses.
+        ids = (
+            super()
+            ._greedy_sample_from_vocab_parallel_head(
+                hidden_states=hidden_states, lm_head=lm_head, **rest
+            )
+            .unsqueeze(1)
+        )
+        return self.draw_drafts(ids, torch.zeros_like(ids, dtype=torch.float32))
+
+    def draw_drafts(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Drafts ``[bs * (B-1)]`` int64 of candidates ``[bs * (B-1), K]``; kept to be verified."""
+        requests, drafts = self.requests, int(self.block_size) - 1
+        shape = (len(requests.reqs), drafts, -1)
+        first = (self._contexts - 1).unsqueeze(1)
+        self._proposal = propose(
+            Candidates(ids.view(shape), scores.view(shape)),
+            self._draft_block_ids_buf[: shape[0], 0],
+            None,
+            sampling_of(self._info),
+            requests.draws.seeds,
+            first + torch.arange(drafts, device=ids.device),
+            self.sharpness.of(requests.draws.seeded),
+            self._adjust_candidates if self._changes_drafts() else None,
+        )
+        return self._proposal.tokens.reshape(-1)
+
+    def _changes_drafts(self) -> bool:
+        requests = self.requests
+        changed = requests.penalties is not None or requests.ends is not None
+        return changed or self._info.logit_bias is not None
+
+    def _adjust_candidates(
+        self, k: int, ids: torch.Tensor, scores: torch.Tensor, so_far: torch.Tensor
+    ) -> torch.Tensor:
+        """Penalties, end tokens and bias at draft k's candidates ``[bs, K]``."""
+        penalties, ends = self.requests.penalties, self.requests.ends
+        if penalties is not None:
+            rows = penalties.rows
+            mine, drafted = ids[rows], so_far[rows]
+            counts = self.counts.table[penalties.slots.unsqueeze(1), mine]
+            counts = counts + (mine.unsqueeze(2) == drafted.unsqueeze(1)).sum(-1)
+            scores = scores.index_copy(0, rows, penalties.applied(scores[rows], counts))
+        if ends is not None:
+            early = ends.too_early(self._contexts, k + 1)[:, -1]
+            is_end = (ids[ends.rows].unsqueeze(2) == ends.ids.unsqueeze(1)).any(-1)
+            forbidden = is_end & early.unsqueeze(1)
+            mine = scores[ends.rows].masked_fill(forbidden, UNLIKELY)
+            scores = scores.index_copy(0, ends.rows, mine)
+        if self._info.logit_bias is not None:
+            scores = scores + self._info.logit_bias.gather(1, ids).float()
+        return scores
+
+    # A round: verification.
+
+    def _can_skip_verify_logits(self, batch, sampling_info) -> bool:
+        """Seam: SGLang does not know of our penalties."""
+        if self.requests is None or not self.requests.greedy:
+            return False
+        return super()._can_skip_verify_logits(batch, sampling_info)
+
+    def _accept_block(
+        self,
+        *,
+        candidates: torch.Tensor,
+        next_token_logits: torch.Tensor | None,
+        sampling_info,
+        draft_input,
+        prefix_lens: torch.Tensor,
+        bs: int,
+        target_predict: torch.Tensor | None = None,
+    ):
+        """Accept a prefix of each chain; seam: ``DFlashWorkerV2._accept_block``."""
+        logits = next_token_logits
+        if target_predict is None:
+            self._adjust_block(logits, candidates)
+        if self._proposal is None or sampling_info.is_all_greedy or SIMULATE_ACC_LEN > 0:
+            broken = None
+            if target_predict is None:
+                largest, target_predict = logits.max(-1)
+                broken = ~largest.isfinite().view(bs, -1)
+                # No draft equals it: the block ends there.
+                target_predict = target_predict.masked_fill(broken.view(-1), BROKEN)
+            accept_len, commit_lens, bonus, tokens, new_seq_lens = super()._accept_block(
+                candidates=candidates,
+                next_token_logits=logits,
+                sampling_info=sampling_info,
+                draft_input=draft_input,
+                prefix_lens=prefix_lens,
+                bs=bs,
+                target_predict=target_predict,
+            )
+            if broken is not None:
+                self._broken = broken.gather(1, accept_len.long().unsqueeze(1)).squeeze(1)
+                bonus.clamp_(min=0)
+                tokens.clamp_(min=0)
+        else:
+            sampling = sampling_of(sampling_info)
+            verdict = self._verify(logits, sampling, self._proposal, self.requests.draws)
+            accept_len, bonus, self._broken = verdict.accept_len, verdict.bonus, verdict.broken
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, accept_len)
+            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, bonus)
+            tokens, commit_lens = _commit_accept(candidates, accept_len, bonus)
+            new_seq_lens = None
+        self._count(tokens, commit_lens)
+        return accept_len, commit_lens, bonus, tokens, new_seq_lens
+
+    def _verify(
+        self, logits: torch.Tensor, sampling: Sampling, proposal: Proposal, draws: Draws
+    ) -> Verdict:
+        block = int(self.block_size)
+        positions = (self._contexts - 1).unsqueeze(1) + self._block_pos_offsets
+        weights = weights_of(logits, sampling.repeated(block), self.renorm)
+        verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
+        self.sharpness.learn(proposal, sampling, draws.seeded, verdict)
+        return verdict
+
+    def _adjust_block(self, logits: torch.Tensor, candidates: torch.Tensor) -> None:
+        """All that changes the target's ``logits [bs * B, V]`` but the grammar's mask, in place.
+
+        The mask is in them already; impossible tokens stay so under what is added here.
+        """
+        bs, block = candidates.shape
+        rows = logits.view(bs, block, -1)
+        self._penalise(rows, candidates[:, 1:])
+        if self._info.logit_bias is not None:
+            rows.add_(self._info.logit_bias.unsqueeze(1).to(logits.dtype))
+        if self._info.has_custom_logit_processor:
+            reqs = self.requests.reqs
+            apply_processors(logits, self._info, reqs, self.outputs, candidates[:, 1:])
+
+    # What both share.
+
+    @property
+    def _no_drafts(self) -> torch.Tensor:
+        return torch.empty(len(self.requests.reqs), 0, dtype=torch.int64, device=self.device)
+
+    def _penalise(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Penalties and end tokens of ``rows [bs, B, V]`` that follow ``drafts``, in place."""
+        penalties, ends = self.requests.penalties, self.requests.ends
+        if penalties is not None:
+            chosen = penalties.rows
+            counts = self.counts.table[penalties.slots]
+            rows[chosen] = penalties.apply_to_block(rows[chosen], counts, drafts[chosen])
+        if ends is not None:
+            ends.forbid(rows, self._contexts)
+
+    def _count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The first ``lengths [bs]`` of ``tokens [bs, B]`` were generated."""
+        requests = self.requests
+        if requests is None:
+            return
+        if requests.penalties is not None:
+            rows = requests.penalties.rows
+            self.counts.add(requests.penalties.slots, tokens[rows], lengths[rows])
+        if self._info.has_custom_logit_processor:
+            self.outputs.add(requests.reqs, tokens, lengths)
+
+    def _measure_sampling_peak(
+        self,
+        *,
+        candidates: torch.Tensor,
+        target_logits: torch.Tensor,
+        sampling_info: SamplingBatchInfo,
+    ) -> int:
+        """Peak bytes of one verification on CUDA; seam: ``DFlashWorkerV2.prewarm_sampling``.
+
+        Half the requests have a seed, all filter by top-k, top-p and min-p: the most there is.
+        """
+        bs, drafts = len(candidates), int(self.block_size) - 1
+        device = candidates.device
+        sampling = Sampling(
+            torch.ones(bs, device=device),
+            torch.full((bs,), self.num_candidates, dtype=torch.int32, device=device),
+            sampling_info.top_ps,
+            torch.full((bs,), 0.01, device=device),
+            True,
+            True,
+            True,
+        )
+        seeds = torch.arange(bs, device=device)
+        draws, sharpness = Draws(seeds, seeds % 2 == 0), self.sharpness
+        self._contexts = torch.ones(bs, dtype=torch.int64, device=device)
+        ids = torch.arange(self.num_candidates, device=device).repeat(bs, drafts, 1)
+        proposal = propose(
+            Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)),
+            candidates[:, 0],
+            None,
+            sampling,
+            seeds,
+            torch.zeros(bs, drafts, dtype=torch.int64, device=device),
+            torch.ones(bs, device=device),
+        )
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+        try:
+            self.sharpness = Sharpness(device)
+            self._verify(target_logits, sampling, proposal, draws)
+        finally:
+            self.sharpness = sharpness
+        torch.cuda.synchronize()
+        return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before

@@ -1,0 +1,165 @@
+"""Hooks through which a HYPERDFLASH scheduler samples; all do nothing in any other process.
+
+SGLang's penalties count one, possibly outdated, token a round; its sampler keys noise by rank as
+soon as a request filters, and draws without a seed from a generator of the process. Ours replaces
+what decides a token and leaves logprobs, grammar and masks to SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from http import HTTPStatus
+from typing import Any
+
+from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.seams import Seam
+
+# The SampledWorker of this process.
+_worker: Any = None
+
+BROKEN_MESSAGE = (
+    "the target's logits at output token {at} hold a NaN or infinity, or nothing finite; the "
+    "request was ended there. Look at the target's precision and quantisation, and at custom logit "
+    "processors."
+)
+
+
+def serve(worker: Any) -> None:
+    """From now on this process samples with ``worker``, a ``SampledWorker``."""
+    global _worker
+    _worker = worker
+
+
+def worker_is_ours() -> bool:
+    """Whether this process's worker is ours."""
+    return _worker is not None
+
+
+def _ours(runner: Any) -> bool:
+    return _worker is not None and runner is _worker.target_worker.model_runner
+
+
+def without_penalties(original, self, vocab_size, batch, penalizers):
+    """A batch of ours has no penalizer of SGLang's: the worker has them, exact inside a block."""
+    if is_ours(getattr(batch, "spec_algorithm", None)):
+        penalizers = set()
+    return original(self, vocab_size, batch, penalizers)
+
+
+def skip_verify_adjustments(original, **inputs):
+    """The worker changes a block's logits itself, after the grammar, as target-only does."""
+    return None if _worker is not None else original(**inputs)
+
+
+def penalise_prefill(original, self, logits_output, sampling_info, observer=None):
+    """Penalties come before grammar and bias."""
+    if _ours(self):
+        _worker.adjust_prefill(logits_output.next_token_logits)
+    if observer is None:
+        return original(self, logits_output, sampling_info)
+    return original(self, logits_output, sampling_info, observer=observer)
+
+
+def sample_prefill(original, self, logits_output, forward_batch):
+    """Count the tokens a prefill has drawn."""
+    tokens = original(self, logits_output, forward_batch)
+    return _worker.end_prefill(tokens) if _ours(self) else tokens
+
+
+def process_prefill(original, self, logits, sampling_info):
+    """Custom processors with the request as it is at this token; greedy and broken rows."""
+    if _worker is None or _worker.requests is None:
+        return original(self, logits, sampling_info)
+    return _worker.process_prefill(logits, sampling_info)
+
+
+def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
+    """Draw by hashed noise over vocabulary ids; SGLang's own draw is kept for sampling masks."""
+    if _worker is None or _worker.requests is None:
+        return original(self, probs, sampling_info, positions, simple_sampling_case)
+    capture = None
+    if sampling_info.sampling_mask_batch_indices is not None:
+        unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
+        _, capture = original(self, probs.clone(), unseeded, positions, simple_sampling_case)
+        capture = capture._replace(selected_weight=None)
+    return _worker.draw_prefill(probs, sampling_info, positions), capture
+
+
+def end_broken(original, self, new_accepted_tokens=None):
+    """End a request at a broken row with an error, not with a stop that looks like success."""
+    ended = original(self, new_accepted_tokens)
+    if ended and _worker is not None:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        from sglang_hyperdflash.serving.counters import count_broken
+
+        at = self.finished_len - 1
+        self.output_ids[at] = max(self.output_ids[at], 0)
+        message = BROKEN_MESSAGE.format(at=at)
+        self.finished_reason = FINISH_ABORT(
+            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+        )
+        count_broken()
+    return ended
+
+
+_NOISE = "a token is drawn by hashed noise, the same with and without speculation"
+
+SEAMS = (
+    Seam(
+        "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.__init__",
+        "around",
+        without_penalties,
+        ("self", "vocab_size", "batch", "penalizers"),
+        "1cc29c6b4742",
+        "SGLang fixes penalties for a whole block",
+    ),
+    Seam(
+        "sglang.srt.speculative.dflash_utils:apply_dflash_verify_logits_adjustments",
+        "around",
+        skip_verify_adjustments,
+        ("next_token_logits", "sampling_info", "draft_token_num"),
+        "f2b860053490",
+        "SGLang gives every row of a block the same custom processors and penalties",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits",
+        "around",
+        penalise_prefill,
+        ("self", "logits_output", "sampling_info", "observer"),
+        "26580ccf84f3",
+        "min_new_tokens and the penalties of a retracted request hold for a prefill's token",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner:ModelRunner.sample",
+        "around",
+        sample_prefill,
+        ("self", "logits_output", "forward_batch"),
+        "ee4f0890d19d",
+        "a prefill's token counts for penalties",
+    ),
+    Seam(
+        "sglang.srt.layers.sampler:Sampler._preprocess_logits",
+        "around",
+        process_prefill,
+        ("self", "logits", "sampling_info"),
+        "510aab35bf49",
+        _NOISE,
+    ),
+    Seam(
+        "sglang.srt.layers.sampler:Sampler._sample_from_probs",
+        "around",
+        draw_prefill,
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        "c90023f0fa9c",
+        _NOISE,
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch:Req._check_vocab_boundary_finish",
+        "around",
+        end_broken,
+        ("self", "new_accepted_tokens"),
+        "d37bde4e10ae",
+        "a broken row ends its request with an error",
+    ),
+)

@@ -1,0 +1,34 @@
+"""Untrained drafters whose blocks differ, and the check that compared blocks did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sglang_hyperdflash.training.drafter import Drafter
+
+
+@torch.no_grad()
+def rescale(drafter: Drafter) -> None:
+    """Draw a drafter's matrices anew, so large that its blocks depend on what it reads.
+
+    Torch's small start leaves the mask's embedding alone: every block would be the same.
+    """
+    torch.manual_seed(0)
+    for name, value in drafter.named_parameters():
+        if value.dim() == 2 and "reducer" not in name:
+            value.copy_(torch.randn_like(value) * 3 * value.shape[-1] ** -0.5)
+
+
+def rescale_folder(folder: Path) -> None:
+    """The same for a checkpoint."""
+    drafter = Drafter.load(folder)
+    rescale(drafter)
+    drafter.save(folder)
+
+
+def assert_varied(blocks: list[list[int]]) -> None:
+    """A comparison of one block with itself again and again shows nothing."""
+    distinct = len(set(map(tuple, blocks)))
+    assert distinct > len(blocks) // 3, f"{len(blocks)} blocks compared, {distinct} distinct"

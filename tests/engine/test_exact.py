@@ -1,0 +1,306 @@
+"""Every sampled request is exact: target-only by its seed, whatever drafts, mates or retraction.
+
+The target-only server runs deterministic inference. SGLang keys its noise by rank as soon as a
+request filters; there a plugin draws by vocabulary id, over a fully sorted vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file, save_file
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from tests.engine.conftest import FP32, install_plugin
+from tests.engine.test_api import SCHEMA
+
+VOCABULARY_ORDER = '''
+"""Seeded target-only sampling by vocabulary id, filters over a sorted vocabulary."""
+
+
+def draw(original, self, probs, info, positions, simple):
+    import torch
+
+    from sglang_hyperdflash.serving.verify import target_probabilities
+    from triton_ops.gumbel import gumbel_noise
+
+    if simple:
+        return original(self, probs, info, positions, simple)
+    ones = torch.ones(len(probs))
+    top_ps = info.top_ps.masked_fill(info.top_ps >= 1, 2.0)
+    law = target_probabilities(probs.log(), ones, info.top_ks, top_ps, info.min_ps)
+    noise = gumbel_noise(info.sampling_seed, positions, torch.arange(probs.shape[1]))
+    return (law.double().log() + noise).argmax(-1), None
+
+
+def load():
+    from sglang_hyperdflash.seams import when_imported
+
+    when_imported("sglang.srt.layers.sampler", patch)
+
+
+def patch():
+    from sglang.srt.layers.sampler import Sampler
+
+    original = Sampler._sample_from_probs
+    Sampler._sample_from_probs = lambda self, *inputs: draw(original, self, *inputs)
+'''
+SETTINGS = {
+    "temperature 1": {},
+    "top-k 5": {"top_k": 5},
+    "top-p 0.8": {"top_p": 0.8},
+    "min-p 0.1": {"min_p": 0.1, "temperature": 1.2},
+    "bias": {"logit_bias": {"20": 2.0, "31": -4.0}},
+    "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
+    "repetition": {"repetition_penalty": 1.3},
+}
+GREEDY = {
+    "frequency and presence": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
+    "repetition": {"repetition_penalty": 1.3},
+    "min_new_tokens": {"min_new_tokens": 24, "ignore_eos": False},
+}
+TOKENS, PROMPTS = 32, 8
+PROCESSORS = "--enable-custom-logit-processor"
+
+
+class OutputDependent(CustomLogitProcessor):
+    """Forbids the last token again and prefers one that depends on how many are out."""
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, parameters in zip(logits, custom_param_list, strict=True):
+            out = parameters["__req__"].output_ids
+            if len(out):
+                row[out[-1]] = float("-inf")
+            row[40 + len(out) % 7] += 4.0
+        return logits
+
+
+# Sent by value: the server cannot import this file.
+OutputDependent.__module__ = "__main__"
+
+
+def sampled(i: int, **setting) -> dict:
+    base = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    return {**base, "sampling_seed": 1000 + i, **setting}
+
+
+def tokens_of(server: Server, prompts, parameters, concurrency: int, **options) -> list[list[int]]:
+    """Tokens of each prompt under its own parameters."""
+
+    def ask(pair):
+        return server.generate(input_ids=pair[0], sampling_params=pair[1], **options)["output_ids"]
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(ask, zip(prompts, parameters, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def deterministic(servers, target_dir, tmp_path_factory):
+    """Target-only under deterministic inference; its host always knows the last token."""
+    folder = tmp_path_factory.mktemp("plugin")
+    yield servers.get(
+        "target-deterministic",
+        target_dir,
+        *FP32,
+        "--enable-deterministic-inference",
+        "--disable-overlap-schedule",
+        PROCESSORS,
+        environment=install_plugin(folder, "vocabulary_order", VOCABULARY_ORDER),
+    )
+    servers.stop("target-deterministic")
+
+
+@pytest.fixture(scope="module")
+def references(deterministic, own_prompts) -> dict[str, list[list[int]]]:
+    """Target-only tokens of the demo prompts at each seeded and each greedy setting."""
+    settings = {name: [sampled(i, **s) for i in range(PROMPTS)] for name, s in SETTINGS.items()}
+    for name, s in GREEDY.items():
+        settings[f"greedy {name}"] = [sampled(i, **{"temperature": 0, **s}) for i in range(PROMPTS)]
+    return {n: tokens_of(deterministic, own_prompts[:PROMPTS], s, 4) for n, s in settings.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_seed_gives_target_onlys_tokens(hyper_server, own_prompts, references, name):
+    parameters = [sampled(i, **SETTINGS[name]) for i in range(PROMPTS)]
+    assert tokens_of(hyper_server, own_prompts[:PROMPTS], parameters, 4) == references[name]
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_penalties_are_exact_at_temperature_zero(hyper_server, own_prompts, references, name):
+    parameters = [sampled(i, **{"temperature": 0, **GREEDY[name]}) for i in range(PROMPTS)]
+    assert (
+        tokens_of(hyper_server, own_prompts[:PROMPTS], parameters, 4)
+        == references[f"greedy {name}"]
+    )
+
+
+def mixed(i: int) -> tuple[str, dict]:
+    """One request of a batch in which every neighbour differs."""
+    seeded, greedy = list(SETTINGS), list(GREEDY)
+    if i % 3 == 2:
+        name = greedy[i // 3 % len(greedy)]
+        return f"greedy {name}", sampled(i, **{"temperature": 0, **GREEDY[name]})
+    name = seeded[i % len(seeded)]
+    return name, sampled(i, **SETTINGS[name])
+
+
+def test_batchmates_do_not_matter(hyper_server, own_prompts, references):
+    """Seeded, filtered, penalised, greedy and unseeded requests in one batch, and prefix hits."""
+    named = [mixed(i) for i in range(PROMPTS)]
+    unseeded = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    prompts = own_prompts[:PROMPTS] + own_prompts[:4]
+    parameters = [p for _, p in named] + [unseeded] * 4
+    expected = [references[name][i] for i, (name, _) in enumerate(named)]
+    for _ in range(2):
+        assert tokens_of(hyper_server, prompts, parameters, 12)[:PROMPTS] == expected
+
+
+def test_a_random_drafter_changes_nothing(
+    servers, target_dir, drafter_dir, own_prompts, references, tmp_path
+):
+    """Deterministic inference, overlap off, drafts that are nearly never right."""
+    shutil.copytree(drafter_dir, tmp_path / "random")
+    weights = tmp_path / "random" / "model.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    noise = {
+        name: torch.randn(t.shape, generator=generator).mul(0.05).to(t.dtype)
+        for name, t in load_file(weights).items()
+    }
+    save_file(noise, weights)
+    arguments = ("--enable-deterministic-inference", "--disable-overlap-schedule")
+    server = servers.get(
+        "random-drafter",
+        target_dir,
+        *FP32,
+        *arguments,
+        *hyperdflash_arguments(tmp_path / "random"),
+    )
+    named = [mixed(i) for i in range(PROMPTS)]
+    found = tokens_of(server, own_prompts[:PROMPTS], [p for _, p in named], 8)
+    assert found == [references[name][i] for i, (name, _) in enumerate(named)]
+    # Without a seed: 42, as SGLang has it; the choices of n then are equal, as SGLang's are.
+    parameters = sampled(0, sampling_seed=None, n=2)
+    answers = server.generate(input_ids=own_prompts[0], sampling_params=parameters)
+    same = sampled(0, sampling_seed=42)
+    expected = server.generate(input_ids=own_prompts[0], sampling_params=same)["output_ids"]
+    assert [a["output_ids"] for a in answers] == [expected] * 2
+    servers.stop("random-drafter")
+
+
+@pytest.fixture(scope="module")
+def small_pool(servers, target_dir, drafter_dir):
+    """Requests do not fit, which is noticed late: some are retracted; mixed chunks."""
+    yield servers.get(
+        "exact-small-pool",
+        target_dir,
+        *FP32,
+        "--max-total-tokens",
+        "1100",
+        "--schedule-conservativeness",
+        "0.01",
+        PROCESSORS,
+        *hyperdflash_arguments(drafter_dir),
+        environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"},
+    )
+    servers.stop("exact-small-pool")
+
+
+def test_retraction_changes_nothing(small_pool, hyper_server, own_prompts):
+    """Long answers in a pool that is too small equal those of a pool with room."""
+    named = [mixed(i) for i in range(12)]
+    parameters = [{**p, "max_new_tokens": 96} for _, p in named]
+    expected = tokens_of(hyper_server, own_prompts, parameters, 2)
+    assert tokens_of(small_pool, own_prompts, parameters, 12) == expected
+    assert "Retract requests" in small_pool.log.read_text(errors="replace")
+
+
+def test_custom_processors_see_every_position(small_pool, deterministic, own_prompts):
+    options = {"custom_logit_processor": OutputDependent.to_str()}
+    for temperature in (0, 1):
+        parameters = [sampled(i, temperature=temperature, custom_params={}) for i in range(4)]
+        prompts = own_prompts[:4]
+        expected = tokens_of(deterministic, prompts, parameters, 1, **options)
+        assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
+
+
+def test_grammar_bias_penalties_and_logprobs_together(hyper_server, deterministic, own_prompts):
+    setting = {
+        "json_schema": json.dumps(SCHEMA),
+        "frequency_penalty": 0.4,
+        "logit_bias": {"20": 1.5},
+        "ignore_eos": False,
+        "max_new_tokens": 120,
+    }
+    options = {"return_logprob": True, "top_logprobs_num": 3}
+    for i, prompt in enumerate(own_prompts[8:]):
+        payload = {"input_ids": prompt, "sampling_params": sampled(i, **setting), **options}
+        plain, drafted = deterministic.generate(**payload), hyper_server.generate(**payload)
+        assert drafted["output_ids"] == plain["output_ids"]
+        for kind in ("output_token_logprobs", "output_top_logprobs"):
+            a, b = plain["meta_info"][kind], drafted["meta_info"][kind]
+            if kind == "output_top_logprobs":
+                a, b = ([x for row in rows for x in row] for rows in (a, b))
+            assert [x[1] for x in a] == [x[1] for x in b]
+            assert max(abs(x[0] - y[0]) for x, y in zip(a, b, strict=True)) < 1e-3
+
+
+def test_choices_without_a_seed_differ(hyper_server, own_prompts):
+    parameters = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 6}
+    answers = hyper_server.generate(input_ids=own_prompts[0], sampling_params=parameters)
+    assert len({tuple(a["output_ids"]) for a in answers}) == 6
+
+
+def test_openais_seed_is_the_seed(hyper_server):
+    messages = [{"role": "user", "content": "Can I get a small coffee with milk?"}]
+    payload = {"model": "m", "messages": messages, "temperature": 1, "max_tokens": 40}
+
+    def text(**more):
+        url = f"{hyper_server.url}/v1/chat/completions"
+        answer = requests.post(url, json={**payload, **more}, timeout=120)
+        answer.raise_for_status()
+        return answer.json()["choices"][0]["message"]["content"]
+
+    assert text(seed=7) == text(seed=7) != text(seed=8)
+    assert text(frequency_penalty=0.5, presence_penalty=0.5)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_broken_row_ends_its_request_with_an_error(hyper_server, own_prompts, temperature):
+    def broken_rows() -> float:
+        text = requests.get(f"{hyper_server.url}/metrics", timeout=30).text
+        rows = [r for r in text.splitlines() if r.startswith("hyperdflash:broken_rows_total{")]
+        return sum(float(row.split()[-1]) for row in rows)
+
+    before = broken_rows()
+    # 1e39 is infinite in fp32.
+    setting = sampled(0, temperature=temperature, logit_bias={"20": 1e39})
+    payload = {"input_ids": own_prompts[0], "sampling_params": setting}
+    answer = requests.post(f"{hyper_server.url}/generate", json=payload, timeout=60)
+    assert answer.status_code == 500, answer.text
+    assert "NaN or infinity" in answer.text
+    good = sampled(0, temperature=temperature)
+    assert len(hyper_server.generate(input_ids=own_prompts[0], sampling_params=good)["output_ids"])
+    assert broken_rows() > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_sixty_benchmark_prompts(hyper_server, deterministic, benchmark_prompts, concurrency):
+    for setting in ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}):
+        long = [sampled(i, **setting, max_new_tokens=128) for i in range(len(benchmark_prompts))]
+        expected = tokens_of(deterministic, benchmark_prompts, long, 1)
+        assert tokens_of(hyper_server, benchmark_prompts, long, concurrency) == expected
+    # Thirty prompts x 96 tokens, alone and mixed.
+    prompts = benchmark_prompts[:30]
+    greedy = list(GREEDY.values())
+    penalised = [
+        sampled(i, **{"temperature": 0, **greedy[i % 3], "max_new_tokens": 96}) for i in range(30)
+    ]
+    expected = tokens_of(deterministic, prompts, penalised, 1)
+    assert tokens_of(hyper_server, prompts, penalised, concurrency) == expected

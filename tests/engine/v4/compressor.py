@@ -1,0 +1,122 @@
+"""Torch forms of DeepSeek-V4's compressors (``c4_v2.cuh``, ``c128_v2.cuh``, their fused store)."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.engine.v4.latents import NOPE, rms, rotate_end, store_index, store_latents
+from tests.engine.v4.plans import NO_ROW
+
+LEAST = torch.finfo(torch.float32).min
+
+
+def plan_rows(plan: torch.Tensor) -> torch.Tensor:
+    """A plan's bytes as int32 rows."""
+    return plan.contiguous().view(torch.int32).view(-1, plan.shape[1] // 4)
+
+
+def _window_128(step, pages, page, source, from_ring, d) -> tuple[torch.Tensor, torch.Tensor]:
+    """128 rows, the first ``from_ring`` of them from the request's ring."""
+    both = torch.cat([pages[page, :from_ring], step[source - 127 + from_ring : source + 1]])
+    return both[:, :d].float(), both[:, d:].float()
+
+
+def _window_4(step, pages, page_0, page_1, source, from_ring, first, d):
+    """Eight rows: the first series of the four tokens before, the second of the four at hand."""
+    kv, score = torch.zeros(8, d), torch.full((8, d), LEAST)
+    for i in range(4):
+        if not first:
+            row = pages[page_0, i] if i < from_ring else step[source - 7 + i]
+            kv[i], score[i] = row[:d].float(), row[2 * d : 3 * d].float()
+        row = pages[page_1, i] if i + 4 < from_ring else step[source - 3 + i]
+        kv[i + 4], score[i + 4] = row[d : 2 * d].float(), row[3 * d :].float()
+    return kv, score
+
+
+def compress_forward(
+    kv_score_buffer,
+    kv_score_input,
+    ape,
+    plan,
+    *,
+    head_dim,
+    compress_ratio,
+    out=None,
+    is_online=False,
+):
+    """Softmax over a window of 8 or 128 rows, per channel; the step's rows enter the rings.
+
+    Seam: ``dsv4.compress.compress_forward``.
+    """
+    assert not is_online
+    if out is None:
+        # Empty on a GPU: a row that nobody writes must not be read.
+        out = kv_score_input.new_full((plan[1].shape[0], head_dim), float("nan"))
+    flat = kv_score_buffer.view(-1, kv_score_buffer.shape[-1])
+
+    def compress(page_0, page_1, source, from_ring, seq_len) -> torch.Tensor:
+        step = kv_score_input
+        if compress_ratio == 128:
+            kv, score = _window_128(step, kv_score_buffer, page_1, source, from_ring, head_dim)
+        else:
+            pages = (kv_score_buffer, page_0, page_1)
+            kv, score = _window_4(step, *pages, source, from_ring, seq_len <= 4, head_dim)
+        weights = (score.double() + ape.double()).softmax(0)
+        return (weights * kv.double()).sum(0).float().to(out.dtype)
+
+    rows = plan_rows(plan[1]).tolist()
+    if plan.is_decode:
+        window = 8 if compress_ratio == 4 else 128
+        for i, (seq_len, write, page_0, page_1) in enumerate(rows):
+            flat[write] = kv_score_input[i].to(flat.dtype)
+            if seq_len % compress_ratio == 0:
+                out[i] = compress(page_0, page_1, i, window, seq_len)
+        return out
+    for i, (seq_len, packed, page_0, page_1) in enumerate(rows):
+        if seq_len != NO_ROW:
+            out[i] = compress(page_0, page_1, packed & 0xFFFF, (packed >> 16) & 0xFFFF, seq_len)
+    # On a GPU too, all compressions are launched before the writes.
+    for source, write in plan_rows(plan[2]).tolist():
+        if source != NO_ROW:
+            flat[write] = kv_score_input[source].to(flat.dtype)
+    return out
+
+
+def compress_norm_rope_store(
+    kv,
+    plan,
+    *,
+    norm_weight,
+    norm_eps,
+    freq_cis,
+    out_loc,
+    kvcache,
+    page_size,
+    use_fp4=False,
+    bf16_store=False,
+    kvcache_scale=None,
+    rope_cache=None,
+    fp4_k_write_metadata=None,
+    layout="v4",
+    fp8_2buff=False,
+    kvcache_rope=None,
+) -> None:
+    """Norm, RoPE at the window's first position, store. Seam: ``dsv4.compress`` by that name."""
+    assert not (use_fp4 or bf16_store or fp8_2buff) and out_loc.dtype == torch.int64
+    rows = plan_rows(plan[1]).long()
+    if plan.is_decode:
+        chosen = torch.nonzero(rows[:, 0] % plan.compress_ratio == 0)[:, 0]
+        loc = out_loc[chosen]
+    else:
+        chosen = torch.nonzero(rows[:, 0] != NO_ROW)[:, 0]
+        loc = out_loc[rows[chosen, 1] & 0xFFFF]
+    if not len(chosen):
+        return
+    position = rows[chosen, 0] - plan.compress_ratio
+    x = rotate_end(rms(kv[chosen], norm_eps, norm_weight), freq_cis, position)
+    assert torch.isfinite(x).all(), "a compressed row that nobody computed"
+    if kv.shape[1] == 512:
+        x = torch.cat([x[:, :NOPE].to(torch.bfloat16).float(), x[:, NOPE:]], dim=1)
+        store_latents(x, loc, kvcache, page_size)
+    else:
+        store_index(x, loc, kvcache, page_size)

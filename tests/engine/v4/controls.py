@@ -1,0 +1,84 @@
+"""Faults put in on purpose: what a test of this folder must notice.
+
+``V4_FAULT`` names one of :data:`FAULTS`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+FAULT = "V4_FAULT"
+
+
+def keep_no_rows_for_a_short_round() -> None:
+    """The ring loses what a round needs that was cut short."""
+    from tests.engine.v4.plans import Rings
+
+    Rings.pad = 0
+
+
+def rings_without_speculation() -> None:
+    """Rings of the size that a server without speculation has: SGLang refuses."""
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+
+    size = pools.get_compress_state_ring_size
+    pools.get_compress_state_ring_size = lambda ratio, num_draft_tokens=0: size(ratio, 0)
+
+
+def _poison(first: int) -> None:
+    """After every round, write NaN over the ring rows of its block from ``accepted + first`` on."""
+    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
+
+    generate = HyperDFlashWorker.forward_batch_generation
+
+    def poisoned(self, batch, *args, **kwargs):
+        before = batch.seq_lens.clone()
+        decoding = batch.forward_mode.is_decode()
+        result = generate(self, batch, *args, **kwargs)
+        if not decoding or not len(before):
+            return result
+        pool = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
+        for state in filter(None, pool.compress_state_pools):
+            if state.ratio != 128:
+                continue
+            rows = state.kv_score_buffer.kv_score
+            for request, length, kept in zip(
+                batch.req_pool_indices.tolist(),
+                before.tolist(),
+                result.accept_lens.tolist(),
+                strict=True,
+            ):
+                offsets = torch.arange(kept + first, int(self.block_size))
+                rows[request * state.ring_size + (length + offsets) % state.ring_size] = torch.nan
+        return result
+
+    HyperDFlashWorker.forward_batch_generation = poisoned
+
+
+def poison_rejected_states() -> None:
+    """No fault: nothing may read what rejected drafts left in the ratio-128 rings."""
+    _poison(0)
+
+
+def poison_an_accepted_state() -> None:
+    """The last accepted token's row too, which the next boundary reads."""
+    _poison(-1)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        keep_no_rows_for_a_short_round,
+        rings_without_speculation,
+        poison_rejected_states,
+        poison_an_accepted_state,
+    )
+}
+
+
+def install() -> None:
+    """The fault that the environment names, if any."""
+    if FAULT in os.environ:
+        FAULTS[os.environ[FAULT]]()

@@ -1,0 +1,147 @@
+"""Torch forms of DeepSeek-V4's norms, RoPE and fp8 stores (``main_norm_rope.cuh`` and others).
+
+A latent row is 584 bytes: 448 fp8 values in seven groups of 64, 64 bf16 rotated values, seven
+power-of-two scales and one byte of padding. A page holds its rows' 576 data bytes first, then their
+8 scale bytes. An index key is 128 fp8 values and one fp32 scale.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+NOPE, ROPE, GROUP, FP8_MAX = 448, 64, 64, 448.0
+DATA = NOPE + 2 * ROPE  # bytes of a row without its scales
+INDEX = 128
+
+
+def rotate(x: torch.Tensor, freqs_cis: torch.Tensor, positions, inverse=False) -> torch.Tensor:
+    """RoPE over neighbouring pairs of ``x [n, ..., 64]``; fp32."""
+    freqs = freqs_cis[positions.long()]
+    if inverse:
+        freqs = freqs.conj()
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2).contiguous())
+    freqs = freqs.view(len(freqs), *[1] * (pairs.dim() - 2), -1)
+    return torch.view_as_real(pairs * freqs).flatten(-2)
+
+
+def rotate_end(x: torch.Tensor, freqs_cis: torch.Tensor, positions) -> torch.Tensor:
+    """RoPE of the last 64 channels only; fp32."""
+    return torch.cat([x[..., :-ROPE], rotate(x[..., -ROPE:], freqs_cis, positions)], dim=-1)
+
+
+def rms(x: torch.Tensor, eps: float, weight=None) -> torch.Tensor:
+    """RMSNorm of the last dimension; fp32."""
+    x = x.float()
+    scale = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps).float()
+    return x * scale if weight is None else x * scale * weight.float()
+
+
+def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False) -> None:
+    """Seam: ``dsv4.norm_rope.fused_rope_inplace``."""
+    for x in (q, k):
+        if x is not None:
+            x.copy_(rotate(x, freqs_cis, positions, inverse))
+
+
+def fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions) -> None:
+    """Seam: ``dsv4.norm_rope.fused_q_norm_rope``."""
+    q = q_input if eps is None else rms(q_input, eps).to(q_input.dtype)
+    d = 2 * freqs_cis.shape[-1]
+    q_output[..., :-d] = q[..., :-d]
+    q_output[..., -d:] = rotate(q[..., -d:], freqs_cis, positions).to(q_output.dtype)
+
+
+def _exponent(groups: torch.Tensor) -> torch.Tensor:
+    """Biased exponent of the smallest power of two that brings a group within fp8's range."""
+    raw = (groups.abs().amax(-1).clamp_min(1e-4) / FP8_MAX).float()
+    bits = raw.view(torch.int32)
+    return ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
+
+
+def store_latents(x: torch.Tensor, loc: torch.Tensor, cache: torch.Tensor, page: int) -> None:
+    """Write ``x [n, 512]``, normed and rotated, to slots ``loc``; negative slots are skipped."""
+    keep = loc >= 0
+    x, loc = x[keep].float(), loc[keep].long()
+    if not len(loc):
+        return
+    groups = x[:, :NOPE].reshape(-1, NOPE // GROUP, GROUP)
+    exponent = _exponent(groups)
+    inverse = torch.exp2(127.0 - exponent.float())
+    nope = (groups * inverse[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    rope = x[:, NOPE:].to(torch.bfloat16).contiguous()
+    data = [nope.view(torch.uint8).view(-1, NOPE), rope.view(torch.uint8).view(-1, 2 * ROPE)]
+    raw = cache.view(torch.uint8).view(cache.shape[0], -1)
+    block, slot = (loc // page)[:, None], (loc % page)[:, None]
+    raw[block, slot * DATA + torch.arange(DATA)] = torch.cat(data, dim=1)
+    # The last of the eight scale bytes is padding, which no kernel writes.
+    scales = page * DATA + slot * 8 + torch.arange(NOPE // GROUP)
+    raw[block, scales] = exponent.to(torch.uint8)
+
+
+def load_latents(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
+    """``[n, 512]`` fp32 of slots of ``cache [pages, page, 1, 584]`` (a view of padded pages)."""
+    page = cache.shape[1]
+    raw = torch.as_strided(
+        cache.view(torch.uint8), (cache.shape[0], page * (DATA + 8)), (cache.stride(0), 1)
+    )
+    block, slot = (loc // page)[:, None], (loc % page)[:, None]
+    data = raw[block, slot * DATA + torch.arange(DATA)]
+    scale = raw[block, page * DATA + slot * 8 + torch.arange(NOPE // GROUP)]
+    nope = data[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float()
+    nope = nope.view(-1, NOPE // GROUP, GROUP) * torch.exp2(scale.float() - 127.0)[..., None]
+    rope = data[:, NOPE:].contiguous().view(torch.bfloat16).float()
+    return torch.cat([nope.view(-1, NOPE), rope], dim=1)
+
+
+def fused_k_norm_rope_flashmla(
+    kv, kv_weight, eps, freqs_cis, positions, out_loc, kvcache, page_size, layout="v4", q=None
+) -> None:
+    """Seam: ``dsv4.norm_rope.fused_k_norm_rope_flashmla``."""
+    assert q is None and str(getattr(layout, "value", layout)) == "v4"
+    assert out_loc.dtype == torch.int32
+    x = rotate_end(rms(kv, eps, kv_weight), freqs_cis, positions)
+    store_latents(x, out_loc, kvcache, page_size)
+
+
+@cache
+def _hadamard_matrix() -> torch.Tensor:
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < INDEX:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h * INDEX**-0.5
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Orthonormal Hadamard transform of ``x [..., 128]``; fp32."""
+    return (x.double() @ _hadamard_matrix()).float()
+
+
+def fp8_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8 values and one fp32 scale for each row of the last dimension."""
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-4) / FP8_MAX
+    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def store_index(x: torch.Tensor, loc: torch.Tensor, cache: torch.Tensor, page: int) -> None:
+    """Write index keys ``x [n, 128]``, rotated, to slots ``loc``."""
+    values, scale = fp8_row(hadamard(x))
+    raw = cache.view(torch.uint8).view(cache.shape[0], -1)
+    block, slot = (loc // page)[:, None], (loc % page)[:, None]
+    raw[block, slot * INDEX + torch.arange(INDEX)] = values.view(torch.uint8)
+    scales = scale.contiguous().view(torch.uint8)
+    raw[block, page * INDEX + slot * 4 + torch.arange(4)] = scales
+
+
+def fused_q_indexer_rope_hadamard_quant(q_input, weight, weight_scale, freqs_cis, positions):
+    """Seam: ``dsv4.norm_rope.fused_q_indexer_rope_hadamard_quant``."""
+    q = rotate_end(q_input.float(), freqs_cis, positions)
+    q_fp8, scale = fp8_row(hadamard(q.to(q_input.dtype).float()))
+    return q_fp8, weight.float()[..., None] * weight_scale * scale
+
+
+def padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """``x`` with its last dimension cut or padded with zeros to ``width``."""
+    return F.pad(x, (0, max(0, width - x.shape[-1])))[..., :width]

@@ -1,0 +1,80 @@
+"""Servers of the small V4 checkpoint, and the questions that every test asks them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from sglang_hyperdflash.tools.server_process import Server
+from tests.engine.conftest import install_plugin
+from tests.engine.v4 import drafts
+from tests.engine.v4.plugin import ENVIRONMENT
+
+# The pool is --max-total-tokens; what else fills the machine's memory must not matter.
+ARGUMENTS = ("--skip-tokenizer-init", "--mem-fraction-static", "0.8", "--sleep-on-idle")
+ARGUMENTS += ("--max-running-requests", "4", "--max-total-tokens", "8192")
+ARGUMENTS += ("--swa-full-tokens-ratio", "0.5", "--disable-cuda-graph")
+ARGUMENTS += ("--dsa-topk-backend", "torch", "--log-level", "info")
+PLUGIN = "from tests.engine.v4.plugin import load  # noqa: F401\n"
+BLOCK = 7
+Answers = list[list[int]]
+
+
+def start(
+    servers, name: str, target: Path, folder: Path, *arguments: str, **environment: str
+) -> Server:
+    """A server with the stand-ins.
+
+    Args:
+        folder: an empty place for the plugin. environment: what the plugin reads.
+    """
+    plugin = folder / f"plugin-{name}"
+    plugin.mkdir()
+    environment |= ENVIRONMENT | install_plugin(plugin, "v4", PLUGIN)
+    return servers.get(f"v4-{name}", target, *ARGUMENTS, *arguments, environment=environment)
+
+
+def prompts(*lengths: int, seed: int = 0) -> Answers:
+    """Random prompts of these lengths."""
+    draw = random.Random(seed)
+    return [[draw.randrange(5, 1000) for _ in range(length)] for length in lengths]
+
+
+def ask(server: Server, batch: Answers, tokens: int, name: str = "p", **options) -> list[dict]:
+    """Greedy answers of one batch, in flight together; request ids are ``{name}{length}``."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return server.generate(
+        timeout=1800,
+        input_ids=batch,
+        sampling_params=sampling,
+        rid=[f"{name}{len(prompt)}" for prompt in batch],
+        **options,
+    )
+
+
+def known(folder: Path, batch: Answers, answers: Answers) -> dict[str, str]:
+    """The environment of an oracle that knows these answers."""
+    path = folder / "answers.json"
+    found = json.loads(path.read_text()) if path.is_file() else []
+    found += [{"prompt": p, "ids": a} for p, a in zip(batch, answers, strict=True)]
+    path.write_text(json.dumps(found))
+    return {drafts.ANSWERS: str(path)}
+
+
+def accepted(answers: list[dict]) -> list[int]:
+    """Rounds by the number of drafts that were accepted."""
+    total = [0] * BLOCK
+    for answer in answers:
+        for drafts_, rounds in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
+            total[drafts_] += rounds
+    return total
+
+
+def own_blocks(path: Path) -> dict[tuple[str, int], tuple[int, list[int]]]:
+    """What the drafter itself proposed: request and length to the anchor and its drafts."""
+    found = {}
+    for line in path.read_text().splitlines():
+        rid, length, anchor, block = json.loads(line)
+        found[rid, length] = (anchor, block)
+    return found

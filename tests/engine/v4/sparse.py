@@ -1,0 +1,122 @@
+"""Torch forms of DeepSeek-V4's sparse attention: FlashMLA, index scores, top-k, metadata."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.engine.v4.latents import INDEX, load_latents, padded
+
+
+def flash_mla_with_kvcache(
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    tile_scheduler_metadata,
+    num_splits=None,
+    softmax_scale=None,
+    causal=False,
+    descale_q=None,
+    descale_k=None,
+    is_fp8_kvcache=False,
+    indices=None,
+    attn_sink=None,
+    extra_k_cache=None,
+    extra_indices_in_kvcache=None,
+    topk_length=None,
+    extra_topk_length=None,
+    kv_format=None,
+    *,
+    use_legacy=True,
+):
+    """Each query reads ``topk_length`` of its ``indices`` (-1: none) of both caches, and a sink.
+
+    Seam: ``flash_mla_interface.flash_mla_with_kvcache``; keys are values.
+    """
+    assert indices.dtype == torch.int32 and q.shape[1] == 1
+    caches = [(k_cache, indices, topk_length)]
+    if extra_k_cache is not None:
+        caches.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
+    out = torch.empty(*q.shape[:-1], head_dim_v, dtype=q.dtype)
+    for i in range(len(q)):
+        keys = []
+        for pages, table, lengths in caches:
+            row = table[i, 0, : int(lengths[i])].long()
+            keys.append(load_latents(pages, row[row >= 0]))
+        kv = torch.cat(keys).double()
+        scores = q[i, 0].double() @ kv.T * softmax_scale
+        scores = torch.cat([scores, attn_sink.double()[:, None]], dim=1)
+        out[i, 0] = (scores.softmax(-1)[:, :-1] @ kv).to(out.dtype)
+    return out, None
+
+
+def index_logits(
+    q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits
+):
+    """``sum_h w_h relu(q_h k)`` of every compressed row, ``[n, max_seq_len]`` fp32.
+
+    Seam: ``dsv4.indexer.fp8_paged_mqa_logits_torch``, which rounds to bf16, where top-k meets ties;
+    DeepGEMM's does not.
+    """
+    rows, page = len(q_fp8), kvcache_fp8.shape[1]
+    raw = kvcache_fp8.view(kvcache_fp8.shape[0], -1)[page_table.clamp(min=0).long()]
+    k = raw[..., : page * INDEX].contiguous().view(torch.float8_e4m3fn).double()
+    scale = raw[..., page * INDEX :].contiguous().view(torch.float32).view(rows, -1)
+    k = k.view(rows, -1, INDEX)
+    scores = torch.bmm(k, q_fp8[:, 0].double().transpose(1, 2)).relu()
+    scores = (scores * weight.double()[:, None]).sum(2) * scale
+    seen = torch.arange(scores.shape[1]) < seq_lens[:, None]
+    return padded(torch.where(seen, scores, 0.0).float(), max_seq_len)
+
+
+def first_of_ties(x, k, dim=-1, largest=True, sorted=True):
+    """``torch.topk`` whose choice among equal scores does not depend on the table's width.
+
+    With few index heads many scores are exactly zero.
+    """
+    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def topk_transform(
+    scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices=None
+):
+    """Seam: ``dsv4.indexer.topk_transform_pytorch_vectorized``, with :func:`first_of_ties`."""
+    from sglang.srt.layers.attention.dsv4 import indexer
+
+    indexer._topk_transform_vectorized(
+        scores,
+        seq_lens,
+        page_tables,
+        out_page_indices,
+        page_size,
+        out_raw_indices,
+        topk_op=first_of_ties,
+    )
+
+
+def init_compression_metadata(
+    seq_lens, positions, raw_out_loc, page_table=None, page_size=0, compute_page_indices=True
+):
+    """Where each token's compressed rows go and which of them it may read.
+
+    Seam: ``dsv4.metadata_kernel.init_compression_metadata``.
+    """
+    found = []
+    writes = len(raw_out_loc)
+    for ratio in (4, 128):
+        done = seq_lens[:writes] % ratio == 0
+        found += [
+            torch.where(done, raw_out_loc.long() // ratio, 0),
+            (positions // ratio * ratio).int(),
+            (seq_lens // ratio).int(),
+            (seq_lens // ratio).clamp_min(1).int(),
+        ]
+    indices = None
+    if compute_page_indices:
+        slots = page_size // 128
+        offset = torch.arange(slots * page_table.shape[1])
+        indices = page_table[:, offset // slots] * slots + offset % slots
+        indices = torch.where(offset < (seq_lens // 128)[:, None], indices, -1).int()
+    return (*found, indices)

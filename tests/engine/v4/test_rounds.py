@@ -1,0 +1,39 @@
+"""SGLang's own DeepSeek-V4 with HYPERDFLASH: the target's tokens and rows, whatever is accepted."""
+
+from __future__ import annotations
+
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
+from tests.engine.conftest import ids
+from tests.engine.drafters import assert_varied
+from tests.engine.v4 import drafts
+from tests.engine.v4.conftest import NEW_TOKENS, Reference
+from tests.engine.v4.serve import accepted, ask, known, own_blocks, start
+from tests.engine.v4.trace import ROWS, Rows, read_rows
+
+
+def assert_rows_are_bit_equal(found: Rows, reference: Rows) -> int:
+    """Every row of attention that both have; returns how many."""
+    both = found.keys() & reference.keys()
+    different = sorted(key for key in both if found[key] != reference[key])
+    assert not different, f"{len(different)} of {len(both)} rows differ, first {different[:3]}"
+    return len(both)
+
+
+def test_every_length_of_acceptance_gives_the_targets_tokens_and_rows(
+    servers, target, drafter, reference: Reference, tmp_path
+):
+    rows, blocks = tmp_path / "rows.jsonl", tmp_path / "blocks.jsonl"
+    environment = known(tmp_path, reference.prompts, reference.answers)
+    environment |= {ROWS: str(rows), drafts.OWN_DRAFTS: str(blocks)}
+    server = start(
+        servers, "oracle", target, tmp_path, *hyperdflash_arguments(drafter), **environment
+    )
+    answers = ask(server, reference.prompts, NEW_TOKENS)
+    servers.stop("v4-oracle")
+    assert len(set(map(tuple, reference.answers))) == len(reference.prompts)
+    assert ids(answers) == reference.answers
+    assert min(accepted(answers)) > 0, accepted(answers)
+    compared = assert_rows_are_bit_equal(read_rows(rows), reference.rows)
+    assert compared >= 0.9 * len(reference.rows)
+    assert_varied([block for _, block in own_blocks(blocks).values()])
+    print(f"tokens equal, {compared} rows bit-equal, rounds by drafts {accepted(answers)}")

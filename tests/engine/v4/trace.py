@@ -1,0 +1,103 @@
+"""Row by row: what attention was asked and answered, and what the drafter was given."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+ROWS = "V4_ROWS"  # a file: [request, layer, position, sum of queries, sum of outputs] a line
+RESIDUALS = "V4_RESIDUALS"  # a folder of {positions, residual} files
+
+Rows = dict[tuple[str, int, int], tuple[float, float]]
+
+
+def _rows_of_each(forward_batch) -> tuple[list[str], list[int]]:
+    """Requests of a batch and how many rows of it each has."""
+    mode = forward_batch.forward_mode
+    requests = list(forward_batch.rids)
+    if mode.is_target_verify():
+        return requests, [int(forward_batch.spec_info.draft_token_num)] * len(requests)
+    if mode.is_decode():
+        return requests, [1] * len(requests)
+    return requests, list(forward_batch.extend_seq_lens_cpu)
+
+
+def trace_rows(path: str) -> None:
+    """Write one line a row. Seam: ``DeepseekV4AttnBackend.forward``."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+
+    forward = DeepseekV4AttnBackend.forward
+    sink = open(path, "w")  # noqa: SIM115
+
+    def traced(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        out = forward(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
+            return out
+        owner = [
+            rid for rid, n in zip(*_rows_of_each(forward_batch), strict=True) for _ in range(n)
+        ]
+        positions = self.forward_metadata.core_attn_metadata.positions_casual.tolist()
+        for i, rid in enumerate(owner):
+            sums = [float(x[i].double().sum()) for x in (q, out)]
+            sink.write(json.dumps([rid, layer.layer_id, positions[i], *sums]) + "\n")
+        sink.flush()
+        return out
+
+    DeepseekV4AttnBackend.forward = traced
+
+
+def read_rows(path: Path) -> Rows:
+    """The last value of every row: a rejected draft's row is followed by the right one's."""
+    rows = {}
+    for line in path.read_text().splitlines():
+        rid, layer, position, query, output = json.loads(line)
+        rows[rid, layer, position] = (query, output)
+    return rows
+
+
+def record_residuals(folder: str) -> None:
+    """Keep what the reducer is given and is committed.
+
+    Seam: ``HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc``.
+    """
+    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
+
+    append = HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc
+    calls = []
+
+    def recorded(self, *, target_hidden, positions, commit_lens=None, **rest):
+        kept = torch.ones(len(positions), dtype=torch.bool)
+        if commit_lens is not None:
+            kept = (torch.arange(int(self.block_size)) < commit_lens[:, None]).reshape(-1)
+        calls.append(None)
+        found = {"positions": positions[kept].clone(), "residual": target_hidden[kept].clone()}
+        torch.save(found, Path(folder) / f"{len(calls):06d}.pt")
+        append(
+            self,
+            target_hidden=target_hidden,
+            positions=positions,
+            commit_lens=commit_lens,
+            **rest,
+        )
+
+    HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc = recorded
+
+
+def read_residuals(folder: Path) -> dict[int, torch.Tensor]:
+    """``[m * d]`` by position, of the one request that was served."""
+    found = {}
+    for path in sorted(folder.glob("*.pt")):
+        call = torch.load(path)
+        found |= dict(zip(call["positions"].tolist(), call["residual"], strict=True))
+    return found
+
+
+def install() -> None:
+    """What the environment asks for."""
+    if ROWS in os.environ:
+        trace_rows(os.environ[ROWS])
+    if RESIDUALS in os.environ:
+        record_residuals(os.environ[RESIDUALS])

@@ -1,0 +1,113 @@
+"""A target whose next token depends on the last one alone, decoded by rounds of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
+from sglang_hyperdflash.serving.exact import Draws, Sharpness, Verdict, verify_block, weights_of
+from triton_ops.gumbel import gumbel_argmax_reference
+
+VOCAB, WIDTH, DRAFTS = 12, 8, 3
+START, FIRST_POSITION = 0, 40
+Change = Callable[[Proposal], Proposal]
+
+
+class Markov:
+    """Logits ``table [V, V]`` after each token, and a drafter that is wrong in its own way."""
+
+    def __init__(self, seed: int = 0, sure: float = 1.5, agreement: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(VOCAB, VOCAB, generator=generator) * sure
+        noise = torch.randn(VOCAB, DRAFTS, VOCAB, generator=generator) * 1.5
+        self.drafter = agreement * self.table.unsqueeze(1) + (1 - agreement / 2) * noise
+
+    def candidates(self, anchor: torch.Tensor) -> Candidates:
+        scores, ids = self.drafter[anchor].topk(WIDTH, dim=-1)
+        return Candidates(ids, scores)
+
+
+def same(sampling: Sampling, rows: int) -> Sampling:
+    """One request's parameters for ``rows`` requests."""
+    return sampling.repeated(rows)
+
+
+def decode(
+    model: Markov,
+    sampling: Sampling,
+    seeds: torch.Tensor,
+    seeded: bool,
+    tokens: int,
+    sharpness: float | Sharpness = 1.0,
+    change: Change | None = None,
+    verify: Callable[..., Verdict] = verify_block,
+) -> tuple[torch.Tensor, float]:
+    """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round."""
+    count = len(seeds)
+    sampling = same(sampling, count)
+    draws = Draws(seeds, torch.full((count,), seeded), seeded, not seeded)
+    out = torch.full((count, tokens + DRAFTS + 1), -1)
+    out[:, 0] = START
+    length = torch.ones(count, dtype=torch.long)  # with the context's token
+    accepted, rounds = 0.0, 0.0
+    offsets = torch.arange(DRAFTS + 1)
+    while int(length.min()) <= tokens:
+        anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
+        positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets
+        t = (
+            sharpness.of(draws.seeded)
+            if isinstance(sharpness, Sharpness)
+            else torch.full((count,), float(sharpness))
+        )
+        proposal = propose(
+            model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], t
+        )
+        told = proposal if change is None else change(proposal)
+        block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
+        logits = model.table[block].view(-1, VOCAB)
+        weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
+        verdict = verify(told, logits, weights, sampling, draws, positions)
+        if isinstance(sharpness, Sharpness):
+            sharpness.learn(proposal, sampling, draws.seeded, verdict)
+        # Requests that are done stay as they are.
+        open_ = length <= tokens
+        accept = verdict.accept_len.long()
+        emitted = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
+        emitted.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1))
+        for k in range(DRAFTS + 1):
+            write = open_ & (k <= accept) & (length + k < out.shape[1])
+            out[write, (length + k)[write]] = emitted[write, k]
+        accepted += float(accept[open_].sum())
+        rounds += float(open_.sum())
+        length = torch.where(open_, length + accept + 1, length)
+    return out[:, 1 : tokens + 1], accepted / rounds
+
+
+def alone(model: Markov, sampling: Sampling, seeds: torch.Tensor, tokens: int) -> torch.Tensor:
+    """``[N, tokens]`` of target-only decoding with the same noise: one token a step."""
+    sampling = same(sampling, len(seeds))
+    last = torch.full_like(seeds, START)
+    made = []
+    for step in range(tokens):
+        weights = weights_of(model.table[last], sampling)
+        positions = torch.full_like(seeds, FIRST_POSITION + step)
+        drawn = gumbel_argmax_reference(weights, seeds, positions)
+        last = torch.where(sampling.greedy, model.table[last].argmax(-1), drawn)
+        made.append(last)
+    return torch.stack(made, 1)
+
+
+def one(**values: float) -> Sampling:
+    """The parameters of one request."""
+    return Sampling(
+        torch.tensor([float(values.get("temperature", 1.0))]),
+        torch.tensor([int(values.get("top_k", 1 << 30))]),
+        torch.tensor([float(values.get("top_p", 1.0))]),
+        torch.tensor([float(values.get("min_p", 0.0))]),
+        "top_k" in values,
+        "top_p" in values,
+        "min_p" in values,
+    )

@@ -1,0 +1,198 @@
+"""Draft attention on a GPU: what is chosen, how large its graph buffers are, how long windows are.
+
+SGLang's own backends allocate, on the meta device: no GPU is needed to count bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
+
+from sglang_hyperdflash.serving.draft_attention import (
+    bound_graph_buffers,
+    check_window_attention,
+    chosen,
+    graph_index_bytes,
+)
+from sglang_hyperdflash.serving.window_slots import DraftWindow
+from sglang_hyperdflash.serving.window_worker import WindowedWorker, entering_rows, report_ring
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+BATCH, BLOCK, CONTEXT = 256, 7, 1 << 20
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "target, window, generation, expected",
+    [
+        ("dsv4", None, "sm90", "fa3"),
+        ("dsv4", None, "sm100", "fa4"),
+        ("dsv4", None, "another", "triton"),
+        ("dsv4", 512, "sm90", "triton"),
+        # Shared with the target, whose wait it would be.
+        ("fa3", None, "sm90", None),
+        ("flashinfer", None, "sm90", None),
+        # SGLang would share a backend that reads whole pages.
+        ("fa3", 512, "sm90", "triton"),
+    ],
+)
+def test_the_default_needs_no_host_lengths(target, window, generation, expected):
+    generations = {"sm90": generation == "sm90", "sm100": generation == "sm100"}
+    found = chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, **generations)
+    assert (found and found[0]) == expected
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa4", "trtllm_mha"])
+def test_a_window_is_refused_where_whole_pages_are_read(backend):
+    check_window_attention(None, backend)
+    with pytest.raises(HyperDFlashConfigError, match="reads single K/V slots"):
+        check_window_attention(512, backend)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton", "torch_reference"])
+def test_a_window_may_use_what_reads_slots(backend):
+    check_window_attention(512, backend)
+
+
+def backend_of(name: str, context: int):
+    """SGLang's backend as far as its graph buffers need it."""
+    if name == "flashinfer":
+        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend as Kind
+
+        fields = {"num_wrappers": 1, "use_sliding_window_kv_pool": False, "skip_prefill": False}
+        fields["kv_indptr"] = [torch.zeros(BATCH + 1)]
+    else:
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as Kind
+
+        fields = {"num_head": 32, "max_kv_splits": 8, "v_head_dim": 128, "skip_prefill": False}
+        fields |= {"device": "cuda", "sliding_window_size": None, "is_draft_runner": True}
+        fields |= {"num_draft_tokens": BLOCK, "enable_lean_attention": False}
+    made = object.__new__(Kind)
+    vars(made).update(fields, max_context_len=context)
+    return made
+
+
+@pytest.fixture
+def allocated(monkeypatch) -> list[torch.Tensor]:
+    """Everything that ``torch.zeros`` makes from here on, on no device."""
+    found: list[torch.Tensor] = []
+    zeros = torch.zeros
+
+    def meta(*args, **options):
+        found.append(zeros(*args, **{**options, "device": "meta"}))
+        return found[-1]
+
+    monkeypatch.setattr(torch, "zeros", meta)
+    return found
+
+
+def gib(tensors: list[torch.Tensor]) -> float:
+    return sum(t.numel() * t.element_size() for t in tensors) / GIB
+
+
+def test_flashinfers_graph_buffers_hold_a_context_a_request(allocated):
+    """8.75 GiB of one context a row become 1 GiB; a request's seven rows share their indices."""
+    backend_of("flashinfer", CONTEXT).init_cuda_graph_state(BATCH, BATCH * BLOCK)
+    assert gib(allocated) == pytest.approx(8.75, rel=0.01)
+    allocated.clear()
+    backend = backend_of("flashinfer", CONTEXT)
+    bound_graph_buffers(backend, BLOCK)
+    backend.init_cuda_graph_state(BATCH, BATCH * BLOCK)
+    planned = graph_index_bytes(BATCH, CONTEXT, None, BLOCK, 256)["flashinfer"]
+    assert gib(allocated) == pytest.approx(planned / GIB, rel=1e-4) == pytest.approx(1, rel=0.01)
+    indices = backend.cuda_graph_kv_indices[0]
+    assert indices.dtype == torch.int32
+    assert len(indices) >= BATCH * (CONTEXT + BLOCK)
+    assert backend.max_context_len == CONTEXT
+
+
+def test_a_windows_graph_buffers_do_not_grow_with_the_context():
+    sizes = graph_index_bytes(BATCH, CONTEXT, 2048, BLOCK, 256)
+    assert sizes == {"triton": 8 * 256 * 2069, "flashinfer": 4 * 256 * 2069}
+
+
+def test_a_backend_without_such_buffers_is_left_alone():
+    backend = SimpleNamespace(init_cuda_graph_state=None)
+    bound_graph_buffers(backend, BLOCK)
+    assert backend.init_cuda_graph_state is None
+
+
+def windowed_worker(window: DraftWindow | None, needs_host: bool = True) -> WindowedWorker:
+    worker = object.__new__(WindowedWorker)
+    worker.window = window
+    backend = SimpleNamespace(needs_cpu_seq_lens=needs_host)
+    worker.draft_model_runner = SimpleNamespace(
+        attn_backend=backend, model_config=SimpleNamespace(context_len=CONTEXT)
+    )
+    worker.draft_window_size, worker.page_size = 512, 256
+    return worker
+
+
+def ring(window: int = 512) -> DraftWindow:
+    return DraftWindow(
+        tokens=10000, ring=4 * window, window=window, block=BLOCK, batch=4, device="cpu"
+    )
+
+
+def test_a_windows_backend_is_built_for_a_window_and_blocks():
+    worker = windowed_worker(ring())
+    with worker._own_context():
+        assert worker.draft_model_runner.model_config.context_len == 512 + 2 * BLOCK
+    assert worker.draft_model_runner.model_config.context_len == CONTEXT
+    with windowed_worker(None)._own_context():
+        pass
+
+
+def test_flashinfer_is_told_the_devices_own_lengths_of_a_window():
+    """An upper bound is what SGLang tells it; FlashInfer would merge parts nobody computed."""
+    window = ring()
+    worker, table = windowed_worker(window), torch.arange(6000).view(3, 2000)
+    ids = table[0, :300].long()
+    window.enter(ids, torch.ones(300, dtype=torch.bool))
+    worker._rows = torch.tensor([0, 1])
+    worker.model_runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    device = worker._compute_compact_draft_seq_lens(torch.tensor([300, 900]))
+    assert device.tolist() == [300, 0]
+    host, given = torch.empty(2, dtype=torch.int32), torch.tensor([300, 900])
+    lengths = {"batch_seq_lens_cpu": given, "nxt_kv_lens_cpu": None, "out": host}
+    worker._fill_compact_seq_lens_cpu_bound(**lengths)
+    assert host.tolist() == [300 + BLOCK, BLOCK]
+    worker.draft_model_runner.attn_backend.needs_cpu_seq_lens = False
+    worker._fill_compact_seq_lens_cpu_bound(**lengths)
+    assert host.tolist() == [300, 768], "others get SGLang's bound, without a wait"
+
+
+def test_a_round_copies_nothing_from_the_host(monkeypatch):
+    """Every constant of a round is made once: a new tensor would be a blocking copy."""
+    window, table = ring(16), torch.zeros(4, 16 + 2 * BLOCK, dtype=torch.int64)
+    target = torch.arange(400).view(4, 100)
+    rows, lengths = torch.arange(4), torch.full((4,), 50)
+    for name in ("tensor", "as_tensor", "arange"):
+        monkeypatch.setattr(torch, name, None)
+    monkeypatch.setattr(torch.Tensor, "new_tensor", None)
+    window.enter(target[:, :50].reshape(-1), torch.ones(200).bool())
+    slots, visible = window.view(target, rows, lengths)
+    window.lay_out(table, rows, slots, visible)
+    assert window.block_slots(torch.empty(4, BLOCK)).numel() == 4 * BLOCK
+
+
+def test_only_rows_that_the_first_block_can_reach_enter():
+    """Chunks of 100 of a prompt of 250 with a window of 120; a request that is whole beside it."""
+    chunks = [entering_rows([at], [n], [250], 120) for at, n in ((0, 100), (100, 100), (200, 50))]
+    assert chunks == [[], list(range(30, 100)), list(range(50))]
+    assert sum(map(len, chunks)) == 120
+    # Its rows follow those of the first request.
+    assert entering_rows([0, 300], [100, 10], [1000, 310], 120) == list(range(100, 110))
+    assert entering_rows([0], [300], [300], 120) == list(range(180, 300))
+
+
+@pytest.mark.parametrize("slots, level", [(4 * 512, logging.INFO), (3 * 512, logging.WARNING)])
+def test_a_ring_that_is_too_small_for_every_window_says_so(caplog, slots, level):
+    with caplog.at_level(logging.INFO):
+        report_ring(slots, 512, 4)
+    assert [record.levelno for record in caplog.records] == [level]
+    assert f"{slots / 2048:.2f} of 4 requests x 512 tokens" in caplog.text

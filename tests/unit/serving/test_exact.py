@@ -1,0 +1,274 @@
+"""Both verifications: their laws, their identity with target-only decoding, and what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang_hyperdflash.draft.propose import SHARPNESS, Candidates, law, propose
+from sglang_hyperdflash.serving import exact
+from sglang_hyperdflash.serving.exact import Draws, Sharpness, verify_block, weights_of
+from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, alone, decode, one, same
+from tests.unit.statistics_help import chi_square_p_value
+
+COUNT = 20_000
+SEEDS = torch.arange(COUNT) * 7919 + 13
+SETTINGS = {
+    "temperature 1": {},
+    "temperature 0.6": {"temperature": 0.6},
+    "top-k 5": {"top_k": 5},
+    "top-p 0.8": {"top_p": 0.8},
+    "min-p 0.1": {"min_p": 0.1},
+    "all of them": {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+def p_values(tokens: torch.Tensor, model: Markov, setting: dict) -> list[float]:
+    """The laws of the first token, of the first two and of the second two."""
+    sampling = same(one(**setting), VOCAB)
+    step = weights_of(model.table, sampling)
+    step = step / step.sum(-1, keepdim=True)
+    first = step[0]
+    pair = first.unsqueeze(1) * step
+    second = (pair.sum(0).unsqueeze(1) * step).flatten()
+    return [
+        chi_square_p_value(tokens[:, 0], first),
+        chi_square_p_value(tokens[:, 0] * VOCAB + tokens[:, 1], pair.flatten()),
+        chi_square_p_value(tokens[:, 1] * VOCAB + tokens[:, 2], second),
+    ]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_tokens_follow_the_targets_law_at_every_setting_and_sharpness(seeded):
+    model, values = Markov(3), []
+    cases = [(setting, 1.0) for setting in SETTINGS.values()]
+    cases += [(SETTINGS["all of them"], t) for t in SHARPNESS[:-1]]
+    for setting, t in cases:
+        tokens, accepted = decode(model, one(**setting), SEEDS[:8000], seeded, 3, t)
+        values += p_values(tokens, model, setting)
+        assert accepted > 0.2  # drafts are accepted, or the test says nothing
+    assert min(values) > 0.001 / len(values), sorted(values)[:4]
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_seeded_tokens_are_target_only_whatever_the_drafter(setting):
+    seeds = SEEDS[:100]
+    outputs = [
+        decode(replaced_drafter(7, agreement), one(**setting), seeds, True, 20, t)
+        for agreement, t in ((1.0, 1.0), (1.0, 0.0), (0.5, 0.7), (0.0, 1.0))
+    ]
+    expected = alone(Markov(7), one(**setting), seeds, 20)
+    assert all(torch.equal(tokens, expected) for tokens, _ in outputs)
+    # The drafters really differ.
+    assert outputs[0][1] > 1.3 * outputs[-1][1]
+
+
+def replaced_drafter(seed: int, agreement: float) -> Markov:
+    model = Markov(seed, agreement=agreement)
+    model.table = Markov(seed).table
+    return model
+
+
+def test_greedy_requests_are_argmax_beside_sampled_ones():
+    model = Markov(1)
+    seeds = SEEDS[:64]
+    base = one(top_k=5)
+    top_ks = torch.tensor([1, 5]).repeat(32)
+    mixed = replace(same(base, 64), top_ks=top_ks)
+    with mock.patch("tests.unit.serving.markov.same", lambda sampling, rows: mixed):
+        tokens, _ = decode(model, base, seeds, True, 20)
+        expected = alone(model, base, seeds, 20)
+    assert torch.equal(tokens, expected)
+    assert len({tuple(row) for row in tokens[::2].tolist()}) == 1
+    assert len({tuple(row) for row in tokens[1::2].tolist()}) == 32
+
+
+def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification():
+    model, sampling = Markov(4), same(one(), 40)
+    seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
+    positions = torch.arange(DRAFTS + 1).expand(40, -1)
+    anchor = torch.zeros(40, dtype=torch.long)
+    proposal = propose(
+        model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], torch.ones(40)
+    )
+    logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
+    weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
+    verdicts = [
+        verify_block(proposal, logits, weights, sampling, draws, positions)
+        for draws in (
+            Draws(seeds, seeded),
+            Draws(seeds, torch.ones_like(seeded), True, False),
+            Draws(seeds, torch.zeros_like(seeded), False, True),
+        )
+    ]
+    for name in ("accept_len", "bonus"):
+        mixed, coupled, rejecting = (getattr(v, name) for v in verdicts)
+        assert torch.equal(mixed, torch.where(seeded, coupled, rejecting))
+    assert not torch.equal(verdicts[1].bonus, verdicts[2].bonus)
+
+
+def smallest(change=None, verify=verify_block, t=1.0, setting=None) -> float:
+    setting = {"top_k": 4} if setting is None else setting
+    model = Markov(3)
+    tokens, _ = decode(model, one(**setting), SEEDS, False, 3, t, change, verify)
+    return min(p_values(tokens, model, setting))
+
+
+def test_a_q_that_was_not_truncated_as_it_was_drawn_is_caught():
+    def untruncated(proposal):
+        q = proposal.scores.softmax(-1)
+        return replace(proposal, q=q)
+
+    assert smallest(untruncated) < 1e-9
+    assert smallest() > 1e-5
+
+
+def test_a_residual_without_the_subtraction_is_caught():
+    def from_p(proposal, weights, seeds, positions, accept_len, draw):
+        return original(
+            replace(proposal, q=torch.zeros_like(proposal.q)),
+            weights,
+            seeds,
+            positions,
+            accept_len,
+            draw,
+        )
+
+    original = exact._residual_draw
+    with mock.patch.object(exact, "_residual_draw", from_p):
+        assert smallest() < 1e-9
+
+
+def test_coins_of_the_drafts_own_noise_are_caught():
+    """The trap of coupled noise under the rejection rule."""
+    noise = []
+
+    def remember(proposal):
+        drawn = proposal.noise.gather(2, proposal.choice).squeeze(2)
+        noise.append(torch.exp(-torch.exp(-drawn)))
+        return proposal
+
+    with mock.patch.object(exact, "coins", lambda seeds, positions: noise[-1]):
+        assert smallest(remember) < 1e-9
+
+
+def test_argmax_verification_is_caught():
+    def argmax(proposal, logits, weights, sampling, draws, positions):
+        greedy = replace(sampling, top_ks=torch.ones_like(sampling.top_ks))
+        return verify_block(proposal, logits, weights, greedy, draws, positions)
+
+    assert smallest(verify=argmax) < 1e-9
+
+
+def test_a_block_ends_at_its_first_broken_row():
+    model, sampling = Markov(2), same(one(), 6)
+    seeds, anchor = SEEDS[:6], torch.zeros(6, dtype=torch.long)
+    positions = torch.arange(DRAFTS + 1).expand(6, -1)
+    sure = torch.full((6, DRAFTS, 2), -50.0)
+    sure[..., 0] = 50.0
+    ids = torch.tensor([3, 5]).expand(6, DRAFTS, 2).contiguous()
+    proposal = propose(
+        Candidates(ids, sure), anchor, None, sampling, seeds, positions[:, :-1], torch.ones(6)
+    )
+    logits = torch.full((6, DRAFTS + 1, VOCAB), -50.0)
+    logits[:, :, 3] = 50.0
+    logits[1, 0, 4], logits[2, 2], logits[3, 3, 0] = float("nan"), float("-inf"), float("inf")
+    for seeded in (True, False):
+        draws = Draws(seeds, torch.full((6,), seeded), seeded, not seeded)
+        flat = logits.view(-1, VOCAB)
+        weights = weights_of(flat, sampling.repeated(DRAFTS + 1))
+        verdict = verify_block(proposal, flat, weights, sampling, draws, positions)
+        assert verdict.accept_len.tolist() == [3, 0, 2, 3, 3, 3]
+        assert verdict.broken.tolist() == [False, True, True, True, False, False]
+        assert verdict.bonus.tolist() == [3, 0, 0, 0, 3, 3]
+    assert model.table.isfinite().all()
+
+
+def test_an_impossible_draft_is_never_accepted_and_a_certain_one_always():
+    ids = torch.tensor([[[1, 2]]])
+    positions, seeds = torch.tensor([[5, 6]]), torch.tensor([3])
+    anchor = torch.zeros(1, dtype=torch.long)
+    for drafted, accepted in ((1, 0), (2, 1)):
+        scores = torch.tensor([[[0.0, 0.0]]])
+        scores[0, 0, drafted - 1] = 60.0
+        proposal = propose(
+            Candidates(ids, scores), anchor, None, one(), seeds, positions[:, :1], torch.ones(1)
+        )
+        logits = torch.full((2, 4), float("-inf"))
+        logits[:, 2] = 0.0
+        for seeded in (True, False):
+            draws = Draws(seeds, torch.tensor([seeded]), seeded, not seeded)
+            weights = weights_of(logits, one())
+            verdict = verify_block(proposal, logits, weights, one(), draws, positions)
+            assert verdict.accept_len.tolist() == [accepted]
+            assert verdict.bonus.tolist() == [2]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("sure", [0.7, 6.0])
+def test_learnt_sharpness_is_never_below_argmax_drafts_nor_below_q_itself(seeded, sure):
+    model = Markov(5, sure=sure)
+    seeds = SEEDS[:500]
+    learnt = decode(model, one(), seeds, seeded, 24, Sharpness("cpu"))[1]
+    fixed = [decode(model, one(), seeds, seeded, 24, t)[1] for t in (0.0, 1.0)]
+    assert learnt > 0.97 * max(fixed), (learnt, fixed)
+
+
+def test_sharpness_does_not_look_behind_the_first_refusal():
+    model, sampling = Markov(6), same(one(), 3)
+    anchor, seeds = torch.zeros(3, dtype=torch.long), SEEDS[:3]
+    positions = torch.arange(DRAFTS + 1).expand(3, -1)
+    proposal = propose(
+        model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], torch.ones(3)
+    )
+    logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
+    weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
+    draws = Draws(seeds, torch.zeros(3, dtype=torch.bool), False, True)
+    verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
+    verdict = replace(verdict, accept_len=torch.tensor([0, 1, 1], dtype=torch.int32))
+    before, after = Sharpness("cpu"), Sharpness("cpu")
+    before.learn(proposal, sampling, draws.seeded, verdict)
+    p = verdict.p.clone()
+    p[0, 1:], p[1:, 2:] = 0.123, 0.456
+    scores = proposal.scores.clone()
+    scores[0, 1:] = 0.0
+    after.learn(replace(proposal, scores=scores), sampling, draws.seeded, replace(verdict, p=p))
+    assert torch.equal(before.gains, after.gains)
+
+
+def test_a_head_and_an_adjustment_see_the_drafts_before_them():
+    seen = []
+
+    def head(previous, hidden, ids):
+        return (ids == (previous.unsqueeze(1) + 1) % VOCAB) * 100.0
+
+    def adjust(k, ids, scores, so_far):
+        seen.append((k, so_far.tolist()))
+        return scores.masked_fill(ids == 9, float("-inf"))
+
+    ids = torch.arange(VOCAB).expand(2, DRAFTS, VOCAB)
+    candidates = Candidates(ids, torch.zeros(2, DRAFTS, VOCAB), torch.zeros(2, DRAFTS, 4))
+    anchor = torch.tensor([2, 5])
+    positions = torch.zeros(2, DRAFTS, dtype=torch.long)
+    arguments = (same(one(), 2), SEEDS[:2], positions, torch.ones(2))
+    proposal = propose(candidates, anchor, head, *arguments, adjust)
+    assert proposal.tokens.tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert seen == [(0, [[], []]), (1, [[3], [6]]), (2, [[3, 4], [6, 7]])]
+    # Without either, the loop gives what the vectorised form gives.
+    looped = propose(candidates, anchor, None, *arguments, lambda k, ids, scores, so_far: scores)
+    flat = propose(candidates, anchor, None, *arguments)
+    for name in ("tokens", "q", "choice", "scores", "noise"):
+        assert torch.equal(getattr(looped, name), getattr(flat, name)), name
+
+
+def test_q_is_normalised_and_a_point_where_it_must_be():
+    scores = torch.randn(5, 7)
+    sampling = replace(same(one(top_p=0.9), 5), top_ks=torch.tensor([1, 3, 1 << 30, 9, 2]))
+    sampling = replace(sampling, need_top_k=True)
+    q = law(scores, sampling, torch.tensor([1.0, 1.0, 0.5, 0.0, 0.7]))
+    torch.testing.assert_close(q.sum(-1), torch.ones(5))
+    assert q.max(-1).values[[0, 3]].tolist() == [1.0, 1.0]
+    assert ((q > 0).sum(-1) <= torch.tensor([1, 3, 7, 1, 2])).all()

@@ -1,0 +1,63 @@
+"""Custom logit processors see, at every position, the tokens that position follows."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import torch
+
+from sglang_hyperdflash.serving.processors import Outputs, apply_processors
+
+
+class Request:
+    def __init__(self, output_ids, processor="p"):
+        self.origin_input_ids, self.output_ids = array("q", [1, 2]), array("q", output_ids)
+        self.custom_logit_processor = processor
+
+
+class Recorder:
+    """Writes what it was told into the logits."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, logits, parameters):
+        for row, given in zip(logits, parameters, strict=True):
+            req = given.get("__req__")
+            self.seen.append(None if req is None else list(req.origin_input_ids + req.output_ids))
+            row[0] = given["mark"]
+        return logits
+
+
+def information(rows, parameters, processor):
+    entry = SimpleNamespace(processor=processor, rows=rows, indices=torch.tensor(rows))
+    return SimpleNamespace(custom_logit_processor={1: entry}, custom_params=parameters)
+
+
+def test_each_position_sees_the_drafts_before_it_and_others_are_untouched():
+    requests = [Request([7]), Request([], None), Request([8, 9])]
+    outputs, recorder = Outputs(), Recorder()
+    for request in (requests[0], requests[2]):
+        outputs.enter(request)
+    parameters = [{"__req__": requests[0], "mark": 5.0}, None, {"mark": 6.0}]
+    logits = torch.zeros(9, 4)
+    drafts = torch.tensor([[30, 31], [0, 0], [40, 41]])
+    apply_processors(logits, information([0, 2], parameters, recorder), requests, outputs, drafts)
+    assert recorder.seen[:3] == [[1, 2, 7], [1, 2, 7, 30], [1, 2, 7, 30, 31]]
+    assert recorder.seen[3:] == [None] * 3
+    assert logits[:, 0].tolist() == [5.0] * 3 + [0.0] * 3 + [6.0] * 3
+    assert float(logits[:, 1:].abs().sum()) == 0.0
+
+
+def test_outputs_are_the_committed_tokens_though_the_host_lags_behind():
+    request, other = Request([7]), Request([], None)
+    outputs = Outputs()
+    outputs.enter(request)
+    tokens = torch.tensor([[11, 12, 13], [1, 1, 1]])
+    outputs.add([request, other], tokens, torch.tensor([2, 3]))
+    assert outputs.of(request).tolist() == [7, 11, 12]
+    # Retracted: the host knows all, and what was in flight is dropped.
+    request.output_ids = array("q", [7, 11])
+    outputs.enter(request)
+    assert outputs.of(request).tolist() == [7, 11]

@@ -1,0 +1,128 @@
+"""Seeds, the tensors of a batch, and the draft head inside a CUDA graph, without an engine."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang_hyperdflash.serving import rounds, sampled_worker
+from sglang_hyperdflash.serving.rounds import Seeds, end_tokens, gather
+
+
+class Request:
+    def __init__(self, rid="a", prompt=3, **values):
+        neutral = {
+            "temperature": 1.0,
+            "top_k": 1 << 30,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 0,
+            "stop_token_ids": None,
+            "sampling_seed": None,
+        }
+        self.rid = rid
+        self.sampling_params = SimpleNamespace(**neutral | values)
+        self.origin_input_ids, self.output_ids = array("q", range(prompt)), array("q")
+        self.eos_token_ids = {2}
+        self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=5)
+
+
+@pytest.fixture
+def deterministic():
+    """A switch for the server's flag."""
+    flags = SimpleNamespace(enable_deterministic_inference=False)
+    with mock.patch.object(rounds, "get_exec", lambda: SimpleNamespace(deterministic=flags)):
+        yield flags
+
+
+def test_a_client_s_seed_is_taken_and_a_missing_one_drawn_for_each_request(deterministic):
+    seeds = Seeds(7)
+    requests = [Request("a"), Request("b"), Request("a")]
+    drawn = [seeds.of(r) for r in requests]
+    assert len({seed for seed, _ in drawn}) == 3
+    assert not any(seeded for _, seeded in drawn)
+    assert [seeds.of(r) for r in requests] == drawn  # also after a retraction
+    assert seeds.of(Request(sampling_seed=-(2**63))) == (-(2**63), True)
+
+
+def test_ranks_draw_the_same_seeds_and_servers_others(deterministic):
+    def drawn(random_seed):
+        seeds = Seeds(random_seed)
+        return [seeds.of(Request(rid)) for rid in "abcd"]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_deterministic_inference_gives_sglangs_default(deterministic):
+    deterministic.enable_deterministic_inference = True
+    assert Seeds(1).of(Request()) == (42, True)
+    assert Seeds(1).of(Request(sampling_seed=9)) == (9, True)
+
+
+def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
+    requests = [
+        Request("a", top_k=1),
+        Request("b", frequency_penalty=0.5, presence_penalty=-1.0),
+        Request("c", sampling_seed=4, min_new_tokens=6, stop_token_ids={9}, prompt=8),
+    ]
+    batch = gather(requests, [5, 2, 7], Seeds(0), "cpu")
+    assert batch.same(requests, [5, 2, 7])
+    assert not batch.same(requests, [5, 2, 8])
+    assert not batch.same(requests[::-1], [5, 2, 7])
+    assert not batch.same(requests[:2], [5, 2])
+    assert batch.draws.seeded.tolist() == [False, False, True]
+    assert (batch.draws.any_seeded, batch.draws.any_unseeded) == (True, True)
+    assert batch.penalties.rows.tolist() == [1]
+    assert batch.penalties.slots.tolist() == [2]
+    assert batch.penalties.presence.tolist() == [[-1.0]]
+    assert batch.ends.rows.tolist() == [2]
+    assert batch.ends.ids.tolist() == [[2, 5, 9]]
+    assert batch.ends.prompts.tolist() == [8]
+    assert not batch.greedy
+    assert gather(requests[:1], [5], Seeds(0), "cpu").greedy
+    # A greedy request's penalties make its block more than an argmax.
+    penalised = [Request("d", top_k=1, repetition_penalty=1.1)]
+    assert not gather(penalised, [0], Seeds(0), "cpu").greedy
+
+
+def test_end_tokens_are_those_that_sglang_forbids():
+    assert end_tokens(Request(stop_token_ids={11})) == {2, 5, 11}
+    request = Request()
+    request.tokenizer = None
+    assert end_tokens(request) == {2}
+
+
+def test_the_head_in_the_graph_leaves_candidates_and_draws_when_read():
+    logits = torch.randn(6, 30)
+    logits[2, [4, 9]] = 9.0  # a tie: the lower id, as argmax has it
+    calls = []
+    worker = SimpleNamespace(
+        block_size=4,
+        num_candidates=8,
+        device="cpu",
+        draft_rows=6,
+        requests=SimpleNamespace(greedy=True),
+        draw_drafts=lambda ids, scores: calls.append((ids, scores)) or torch.arange(6),
+    )
+
+    def topk(hidden, lm_head, k):
+        values, ids = logits.topk(k, dim=-1)
+        if ids[2, 0] == 4:  # the other order of the tie
+            ids[2, :2] = ids[2, :2].flip(0)
+        return ids, values, None
+
+    sampler = sampled_worker.CandidateSampler(worker, None, 5)
+    with mock.patch.object(sampled_worker, "candidate_topk", topk):
+        sampler(torch.zeros(8, 16))
+    assert torch.equal(sampler.out[:6], logits.argmax(-1))
+    assert not calls
+    worker.requests.greedy = False
+    assert sampler.out.tolist() == list(range(6))
+    ids, scores = calls[0]
+    assert torch.equal(logits.gather(1, ids), scores)
+    assert scores.shape == (6, 8)

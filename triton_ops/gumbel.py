@@ -1,0 +1,91 @@
+"""Noise that any process can compute again: Gumbel variables from a hash of seed, position, token.
+
+    h     = murmur3_32(seed low, seed high, position, id)        # four 32-bit words
+    x     = h / (2^32 - 1)                                       # fp64
+    g     = -log(clamp(-log x, 2^-32, max))                      # fp64, standard Gumbel
+    token = argmax_v(log w_v + g(seed, position, v))             # a draw from w / sum w
+
+Source: SGLang's seeded sampler (``layers/sampler.py: multinomial_with_seed`` and the Triton kernel
+``murmur_hash32``), bit for bit. SGLang keys the last word by rank as soon as one request of a
+batch filters; here it is the vocabulary id always, so a draw does not depend on its batchmates.
+
+    tensor      shape     dtype
+    weights     [R, V]    fp32, not negative, need not be normalised
+    rows        [N]       int64, rows of ``weights``; or None: all of them, in order
+    seeds       [N]       int64, all 64 bits count
+    positions   [N]       int64, the low 32 bits count
+
+:func:`gumbel_argmax` runs :func:`gumbel_argmax_reference` on a CPU and Triton on CUDA. A row with
+a NaN, or without any mass, gives some index in ``[0, V)``: the caller looks for broken rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_C1, _C2, _M, _N = 0xCC9E2D51, 0x1B873593, 5, 0xE6546B64
+_F1, _F2 = 0x85EBCA6B, 0xC2B2AE35
+_WORDS_BYTES = 16
+
+# Streams beside the draws themselves. A draft's own noise must not decide whether it is accepted.
+COIN_STREAM = 0x5DEECE66D1CE4E5B
+RESIDUAL_STREAM = 0x2545F4914F6CDD1D
+
+
+def _rotate(x: torch.Tensor, r: int) -> torch.Tensor:
+    return ((x << r) | (x >> (32 - r))) & _MASK
+
+
+def _scramble(k: torch.Tensor) -> torch.Tensor:
+    # int64 products wrap; their low 32 bits are those of the 32-bit product.
+    return (_rotate((k * _C1) & _MASK, 15) * _C2) & _MASK
+
+
+def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (_rotate(h ^ _scramble(k), 13) * _M + _N) & _MASK
+
+
+def hash32(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``[N, K]`` int64 in ``[0, 2^32)``.
+
+    Args:
+        seeds, positions: ``[N]`` integers.
+        ids: ``[K]``, the same for every row, or ``[N, K]``.
+    """
+    seeds, positions, ids = seeds.long(), positions.long(), ids.long()
+    h = _mix(torch.zeros_like(seeds), seeds & _MASK)
+    h = _mix(h, (seeds >> 32) & _MASK)
+    h = _mix(h, positions & _MASK)
+    h = _mix(h.unsqueeze(1), ids & _MASK) ^ _WORDS_BYTES
+    h = ((h ^ (h >> 16)) * _F1) & _MASK
+    h = ((h ^ (h >> 13)) * _F2) & _MASK
+    return h ^ (h >> 16)
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``g(seed, position, id)``, ``[N, K]`` fp64; arguments as :func:`hash32`."""
+    x = hash32(seeds, positions, ids).to(torch.float64).div_(_MASK)
+    x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_()
+    return x.log_().neg_()
+
+
+def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One uniform number in ``[0, 1)`` for each seed and position, fp64, of their shape."""
+    shape = seeds.shape
+    zero = torch.zeros(1, dtype=torch.long, device=seeds.device)
+    hashed = hash32(seeds.reshape(-1) ^ COIN_STREAM, positions.reshape(-1), zero)
+    return hashed.to(torch.float64).div_(2.0**32).view(shape)
+
+
+def gumbel_argmax_reference(
+    weights: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One draw for each row, ``[N]`` int64, in plain torch; see the table of the module."""
+    chosen = weights if rows is None else weights.index_select(0, rows)
+    ids = torch.arange(weights.shape[-1], device=weights.device)
+    # SGLang takes the logarithm in the probabilities' own precision.
+    return gumbel_noise(seeds, positions, ids).add_(chosen.log()).argmax(-1)

@@ -17,6 +17,7 @@ from pathlib import Path
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -112,7 +113,7 @@ def read_prompts(path: Path) -> list[dict]:
     """Read ``{"kind", "messages"}`` lines."""
     if not path.is_file():
         raise FileNotFoundError(f"--prompts {path} does not exist.")
-    return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+    return [record for _, record in read_lines(path)]
 
 
 def check_example(args: argparse.Namespace) -> None:

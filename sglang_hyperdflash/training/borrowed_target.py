@@ -10,6 +10,7 @@ from torch import nn
 
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
 
 class BorrowedTarget(nn.Module):
@@ -40,7 +41,7 @@ class BorrowedTarget(nn.Module):
 
     def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
         """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""
-        paths = residual.unflatten(-1, (self.facts.hc_mult, -1)).float()
-        return nn.functional.rms_norm(
-            paths.mean(-2), self.norm.shape, self.norm, self.facts.rms_norm_eps
-        )
+        return mean_pooled_state(residual, self.facts.hc_mult, self._norm)
+
+    def _norm(self, state: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(state, self.norm.shape, self.norm, self.facts.rms_norm_eps)

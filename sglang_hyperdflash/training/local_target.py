@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.portable.core import DeepseekV4Core, softmax_with_sinks
 from sglang_hyperdflash.portable.weights import load_core
+from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
 
 class DenseCache:
@@ -166,13 +167,11 @@ class LocalTarget(nn.Module):
 
     def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
         """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""
-        paths = residual.unflatten(-1, (self.config.hc_mult, -1))
-        return F.rms_norm(
-            paths.mean(-2).float(),
-            (self.config.hidden_size,),
-            self.core.norm,
-            self.config.rms_norm_eps,
-        )
+        return mean_pooled_state(residual, self.config.hc_mult, self._norm)
+
+    def _norm(self, state: torch.Tensor) -> torch.Tensor:
+        size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
+        return F.rms_norm(state, size, self.core.norm, eps)
 
 
 def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

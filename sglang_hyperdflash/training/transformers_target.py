@@ -14,6 +14,7 @@ from torch import nn
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.kinds import TARGETS
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
 
 def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
@@ -132,5 +133,6 @@ class TransformersTarget(nn.Module):
                 f"{type(self.text).__name__} has no final norm behind its collapse, so a mean of "
                 "the paths is no state of its; use the gated teacher."
             )
-        paths = residual.unflatten(-1, (self.m, -1))
-        return self.text.norm(paths.float().mean(-2).to(residual.dtype))
+        return mean_pooled_state(
+            residual, self.m, lambda mean: self.text.norm(mean.to(residual.dtype))
+        )

@@ -198,7 +198,7 @@ def test_a_run_resumes_its_own_work_and_no_other(tmp_path, target_dir, capsys):
     assert re.search(r"best: step \d, tau \d\.\d\d \(.*/out\)", run(steps=2))
     assert "stage 1: resumed at step 2" in run(steps=3)
     finished = contents(out)
-    assert "other settings: stage 1 was" in run(steps=3, lr=0.5)
+    assert "other settings: stage 1.lr was 0.001, now 0.5" in run(steps=3, lr=0.5)
     assert "expected a new or empty folder" not in run(steps=3)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("29", "92"))
     assert "other settings" in run(steps=3)

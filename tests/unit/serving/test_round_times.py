@@ -1,4 +1,4 @@
-"""Shares of a round, and the study's tables."""
+"""Shares of a round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.serving_study import study_lines
 from sglang_hyperdflash.serving import round_times
 
 
@@ -63,28 +62,3 @@ def test_prefills_and_idle_gaps_are_left_out(clock, monkeypatch, tmp_path):
     assert round_times.summarise(file, 1) is None
     round_times.time_round(lambda self, _batch: None, None, batch(1, decoding=False))
     assert round_times._rounds == []
-
-
-def test_the_study_s_tables():
-    load = {"requests": 8, "ttft_ms": [1, 2], "tpot_ms": [3, 4], "e2e_ms": [5, 6]}
-    content = {
-        "round_ms": {
-            "target": {"target": 3.0, "draft": 0.5, "scheduler": 0.5, "rounds": 99},
-            "hyperdflash6": {"target": 4.0, "draft": 1.5, "scheduler": 0.5, "rounds": 99},
-            "mtp3": None,
-        },
-        "concurrency": {
-            "target": [
-                {"concurrency": 1, "tokens_per_s": 100.0, **load},
-                {"concurrency": 4, "tokens_per_s": 300.0, **load},
-            ],
-            "hyperdflash6": [{"concurrency": 1, "tokens_per_s": 180.0, **load}],
-        },
-        "poisson": {"target": [{"rate": 2.0, "tokens_per_s": 90.0, **load}], "hyperdflash6": []},
-    }
-    text = "\n".join(study_lines(content))
-    assert "| HyperDFlash (6) | 4.00 | 1.50 | 0.50 | 2.00 |" in text
-    assert "| HyperDFlash (6) | 180 | - |" in text
-    assert (
-        "Poisson arrivals, 2 a second" in text and "| target only | 1 / 2 | 3 / 4 | 5 / 6 |" in text
-    )

@@ -83,9 +83,10 @@ def _hook(seam: Seam) -> None:
     try:
         check_seam(seam)
         _apply(seam)
-    except SeamError as error:
-        _failures.append(error)
-        logger.warning("%s", error)
+    except Exception as error:  # this runs inside the import of a module of SGLang
+        wrong = f"SGLang seam {seam.target} could not be hooked: {error!r}"
+        _failures.append(error if isinstance(error, SeamError) else SeamError(wrong))
+        logger.warning("%s", _failures[-1])
 
 
 def _apply(seam: Seam) -> None:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # Draft attention backends whose K/V indices are slots, not pages.
 TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
 # Backends whose graphs hold one index for every token that a request may have.
+# Blocks beyond its context that a request's list of indices may hold: SGLang's host bound counts
+# the drafted block twice, and a finished request runs once more under overlap scheduling.
+BLOCKS = 3
 INDEX_DTYPES = {"FlashInferAttnBackend": torch.int32, "TritonAttnBackend": torch.int64}
 
 
@@ -102,7 +105,7 @@ def graph_index_bytes(
         requests: of the largest captured batch. context: the server's, in tokens. page: tokens.
     """
     context = graph_context(context, window, block)
-    slots = requests * (context + block)
+    slots = requests * (context + BLOCKS * block)
     found = {"triton": 8 * slots, "flashinfer": 4 * slots}
     pages = 4 * requests * -(-context // page)
     return found if window is not None else {"fa3": pages, "fa4": pages, **found}
@@ -124,7 +127,7 @@ def bound_graph_buffers(backend, block: int) -> None:
         context = backend.max_context_len
         if kv_indices_buf is None:
             kv_indices_buf = torch.zeros(
-                max_bs * (context + block),
+                max_bs * (context + BLOCKS * block),
                 dtype=INDEX_DTYPES[name],
                 device=getattr(backend, "device", "cuda"),
             )

@@ -22,6 +22,7 @@ from sglang_hyperdflash.serving.exact import Draws
 from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
 
 DETERMINISTIC_SEED = 42
+LONGEST = 1 << 31
 _SEED = "hyperdflash_seed"
 
 
@@ -130,7 +131,7 @@ def _ends(reqs: Sequence[Any], new: Any) -> EndTokens | None:
     widest = max(len(ids) for _, _, ids in found)
     return EndTokens(
         new([i for i, _, _ in found], torch.int64),
-        new([req.sampling_params.min_new_tokens for _, req, _ in found], torch.int64),
+        new([min(r.sampling_params.min_new_tokens, LONGEST) for _, r, _ in found], torch.int64),
         new([len(req.origin_input_ids) for _, req, _ in found], torch.int64),
         new([ids + ids[:1] * (widest - len(ids)) for _, _, ids in found], torch.int64),
     )
@@ -143,7 +144,8 @@ def end_tokens(req: Any) -> set[int]:
     if tokenizer is not None:
         ids |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
         ids.add(tokenizer.eos_token_id)
-    return {int(i) for i in ids if i is not None}
+    # A client may name any number; only the vocabulary's have logits to forbid.
+    return {int(i) for i in ids if i is not None and 0 <= i < req.vocab_size}
 
 
 def sampling_of(info: Any) -> Sampling:

@@ -43,6 +43,7 @@ from triton_ops.gumbel_op import gumbel_argmax
 
 # Of a vocabulary of 2,048 words at two nats, 64 candidates lose 3 % of the accepted drafts.
 CANDIDATES, CANDIDATES_OF_SMALL, SMALL_VOCABULARY = 64, 256, 8192
+# Equals no draft. SGLang is told an id just past the vocabulary instead, which it can detokenise.
 BROKEN = -1
 
 
@@ -116,7 +117,7 @@ class SampledWorker(WindowedWorker):
         self._broken: torch.Tensor | None = None
         self._greedy: torch.Tensor | None = None
         self._counts: GeneratedCounts | None = None
-        self._counted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         sampling_seams.serve(self)
 
     # A forward pass.
@@ -143,16 +144,28 @@ class SampledWorker(WindowedWorker):
         # A decode row of a mixed batch goes on; every other row of a prefill starts.
         going_on = set(map(id, batch.decoding_reqs or ()))
         fresh = [extend and id(req) not in going_on for req in reqs]
-        if self._info.has_custom_logit_processor:
-            for req, new in zip(reqs, fresh, strict=True):
-                if new and req.custom_logit_processor is not None:
-                    self.outputs.enter(req)
-        for row, req in self.requests.mine:
-            if fresh[row] or self._counted.get(req) != slots[row]:
-                self.counts.reset(slots[row], req.output_ids)
-                self._counted[req] = slots[row]
+        if self._info.has_custom_logit_processor or self.requests.mine:
+            self._start_counting(reqs, slots, fresh)
         # Tokens of every context at its first row: the anchor of a round is not in seq_lens.
         self._contexts = batch.seq_lens if extend else batch.seq_lens + 1
+
+    def _start_counting(self, reqs, slots: list[int], fresh: list[bool]) -> None:
+        """Take what the host knows of requests that start, or go on after a retraction.
+
+        A decode node resumes a retracted request without a prefill, maybe in the slot it had.
+        """
+        stale = []
+        for req, slot, new in zip(reqs, slots, fresh, strict=True):
+            mark = (slot, req.retraction_count)
+            stale.append(new or self._counted.get(req) != mark)
+            self._counted[req] = mark
+        if self._info.has_custom_logit_processor:
+            for req, start in zip(reqs, stale, strict=True):
+                if start and req.custom_logit_processor is not None:
+                    self.outputs.enter(req)
+        for row, req in self.requests.mine:
+            if stale[row]:
+                self.counts.reset(slots[row], req.output_ids)
 
     @property
     def counts(self) -> GeneratedCounts:
@@ -164,16 +177,19 @@ class SampledWorker(WindowedWorker):
         return self._counts
 
     def _tell_broken(self, result, extend: bool) -> None:
-        """Put ``BROKEN`` where a token would come from a broken row; the scheduler ends it.
+        """Put an id past the vocabulary where a token would come from a broken row.
+
+        The scheduler ends the request there (``sampling_seams.end_broken``).
 
         The next round's anchor stays a token: it may already run.
         """
+        past = int(self.target_worker.model_runner.model_config.vocab_size)
         if extend:
-            result.next_token_ids = result.next_token_ids.masked_fill(self._broken, BROKEN)
+            result.next_token_ids = result.next_token_ids.masked_fill(self._broken, past)
             return
         tokens = result.next_token_ids.view(len(self._broken), -1)
         at = (result.accept_lens.long() - 1).unsqueeze(1)
-        told = tokens.gather(1, at).masked_fill(self._broken.unsqueeze(1), BROKEN)
+        told = tokens.gather(1, at).masked_fill(self._broken.unsqueeze(1), past)
         tokens.scatter_(1, at, told)
 
     # A prefill: one row a request, in SGLang's own sampler.
@@ -196,7 +212,9 @@ class SampledWorker(WindowedWorker):
     def draw_prefill(self, probs: torch.Tensor, info: Any, positions: torch.Tensor) -> torch.Tensor:
         """Tokens ``[bs]`` int64 of a batch with a sampled request."""
         sampling = sampling_of(info)
-        weights = filtered(probs.float(), sampling, self.renorm)
+        # SGLang takes logprobs from the same storage.
+        own = probs.clone() if sampling.filters and self.renorm is None else probs
+        weights = filtered(own.float(), sampling, self.renorm)
         drawn = gumbel_argmax(weights, self.requests.draws.seeds, positions.long())
         return torch.where(sampling.greedy, self._greedy, drawn)
 
@@ -410,6 +428,7 @@ class SampledWorker(WindowedWorker):
             torch.full((bs,), self.num_candidates, dtype=torch.int32, device=device),
             sampling_info.top_ps,
             torch.full((bs,), 0.01, device=device),
+            True,
             True,
             True,
             True,

@@ -94,7 +94,8 @@ def end_broken(original, self, new_accepted_tokens=None):
         from sglang_hyperdflash.serving.counters import count_broken
 
         at = self.finished_len - 1
-        self.output_ids[at] = max(self.output_ids[at], 0)
+        if not 0 <= self.output_ids[at] < self.vocab_size:
+            self.output_ids[at] = 0
         message = BROKEN_MESSAGE.format(at=at)
         self.finished_reason = FINISH_ABORT(
             message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"

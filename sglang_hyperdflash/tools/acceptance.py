@@ -1,4 +1,4 @@
-"""Acceptance metrics from SGLang's per-request counters (DESIGN, section 2)."""
+"""Acceptance metrics from SGLang's per-request counters."""
 
 from __future__ import annotations
 

@@ -281,9 +281,12 @@ def test_a_broken_row_ends_its_request_with_an_error(hyper_server, own_prompts, 
     # 1e39 is infinite in fp32.
     setting = sampled(0, temperature=temperature, logit_bias={"20": 1e39})
     payload = {"input_ids": own_prompts[0], "sampling_params": setting}
-    answer = requests.post(f"{hyper_server.url}/generate", json=payload, timeout=60)
-    assert answer.status_code == 500, answer.text
-    assert "NaN or infinity" in answer.text
+    # The text of a broken row's token is asked for too: an id that no tokenizer has would end it.
+    text = {"return_logprob": True, "return_text_in_logprobs": True, "top_logprobs_num": 2}
+    for options in ({}, text):
+        answer = requests.post(f"{hyper_server.url}/generate", json=payload | options, timeout=60)
+        assert answer.status_code == 500, answer.text
+        assert "NaN or infinity" in answer.text
     good = sampled(0, temperature=temperature)
     assert len(hyper_server.generate(input_ids=own_prompts[0], sampling_params=good)["output_ids"])
     assert broken_rows() > before

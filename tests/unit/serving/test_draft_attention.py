@@ -106,13 +106,15 @@ def test_flashinfers_graph_buffers_hold_a_context_a_request(allocated):
     assert gib(allocated) == pytest.approx(planned / GIB, rel=1e-4) == pytest.approx(1, rel=0.01)
     indices = backend.cuda_graph_kv_indices[0]
     assert indices.dtype == torch.int32
-    assert len(indices) >= BATCH * (CONTEXT + BLOCK)
+    # What SGLang's plan of a full context asks for, in the round after a request's last one too.
+    assert len(indices) >= BATCH * (CONTEXT + 3 * BLOCK)
     assert backend.max_context_len == CONTEXT
 
 
 def test_a_windows_graph_buffers_do_not_grow_with_the_context():
     sizes = graph_index_bytes(BATCH, CONTEXT, 2048, BLOCK, 256)
-    assert sizes == {"triton": 8 * 256 * 2069, "flashinfer": 4 * 256 * 2069}
+    # W + 2B and three blocks more.
+    assert sizes == {"triton": 8 * 256 * 2083, "flashinfer": 4 * 256 * 2083}
 
 
 def test_a_backend_without_such_buffers_is_left_alone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Request:
         self.sampling_params = SimpleNamespace(**neutral | values)
         self.origin_input_ids, self.output_ids = array("q", range(prompt)), array("q")
         self.eos_token_ids = {2}
+        self.vocab_size, self.retraction_count = 30, 0
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=5)
 
 
@@ -95,6 +97,29 @@ def test_end_tokens_are_those_that_sglang_forbids():
     request = Request()
     request.tokenizer = None
     assert end_tokens(request) == {2}
+
+
+def test_stop_ids_outside_the_vocabulary_have_no_logit_to_forbid(deterministic):
+    assert end_tokens(Request(stop_token_ids={11, -1, 30, 10_000_000})) == {2, 5, 11}
+    ends = gather([Request(min_new_tokens=1 << 70)], [1], Seeds(0), "cpu").ends
+    assert ends.minimum.tolist() == [rounds.LONGEST]
+
+
+def test_counts_start_anew_where_a_decode_node_resumes_a_request():
+    """The same request in the slot it had, without a prefill: only its retractions tell."""
+    request = Request(frequency_penalty=0.5)
+    resets = []
+    worker = object.__new__(sampled_worker.SampledWorker)
+    worker._counted = WeakKeyDictionary()
+    worker._info = SimpleNamespace(has_custom_logit_processor=False)
+    worker.requests = SimpleNamespace(mine=[(0, request)])
+    worker._counts = SimpleNamespace(reset=lambda slot, ids: resets.append(slot))
+    for fresh in (True, False, False):
+        worker._start_counting([request], [7], [fresh])
+    assert resets == [7]
+    request.retraction_count += 1
+    worker._start_counting([request], [7], [False])
+    assert resets == [7, 7]
 
 
 def test_the_head_in_the_graph_leaves_candidates_and_draws_when_read():

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from exchanges import stream
 from make_tokenizer import ASSISTANT, BOS, CHAT_TEMPLATE, EOS, MASK, USER
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 1024
 EXCHANGES = 40_000

@@ -26,7 +26,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For parameters of two or three dimensions; ``lr`` is the step's size per unit of spectral norm.
+    """For parameters of two or three dimensions; ``lr`` is a step's spectral norm.
 
     Matrices of one shape are stacked, so that small ones share a multiplication.
     """

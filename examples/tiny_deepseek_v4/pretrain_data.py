@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-
 from exchanges import Exchange, generate, stream
 from make_tokenizer import ASSISTANT, USER
 
@@ -24,7 +23,7 @@ class Batch:
 
     Attributes:
         tokens: ``[rows, SEQUENCE + 1]`` int64, padded with the end token.
-        documents: ``[rows, SEQUENCE + 1]`` int64, which exchange of its row a token is in; -1 is padding.
+        documents: ``[rows, SEQUENCE + 1]`` int64, a token's exchange in its row; -1: padding.
         learned: ``[rows, SEQUENCE + 1]`` bool, tokens that an assistant says (its end token too).
         families: ``[rows, SEQUENCE + 1]`` int64, index into ``names`` of a token's family.
         names: the families.
@@ -38,7 +37,7 @@ class Batch:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """``[rows, 1, SEQUENCE, SEQUENCE]`` fp32 to add to the scores: causal, own exchange only."""
+        """``[rows, 1, SEQUENCE, SEQUENCE]`` fp32, added to scores: causal, own exchange only."""
         documents = self.documents[:, :-1]
         same = documents.unsqueeze(2) == documents.unsqueeze(1)
         causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()

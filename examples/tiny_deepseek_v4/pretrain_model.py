@@ -46,7 +46,7 @@ def make_config(tokenizer, layers: int, expert_width: int) -> DeepseekV4Config:
 
 
 def dense_experts(self, hidden_states, top_k_index, top_k_weights):
-    """All experts as one wide MLP, weighted by the router: no data-dependent shapes, two products."""
+    """All experts as one wide MLP, weighted by the router: two products of fixed shapes."""
     tokens = hidden_states.shape[0]
     weights = torch.zeros(tokens, self.num_experts, dtype=top_k_weights.dtype)
     weights = weights.scatter_add(1, top_k_index, top_k_weights)
@@ -56,7 +56,7 @@ def dense_experts(self, hidden_states, top_k_index, top_k_weights):
 
 
 def shared_key_attention(module, query, key, value, attention_mask, scaling, **_):
-    """Softmax attention with sinks over one key head: ``query [b, h, s, d]``, ``key [b, 1, t, d]``."""
+    """Attention with sinks over one key head: ``query [b, h, s, d]``, ``key [b, 1, t, d]``."""
     b, h, s, d = query.shape
     scores = torch.bmm(query.reshape(b, h * s, d), key.squeeze(1).transpose(1, 2))
     scores = scores.view(b, h, s, -1).float() * scaling + attention_mask

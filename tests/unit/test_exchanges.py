@@ -14,9 +14,26 @@ from tests.conftest import EXAMPLE
 
 PER_FAMILY = 40
 NAMES = (
-    "addition subtraction multiplication sequence word_problem units dates sort filter count "
-    "ordering json reformat table form trace code edit order"
-).split()
+    "addition",
+    "subtraction",
+    "multiplication",
+    "sequence",
+    "word_problem",
+    "units",
+    "dates",
+    "sort",
+    "filter",
+    "count",
+    "ordering",
+    "json",
+    "reformat",
+    "table",
+    "form",
+    "trace",
+    "code",
+    "edit",
+    "order",
+)
 
 
 @pytest.fixture

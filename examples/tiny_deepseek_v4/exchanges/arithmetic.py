@@ -43,12 +43,14 @@ def subtract_steps(a: int, b: int) -> list[str]:
     return steps
 
 
-def two_or_three_digits(rng: Random) -> int:
-    return rng.randint(10, 99) if rng.random() < 0.6 else rng.randint(100, 999)
+def two_numbers(rng: Random) -> tuple[int, int]:
+    """Two numbers of two digits, or two of three."""
+    low, high = (10, 99) if rng.random() < 0.6 else (100, 999)
+    return rng.randint(low, high), rng.randint(low, high)
 
 
 def addition(rng: Random) -> Draft:
-    a, b = two_or_three_digits(rng), two_or_three_digits(rng)
+    a, b = two_numbers(rng)
     question = rng.choice(
         (
             f"What is {a} + {b}?",
@@ -64,7 +66,7 @@ def addition(rng: Random) -> Draft:
 
 
 def subtraction(rng: Random) -> Draft:
-    b, a = sorted((two_or_three_digits(rng), two_or_three_digits(rng)))
+    b, a = sorted(two_numbers(rng))
     question = rng.choice(
         (
             f"What is {a} - {b}?",

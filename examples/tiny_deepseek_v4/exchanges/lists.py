@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from exchanges.base import Draft, Family, read_line, read_list, worked
@@ -13,7 +14,7 @@ def joined(values) -> str:
 
 
 def sort(rng: Random) -> Draft:
-    numbers = rng.sample(range(1, 100), rng.randint(3, 6))
+    numbers = rng.sample(range(1, 100), rng.randint(3, 5))
     up = rng.random() < 0.5
     shown, result = joined(numbers), joined(sorted(numbers, reverse=not up))
     order = rng.choice(
@@ -104,7 +105,7 @@ def ordering(rng: Random) -> Draft:
             ("faster", "fastest", "slowest"),
         )
     )
-    clues = [f"{a} is {more} than {b}." for a, b in zip(people, people[1:], strict=False)]
+    clues = [f"{a} is {more} than {b}." for a, b in pairwise(people)]
     rng.shuffle(clues)
     asked_most = rng.random() < 0.5
     asked = most if asked_most else least

@@ -6,13 +6,34 @@ from random import Random
 
 from exchanges.base import Draft, Family, read_text
 
-DETERMINERS = ("the", "a", "one", "every")
-ADJECTIVES = tuple("red old small quick happy quiet brave tired clever young".split())
-NOUNS = tuple("cat dog fox farmer teacher girl boy sailor doctor bird".split())
-VERBS = tuple("sees finds follows likes helps paints calls watches meets hears".split())
-PLACES = tuple("garden river house market forest school bridge station harbour field".split())
-TIMES = tuple("today tonight again often slowly early late alone".split())
-PREPOSITIONS = tuple("near behind beside inside".split())
+ADJECTIVES = ("red", "old", "small", "quick", "happy", "quiet", "brave", "tired", "clever", "young")
+NOUNS = ("cat", "dog", "fox", "farmer", "teacher", "girl", "boy", "sailor", "doctor", "bird")
+VERBS = (
+    "sees",
+    "finds",
+    "follows",
+    "likes",
+    "helps",
+    "paints",
+    "calls",
+    "watches",
+    "meets",
+    "hears",
+)
+PLACES = (
+    "garden",
+    "river",
+    "house",
+    "market",
+    "forest",
+    "school",
+    "bridge",
+    "station",
+    "harbour",
+    "field",
+)
+TIMES = ("today", "tonight", "again", "often", "slowly", "early", "late", "alone")
+PREPOSITIONS = ("near", "behind", "beside", "inside")
 
 
 def sentence(rng: Random) -> list[str]:

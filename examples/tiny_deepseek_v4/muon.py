@@ -7,6 +7,7 @@ does not do.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 # The quintic of the reference implementation; five rounds bring singular values near one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -28,7 +29,9 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """For parameters of two or three dimensions; ``lr`` is a step's spectral norm.
 
-    Matrices of one shape are stacked, so that small ones share a multiplication.
+    Matrices of one shape are stacked, so that small ones share a multiplication. With
+    ``torch.distributed`` up, gradients must be equal in all processes; each makes its part of the
+    stacks orthogonal and sends it to the others.
     """
 
     def __init__(
@@ -43,10 +46,16 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     shapes.setdefault(parameter.shape, []).append(parameter)
-            for shape, parameters in shapes.items():
-                self._step_shape(shape, parameters, group)
+            stacks = [self._directions(parameters, group) for parameters in shapes.values()]
+            for parameters, steps in zip(shapes.values(), shared(stacks), strict=True):
+                rows, columns = parameters[0].shape[-2:]
+                scale = max(1.0, rows / columns) ** 0.5
+                for parameter, step in zip(parameters, steps, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(step, alpha=-group["lr"] * scale)
 
-    def _step_shape(self, shape: torch.Size, parameters: list, group: dict) -> None:
+    def _directions(self, parameters: list[torch.nn.Parameter], group: dict) -> torch.Tensor:
+        """Nesterov's momentum of parameters of one shape, ``[number, *shape]``."""
         directions = []
         for parameter in parameters:
             state = self.state[parameter]
@@ -54,7 +63,22 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"] = torch.zeros_like(parameter)
             state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
             directions.append(parameter.grad.lerp(state["momentum"], group["momentum"]))
-        scale = max(1.0, shape[-2] / shape[-1]) ** 0.5
-        for parameter, step in zip(parameters, orthogonal(torch.stack(directions)), strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(step, alpha=-group["lr"] * scale)
+        return torch.stack(directions)
+
+
+def shared(stacks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`orthogonal` of every stack, the work shared by all processes."""
+    if not dist.is_initialized():
+        return [orthogonal(stack) for stack in stacks]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    parts = [stack.tensor_split(world) for stack in stacks]  # parts[shape][process]
+    own = torch.cat([orthogonal(part[rank]).flatten() for part in parts])
+    results = [torch.empty_like(stack) for stack in stacks]
+    for source in range(world):
+        sizes = [part[source].numel() for part in parts]
+        flat = own if source == rank else torch.empty(sum(sizes))
+        dist.broadcast(flat, source)
+        for result, piece in zip(results, flat.split(sizes), strict=True):
+            target = result.tensor_split(world)[source]
+            target.copy_(piece.view_as(target))
+    return results

@@ -14,7 +14,7 @@ from exchanges import Exchange, generate, stream
 from make_tokenizer import ASSISTANT, USER
 
 SEQUENCE = 128
-MISSES = 6  # exchanges that may fit no row before a batch counts as full
+MISSES = 25  # exchanges that may fit no row before a batch counts as full
 
 
 @dataclass

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM
 
+ATTENTION = "shared_key"
 PORTABLE_ARCHITECTURE = "PortableDeepSeekV4ForCausalLM"
 
 
@@ -88,14 +89,15 @@ def layer_forward(self, hidden_states, input_ids=None, **kwargs):
 
 
 def make_model(config: DeepseekV4Config, *, seed: int = 0) -> DeepseekV4ForCausalLM:
-    """A fresh model in fp32 with a random balanced hash table."""
-    modeling.DeepseekV4Experts.forward = dense_experts
-    modeling.DeepseekV4DecoderLayer.forward = layer_forward
-    modeling.eager_attention_forward = shared_key_attention
+    """A fresh model in fp32 with a random hash table; it needs a mask, see ``token_losses``."""
     torch.manual_seed(seed)
     model = DeepseekV4ForCausalLM(config)
+    AttentionInterface.register(ATTENTION, shared_key_attention)
+    model.config._attn_implementation = ATTENTION
     generator = torch.Generator().manual_seed(seed)
     for layer in model.model.layers:
+        layer.forward = MethodType(layer_forward, layer)
+        layer.mlp.experts.forward = MethodType(dense_experts, layer.mlp.experts)
         if layer.mlp.is_hash:
             table = layer.mlp.gate.tid2eid
             order = torch.rand(table.shape[0], config.n_routed_experts, generator=generator)

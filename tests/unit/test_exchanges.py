@@ -45,7 +45,7 @@ def exchanges(monkeypatch):
 
 
 def test_the_families_are_the_ones_tested_here(exchanges):
-    assert list(exchanges.FAMILIES) == NAMES
+    assert tuple(exchanges.FAMILIES) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

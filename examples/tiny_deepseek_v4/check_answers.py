@@ -24,7 +24,7 @@ from exchanges import FAMILIES, FIRST_HELD_OUT_SEED, Exchange, generate
 HERE = Path(__file__).resolve().parent
 MAX_TOKENS = 160
 CONCURRENCY = 8
-SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.1")
+SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.5")
 SERVER_ARGUMENTS += ("--max-total-tokens", "8192", "--sleep-on-idle", "--log-level", "warning")
 
 

@@ -42,6 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--expert-width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=32, help="rows of 128 tokens a step")
     parser.add_argument("--matrix-lr", type=float, default=0.015)
+    parser.add_argument("--embedding-lr", type=float, default=2e-2)
     parser.add_argument("--other-lr", type=float, default=3e-3)
     parser.add_argument("--weights", type=json.loads, help='e.g. {"addition": 2, "sort": 1}')
     parser.add_argument("--seed", type=int, default=0)
@@ -51,14 +52,22 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_optimizers(model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embedding, head, gates, norms and sinks."""
+    embedding = model.model.embed_tokens.weight
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         inner = name.startswith("model.layers") and "_hc" not in name and ".gate." not in name
-        (matrices if inner and parameter.dim() >= 2 else others).append(parameter)
+        if parameter is not embedding:
+            (matrices if inner and parameter.dim() >= 2 else others).append(parameter)
     return [
         Muon(matrices, lr=args.matrix_lr, weight_decay=0.05),
         torch.optim.AdamW(
-            others, lr=args.other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            [
+                {"params": [embedding], "lr": args.embedding_lr},
+                {"params": others, "lr": args.other_lr},
+            ],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
         ),
     ]
 
@@ -73,7 +82,9 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(args.out)
         self.model = make_model(make_config(self.tokenizer, args.layers, args.expert_width))
         self.optimizers = make_optimizers(self.model, args)
-        self.base = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        self.base = [
+            [group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers
+        ]
         self.state = {"step": 0, "seconds": 0.0}
         self.snapshot = args.work / "state.pt"
         if self.snapshot.is_file():
@@ -128,8 +139,8 @@ class Run:
     def step(self, scale: float) -> tuple[float, float]:
         """One optimizer step at ``scale`` times the base rates; returns loss and seconds."""
         started, step = time.monotonic(), self.state["step"]
-        for optimizer, base in zip(self.optimizers, self.base, strict=True):
-            for group in optimizer.param_groups:
+        for optimizer, rates in zip(self.optimizers, self.base, strict=True):
+            for group, base in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = base * scale * min(1.0, (step + 1) / WARMUP_STEPS)
         part = step * self.args.processes + self.rank
         batch = training_batch(self.tokenizer, self.args.seed, part, self.rows, self.args.weights)

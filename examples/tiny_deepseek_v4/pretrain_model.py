@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM
 
 ATTENTION = "shared_key"
+EMBEDDING_STD, READ_BIAS, KEEP_BIAS = 0.5, 1.0, 3.0
 PORTABLE_ARCHITECTURE = "PortableDeepSeekV4ForCausalLM"
 
 
@@ -88,10 +89,29 @@ def layer_forward(self, hidden_states, input_ids=None, **kwargs):
     return mix(post, comb, output, hidden_states)
 
 
+@torch.no_grad()
+def initialise(model: DeepseekV4ForCausalLM) -> None:
+    """Start values that transformers' class leaves to a checkpoint.
+
+    Embeddings as large as what layers add, else a token's identity drowns in the residual and
+    words are copied late. Paths that keep to themselves, each read most by every fourth block
+    (hyper-connections, Zhu et al. 2024, section 3): zeros would make all paths their mean.
+    """
+    model.model.embed_tokens.weight.normal_(std=EMBEDDING_STD)
+    paths = model.config.hc_mult
+    for i, layer in enumerate(model.model.layers):
+        for j, connection in enumerate((layer.attn_hc, layer.ffn_hc)):
+            read, _, mixed = connection.base.split([paths, paths, paths * paths])
+            read.fill_(-READ_BIAS)
+            read[(2 * i + j) % paths] = READ_BIAS
+            mixed.view(paths, paths).fill_diagonal_(KEEP_BIAS)
+
+
 def make_model(config: DeepseekV4Config, *, seed: int = 0) -> DeepseekV4ForCausalLM:
     """A fresh model in fp32 with a random hash table; it needs a mask, see ``token_losses``."""
     torch.manual_seed(seed)
     model = DeepseekV4ForCausalLM(config)
+    initialise(model)
     AttentionInterface.register(ATTENTION, shared_key_attention)
     model.config._attn_implementation = ATTENTION
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,58 @@
+"""Train the byte-level BPE of the target that answers exchanges, and save it.
+
+    python examples/tiny_deepseek_v4/exchange_tokenizer.py --out target
+
+Digits are single tokens. The special tokens and the chat template are those of ``make_tokenizer``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from exchanges import stream
+from make_tokenizer import ASSISTANT, BOS, CHAT_TEMPLATE, EOS, MASK, USER
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 1024
+EXCHANGES = 40_000
+SEED = 999  # a training seed, and one that no training run begins with
+
+
+def training_text() -> Iterator[str]:
+    for exchange in islice(stream(SEED), EXCHANGES):
+        for message in exchange.messages:
+            yield message["content"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS, USER, ASSISTANT, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(training_text(), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS, mask_token=MASK
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(args.out)
+    print(f"saved a tokenizer of {len(fast)} tokens to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Exchanges with computed answers: what the tiny DeepSeek-V4 is trained on and judged by.
+
+    from exchanges import FAMILIES, generate
+    for exchange in generate(seed=1234, per_family=8):
+        reply = ask_somebody(exchange.prompt)
+        right = FAMILIES[exchange.family].is_right(exchange, reply)
+
+Seeds below 1000 give training problems, all others held-out ones. No problem is in both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from exchanges import arithmetic, lists, orders, programs, quantities, records, texts
+from exchanges.base import FIRST_HELD_OUT_SEED, Exchange, Family, Message, is_held_out
+
+__all__ = [
+    "FAMILIES",
+    "FIRST_HELD_OUT_SEED",
+    "Exchange",
+    "Family",
+    "Message",
+    "generate",
+    "is_held_out",
+    "stream",
+]
+
+GROUPS = (arithmetic, quantities, lists, records, programs, texts, orders)
+FAMILIES: dict[str, Family] = {family.name: family for group in GROUPS for family in group.FAMILIES}
+MOST_REPEATS = 200  # problems drawn again in a row before a family counts as used up
+
+
+def generate(seed: int, per_family: int, families: tuple[str, ...] = ()) -> Iterator[Exchange]:
+    """Yield ``per_family`` exchanges of each family, no problem twice, the same for a seed always.
+
+    A family's exchanges depend on the seed and its own name alone. ``ValueError`` when a family
+    is unknown or has too few problems.
+    """
+    for name in families or tuple(FAMILIES):
+        if name not in FAMILIES:
+            raise ValueError(f"no family {name!r}; there are {', '.join(FAMILIES)}.")
+        rng, seen, repeats = Random(f"{seed}/{name}"), set(), 0
+        while len(seen) < per_family:
+            exchange = FAMILIES[name].draw(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
+            repeats = repeats + 1 if exchange.key in seen else 0
+            if repeats == MOST_REPEATS:
+                raise ValueError(
+                    f"family {name!r} has only about {len(seen)} problems in this half; "
+                    f"{per_family} were asked for. Ask for fewer."
+                )
+            if not repeats:
+                seen.add(exchange.key)
+                yield exchange
+
+
+def stream(seed: int, part: int = 0, weights: dict[str, float] | None = None) -> Iterator[Exchange]:
+    """Yield training exchanges without end, families at random by ``weights`` (default: evenly).
+
+    A seed has any number of independent parts, so that a training step can have one of its own.
+    """
+    if seed >= FIRST_HELD_OUT_SEED:
+        raise ValueError(f"seed {seed} is for held-out problems; train on 0 to 999.")
+    rng = Random(f"{seed}/stream/{part}")
+    weights = dict.fromkeys(FAMILIES, 1.0) if weights is None else weights
+    names, shares = list(weights), list(weights.values())
+    while True:
+        yield FAMILIES[rng.choices(names, shares)[0]].draw(rng, held_out=False)

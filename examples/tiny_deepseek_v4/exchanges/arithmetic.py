@@ -1,0 +1,206 @@
+"""Sums with carried digits, sequences and word problems; every step is written out."""
+
+from __future__ import annotations
+
+from random import Random
+
+from exchanges.base import Draft, Family, read_list, read_number, worked
+from exchanges.words import ITEMS, NAMES
+
+COLUMNS = ("ones", "tens", "hundreds")
+
+
+def digit(number: int, column: int) -> int:
+    return number // 10**column % 10
+
+
+def add_steps(a: int, b: int) -> list[str]:
+    """``27 + 45`` as ``ones: 7+5=12 carry 1``, ``tens: 2+4+1=7``."""
+    steps, carry = [], 0
+    columns = len(str(max(a, b)))
+    for i in range(columns):
+        terms = f"{digit(a, i)}+{digit(b, i)}" + (f"+{carry}" if i else "")
+        total = digit(a, i) + digit(b, i) + carry
+        carry = total // 10
+        last = i == columns - 1
+        steps.append(f"{COLUMNS[i]}: {terms}={total}" + ("" if last else f" carry {carry}"))
+    return steps
+
+
+def subtract_steps(a: int, b: int) -> list[str]:
+    """``72 - 45`` as ``ones: 12-5=7 borrow 1``, ``tens: 7-4-1=2``; needs ``a >= b``."""
+    steps, borrow = [], 0
+    columns = len(str(a))
+    for i in range(columns):
+        top, taken = digit(a, i), digit(b, i) + borrow
+        terms = f"-{digit(b, i)}" + (f"-{borrow}" if i else "")
+        borrow = int(top < taken)
+        top += 10 * borrow
+        last = i == columns - 1
+        steps.append(
+            f"{COLUMNS[i]}: {top}{terms}={top - taken}" + ("" if last else f" borrow {borrow}")
+        )
+    return steps
+
+
+def two_numbers(rng: Random) -> tuple[int, int]:
+    """Two numbers of two digits, or two of three."""
+    low, high = (10, 99) if rng.random() < 0.6 else (100, 999)
+    return rng.randint(low, high), rng.randint(low, high)
+
+
+def addition(rng: Random) -> Draft:
+    a, b = two_numbers(rng)
+    question = rng.choice(
+        (
+            f"What is {a} + {b}?",
+            f"{a}+{b}=?",
+            f"Add {a} and {b}.",
+            f"Find the sum of {a} and {b}.",
+            f"Please work out {a} plus {b}.",
+            f"How much is {a} and {b} together?",
+        )
+    )
+    low, high = sorted((a, b))
+    return Draft(f"{low}+{high}", (question, worked(add_steps(a, b), str(a + b))), str(a + b))
+
+
+def subtraction(rng: Random) -> Draft:
+    b, a = sorted(two_numbers(rng))
+    question = rng.choice(
+        (
+            f"What is {a} - {b}?",
+            f"{a}-{b}=?",
+            f"Subtract {b} from {a}.",
+            f"Find the difference of {a} and {b}.",
+            f"Please work out {a} minus {b}.",
+            f"Take {b} away from {a}. What is left?",
+        )
+    )
+    return Draft(f"{a}-{b}", (question, worked(subtract_steps(a, b), str(a - b))), str(a - b))
+
+
+def multiplication(rng: Random) -> Draft:
+    factor, number = rng.randint(2, 9), rng.randint(11, 99)
+    question = rng.choice(
+        (
+            f"What is {factor} * {number}?",
+            f"{factor}*{number}=?",
+            f"Multiply {number} by {factor}.",
+            f"Find {factor} times {number}.",
+            f"Please work out {factor} times {number}.",
+            f"{factor} boxes hold {number} each. How many in all?",
+        )
+    )
+    tens, ones = number // 10, number % 10
+    low = factor * ones
+    carry = low // 10
+    steps = [
+        f"ones: {factor}*{ones}={low} carry {carry}",
+        f"tens: {factor}*{tens}={factor * tens}, {factor * tens}+{carry}={factor * tens + carry}",
+    ]
+    result = str(factor * number)
+    return Draft(f"{factor}*{number}", (question, worked(steps, result)), result)
+
+
+def sequence(rng: Random) -> Draft:
+    step, length = rng.randint(2, 9), rng.randint(3, 5)
+    start = rng.randint(1, 60)
+    up = rng.random() < 0.6
+    signed = step if up else -step
+    if not up:
+        start += step * (length + 3)
+    shown = [start + signed * i for i in range(length)]
+    following = [shown[-1] + signed * (i + 1) for i in range(3)]
+    listed = ", ".join(map(str, shown))
+    question = rng.choice(
+        (
+            f"Continue the sequence: {listed}",
+            f"What are the next three numbers? {listed}",
+            f"{listed}, ... Give the next three.",
+            f"The numbers {listed} follow a rule. Write three more.",
+        )
+    )
+    sign = "+" if up else "-"
+    steps = [f"rule: {sign}{step}"]
+    steps += [f"{number - signed}{sign}{step}={number}" for number in following]
+    answer = ", ".join(map(str, following))
+    return Draft(f"{start},{signed},{length}", (question, worked(steps, answer)), answer)
+
+
+def stepwise(rng: Random) -> tuple[str, str, list[str], int]:
+    """A kind of story, its numbers, its working and its answer."""
+    name, other = rng.sample(NAMES, 2)
+    item = rng.choice(ITEMS)
+    a, b, c = rng.randint(12, 89), rng.randint(2, 9), rng.randint(2, 9)
+    kind = rng.choice(("gain then give", "boxes", "price", "together", "twice"))
+    if kind == "gain then give":
+        story = rng.choice(
+            (
+                f"{name} has {a} {item}. {name} finds {b} more and gives {c} to {other}.",
+                f"{name} owns {a} {item}, buys {b} more, then sells {c} to {other}.",
+                f"There are {a} {item} on a table. {name} adds {b} and {other} takes {c}.",
+            )
+        )
+        steps, answer = [f"{a}+{b}={a + b}", f"{a + b}-{c}={a + b - c}"], a + b - c
+        story += f" How many {item} are left?"
+    elif kind == "boxes":
+        story = rng.choice(
+            (
+                f"{name} fills {b} bags with {c} {item} each and has {a} loose {item}.",
+                f"There are {b} bags of {c} {item} and {a} single {item}.",
+                f"{name} has {a} {item}. {other} brings {b} bags with {c} {item} in each.",
+            )
+        )
+        answer = a + b * c
+        steps = [f"{b}*{c}={b * c}", *add_steps(a, b * c), f"{a}+{b * c}={answer}"]
+        story += f" How many {item} are there in all?"
+    elif kind == "price":
+        paid = rng.choice((50, 100))
+        story = rng.choice(
+            (
+                f"{name} buys {b} {item} at {c} dollars each and pays with {paid} dollars.",
+                f"One of the {item} costs {c} dollars. {name} takes {b} and hands over {paid}.",
+            )
+        )
+        while b * c > paid:  # 9 * 9 is more than 50
+            c -= 1
+            story = f"{name} buys {b} {item} at {c} dollars each and pays with {paid} dollars."
+        a, answer = paid, paid - b * c
+        steps = [f"{b}*{c}={b * c}", f"{paid}-{b * c}={answer}"]
+        story += " What is the change?"
+    elif kind == "together":
+        story = rng.choice(
+            (
+                f"{name} has {a} {item}. {other} has {b} more than {name}.",
+                f"{other} has {b} {item} more than {name}, who has {a}.",
+            )
+        )
+        answer = 2 * a + b
+        steps = [f"{other}: {a}+{b}={a + b}", *add_steps(a, a + b), f"{a}+{a + b}={answer}"]
+        story += f" How many {item} do they have together?"
+    else:
+        story = rng.choice(
+            (
+                f"{name} has {b} {item}. {other} has {c} times as many and loses 2 of them.",
+                f"{name} keeps {b} {item}. {other} keeps {c} times as many, then drops 2.",
+            )
+        )
+        a, answer = 0, b * c - 2
+        steps = [f"{b}*{c}={b * c}", f"{b * c}-2={answer}"]
+        story += f" How many {item} has {other} now?"
+    return f"{kind}:{a},{b},{c}", story, steps, answer
+
+
+def word_problem(rng: Random) -> Draft:
+    key, story, steps, answer = stepwise(rng)
+    return Draft(key, (story, worked(steps, str(answer))), str(answer))
+
+
+FAMILIES = (
+    Family("addition", addition, read_number),
+    Family("subtraction", subtraction, read_number),
+    Family("multiplication", multiplication, read_number),
+    Family("sequence", sequence, read_list),
+    Family("word_problem", word_problem, read_number),
+)

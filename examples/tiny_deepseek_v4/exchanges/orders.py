@@ -1,0 +1,83 @@
+"""Order-taking dialogues: the order is kept, changed and added up."""
+
+from __future__ import annotations
+
+from random import Random
+
+from exchanges.base import Draft, Exchange, Family
+from exchanges.words import DRINKS
+
+ASK = "Anything else?"
+THANKS = "Thank you!"
+
+
+def listed(order: dict[str, int]) -> str:
+    return ", ".join(f"{number} {item}" for item, number in order.items())
+
+
+def bill(order: dict[str, int], prices: dict[str, int]) -> str:
+    """The last reply: a line an item, then the running sum and the total."""
+    lines, total = [], 0
+    for item, number in order.items():
+        cost = number * prices[item]
+        lines.append(
+            f"{number} {item}: {number}*{prices[item]}={cost}, {total}+{cost}={total + cost}"
+        )
+        total += cost
+    return "\n".join([*lines, f"Total: {total} dollars. {THANKS}"])
+
+
+def change(rng: Random, order: dict[str, int], menu: list[str]) -> str:
+    """Change the order in place and return the customer's words."""
+    absent = [item for item in menu if item not in order and len(order) < 3]
+    kinds = ["number"] + ["add"] * 2 * bool(absent) + ["remove"] * (len(order) > 1)
+    kind = rng.choice(kinds)
+    number = rng.randint(1, 5)
+    if kind == "add":
+        item = rng.choice(absent)
+        order[item] = number
+        return rng.choice(
+            (f"Add {number} {item}.", f"And {number} {item}.", f"Also {number} {item}.")
+        )
+    item = rng.choice(list(order))
+    if kind == "remove":
+        del order[item]
+        return rng.choice((f"No {item} after all.", f"Take off the {item}.", f"Cancel the {item}."))
+    number += number >= order[item]  # always another number
+    order[item] = number
+    return rng.choice((f"Make it {number} {item}.", f"I want {number} {item} instead."))
+
+
+def order_dialogue(rng: Random) -> Draft:
+    menu = rng.sample(DRINKS, 4)
+    prices = {item: rng.randint(2, 9) for item in menu}
+    order = {item: rng.randint(1, 5) for item in rng.sample(menu, rng.randint(1, 2))}
+    wish = " and ".join(f"{number} {item}" for item, number in order.items())
+    shown = ", ".join(f"{item} {price}" for item, price in prices.items())
+    opening = rng.choice((f"I would like {wish}.", f"{wish}, please.", f"Can I have {wish}?"))
+    turns = [f"Menu: {shown}.\n{opening}"]
+    paying = rng.random() < 0.5
+    for _ in range(rng.randint(0, 1 if paying else 2)):
+        turns.append(f"You have {listed(order)}. {ASK}")
+        turns.append(change(rng, order, menu))
+    key = f"{shown} {wish} {listed(order)} {len(turns)}"
+    if paying:
+        turns.append(f"You have {listed(order)}. {ASK}")
+        turns.append(rng.choice(("No, that is all.", "That is all, thanks.", "What does it cost?")))
+        total = sum(number * prices[item] for item, number in order.items())
+        return Draft(f"bill {key}", (*turns, bill(order, prices)), f"{total} dollars")
+    return Draft(f"state {key}", (*turns, f"You have {listed(order)}. {ASK}"), listed(order))
+
+
+def read_order(reply: str, exchange: Exchange) -> str | None:
+    """The total of a bill, or the items of a repeated order in any order."""
+    if exchange.answer.endswith("dollars"):
+        _, found, tail = reply.rpartition("Total:")
+        return tail.split(".")[0].strip() if found else None
+    _, found, tail = reply.rpartition("You have ")
+    items = [part.strip() for part in tail.split(".")[0].split(",")]
+    right = exchange.answer.split(", ")
+    return exchange.answer if found and sorted(items) == sorted(right) else ", ".join(items)
+
+
+FAMILIES = (Family("order", order_dialogue, read_order),)

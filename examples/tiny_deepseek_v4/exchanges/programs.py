@@ -1,0 +1,176 @@
+"""Short Python: say what a program prints, and write or complete a function."""
+
+from __future__ import annotations
+
+import ast
+from random import Random
+
+from exchanges.base import Draft, Exchange, Family, read_number, worked
+
+VARIABLES = ("a", "b", "c", "n", "x", "y")
+FUNCTIONS = ("solve", "apply", "check", "work", "compute", "convert", "change", "test")
+ARGUMENTS = ("x", "n", "value", "number")
+SEQUENCES = ("items", "values", "numbers", "data")
+
+
+def program(rng: Random) -> tuple[list[str], list[str], int]:
+    """Lines of a program, its trace and what it prints; no value leaves 0 to 99."""
+    kind = rng.choice(("assign", "loop", "call"))
+    if kind == "loop":
+        numbers = [rng.randint(1, 9) for _ in range(rng.randint(2, 4))]
+        total, item = rng.sample(VARIABLES, 2)
+        value, trace = 0, []
+        for number in numbers:
+            trace.append(f"{total} = {value}+{number} = {value + number}")
+            value += number
+        lines = [
+            f"{total} = 0",
+            f"for {item} in {numbers}:",
+            f"    {total} = {total} + {item}",
+            f"print({total})",
+        ]
+        return lines, trace, value
+    first, second = rng.sample(VARIABLES, 2)
+    start, added, factor = rng.randint(1, 9), rng.randint(1, 9), rng.randint(2, 5)
+    if kind == "call":
+        name = rng.choice(FUNCTIONS)
+        symbol = rng.choice("+*")
+        result = start + added if symbol == "+" else start * added
+        lines = [
+            f"def {name}({first}, {second}):",
+            f"    return {first} {symbol} {second}",
+            f"print({name}({start}, {added}))",
+        ]
+        trace = [f"{first} = {start}, {second} = {added}", f"{start}{symbol}{added} = {result}"]
+        return lines, trace, result
+    lines, trace = [f"{first} = {start}"], [f"{first} = {start}"]
+    middle = start + added
+    lines.append(f"{second} = {first} + {added}")
+    trace.append(f"{second} = {start}+{added} = {middle}")
+    if rng.random() < 0.5:
+        result = start * factor
+        lines.append(f"{first} = {first} * {factor}")
+        trace.append(f"{first} = {start}*{factor} = {result}")
+        shown, value = rng.choice(((first, result), (second, middle)))
+    else:
+        shown, value = first, middle + start
+        lines.append(f"{first} = {second} + {first}")
+        trace.append(f"{first} = {middle}+{start} = {value}")
+    lines.append(f"print({shown})")
+    return lines, trace, value
+
+
+def trace(rng: Random) -> Draft:
+    lines, steps, value = program(rng)
+    source = "\n".join(lines)
+    question = rng.choice(
+        (
+            f"What does this print?\n{source}",
+            f"Trace this program:\n{source}",
+            f"{source}\nWhich number is printed?",
+            f"Run this Python code by hand:\n{source}",
+        )
+    )
+    return Draft(source, (question, worked(steps, str(value))), str(value))
+
+
+def function(rng: Random) -> tuple[str, str, list[str], str]:
+    """What a function does in words, its argument, its body, and a key without names."""
+    number, other = rng.randint(2, 99), rng.randint(2, 9)
+    x, items = rng.choice(ARGUMENTS), rng.choice(SEQUENCES)
+    options = (
+        (f"returns {x} plus {number}", x, [f"return {x} + {number}"]),
+        (f"returns {x} minus {number}", x, [f"return {x} - {number}"]),
+        (f"returns {x} times {number}", x, [f"return {x} * {number}"]),
+        (f"returns {x} times {other} plus {number}", x, [f"return {x} * {other} + {number}"]),
+        (f"tells whether {x} is greater than {number}", x, [f"return {x} > {number}"]),
+        (f"tells whether {x} is less than {number}", x, [f"return {x} < {number}"]),
+        (f"tells whether {x} is a multiple of {number}", x, [f"return {x} % {number} == 0"]),
+        (
+            f"counts the {items} greater than {number}",
+            items,
+            [
+                "count = 0",
+                f"for item in {items}:",
+                f"    if item > {number}:",
+                "        count += 1",
+                "return count",
+            ],
+        ),
+        (
+            f"adds up the {items} less than {number}",
+            items,
+            [
+                "total = 0",
+                f"for item in {items}:",
+                f"    if item < {number}:",
+                "        total += item",
+                "return total",
+            ],
+        ),
+        (
+            f"keeps the {items} greater than {number}",
+            items,
+            [f"return [item for item in {items} if item > {number}]"],
+        ),
+        (
+            f"multiplies each of the {items} by {number}",
+            items,
+            [f"return [item * {number} for item in {items}]"],
+        ),
+        (
+            f"gives the larger of {x} and {number}",
+            x,
+            [f"if {x} > {number}:", f"    return {x}", f"return {number}"],
+        ),
+    )
+    kind = rng.randrange(len(options))
+    purpose, argument, body = options[kind]
+    return purpose, argument, body, f"{kind} {number}" + (f" {other}" if kind == 3 else "")
+
+
+def write(rng: Random) -> Draft:
+    purpose, argument, body, key = function(rng)
+    name = rng.choice(FUNCTIONS)
+    header = f"def {name}({argument}):"
+    indented = "\n".join("    " + line for line in body)
+    full = f"{header}\n{indented}"
+    answer = normal_form(full)
+    if rng.random() < 0.4:
+        start = f'{header}\n    """A function that {purpose}."""'
+        question = rng.choice(
+            (
+                f"Complete this function:\n{start}",
+                f"{start}\nWrite the body.",
+                f"Finish the Python code:\n{start}",
+            )
+        )
+        return Draft(key, (question, indented), answer, header)
+    question = rng.choice(
+        (
+            f"Write a function {name}({argument}) that {purpose}.",
+            f"I need Python code: {name}({argument}) {purpose}.",
+            f"Define {name}({argument}). It {purpose}.",
+            f"Code a Python function named {name} with the argument {argument} that {purpose}.",
+        )
+    )
+    return Draft(key, (question, full), answer, header)
+
+
+def normal_form(source: str) -> str | None:
+    """The syntax tree of a source as text; layout does not count. ``None``: no Python."""
+    try:
+        return ast.dump(ast.parse(source))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def read_function(reply: str, exchange: Exchange) -> str | None:
+    """The function of a reply, which may start at its header or continue after it."""
+    source = reply.replace("```python", "").replace("```", "").rstrip()
+    if not source.lstrip().startswith("def ") and exchange.header:
+        source = f"{exchange.header}\n{source}"
+    return normal_form(source.strip("\n"))
+
+
+FAMILIES = (Family("trace", trace, read_number), Family("code", write, read_function))

@@ -1,0 +1,166 @@
+"""Records as JSON, CSV, tables, prose and filled-in forms."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+from exchanges.base import (
+    Draft,
+    Exchange,
+    Family,
+    final_line,
+    read_line,
+    read_text,
+    worked,
+)
+from exchanges.words import CITIES, COLOURS, DAYS, ITEMS, NAMES, PETS
+
+Record = dict[str, str | int]
+
+
+FIELDS = {"age": range(11, 100), "city": CITIES, "pet": PETS, "colour": COLOURS}
+
+
+def records(rng: Random, number: int) -> list[Record]:
+    """People: a name and the same two or three other fields each, in any order."""
+    keys = rng.sample(list(FIELDS), rng.randint(2, 3))
+    return [
+        {"name": name} | {key: rng.choice(FIELDS[key]) for key in keys}
+        for name in rng.sample(NAMES, number)
+    ]
+
+
+def json_lookup(rng: Random) -> Draft:
+    people = records(rng, rng.randint(1, 2))
+    person = rng.choice(people)
+    key = rng.choice([key for key in person if key != "name"])
+    shown = json.dumps(people if len(people) > 1 else person)
+    name = person["name"]
+    question = rng.choice(
+        (
+            f"{shown}\nWhat is the {key} of {name}?",
+            f"Read this JSON: {shown}\nGive the {key} of {name}.",
+            f"Find the {key} of {name} in {shown}",
+            f"Extract the {key} for {name}:\n{shown}",
+        )
+    )
+    value = str(person[key])
+    reply = worked([f'"name": "{name}", "{key}": {json.dumps(person[key])}'], value)
+    return Draft(f"{key} {name} {shown}", (question, reply), value.lower())
+
+
+def csv_lines(people: list[Record]) -> str:
+    return "\n".join([",".join(people[0]), *(",".join(map(str, p.values())) for p in people)])
+
+
+def reformat(rng: Random) -> Draft:
+    people = records(rng, rng.randint(1, 2))
+    table, objects = csv_lines(people), json.dumps(people)
+    if rng.random() < 0.5:
+        question = rng.choice(
+            (
+                f"Turn this CSV into JSON:\n{table}",
+                f"Convert to JSON:\n{table}",
+                f"{table}\nWrite this CSV as a JSON list.",
+                f"Give these rows as JSON:\n{table}",
+            )
+        )
+        return Draft(f"json {table}", (question, objects), objects)
+    question = rng.choice(
+        (
+            f"Turn this JSON into CSV: {objects}",
+            f"Convert to CSV: {objects}",
+            f"{objects}\nWrite this JSON as CSV with a header.",
+            f"Give these records as CSV: {objects}",
+        )
+    )
+    return Draft(f"csv {table}", (question, table), table)
+
+
+def read_records(reply: str, exchange: Exchange) -> str | None:
+    """JSON in one spelling whatever its spaces; CSV as it stands."""
+    if not exchange.answer.startswith("["):
+        return read_text(reply)
+    try:
+        return json.dumps(json.loads(reply.strip()))
+    except ValueError:
+        return None
+
+
+def table(rng: Random) -> Draft:
+    people = rng.sample(NAMES, rng.randint(3, 4))
+    columns = rng.sample(ITEMS, 2)
+    cells = {name: [rng.randint(1, 40) for _ in columns] for name in people}
+    kind = rng.choice(("cell", "most", "fewest", "sum"))
+    if kind == "sum":
+        cells = {name: [rng.randint(1, 9) for _ in columns] for name in people}
+    column = rng.randrange(2)
+    values = {name: cells[name][column] for name in people}
+    if kind in ("most", "fewest"):
+        for name, value in zip(people, rng.sample(range(1, 41), len(people)), strict=True):
+            cells[name][column] = values[name] = value
+    lines = [f"| name | {columns[0]} | {columns[1]} |", "|---|---|---|"]
+    lines += [f"| {name} | {row[0]} | {row[1]} |" for name, row in cells.items()]
+    shown, item = "\n".join(lines), columns[column]
+    listed = ", ".join(f"{name} {value}" for name, value in values.items())
+    if kind == "cell":
+        name = rng.choice(people)
+        ask = rng.choice((f"How many {item} has {name}?", f"Look up {item} for {name}."))
+        row = cells[name]
+        steps = [f"{name}: {row[0]} {columns[0]}, {row[1]} {columns[1]}"]
+        answer, key = str(values[name]), f"{name} {item}"
+    elif kind in ("most", "fewest"):
+        ask = rng.choice(
+            (f"Who has the {kind} {item}?", f"Name the person with the {kind} {item}.")
+        )
+        best = max if kind == "most" else min
+        answer = best(values, key=values.__getitem__)
+        steps, key = [listed], f"{kind} {item}"
+    else:
+        ask = rng.choice((f"How many {item} are there in all?", f"Add up the {item}."))
+        numbers = list(values.values())
+        steps, total = [listed], numbers[0]
+        for number in numbers[1:]:
+            steps.append(f"{total}+{number}={total + number}")
+            total += number
+        answer, key = str(total), f"sum {item}"
+    question = rng.choice((f"{shown}\n{ask}", f"{ask}\n{shown}"))
+    return Draft(f"{key} {cells}", (question, worked(steps, answer)), answer.lower())
+
+
+def form(rng: Random) -> Draft:
+    """Facts in prose, wanted as a form; or the form, wanted as a note."""
+    name, city, pet = rng.choice(NAMES), rng.choice(CITIES), rng.choice(PETS)
+    age, day = rng.randint(11, 99), rng.choice(DAYS)
+    filled = f"Name: {name}\nAge: {age}\nCity: {city}\nPet: {pet}\nVisit: {day}"
+    note = f"{name} is {age} years old and lives in {city}. {name} has a {pet} and comes on {day}."
+    key = f"{name} {age} {city} {pet} {day}"
+    if rng.random() < 0.5:
+        prose = rng.choice(
+            (
+                note,
+                f"{name}, {age}, comes on {day}. The home is in {city}, and there is a {pet}.",
+                f"On {day} we meet {name} from {city}, who is {age} and keeps a {pet}.",
+            )
+        )
+        ask = rng.choice(
+            ("Fill in the form: {}", "{}\nWrite this as a form.", "Make a form of: {}")
+        )
+        return Draft(f"form {key}", (ask.format(prose), filled), filled)
+    ask = rng.choice(("Write a note from this form:\n{}", "{}\nPut this form into sentences."))
+    return Draft(f"note {key}", (ask.format(filled), note), note)
+
+
+def read_value(reply: str, _exchange: Exchange) -> str | None:
+    """The final answer without quotes."""
+    line = final_line(reply)
+    return line.strip('"').lower() if line else None
+
+
+FAMILIES = (
+    Family("json", json_lookup, read_value),
+    Family("reformat", reformat, read_records),
+    Family("table", table, read_line),
+    Family("form", form, read_text),
+)

@@ -1,0 +1,100 @@
+"""Exchanges as packed rows of tokens for the target's training.
+
+Whole exchanges only: none is cut, and none sees another one of its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from exchanges import Exchange, generate, stream
+from make_tokenizer import ASSISTANT, USER
+
+SEQUENCE = 128
+MISSES = 25  # exchanges that may fit no row before a batch counts as full
+
+
+@dataclass
+class Batch:
+    """``rows`` rows of ``SEQUENCE`` tokens.
+
+    Attributes:
+        tokens: ``[rows, SEQUENCE + 1]`` int64, padded with the end token.
+        documents: ``[rows, SEQUENCE + 1]`` int64, a token's exchange in its row; -1: padding.
+        learned: ``[rows, SEQUENCE + 1]`` bool, tokens that an assistant says (its end token too).
+        families: ``[rows, SEQUENCE + 1]`` int64, index into ``names`` of a token's family.
+        names: the families.
+    """
+
+    tokens: torch.Tensor
+    documents: torch.Tensor
+    learned: torch.Tensor
+    families: torch.Tensor
+    names: list[str]
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """``[rows, 1, SEQUENCE, SEQUENCE]`` fp32, added to scores: causal, own exchange only."""
+        documents = self.documents[:, :-1]
+        same = documents.unsqueeze(2) == documents.unsqueeze(1)
+        causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+        return torch.where(same & causal, 0.0, -1e9).unsqueeze(1)
+
+
+def encode(tokenizer, exchange: Exchange) -> tuple[list[int], list[bool]]:
+    """Token ids as the chat template gives them, and which of them an assistant says."""
+    roles = {
+        "user": tokenizer.convert_tokens_to_ids(USER),
+        "assistant": tokenizer.convert_tokens_to_ids(ASSISTANT),
+    }
+    ids, learned = [tokenizer.bos_token_id], [False]
+    for message in exchange.messages:
+        content = tokenizer.encode(message["content"], add_special_tokens=False)
+        says = message["role"] == "assistant"
+        ids += [roles[message["role"]], *content, *[tokenizer.eos_token_id] * says]
+        learned += [False, *[says] * (len(content) + says)]
+    return ids, learned
+
+
+def pack(tokenizer, exchanges: Iterable[Exchange], rows: int) -> Batch:
+    """Fill ``rows`` rows, first fit, until the exchanges end or no more fit."""
+    width, names = SEQUENCE + 1, []
+    tokens = torch.full((rows, width), tokenizer.eos_token_id)
+    documents = torch.full((rows, width), -1)
+    learned = torch.zeros(rows, width, dtype=torch.bool)
+    families = torch.zeros(rows, width, dtype=torch.long)
+    used, number, misses = [0] * rows, [0] * rows, 0
+    for exchange in exchanges:
+        ids, says = encode(tokenizer, exchange)
+        row = next((i for i in range(rows) if used[i] + len(ids) <= width), None)
+        if row is None:
+            misses += 1
+            if misses == MISSES:
+                break
+            continue
+        if exchange.family not in names:
+            names.append(exchange.family)
+        place = slice(used[row], used[row] + len(ids))
+        tokens[row, place] = torch.tensor(ids)
+        learned[row, place] = torch.tensor(says)
+        documents[row, place] = number[row]
+        families[row, place] = names.index(exchange.family)
+        used[row] += len(ids)
+        number[row] += 1
+    return Batch(tokens, documents, learned, families, names)
+
+
+def training_batch(tokenizer, seed: int, step: int, rows: int, weights=None) -> Batch:
+    """The batch of a step: a function of seed and step alone, so a run resumes without a state."""
+    return pack(tokenizer, stream(seed, step, weights), rows)
+
+
+def held_out_batches(tokenizer, seed: int, per_family: int, rows: int) -> list[Batch]:
+    """Held-out exchanges, some batches of ``rows`` rows a family."""
+    batches, left = [], list(generate(seed, per_family))
+    for start in range(0, len(left), rows):
+        batches.append(pack(tokenizer, left[start : start + rows], rows))
+    return batches

@@ -12,6 +12,8 @@ from multiprocessing import resource_tracker
 from typing import Any
 from unittest import mock
 
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+
 # Read by every Python process of the engine when it starts.
 QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
 
@@ -32,7 +34,14 @@ def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any
         warnings.simplefilter("ignore")
     import sglang
 
-    engine = sglang.Engine(**arguments)
+    try:
+        engine = sglang.Engine(**arguments)
+    except HyperDFlashError:
+        raise
+    except (AssertionError, TypeError, ValueError) as error:
+        raise HyperDFlashConfigError(
+            f"SGLang starts no engine of these options: {error}. Check them and --engine-args."
+        ) from error
     try:
         yield engine
     finally:

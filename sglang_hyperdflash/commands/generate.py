@@ -205,16 +205,21 @@ async def answer(engine, prompt: Prompt, args: argparse.Namespace) -> dict:
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        result = await engine.async_generate(
-            input_ids=tokenizer.encode(text, add_special_tokens=prompt.text is not None),
-            sampling_params={
-                "temperature": args.temperature,
-                "top_p": args.top_p,
-                "top_k": args.top_k,
-                "min_p": args.min_p,
-                "max_new_tokens": args.max_new_tokens,
-            },
-        )
+        ids = tokenizer.encode(text, add_special_tokens=prompt.text is not None)
+        sampling = {
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "max_new_tokens": args.max_new_tokens,
+        }
+        try:
+            result = await engine.async_generate(input_ids=ids, sampling_params=sampling)
+        except ValueError as error:
+            raise HyperDFlashConfigError(
+                f"--input line {prompt.index + 1} ({len(ids)} tokens) cannot be answered: {error} "
+                "Shorten or remove the line, or lower --max-new-tokens; answers so far are kept."
+            ) from error
         meta = result["meta_info"]
         accepted, verified, _ = counters(meta)
         correct, rounds = correct + accepted, rounds + verified

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ from unittest import mock
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 
+LOADING = "loading shards:"
 # Read by every Python process of the engine when it starts.
 QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
 
@@ -35,7 +39,8 @@ def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any
     import sglang
 
     try:
-        engine = sglang.Engine(**arguments)
+        with contextlib.nullcontext() if verbose else _without_loading_bars():
+            engine = sglang.Engine(**arguments)
     except HyperDFlashError:
         raise
     except (AssertionError, TypeError, ValueError) as error:
@@ -47,6 +52,33 @@ def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any
     finally:
         atexit.unregister(engine.shutdown)  # SGLang's own second call, which would kill as below
         stop(engine)
+
+
+@contextmanager
+def _without_loading_bars() -> Iterator[None]:
+    """Pass on what processes started meanwhile write to standard error, but the loader's bars.
+
+    SGLang's loader shows them whatever the environment says.
+    """
+    sys.stderr.flush()
+    own = os.dup(2)
+    source, sink = os.pipe()
+    os.dup2(sink, 2)
+    os.close(sink)
+    threading.Thread(target=_pass_on, args=(source, os.dup(own)), daemon=True).start()
+    try:
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+
+
+def _pass_on(source: int, to: int) -> None:
+    with os.fdopen(source, errors="replace", newline="\n") as lines, os.fdopen(to, "w") as out:
+        for line in lines:
+            if LOADING not in line and line.strip():
+                out.write(line)
+                out.flush()
 
 
 def stop(engine) -> None:

@@ -64,7 +64,9 @@ def replayed(replay: Replay, sample: Sample, states: States, anchors: list[int])
     return replay.target.lm_head(hidden).argmax(-1)[0].tolist()
 
 
-def compare_drafts(servers, target_dir, draft, prompts, length, tmp_path) -> list[list[int]]:
+def compare_drafts(
+    servers, target_dir, draft, prompts, length, tmp_path, share: float = 1 / 3
+) -> list[list[int]]:
     """Serve ``prompts`` and assert that training proposes the six tokens the server proposed.
 
     Returns:
@@ -97,7 +99,7 @@ def compare_drafts(servers, target_dir, draft, prompts, length, tmp_path) -> lis
         compared += ours
     servers.stop("recorder")
     assert len(compared) >= 200
-    assert_varied(compared)
+    assert_varied(compared, share)
     return answers
 
 
@@ -117,7 +119,7 @@ def test_other_sources_propose_the_same_tokens_and_lose_nothing(
     options = f"--reducer fc --source {source} --layers 1 --intermediate-size 128".split()
     assert main(["init", "--target", str(target_dir), "--out", str(draft), *options]) == 0
     rescale_folder(draft)
-    answers = compare_drafts(servers, target_dir, draft, own_prompts[:4], 64, tmp_path)
+    answers = compare_drafts(servers, target_dir, draft, own_prompts[:4], 64, tmp_path, share=0.1)
     assert answers == [reference[:64] for reference in own_reference[:4]]
 
 

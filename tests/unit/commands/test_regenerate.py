@@ -235,7 +235,7 @@ def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_pa
     while not server.prompts and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     server.hold.set()
     assert process.returncode == 130
     assert b"interrupted" in said

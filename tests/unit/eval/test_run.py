@@ -209,7 +209,7 @@ def test_a_stopped_run_resumes_to_the_results_of_an_undisturbed_one(
     os.kill(process.pid, end)
     process.join(timeout=60)
     assert process.exitcode == {2: 130, 9: -9, 15: 143}[end], said.read_text()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # not the minutes that the answers would take
     if end == signal.SIGINT:
         last = said.read_text().splitlines()[-1]
         assert last == "stopped: the same command goes on where this one ended."

@@ -32,6 +32,7 @@ NAMES = (
     "trace",
     "code",
     "edit",
+    "repeat",
     "order",
 )
 

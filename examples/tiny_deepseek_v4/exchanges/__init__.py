@@ -24,6 +24,7 @@ __all__ = [
     "Message",
     "generate",
     "is_held_out",
+    "is_right",
     "stream",
 ]
 
@@ -67,3 +68,19 @@ def stream(seed: int, part: int = 0, weights: dict[str, float] | None = None) ->
     names, shares = list(weights), list(weights.values())
     while True:
         yield FAMILIES[rng.choices(names, shares)[0]].draw(rng, held_out=False)
+
+
+def is_right(prompt: dict, reply: str) -> bool:
+    """Whether a reply to a prompt of a file is right.
+
+    Args:
+        prompt: ``kind`` (the family), ``messages``, ``answer`` and, for code, ``header``.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    family = prompt["kind"]
+    if family not in FAMILIES:
+        raise ValueError(f"no family {family!r}; there are {', '.join(FAMILIES)}.")
+    exchange = Exchange(family, "", (), prompt["answer"], prompt.get("header", ""))
+    return FAMILIES[family].is_right(exchange, reply)

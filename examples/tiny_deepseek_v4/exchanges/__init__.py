@@ -19,6 +19,7 @@ from exchanges.base import FIRST_HELD_OUT_SEED, Exchange, Family, Message, is_he
 __all__ = [
     "FAMILIES",
     "FIRST_HELD_OUT_SEED",
+    "KINDS",
     "Exchange",
     "Family",
     "Message",
@@ -30,6 +31,15 @@ __all__ = [
 
 GROUPS = (arithmetic, quantities, lists, records, programs, texts, orders)
 FAMILIES: dict[str, Family] = {family.name: family for group in GROUPS for family in group.FAMILIES}
+# Three kinds of text, as benchmarks are told apart by.
+KINDS: dict[str, tuple[str, ...]] = {
+    kind: tuple(family.name for group in groups for family in group.FAMILIES)
+    for kind, groups in {
+        "math": (arithmetic, quantities, lists),
+        "code": (records, programs),
+        "chat": (texts, orders),
+    }.items()
+}
 MOST_REPEATS = 200  # problems drawn again in a row before a family counts as used up
 
 

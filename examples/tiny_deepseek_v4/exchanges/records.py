@@ -131,14 +131,14 @@ def form(rng: Random) -> Draft:
     name, city, pet = rng.choice(NAMES), rng.choice(CITIES), rng.choice(PETS)
     age = rng.randint(11, 99)
     filled = f"Name: {name}\nAge: {age}\nCity: {city}\nPet: {pet}"
-    note = f"{name} is {age} years old, lives in {city} and has a {pet}."
+    note = f"{name} is {age} years old, lives in {city} and has a pet {pet}."
     key = f"{name} {age} {city} {pet}"
     if rng.random() < 0.5:
         prose = rng.choice(
             (
                 note,
-                f"{name} is {age}. The home is in {city}, and there is a {pet}.",
-                f"We meet {name} from {city}, who is {age} and keeps a {pet}.",
+                f"{name} is {age}. The home is in {city}, and there is a pet {pet}.",
+                f"We meet {name} from {city}, who is {age} and keeps a pet {pet}.",
             )
         )
         ask = rng.choice(

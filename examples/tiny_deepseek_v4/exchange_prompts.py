@@ -5,8 +5,9 @@
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
 ``training`` writes ``greedy.jsonl`` and ``sampled.jsonl`` (other problems, as many) and
-``held_out_KIND.jsonl``, conversations for ``hyperdflash regenerate``. ``held-out`` writes a benchmark
-file a kind. ``demo`` writes twelve prompts with their answers, and their user turns as a benchmark.
+``held_out_KIND.jsonl``, conversations for ``hyperdflash regenerate``. ``held-out`` writes a
+benchmark file a kind. ``demo`` writes twelve prompts with their answers, and their user turns as
+a benchmark.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ FAST := not gpu and not slow and not faults and not disaggregation and not v4
 
 .PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test gpu-test bench retrain eval-tiny figures
 
-# A folder with train/{math,chat}.jsonl and benchmarks/*.jsonl; see examples/tiny_deepseek_v4.
+# A folder with benchmarks/*.jsonl; see docs/evaluation.md.
 DATA ?= data
 
 setup: $(STAMP)
@@ -58,11 +58,10 @@ bench: setup
 
 # Under 30 minutes on two idle cores; fails when the new drafter is worse than the committed one.
 retrain: setup
-	$(BIN)/python examples/tiny_deepseek_v4/retrain.py --data-dir $(DATA)/train --out build/retrain
+	$(BIN)/python examples/tiny_deepseek_v4/retrain.py --out build/retrain
 
 eval-tiny: setup
-	$(BIN)/python examples/tiny_deepseek_v4/held_out_prompts.py --data-dir $(DATA)/train \
-		--out build/held_out
+	$(BIN)/python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
 	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out build/eval-tiny
 
 # The figures of README and docs, and README's table, from eval/results/tiny/results.json.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
-# Made by examples/tiny_deepseek_v4/held_out_prompts.py: data stay out of the repository.
+# Made by examples/tiny_deepseek_v4/exchange_prompts.py.
 HELD_OUT = Path("build/held_out")
 # fp32: at bf16 a near-tie may round differently in a 7-row and a 1-row pass.
 SERVER = "--dtype float32 --mem-fraction-static 0.1 --max-total-tokens 8192 --sleep-on-idle"

@@ -1,8 +1,8 @@
 """Which parts of the method pay: drafters of the tiny target that differ in one choice each.
 
-    python examples/tiny_deepseek_v4/ablations.py train --data-dir DIR --part 1/2
-    python examples/tiny_deepseek_v4/ablations.py train --data-dir DIR --part 2/2
-    python examples/tiny_deepseek_v4/ablations.py serve --data-dir DIR
+    python examples/tiny_deepseek_v4/ablations.py train --part 1/2
+    python examples/tiny_deepseek_v4/ablations.py train --part 2/2
+    python examples/tiny_deepseek_v4/ablations.py serve
     python examples/tiny_deepseek_v4/ablations.py report --out eval/results/ablations
 
 ``train`` makes every variant with every seed on the same samples, ``serve`` measures tau of each
@@ -69,7 +69,7 @@ VARIANTS = {
     "no KL": Variant(objective=Objective(alpha=0.0)),
     "mean teacher": Variant(objective=Objective(teacher="mean")),
     "no path norm": Variant(DrafterShape(path_norm=False)),
-    "layers 1-3, fc": fc("layers", DFLASH_LAYERS),
+    "layers 1, 3, 5, fc": fc("layers", DFLASH_LAYERS),
 }
 
 
@@ -92,9 +92,7 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = LocalTarget(args.target)
-    samples, unseen = continuations.load(
-        target, tokenizer, args.data_dir, args.samples, args.per_kind
-    )
+    samples, unseen = continuations.load(target, tokenizer, args.samples, args.per_kind)
     cache = FeatureCache(target, samples[:: args.every_nth], layer_ids=DFLASH_LAYERS)
     held_out = {
         kind: FeatureCache(target, part, layer_ids=DFLASH_LAYERS) for kind, part in unseen.items()
@@ -113,9 +111,9 @@ def train(args: argparse.Namespace) -> None:
             (folder / "trained.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def held_out_prompts(tokenizer, data_dir: Path, per_kind: int) -> dict[str, list[list[int]]]:
+def held_out_prompts(tokenizer, per_kind: int) -> dict[str, list[list[int]]]:
     """Prompts by kind of text, none of them trained on."""
-    split, chosen = corpus.load(data_dir), {}
+    split, chosen = corpus.load(), {}
     for kind in corpus.KINDS:
         prompts = continuations.prompts_of(tokenizer, split[kind]["held_out"])
         chosen[kind] = prompts[:: max(1, len(prompts) // per_kind)][:per_kind]
@@ -154,7 +152,7 @@ def measure(answers: dict[str, list[dict]], expected: dict[str, list[list[int]]]
 def serve(args: argparse.Namespace) -> None:
     """Serve target-only once and every trained drafter, one after another."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = held_out_prompts(tokenizer, args.data_dir, args.prompts)
+    prompts = held_out_prompts(tokenizer, args.prompts)
     log = args.work / "server.log"
     path = args.work / "target.json"
     if not path.is_file():
@@ -208,7 +206,6 @@ def main() -> None:
             command.add_argument("--out", type=Path, default=Path("eval/results/ablations"))
             continue
         command.add_argument("--target", type=Path, default=HERE / "target")
-        command.add_argument("--data-dir", type=Path, required=True)
         if run is serve:
             command.add_argument("--prompts", type=int, default=40, help="of each kind")
             command.add_argument("--concurrency", type=int, default=8)

@@ -51,24 +51,24 @@ def generate(
 
 
 def load(
-    target: LocalTarget, tokenizer, data_dir: Path, work: Path, per_kind: int
+    target: LocalTarget, tokenizer, work: Path, per_kind: int
 ) -> tuple[list[Sample], dict[str, list[Sample]]]:
     """Generate, or read back from ``work``, the training and the held-out continuations.
 
     Args:
         per_kind: training prompts of each kind of text; half are continued greedily, half at
-            temperature 0.7. Held-out prompts are continued greedily.
+            temperature 1. Held-out prompts are continued greedily.
 
     Returns:
         Training samples (answers of eight tokens and more), and held-out samples by kind.
     """
     work.mkdir(parents=True, exist_ok=True)
-    split = corpus.load(data_dir)
+    split = corpus.load()
     samples, held_out = [], {}
     for kind in corpus.KINDS:
         prompts = prompts_of(tokenizer, split[kind]["train"])
         prompts = prompts[:: max(1, len(prompts) // per_kind)][:per_kind]
-        for temperature, part in ((0.0, prompts[0::2]), (0.7, prompts[1::2])):
+        for temperature, part in ((0.0, prompts[0::2]), (1.0, prompts[1::2])):
             samples += generate(target, part, temperature, work / f"{kind}-{temperature}.jsonl")
         unseen = prompts_of(tokenizer, split[kind]["held_out"])
         unseen = unseen[:: max(1, len(unseen) // HELD_OUT_PROMPTS)][:HELD_OUT_PROMPTS]

@@ -1,83 +1,37 @@
-"""The three kinds of text the tiny DeepSeek-V4 is made from, as chat conversations.
+"""The text of the tiny DeepSeek-V4's drafters: exchanges of three kinds, as chat conversations.
 
-* ``math``: grade-school word problems with worked answers (``math.jsonl``),
-* ``chat``: order-taking dialogues (``chat.jsonl``),
-* ``code``: the Python standard library's own source files of the running interpreter, cut into
-  "continue this code" exchanges.
-
-A document is a list of ``{"role", "content"}`` messages. Every fortieth document of a kind, by
-a hash of its text, is held out: it trains neither the tokenizer, nor the target, nor a drafter.
+A kind is a group of families of :mod:`exchanges`. Held-out conversations are problems that neither
+the target nor a drafter was trained on.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sysconfig
-from pathlib import Path
+from itertools import chain
 
-KINDS = ("math", "code", "chat")
-HELD_OUT_MODULUS = 40
-CODE_BYTES = 5_000_000
-CODE_PROMPT_LINES = 10
-CODE_DOCUMENT_LINES = 36
-CODE_PROMPT = "Continue this Python code:\n{head}"
-SKIPPED_CODE = ("site-packages", "/test", "idlelib", "lib2to3", "pydoc_data", "encodings", "turtle")
+from exchanges import KINDS as FAMILIES
+from exchanges import Message, generate
 
-Message = dict[str, str]
+KINDS = tuple(FAMILIES)
+TRAINING_SEED, HELD_OUT_SEED = 100, 2000
+PER_FAMILY = {"train": 400, "held_out": 30}
 
 
-def read_conversations(path: Path) -> list[list[Message]]:
-    """Read a JSONL file of ``{"messages": [...]}``; raise ``FileNotFoundError`` with advice."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"training text not found: {path}. Pass --data-dir with a folder holding "
-            "math.jsonl and chat.jsonl (one {'messages': [...]} object a line)."
-        )
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line)["messages"] for line in lines if line.strip()]
+def load() -> dict[str, dict[str, list[list[Message]]]]:
+    """``{kind: {"train": [...], "held_out": [...]}}``, a kind's families in turn; always the same.
 
-
-def read_code() -> list[list[Message]]:
-    """Cut the standard library into exchanges: ten lines asked, the next twenty-six answered."""
-    root = Path(sysconfig.get_path("stdlib"))
-    documents, taken = [], 0
-    for path in sorted(root.rglob("*.py")):
-        if any(part in str(path) for part in SKIPPED_CODE) or taken > CODE_BYTES:
-            continue
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        for start in range(0, len(lines) - CODE_PROMPT_LINES, CODE_DOCUMENT_LINES):
-            window = lines[start : start + CODE_DOCUMENT_LINES]
-            head = "\n".join(window[:CODE_PROMPT_LINES])
-            tail = "\n".join(window[CODE_PROMPT_LINES:])
-            if tail.strip():
-                taken += len(head) + len(tail)
-                documents.append(
-                    [
-                        {"role": "user", "content": CODE_PROMPT.format(head=head)},
-                        {"role": "assistant", "content": tail},
-                    ]
-                )
-    return documents
-
-
-def is_held_out(messages: list[Message]) -> bool:
-    """Whether a document is held out; depends on its text alone, never on its place in a file."""
-    text = "\x00".join(message["content"] for message in messages)
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return int.from_bytes(digest[:4], "big") % HELD_OUT_MODULUS == 0
-
-
-def load(data_dir: Path) -> dict[str, dict[str, list[list[Message]]]]:
-    """Return ``{kind: {"train": [...], "held_out": [...]}}`` for the three kinds."""
-    documents = {
-        "math": read_conversations(data_dir / "math.jsonl"),
-        "code": read_code(),
-        "chat": read_conversations(data_dir / "chat.jsonl"),
+    Families of few problems end early.
+    """
+    return {
+        kind: {
+            "train": conversations(families, TRAINING_SEED, PER_FAMILY["train"]),
+            "held_out": conversations(families, HELD_OUT_SEED, PER_FAMILY["held_out"]),
+        }
+        for kind, families in FAMILIES.items()
     }
-    split: dict[str, dict[str, list[list[Message]]]] = {}
-    for kind, items in documents.items():
-        split[kind] = {"train": [], "held_out": []}
-        for item in items:
-            split[kind]["held_out" if is_held_out(item) else "train"].append(item)
-    return split
+
+
+def conversations(families: tuple[str, ...], seed: int, per_family: int) -> list[list[Message]]:
+    """``per_family`` conversations of each family, the families in turn."""
+    drawn = [list(generate(seed, per_family, (family,))) for family in families]
+    rounds = zip(*drawn, strict=True)
+    return [list(exchange.messages) for exchange in chain.from_iterable(rounds)]

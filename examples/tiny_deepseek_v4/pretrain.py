@@ -1,6 +1,6 @@
 """Train the target on generated exchanges: a constant learning rate, then a decay at will.
 
-    python examples/tiny_deepseek_v4/exchange_tokenizer.py --out target
+    python examples/tiny_deepseek_v4/make_tokenizer.py --out target
     python examples/tiny_deepseek_v4/pretrain.py --out target --minutes 90 --decay-minutes 20
 
 The constant phase's state is kept in ``--work``; the same command line resumes it there, with

@@ -1,6 +1,6 @@
-"""Retrain the tiny drafter from nothing but the target and the text, within a time budget.
+"""Retrain the tiny drafter from nothing but the target, within a time budget.
 
-    python examples/tiny_deepseek_v4/retrain.py --data-dir DIR --out build/retrain
+    python examples/tiny_deepseek_v4/retrain.py --out build/retrain
 
 Generation, the target's states, training and evaluation share ``--budget-minutes`` of wall time
 (28 leaves room under 30 on two cores). Ends by replaying held-out answers, more than the
@@ -44,7 +44,6 @@ def evaluate(folder: Path, target: LocalTarget, held_out: dict[str, FeatureCache
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("build/retrain"))
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--committed", type=Path, default=HERE / "drafter")
@@ -59,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 def comparison(target: LocalTarget, tokenizer, args: argparse.Namespace) -> dict:
     """Both drafters on more held-out prompts than the checkpoints were chosen by."""
-    split, held_out = corpus.load(args.data_dir), {}
+    split, held_out = corpus.load(), {}
     for kind in corpus.KINDS:
         prompts = continuations.prompts_of(tokenizer, split[kind]["held_out"])
         prompts = prompts[:: max(1, len(prompts) // args.compare_prompts)][: args.compare_prompts]
@@ -74,7 +73,7 @@ def comparison(target: LocalTarget, tokenizer, args: argparse.Namespace) -> dict
 
 def train(target: LocalTarget, tokenizer, args: argparse.Namespace, lap) -> dict:
     """Generate, compute states, train until the budget is spent; steps and samples."""
-    samples, unseen = continuations.load(target, tokenizer, args.data_dir, args.out, args.per_kind)
+    samples, unseen = continuations.load(target, tokenizer, args.out, args.per_kind)
     lap("generation")
     cache = FeatureCache(target, samples)
     held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}

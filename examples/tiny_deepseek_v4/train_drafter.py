@@ -1,12 +1,13 @@
 """Train the tiny target's drafter on the target's own continuations.
 
-    python examples/tiny_deepseek_v4/train_drafter.py --data-dir DIR --target target --out drafter
-    python examples/tiny_deepseek_v4/train_drafter.py --data-dir DIR --target target --out dflash \\
+    python examples/tiny_deepseek_v4/train_drafter.py --target target --out drafter
+    python examples/tiny_deepseek_v4/train_drafter.py --target target --out dflash \\
         --method dflash --work build/tiny_dflash --samples build/tiny_drafter --steps 3575
 
-Generates continuations (half greedy, half at temperature 0.7), caches the target's states, then
+Generates continuations (half greedy, half at temperature 1), caches the target's states, then
 trains with CE + KL, the gate inherited from the target's hc_head. Both halves resume. ``dflash`` is
-the rival: means of the paths after layers 1 to 3, a generic projection, everything else the same.
+the rival: means of the paths after layers 1, 3 and 5, which SGLang chooses, a generic projection,
+everything else the same.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache
 from sglang_hyperdflash.training.trainer import Trainer
 
-# Outputs of layers 1, 2 and 3 of 0 to 4; after the last comes the pre-collapse residual itself.
-DFLASH_LAYERS = (1, 2, 3)
+# What SGLang chooses for three draft layers and a target of eight (build_target_layer_ids).
+DFLASH_LAYERS = (1, 3, 5)
 
 
 def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
@@ -45,7 +46,6 @@ def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_drafter"))
@@ -64,7 +64,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = LocalTarget(args.target)
     work = args.samples or args.work
-    samples, unseen = continuations.load(target, tokenizer, args.data_dir, work, args.per_kind)
+    samples, unseen = continuations.load(target, tokenizer, work, args.per_kind)
     shape = DrafterShape(layers=args.layers)
     if args.method == "dflash":
         shape = DrafterShape(

@@ -1,6 +1,6 @@
 """Train the tiny target's NextN (MTP) layer on the drafter's continuations, for as many samples.
 
-    python examples/tiny_deepseek_v4/train_mtp.py --data-dir DIR --target target --out mtp
+    python examples/tiny_deepseek_v4/train_mtp.py --target target --out mtp
 
 The state is written to ``--work`` every few hundred steps; the same command resumes there.
 """
@@ -54,7 +54,6 @@ def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_drafter"))
@@ -67,7 +66,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = LocalTarget(args.target)
-    samples, unseen = continuations.load(target, tokenizer, args.data_dir, args.work, args.per_kind)
+    samples, unseen = continuations.load(target, tokenizer, args.work, args.per_kind)
     raw = nextn_config(json.loads((args.target / "config.json").read_text()))
     core = new_nextn(target, raw, args.out)
     cache = FeatureCache(target, samples)

@@ -1,7 +1,7 @@
 """What a draft window costs in acceptance, and what it saves, at growing contexts.
 
-    python examples/tiny_deepseek_v4/window_study.py train --data-dir DATA
-    python examples/tiny_deepseek_v4/window_study.py serve --data-dir DATA --out eval/results/window
+    python examples/tiny_deepseek_v4/window_study.py train
+    python examples/tiny_deepseek_v4/window_study.py serve --out eval/results/window
 
 ``train`` goes on from the committed drafter with each window, and without one as the control, for
 the same steps on the same samples (it resumes). ``serve`` measures these, and the committed drafter
@@ -42,9 +42,9 @@ SERVER = (*comparable_arguments(), "--max-running-requests", "4")
 NEW_TOKENS = 96
 
 
-def long_prompts(tokenizer, data_dir: Path, lengths: list[int], count: int) -> dict:
+def long_prompts(tokenizer, lengths: list[int], count: int) -> dict:
     """``{length: [prompt ids]}``, the same questions at every length, all kinds in turn."""
-    split, prompts = corpus.load(data_dir), {length: [] for length in lengths}
+    split, prompts = corpus.load(), {length: [] for length in lengths}
     for kind in corpus.KINDS:
         own = continuations.prompts_of(tokenizer, split[kind]["held_out"])
         questions = own[:: max(1, len(own) // count)][:count]
@@ -72,9 +72,7 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     target = LocalTarget(args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    samples, unseen = continuations.load(
-        target, tokenizer, args.data_dir, args.samples, args.per_kind
-    )
+    samples, unseen = continuations.load(target, tokenizer, args.samples, args.per_kind)
     cache = FeatureCache(target, samples)
     held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
     recipe = Recipe(steps=args.steps, every=args.steps // 3, lr=args.lr)
@@ -151,7 +149,7 @@ def serve(args: argparse.Namespace) -> None:
     """Serve target-only, then every drafter and window, and write the report."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     lengths = sorted(args.lengths)
-    prompts = long_prompts(tokenizer, args.data_dir, lengths, args.prompts)
+    prompts = long_prompts(tokenizer, lengths, args.prompts)
     log = args.work / "target.log"
     with Server(args.target, *SERVER, log=log, threads=1).wait() as server:
         expected = {n: [a["output_ids"] for a in ask(server, ids)] for n, ids in prompts.items()}
@@ -172,7 +170,6 @@ def main() -> None:
     parser.add_argument("command", choices=("train", "serve"))
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--drafter", type=Path, default=HERE / "drafter")
-    parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/window"))
     parser.add_argument("--windows", type=int, nargs="+", default=[64, 16])
     training = parser.add_argument_group("train")

@@ -62,7 +62,7 @@ def test_any_drafts_give_the_same_answer(target, prompt, right):
     def propose(tokens: list[int]) -> list[int]:
         at = len(tokens) - len(prompt)
         known = (expected + [0] * 6)[at : at + 6]
-        return known[:right] + [(t + 1) % 2048 for t in known[right:]]
+        return known[:right] + [(t + 1) % 1024 for t in known[right:]]
 
     answer, histogram = decode(target, propose, prompt, 24, None)
     assert answer == expected

@@ -130,8 +130,8 @@ def test_the_right_target_is_accepted(raw):
         ({"hc_mult": None}, "hyper-connection"),
         ({"hc_mult": 2}, "hc_mult=4"),
         ({"hidden_size": 512}, "hidden_size=256"),
-        ({"vocab_size": 129280}, "vocab_size=2048"),
-        ({"num_hidden_layers": 43}, "num_hidden_layers=5"),
+        ({"vocab_size": 129280}, "vocab_size=1363"),
+        ({"num_hidden_layers": 43}, "num_hidden_layers=8"),
     ],
 )
 def test_another_target_is_refused(raw, changes, message):

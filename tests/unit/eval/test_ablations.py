@@ -37,7 +37,7 @@ def test_variants_differ_in_one_choice(ablations):
         "no KL": {"alpha"},
         "mean teacher": {"teacher"},
         "no path norm": {"path_norm"},
-        "layers 1-3, fc": {"reducer", "source", "layer_ids"},
+        "layers 1, 3, 5, fc": {"reducer", "source", "layer_ids"},
     }
 
 

@@ -62,7 +62,8 @@ def test_cached_steps_equal_one_pass(target_dir):
 
 def test_sparse_experts_equal_dense(target_dir):
     target = LocalTarget(target_dir)
-    x, ids = torch.randn(9, target.config.hidden_size), torch.randint(0, target.config.vocab_size, (9,))
+    x = torch.randn(9, target.config.hidden_size)
+    ids = torch.randint(0, target.config.vocab_size, (9,))
     for layer in target.core.layers:
         indices, weights = layer.mlp.route(x, ids)
         torch.testing.assert_close(

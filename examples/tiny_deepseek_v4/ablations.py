@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from retrain import new_drafter
 from transformers import AutoTokenizer
 
 import continuations
@@ -43,9 +44,10 @@ from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache
 from sglang_hyperdflash.training.trainer import Trainer
-from train_drafter import DFLASH_LAYERS, new_drafter
 
 HERE = Path(__file__).resolve().parent
+# What SGLang chooses for three draft layers and a target of eight (build_target_layer_ids).
+DFLASH_LAYERS = (1, 3, 5)
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,27 @@ from transformers import AutoTokenizer
 
 import continuations
 import corpus
+from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.provenance import provenance
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache
 from sglang_hyperdflash.training.trainer import Trainer
-from train_drafter import new_drafter
 
 HERE = Path(__file__).resolve().parent
 # Checkpoints and the comparison at the end.
 RESERVE_MINUTES = 2.0
+
+
+def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
+    """An untrained drafter for the tiny target, its gate inherited."""
+    facts = TargetFacts.from_config(target.config.to_dict())
+    drafter = Drafter(draft_config(facts, target.hc_head, shape, tokenizer.mask_token_id))
+    drafter.inherit(target.hc_head)
+    return drafter
 
 
 def evaluate(folder: Path, target: LocalTarget, held_out: dict[str, FeatureCache]) -> dict:

@@ -1,6 +1,6 @@
-"""Train the tiny target's NextN (MTP) layer on the drafter's continuations, for as many samples.
+"""Train the tiny target's NextN (MTP) layer on the drafters' answers, for as many samples.
 
-    python examples/tiny_deepseek_v4/train_mtp.py --target target --out mtp
+    python examples/tiny_deepseek_v4/train_mtp.py --answers build/tiny_drafters/answers --out mtp
 
 The state is written to ``--work`` every few hundred steps; the same command resumes there.
 """
@@ -15,10 +15,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-import continuations
+from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
 from sglang_hyperdflash.training.samples import FeatureCache
+
+HERE = Path(__file__).resolve().parent
+MAX_LENGTH = 256  # of a conversation, as in drafters/*.toml
 
 
 @torch.no_grad()
@@ -54,11 +57,11 @@ def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--target", type=Path, default=HERE / "target")
+    parser.add_argument("--answers", type=Path, required=True, help="folder; see drafters/make.sh")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("build/tiny_drafter"))
-    parser.add_argument("--per-kind", type=int, default=3000)
-    parser.add_argument("--steps", type=int, default=3575, help="of eight samples")
+    parser.add_argument("--work", type=Path, default=Path("build/tiny_drafters/mtp"))
+    parser.add_argument("--steps", type=int, default=1500, help="of eight samples")
     parser.add_argument("--every", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -66,12 +69,17 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = LocalTarget(args.target)
-    samples, unseen = continuations.load(target, tokenizer, args.work, args.per_kind)
+    args.work.mkdir(parents=True, exist_ok=True)
+
+    def cache(*names: str) -> FeatureCache:
+        paths = [args.answers / f"{name}.jsonl" for name in names]
+        return FeatureCache(target, load_samples(paths, tokenizer, MAX_LENGTH).samples)
+
     raw = nextn_config(json.loads((args.target / "config.json").read_text()))
     core = new_nextn(target, raw, args.out)
-    cache = FeatureCache(target, samples)
-    held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
-    train(NextNTrainer(core, target, cache, steps=args.steps), held_out, args)
+    held_out = {kind: cache(f"held_out_{kind}") for kind in ("math", "code", "chat")}
+    trainer = NextNTrainer(core, target, cache("greedy", "sampled"), steps=args.steps)
+    train(trainer, held_out, args)
 
 
 if __name__ == "__main__":

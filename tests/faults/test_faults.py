@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults import subjects
-from tests.faults.matrix import FAULTS, Cell, applies, in_peace, run_cell, table
+from tests.faults.matrix import HALVES, Cell, applies, in_peace, run_cell, table
 
 SHORT = ("kill -9 at 50%", "disk full", "second run")
 
@@ -37,20 +37,26 @@ def test_training_survives_one_fault_of_each_kind(shared, tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_training_survives_every_fault(shared, tmp_path, processes):
-    matrix(subjects.training(shared, processes), tmp_path, FAULTS)
+def test_training_survives_every_fault(shared, tmp_path, processes, half):
+    matrix(subjects.training(shared, processes), tmp_path, HALVES[half])
 
 
 @pytest.mark.faults
-def test_regenerate_survives_every_fault(shared, tmp_path, server_port):
-    matrix(subjects.regenerating(shared, server_port), tmp_path, FAULTS)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("command", [subjects.regenerating, subjects.comparing])
+def test_commands_that_ask_a_server_survive_every_fault(
+    shared, tmp_path, server_port, command, half
+):
+    matrix(command(shared, server_port), tmp_path, HALVES[half])
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("command", [subjects.generating, subjects.capturing])
-def test_commands_with_an_engine_survive_every_fault(shared, tmp_path, command):
-    matrix(command(shared), tmp_path, FAULTS)
+def test_commands_with_an_engine_survive_every_fault(shared, tmp_path, command, half):
+    matrix(command(shared), tmp_path, HALVES[half])
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from typing import Any
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
 from sglang_hyperdflash.commands.engine import quiet_engine
+from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
@@ -152,6 +153,21 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return arguments | extra
 
 
+def check_draft(name: str) -> None:
+    """Refuse what no drafter can be read from, before SGLang tries.
+
+    Raises:
+        HyperDFlashConfigError: a folder without a drafter's config, or neither a folder nor an id.
+    """
+    if Path(name).is_dir():
+        load_config(name)
+    elif name.count("/") != 1 or name.startswith(("/", ".")):
+        raise HyperDFlashConfigError(
+            f"--draft {name} is neither a folder nor a hub id (owner/name). Give the folder of a "
+            "drafter."
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
     from transformers import AutoTokenizer
@@ -159,6 +175,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1 or args.concurrency < 1:
         raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
     arguments = engine_arguments(args)
+    if args.draft:
+        check_draft(args.draft)
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)

@@ -201,18 +201,6 @@ FAULTS: dict[str, Callable[[Runs], None]] = {
 }
 
 
-# Two halves of the matrix, so that none takes long.
-STOPS = tuple(name for name in FAULTS if name.startswith("kill -9") or name == "Ctrl-C")
-HALVES = {"stopped": STOPS, "hurt": tuple(name for name in FAULTS if name not in STOPS)}
-
-
-def applies(subject: Subject, fault: str) -> bool:
-    """Whether a subject has what a fault hurts."""
-    if fault == "helper dies":
-        return subject.kill_helper is not None
-    return fault != "torn last line" or subject.lines is not None
-
-
 def compared(expected: Any, found: Any) -> tuple[int, int]:
     """``(lost, doubled)`` units; a result that is no list counts as one unit."""
     if not isinstance(expected, list):

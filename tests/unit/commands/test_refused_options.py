@@ -86,6 +86,25 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, caps
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 4
 
 
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (None, "--draft hub:a is neither a folder nor a hub id"),
+        (b"[]", "expected a JSON object, found []"),
+        (b"\xff\xfe", "config.json is not JSON"),
+    ],
+)
+def test_a_draft_that_is_none_is_one_line(run, tmp_path, capsys, config, message):
+    """Found as: tracebacks of transformers."""
+    draft = "hub:a"
+    if config is not None:
+        draft = str(tmp_path)
+        (tmp_path / "config.json").write_bytes(config)
+    assert run(None, [{"prompt": "a"}], "--draft", draft) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_a_target_that_refuses_everything_is_an_error(run, capsys):
     assert run(FakeEngine(limit=3), [{"prompt": "long"}]) == 2
     assert "the target refused all prompts: " in capsys.readouterr().err

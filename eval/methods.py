@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.errors import EvalError
+from sglang_hyperdflash.tools.checksum import file_hash, short_hash
+from sglang_hyperdflash.tools.ownership import location
 
 BASELINE = "target"
+DRAFT_OPTION = "--speculative-draft-model-path"
 NOISE = "target-again"
 
 
@@ -65,13 +69,31 @@ class Method:
     num_drafts: int
     url: str | None = None
 
+    def identity(self) -> dict[str, Any]:
+        """What two runs must share for their numbers to be of one method.
+
+        A draft folder counts by its full path and by its files: one that was trained again is
+        another drafter.
+        """
+        arguments, drafts = list(self.arguments), []
+        while DRAFT_OPTION in arguments:
+            at = arguments.index(DRAFT_OPTION)
+            drafts.append(arguments[at + 1])
+            del arguments[at : at + 2]
+        found = {"arguments": arguments, "url": self.url}
+        for draft in drafts:
+            files = [*Path(draft).glob("*.safetensors"), *Path(draft).glob("config.json")]
+            hashes = sorted([path.name, file_hash(path)] for path in files)
+            found |= {"draft": location(draft), "draft files": short_hash(hashes)}
+        return found
+
 
 def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
     if kind.algorithm is None:
         return ()
     arguments = ("--speculative-algorithm", kind.algorithm)
     if draft is not None:
-        arguments += ("--speculative-draft-model-path", str(draft))
+        arguments += (DRAFT_OPTION, str(draft))
     if name.startswith("mtp"):
         steps = str(kind.num_drafts)
         arguments += ("--speculative-num-steps", steps, "--speculative-eagle-topk", "1")

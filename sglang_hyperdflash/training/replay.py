@@ -63,20 +63,28 @@ class Replay:
         embeddings = self.block_embeddings(rows.tokens, anchors)
         return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
 
-    def draft(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
-        """The drafts ``[b, n, B-1]`` of greedy requests at every block, on the CPU.
+    @torch.no_grad()
+    def draft(
+        self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """The drafts ``[b, n, B-1]`` of greedy requests at ``anchors [b, n]``, on the CPU.
 
         Each follows the drafts before it, as when serving; zeros where ``keep`` is False.
         """
-        drafts = torch.zeros_like(blocks.labels)
-        hidden, blocks, anchor, _ = self._kept(rows, states, blocks)
+        device = self.mask_embedding.device
+        rows, states, anchors, kept = (x.to(device) for x in (rows, states, anchors, keep))
+        with device:
+            hidden = self.draft_states(rows, states, anchors, kept)[kept]
+        first = rows.tokens.gather(1, anchors)[kept]
         parts = [
             propose_greedy(self._candidates(h), a, self.drafter.dependency)
-            for h, a in zip(hidden.split(BLOCKS), anchor.split(BLOCKS), strict=True)
+            for h, a in zip(hidden.split(BLOCKS), first.split(BLOCKS), strict=True)
         ]
-        drafts[blocks.keep.cpu()] = torch.cat(parts).cpu()
+        drafts = torch.zeros(*keep.shape, self.block - 1, dtype=torch.long)
+        drafts[keep.cpu()] = torch.cat(parts).cpu()
         return drafts
 
+    @torch.no_grad()
     def overlap(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
         """``sum min(p, q)`` of every draft at temperature 1, ``[b, n, B-1]`` fp32, on the CPU.
 
@@ -84,10 +92,13 @@ class Replay:
         lies on the candidates, as when serving. Zeros where nothing is supervised.
         """
         result = torch.zeros(blocks.labels.shape)
-        hidden, blocks, _, rows = self._kept(rows, states, blocks)
+        device, keep = self.mask_embedding.device, blocks.keep
+        rows, states, blocks = (x.to(device) for x in (rows, states, blocks))
+        with device:
+            hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)[blocks.keep]
         previous = blocks.previous(rows.tokens)[blocks.keep]
         row, at = before_drafts(rows, blocks, self.block - 1)
-        taught = states.final.to(hidden.device)[row[blocks.keep], at[blocks.keep]]
+        taught = states.final[row[blocks.keep], at[blocks.keep]]
         parts = []
         for first in range(0, len(hidden), BLOCKS):
             part = slice(first, first + BLOCKS)
@@ -99,24 +110,11 @@ class Replay:
                 scores = scores + head(*(x.flatten(0, 1) for x in flat)).view(shape)
             p = torch.softmax(self.target.lm_head(taught[part]).float(), -1).gather(-1, found.ids)
             parts.append(torch.minimum(p, torch.softmax(scores, -1)).sum(-1))
-        result[blocks.keep.cpu()] = torch.cat(parts).cpu()
+        result[keep.cpu()] = torch.cat(parts).cpu()
         return result
 
     def _candidates(self, hidden: torch.Tensor, k: int | None = None) -> Candidates:
         return self.drafter.candidates(self.target.lm_head(hidden), hidden, k)
-
-    def _kept(self, rows: Rows, states: States, blocks: Blocks):
-        """States ``[N, B-1, d]`` and anchors ``[N]`` of the N kept blocks, on the drafter's device.
-
-        Returns:
-            Both with the blocks and the rows there.
-        """
-        device = self.mask_embedding.device
-        rows, states, blocks = (x.to(device) for x in (rows, states, blocks))
-        with device:
-            hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep, blocks.widths)
-        anchor = rows.tokens.gather(1, blocks.anchors)[blocks.keep]
-        return hidden[blocks.keep], blocks, anchor, rows
 
     def evaluate(self, source: Source, *, sampled: bool = False) -> dict[str, Any]:
         """Simulated tau (bonus included) and per-position acceptance on held-out answers.
@@ -142,7 +140,7 @@ class Replay:
         """Replay the answers as a server would: a histogram of accepted drafts."""
         histogram = [0] * self.block
         for rows, states, blocks in self._everywhere(source, batch):
-            drafts = self.draft(rows, states, blocks)
+            drafts = self.draft(rows, states, blocks.anchors, blocks.keep)
             accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
             for row in range(len(accepted)):
                 for taken in _rounds(accepted[row], blocks, row):

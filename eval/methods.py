@@ -37,7 +37,11 @@ KINDS: Mapping[str, Kind] = {
     "mtp3": _mtp(3),
     "mtp6": _mtp(6),
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
+    # Stand-ins of rivals, their heads and losses on DFlash's source, served by our worker.
+    "dspark6": Kind("DSpark stand-in (6)", "HYPERDFLASH", 6, "dspark6_draft"),
+    "dflash2": Kind("DFlash 2 stand-in (6)", "HYPERDFLASH", 6, "dflash2_draft"),
     "hyperdflash6": Kind("HyperDFlash (6)", "HYPERDFLASH", 6, "hyperdflash_draft"),
+    "hyperdflash2": Kind("HyperDFlash-2 (6)", "HYPERDFLASH", 6, "hyperdflash2_draft"),
     "dspark": Kind("DSpark", "DSPARK", 6, "dspark_draft"),
     "ngram": Kind("n-gram", "NGRAM", 6),
 }

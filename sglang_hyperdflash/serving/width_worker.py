@@ -20,7 +20,9 @@ from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
     make_draft_block_spec_info,
 )
+from sglang.srt.utils import is_cuda
 
+from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_policy import Cells
@@ -55,7 +57,7 @@ SIZED = (
 
 
 class WidthStates:
-    """The attributes of a worker at each of its widths.
+    """The attributes of a worker, and of its model runners on CUDA, at each of its widths.
 
     Args:
         worker: a ``DFlashWorkerV2``, at its full width. widths: all that it may be set to.
@@ -70,6 +72,7 @@ class WidthStates:
             raise SeamError(f"SGLang seam DFlashWorkerV2 lost {', '.join(missing)}")
         self.worker = worker
         self.states: dict[int, dict[str, Any]] = {}
+        self.runners: dict[int, list[tuple[Any, width_graphs.RunnerState]]] = {}
         for width in {*widths, int(worker.block_size)}:
             self.states[width] = {
                 **BUFFERS,
@@ -92,6 +95,26 @@ class WidthStates:
         for name in left:
             left[name] = values[name]
         values.update(self.states[width])
+        for runner, state in self.runners.get(width, ()):
+            vars(runner).update(state)
+
+    def build_runners(self) -> None:
+        """Backends and graphs of every width; the worker is at its full one, with its own."""
+        worker, full = self.worker, int(self.worker.block_size)
+        target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+        self.states[full]["_draft_sampler"] = worker._draft_sampler
+        self.runners[full] = [(runner, width_graphs.state_of(runner)) for runner in (target, draft)]
+        for width in sorted(self.states, reverse=True):
+            if width == full:
+                continue
+            self.activate(width)
+            built = [(target, width_graphs.target_state(worker, width))]
+            if width > 1:
+                if draft.decode_cuda_graph_captured:
+                    worker._draft_sampler = worker._maybe_build_draft_sampler()
+                built.append((draft, width_graphs.draft_state(worker, width)))
+            self.activate(full)
+            self.runners[width] = built
 
 
 class WidthWorker(OneRowWorker):
@@ -120,6 +143,12 @@ class WidthWorker(OneRowWorker):
         if get_parallel().attn_dp_enabled or states:
             return WidthSetting(FULL, (self.block,))
         return setting
+
+    def init_cuda_graphs(self) -> None:
+        """Seam: the last step of a start; every other width is built behind the block's."""
+        super().init_cuda_graphs()
+        if is_cuda():
+            self._states.build_runners()
 
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""

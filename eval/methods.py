@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.errors import EvalError
+from sglang_hyperdflash.serving.width_settings import WIDTH
 
 BASELINE = "target"
 NOISE = "target-again"
@@ -14,13 +15,17 @@ NOISE = "target-again"
 
 @dataclass(frozen=True)
 class Kind:
-    """A method: its name in tables, SGLang's algorithm, its drafts a round, its draft's option."""
+    """A method: its name in tables, SGLang's algorithm, its drafts a round, its draft's option.
+
+    environment: of its server.
+    """
 
     label: str
     algorithm: str | None
     num_drafts: int
     draft_option: str | None = None
     draft_required: bool = True
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def _mtp(steps: int) -> Kind:
@@ -33,7 +38,12 @@ KINDS: Mapping[str, Kind] = {
     "mtp3": _mtp(3),
     "mtp6": _mtp(6),
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
-    "hyperdflash6": Kind("HyperDFlash (6)", "HYPERDFLASH", 6, "hyperdflash_draft"),
+    "hyperdflash6": Kind(
+        "HyperDFlash (6)", "HYPERDFLASH", 6, "hyperdflash_draft", environment=((WIDTH, "full"),)
+    ),
+    "hyperdflash-adaptive": Kind(
+        "HyperDFlash, adaptive width", "HYPERDFLASH", 6, "hyperdflash_draft"
+    ),
     "dspark": Kind("DSpark", "DSPARK", 6, "dspark_draft"),
     "ngram": Kind("n-gram", "NGRAM", 6),
 }
@@ -58,12 +68,13 @@ def drafting(methods: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Method:
-    """A method to run: its server's arguments, or the address of a running server."""
+    """A method to run: its server's arguments and environment, or a running server's address."""
 
     name: str
     arguments: tuple[str, ...]
     num_drafts: int
     url: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
@@ -106,7 +117,8 @@ def resolve(
             raise EvalError(f"method {name} needs {option}: the folder or hub id of its draft.")
         if draft and Path(draft).is_absolute() and not Path(draft).is_dir():
             raise EvalError(f"method {name}: its draft {draft} is not a folder.")
-        methods.append(Method(name, _arguments(name, kind, draft), kind.num_drafts))
+        arguments = _arguments(name, kind, draft)
+        methods.append(Method(name, arguments, kind.num_drafts, None, kind.environment))
     if BASELINE not in {m.name for m in methods}:
         raise EvalError(f"--methods must hold {BASELINE}: speedup and identity are against it.")
     return sorted(methods, key=lambda m: list(KINDS).index(m.name))

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving import width_metrics
 from sglang_hyperdflash.serving.width_control import WidthControl
-from sglang_hyperdflash.serving.width_metrics import WidthMetrics
 
 ROUNDS = "hyperdflash:verify_rounds_total"
 ACCEPTED = "hyperdflash:accepted_drafts_total"
 DRAFTED = "hyperdflash:drafted_total"
 BROKEN = "hyperdflash:broken_rows_total"
 POSITION = "position"
+# All that a server of ours exports.
+FAMILIES = width_metrics.FAMILIES | {ROUNDS, ACCEPTED, DRAFTED, BROKEN}
 
 
 class PositionCounters:
@@ -89,7 +91,7 @@ class PositionCounters:
 
 
 _counters: PositionCounters | None = None
-_widths: WidthMetrics | None = None
+_widths: width_metrics.WidthMetrics | None = None
 # Broken rows not exported yet: the counters exist from the first round on.
 _broken = 0
 
@@ -127,7 +129,7 @@ def _export(collector, control: WidthControl, width: int, accepted: list[int]) -
         # Set by SGLang's stat_loggers, which send its metrics elsewhere.
         classes = [getattr(collector, name, None) for name in ("_counter_cls", "_gauge_cls")]
         _counters = PositionCounters(collector.labels, control.block - 1, classes[0])
-        _widths = WidthMetrics(collector.labels, control.setting.widths, *classes)
+        _widths = width_metrics.WidthMetrics(collector.labels, control.setting.widths, *classes)
     _counters.add_broken(_broken)
     _broken = 0
     _counters.add(accepted, width)

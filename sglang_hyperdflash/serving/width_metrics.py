@@ -10,6 +10,7 @@ WIDTH_NOW = "hyperdflash:verify_width"
 WIDTH_ROUNDS = "hyperdflash:width_rounds_total"
 GAIN = "hyperdflash:width_gain"
 SECONDS = "hyperdflash:round_seconds"
+FAMILIES = frozenset((WIDTH_NOW, WIDTH_ROUNDS, GAIN, SECONDS))
 LABEL, KIND, REQUESTS = "width", "kind", "requests"
 
 

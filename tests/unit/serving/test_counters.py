@@ -12,8 +12,8 @@ import pytest
 from sglang_hyperdflash.serving import counters as position_metrics
 from sglang_hyperdflash.serving.counters import (
     ACCEPTED,
-    BROKEN,
     DRAFTED,
+    FAMILIES,
     POSITION,
     ROUNDS,
     count_round,
@@ -203,7 +203,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     found = metrics_in("\n".join(expressions(dashboard)))
     assert {ROUNDS, ACCEPTED, "sglang:gen_throughput", "sglang:num_queue_reqs"} <= found
-    assert found <= sglang_metrics() | {ROUNDS, ACCEPTED, BROKEN}
+    assert found <= sglang_metrics() | FAMILIES
     for expression in expressions(dashboard):
         assert all(expression.count(a) == expression.count(b) for a, b in ("()", "{}", "[]"))
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.structs import Keys, checked
+from sglang_hyperdflash.tools.structs import Keys, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual in front of the collapse (the method); the
@@ -316,9 +316,16 @@ def load_config(folder: str | Path) -> HyperDFlashConfig:
     if not path.is_file():
         raise HyperDFlashConfigError(f"no config.json in the draft checkpoint folder {folder}.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{path} is not JSON: {error}.") from error
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise HyperDFlashConfigError(
+            f"{path} is not JSON: {error}. Copy the drafter again, or export it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise HyperDFlashConfigError(
+            f"{path}: expected a JSON object, found {shown(config)}. Copy the drafter again, or "
+            "export it again."
+        )
     return parse_config(config)
 
 

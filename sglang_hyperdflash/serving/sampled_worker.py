@@ -101,10 +101,14 @@ class SampledWorker(WindowedWorker):
         """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
         extend = batch.forward_mode.is_extend() or bool(batch.is_extend_in_batch)
         self._begin(batch, extend)
-        result = super().forward_batch_generation(batch, *args, **kwargs)
+        result = self.run_round(batch, *args, **kwargs)
         if self._broken is not None:
             self._tell_broken(result, extend)
         return result
+
+    def run_round(self, batch, *args, **kwargs):
+        """The round or prefill itself, its requests read."""
+        return super().forward_batch_generation(batch, *args, **kwargs)
 
     def _begin(self, batch, extend: bool) -> None:
         self._proposal = self._broken = self._greedy = None

@@ -16,13 +16,13 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.loaded_target import pre_collapse_residual_width, target_hc_head
-from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 logger = logging.getLogger(__name__)
 
 
-class HyperDFlashWorker(SampledWorker):
+class HyperDFlashWorker(WidthWorker):
     """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:

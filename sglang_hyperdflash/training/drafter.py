@@ -25,6 +25,7 @@ from sglang_hyperdflash.draft.config import (
     HyperDFlashConfig,
     causal_fields,
     default_candidates,
+    load_config,
     parse_config,
 )
 from sglang_hyperdflash.draft.dependency import build_dependency
@@ -309,10 +310,21 @@ class Drafter(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> Drafter:
-        """Read a checkpoint folder strictly, in fp32."""
+        """Read a checkpoint folder strictly, in fp32.
+
+        Raises:
+            HyperDFlashConfigError: its config or a tensor is wrong, or the file is cut short.
+        """
+        path = Path(folder) / "model.safetensors"
+        load_config(folder)
         raw = json.loads((Path(folder) / "config.json").read_text())
         drafter = cls(raw)
-        weights = load_file(Path(folder) / "model.safetensors")
+        try:
+            weights = load_file(path)
+        except SafetensorError as error:
+            raise HyperDFlashConfigError(
+                f"{path} is damaged: {error}. Copy the drafter again, or make it again."
+            ) from error
         drafter.load_state_dict(
             dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
         )

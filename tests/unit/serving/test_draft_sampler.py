@@ -11,7 +11,8 @@ import torch
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
-from sglang_hyperdflash.serving import draft_sampler
+from sglang_hyperdflash.serving import draft_sampler, sampled_worker
+from sglang_hyperdflash.serving.exact import Draws, Sharpness
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5
 
@@ -121,3 +122,51 @@ def test_a_rank_of_many_drafts_what_one_rank_does(worker, lm_head):
         rank(hidden, ids)
     assert torch.equal(rank.out, whole.out)
     assert torch.equal(rank.ids, whole.ids)
+
+
+def eager_worker(head, anchors: torch.Tensor, greedy: bool):
+    """A worker between its draft pass and its verification, without a server."""
+    worker = object.__new__(sampled_worker.SampledWorker)
+    bs = len(anchors)
+    worker.dependency, worker.num_candidates, worker.block_size = head, K, BLOCK
+    worker._draft_block_ids_buf = torch.cat([anchors.unsqueeze(1), torch.ones(bs, 3).long()], 1)
+    worker._contexts, worker.sharpness = torch.arange(bs) + 20, Sharpness("cpu")
+    draws = Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
+    worker.requests = SimpleNamespace(
+        reqs=[None] * bs, greedy=greedy, draws=draws, penalties=None, ends=None
+    )
+    worker._info = SimpleNamespace(logit_bias=None)
+    return worker
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_eager_rounds_draft_through_the_head(worker, lm_head, greedy):
+    """Where no graph is: on a CPU, and for batches larger than any captured one."""
+    head, anchors, rows = worker.dependency, torch.tensor([3, 9]), torch.randn(2 * (BLOCK - 1), D)
+    eager = eager_worker(head, anchors, greedy)
+    ones = torch.ones(2)
+    sampling = Sampling(ones, torch.full((2,), 1 << 30), ones, torch.zeros(2))
+    with (
+        mock.patch.object(sampled_worker, "supports_candidates", lambda lm_head: True),
+        mock.patch.object(sampled_worker, "sampling_of", lambda info: sampling),
+    ):
+        drafts = eager._greedy_sample_from_vocab_parallel_head(hidden_states=rows, lm_head=None)
+    found = draft_sampler.candidates_of(rows, BLOCK - 1, None, K, head)
+    if greedy:
+        expected = propose_greedy(found, anchors, head)
+    else:
+        positions = (eager._contexts - 1).unsqueeze(1) + torch.arange(BLOCK - 1)
+        seeds = eager.requests.draws.seeds
+        expected = propose(found, anchors, head, sampling, seeds, positions, ones).tokens
+        assert torch.equal(eager._proposal.tokens, expected)
+    assert torch.equal(drafts.view(2, -1), expected)
+
+
+def test_a_head_without_candidates_is_left_out_and_said(worker, caplog):
+    bare = object.__new__(sampled_worker.SampledWorker)
+    bare.draft_model = SimpleNamespace(dependency=worker.dependency)
+    with caplog.at_level("WARNING"):
+        assert bare._usable_dependency(SimpleNamespace(weight=None)) is None
+    assert "the dependency head is not used" in caplog.text
+    bare.draft_model = SimpleNamespace(dependency=None)
+    assert bare._usable_dependency(None) is None

@@ -8,7 +8,7 @@
     python examples/tiny_deepseek_v4/dependency_study.py report --out eval/results/dependency
 
 ``train`` makes every variant with every seed through ``hyperdflash init`` and ``hyperdflash train``
-from the files of ``examples/recipes/dependency``; ``--from DRAFTER`` starts those that can from a
+from the files of ``drafters``; ``--from DRAFTER`` starts those that can from a
 trained drafter. ``serve`` measures tau of each on held-out prompts at three temperatures. All
 resume: what is finished is not done again.
 """
@@ -43,7 +43,7 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
-RECIPES = HERE.parent / "recipes" / "dependency"
+RECIPES = HERE / "drafters"
 SETTINGS = {
     "0": {"temperature": 0.0},
     "0.6": {"temperature": 0.6, "top_p": 0.95},
@@ -55,7 +55,7 @@ LAYERS = ("--source", "layers", "--reducer", "fc", "--layer-ids")
 
 @dataclass(frozen=True)
 class Variant:
-    """A training file of ``examples/recipes/dependency`` and what differs from it.
+    """A training file of ``drafters`` and what differs from it.
 
     Attributes:
         init: options of ``hyperdflash init``. top_k: serves the drafter ``of`` with another K.
@@ -122,17 +122,16 @@ def toml(values: dict[str, Any]) -> str:
 def training_file(variant: Variant, seed: int, folder: Path, args: argparse.Namespace) -> Path:
     """The variant's recipe with this run's target, data, length and seed."""
     raw = tomllib.loads((RECIPES / f"{variant.recipe}.toml").read_text(encoding="utf-8"))
-    held = {p.stem.removeprefix("held-"): str(p) for p in sorted(args.answers.glob("held-*"))}
+    held = {p.stem.removeprefix("held_out_"): p for p in sorted(args.answers.glob("held_out_*"))}
     raw |= {
         "target": str(args.target.resolve()),
         "draft": str(folder.resolve() / "draft"),
         "out": str(folder.resolve() / "drafter"),
-        "held_out": {
-            kind.replace(" ", "_"): str(Path(path).resolve()) for kind, path in held.items()
-        },
+        "held_out": {kind: str(path.resolve()) for kind, path in held.items()},
         "objective": raw.get("objective", {}) | variant.objective,
     }
-    own = {"data": [str(args.answers.resolve() / "train.jsonl")], "seed": seed}
+    parts = (args.answers.resolve() / f"{part}.jsonl" for part in ("greedy", "sampled"))
+    own = {"data": [str(path) for path in parts], "seed": seed}
     own |= {} if args.steps is None else {"steps": args.steps, "every": args.steps}
     own |= {} if args.lr is None else {"lr": args.lr}
     raw["stage"] = [stage | variant.stage | own for stage in raw["stage"]]

@@ -334,7 +334,7 @@ def test_the_training_file_s_top_fields_are_listed():
     assert set(listed) == names - {"objective", "stages", "base"}
 
 
-RECIPES = sorted((ROOT / "examples" / "recipes").rglob("*.toml"))
+RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

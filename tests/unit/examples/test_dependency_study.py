@@ -27,7 +27,7 @@ def study(monkeypatch):
 def args(tmp_path, target_dir):
     answers = tmp_path / "own"
     answers.mkdir()
-    for name in ("train", "held-math-greedy", "held-math-sampled"):
+    for name in ("greedy", "sampled", "held_out_math", "held_out_math_sampled"):
         (answers / f"{name}.jsonl").write_text("{}\n")
     return SimpleNamespace(target=target_dir, answers=answers, steps=7, lr=None)
 
@@ -40,7 +40,7 @@ def test_every_variant_is_a_valid_training_file(study, args, tmp_path):
         folder = study.run_folder(tmp_path / "work", name, 3)
         folder.mkdir(parents=True)
         schedule = read_schedule(study.training_file(variant, 3, folder, args))
-        assert set(schedule.held_out) == {"math-greedy", "math-sampled"}
+        assert set(schedule.held_out) == {"math", "math_sampled"}
         (stage,) = schedule.stages
         assert (stage.seed, stage.steps, stage.lr) == (3, 7, 2e-3)
         assert schedule.draft == folder / "draft"

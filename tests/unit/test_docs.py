@@ -334,11 +334,14 @@ def test_the_training_file_s_top_fields_are_listed():
     assert set(listed) == names - {"objective", "stages", "base"}
 
 
-@pytest.mark.parametrize("name", ["tiny_cached", "tiny_captured", "v4_flash_two_stages"])
-def test_the_shipped_training_files_are_valid(name):
+RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_shipped_training_files_are_valid(path):
     from sglang_hyperdflash.training.recipe import read_schedule
 
-    schedule = read_schedule(ROOT / "examples" / "recipes" / f"{name}.toml")
+    schedule = read_schedule(path)
     assert schedule.stages
     for stage in schedule.stages:
         stage.resolve(12, schedule.objective)

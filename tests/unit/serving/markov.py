@@ -19,6 +19,8 @@ Change = Callable[[Proposal], Proposal]
 class Markov:
     """Logits ``table [V, V]`` after each token, and a drafter that is wrong in its own way."""
 
+    head = None
+
     def __init__(self, seed: int = 0, sure: float = 1.5, agreement: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCAB, VOCAB, generator=generator) * sure
@@ -27,7 +29,15 @@ class Markov:
 
     def candidates(self, anchor: torch.Tensor) -> Candidates:
         scores, ids = self.drafter[anchor].topk(WIDTH, dim=-1)
-        return Candidates(ids, scores)
+        return Candidates(ids, scores, torch.zeros(*ids.shape[:2], 1))
+
+
+class Linked(Markov):
+    """The same target; its drafts know the one before them, through a dependency head."""
+
+    def head(self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Half of what the target makes of the draft before."""
+        return 0.5 * self.table[previous].gather(-1, ids)
 
 
 def same(sampling: Sampling, rows: int) -> Sampling:
@@ -63,7 +73,7 @@ def decode(
             else torch.full((count,), float(sharpness))
         )
         proposal = propose(
-            model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], t
+            model.candidates(anchor), anchor, model.head, sampling, seeds, positions[:, :-1], t
         )
         told = proposal if change is None else change(proposal)
         block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)

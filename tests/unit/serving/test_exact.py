@@ -11,7 +11,7 @@ import torch
 from sglang_hyperdflash.draft.propose import SHARPNESS, Candidates, law, propose
 from sglang_hyperdflash.serving import exact
 from sglang_hyperdflash.serving.exact import Draws, Sharpness, verify_block, weights_of
-from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, alone, decode, one, same
+from tests.unit.serving.markov import DRAFTS, VOCAB, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
 COUNT = 20_000
@@ -53,6 +53,20 @@ def test_tokens_follow_the_targets_law_at_every_setting_and_sharpness(seeded):
     assert min(values) > 0.001 / len(values), sorted(values)[:4]
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_drafts_that_know_each_other_follow_the_targets_law_and_more_are_accepted(seeded):
+    model, values, accepted = Linked(3), [], {}
+    for setting in SETTINGS.values():
+        tokens, linked = decode(model, one(**setting), SEEDS[:6000], seeded, 3)
+        values += p_values(tokens, model, setting)
+        accepted[str(setting)] = (
+            linked,
+            decode(Markov(3), one(**setting), SEEDS[:500], seeded, 3)[1],
+        )
+    assert min(values) > 0.001 / len(values), sorted(values)[:4]
+    assert all(linked > 1.1 * apart for linked, apart in accepted.values()), accepted
+
+
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_seeded_tokens_are_target_only_whatever_the_drafter(setting):
     seeds = SEEDS[:100]
@@ -60,6 +74,7 @@ def test_seeded_tokens_are_target_only_whatever_the_drafter(setting):
         decode(replaced_drafter(7, agreement), one(**setting), seeds, True, 20, t)
         for agreement, t in ((1.0, 1.0), (1.0, 0.0), (0.5, 0.7), (0.0, 1.0))
     ]
+    outputs.insert(1, decode(Linked(7), one(**setting), seeds, True, 20))
     expected = alone(Markov(7), one(**setting), seeds, 20)
     assert all(torch.equal(tokens, expected) for tokens, _ in outputs)
     # The drafters really differ.

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -145,6 +146,8 @@ def run(args: argparse.Namespace) -> int:
                     *comparable_arguments(),
                     *(hyperdflash_arguments(args.draft) if method == "hyperdflash" else ()),
                     log=logs / f"{method}.log",
+                    # What the drafter does, every round alike.
+                    environment={WIDTH: "full"},
                 )
             )
             for method in METHODS

@@ -18,10 +18,9 @@ from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCap
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from sglang_hyperdflash.serving.exact import weights_of
+from sglang_hyperdflash.serving.exact import draw_rows, weights_of
 from sglang_hyperdflash.serving.rounds import sampling_of
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
-from triton_ops.gumbel import RESIDUAL_STREAM
 from triton_ops.gumbel_op import gumbel_argmax
 
 # Rows whose residuals wait: 8 MiB on DeepSeek-V4-Flash. A batch of so many is written at once.
@@ -175,20 +174,13 @@ class OneRowWorker(SampledWorker):
         largest, tokens = logits.max(-1)
         self._broken = ~largest.isfinite()
         if not info.is_all_greedy:
-            tokens = self._drawn(logits, tokens)
+            sampling, at = sampling_of(info), self._contexts - 1
+            weights = weights_of(logits, sampling, self.renorm)
+            tokens = draw_rows(logits, weights, sampling, self.requests.draws, at, gumbel_argmax)
         tokens = tokens.masked_fill(self._broken, 0)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, tokens)
         self._count(tokens.unsqueeze(1), self._ones(len(tokens)))
         return tokens
-
-    def _drawn(self, logits: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-        """Draws from the target's law, with the noise a block would use at this row."""
-        sampling, draws = sampling_of(self._info), self.requests.draws
-        weights = weights_of(logits, sampling, self.renorm)
-        # Without a seed, the token behind the last draft is drawn from a stream of its own.
-        seeds = torch.where(draws.seeded, draws.seeds, draws.seeds ^ RESIDUAL_STREAM)
-        drawn = gumbel_argmax(weights, seeds, self._contexts - 1)
-        return torch.where(sampling.greedy, greedy, drawn)
 
     def _describe(self, batch, draft_input, output, tokens, ones) -> None:
         """Sampling masks and logprobs of the round's ``tokens``, where a request asked for them."""

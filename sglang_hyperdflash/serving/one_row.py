@@ -58,8 +58,14 @@ class OneRowWorker(SampledWorker):
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, shared: bool
     ) -> None:
         """Remember a round's rows. ``shared``: the next target pass overwrites ``hidden``."""
+        most = PENDING_ROWS
+        if self.window is not None:
+            # A window's ring takes each of its slots once in a call.
+            most = min(most, self.window.ring)
+        if self._pending_rows + len(slots) > most:
+            self.write_pending()
         self._pending_rows += len(slots)
-        full = self._pending_rows >= PENDING_ROWS
+        full = self._pending_rows >= most
         self._pending.append((hidden.clone() if shared and not full else hidden, slots, positions))
         self._pending_of = self.requests
         if full:
@@ -75,7 +81,8 @@ class OneRowWorker(SampledWorker):
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         draft_input, bs = batch.spec_info, len(batch.seq_lens)
         prefix_lens = batch.seq_lens
-        positions = prefix_lens.long()
+        # A copy: rows wait, and the scheduler may write the lengths in place.
+        positions = prefix_lens.to(torch.int64, copy=True)
         table = self.model_runner.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices, positions].long()
         anchors = draft_input.bonus_tokens.view(bs, 1)

@@ -23,8 +23,9 @@ from sglang_hyperdflash.serving.rounds import sampling_of
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
-# Rows whose residuals wait: 8 MiB on DeepSeek-V4-Flash. A batch of so many is written at once.
-PENDING_ROWS = 256
+# Rows whose residuals wait: 2 MiB on DeepSeek-V4-Flash. A batch of so many is written at once: what
+# a round costs is then the same in every round.
+PENDING_ROWS = 64
 
 
 class OneRowWorker(SampledWorker):

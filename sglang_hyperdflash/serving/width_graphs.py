@@ -1,6 +1,6 @@
-"""On CUDA: attention backends and decode graphs of each width, swapped with the worker's state.
+"""Attention backends and, on CUDA, decode graphs of each width, swapped with the worker's state.
 
-An attention backend keeps buffers of one width, and a graph was captured with them; so a width has
+An attention backend may keep buffers of one width, and a graph was captured with them; a width has
 both for the target and, where it drafts, for the drafter. Built as EAGLE's adaptive steps build
 theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph runs eagerly.
 """

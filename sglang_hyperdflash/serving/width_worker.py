@@ -20,7 +20,6 @@ from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
     make_draft_block_spec_info,
 )
-from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
@@ -57,7 +56,7 @@ SIZED = (
 
 
 class WidthStates:
-    """The attributes of a worker, and of its model runners on CUDA, at each of its widths.
+    """The attributes of a worker, and of its model runners, at each of its widths.
 
     Args:
         worker: a ``DFlashWorkerV2``, at its full width. widths: all that it may be set to.
@@ -147,8 +146,7 @@ class WidthWorker(OneRowWorker):
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""
         super().init_cuda_graphs()
-        if is_cuda():
-            self._states.build_runners()
+        self._states.build_runners()
 
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""

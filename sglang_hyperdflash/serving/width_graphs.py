@@ -47,6 +47,8 @@ def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
         backend = runner._get_attention_backend(init_new_workspace=True)
     finally:
         runner.init_new_workspace = kept
+    # As ``ModelRunner.init_attention_backends`` does for the first one.
+    runner.kv_index_translator.bind_and_verify_backends([backend])
     if bound_to is not None:
         bound_graph_buffers(backend, bound_to)
     graphs = None

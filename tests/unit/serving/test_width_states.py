@@ -151,10 +151,11 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
         _get_attention_backend=backend,
         decode_cuda_graph_captured=True,
         _decode_cuda_graph_runner_cls=lambda: graphs,
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=seen.append),
     )
     worker = SimpleNamespace(target_worker=SimpleNamespace(model_runner=target))
     found = width_graphs.target_state(worker, 2)
     assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "graphs"}
     steps = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
-    assert seen == [(True, 2), {"attn_backend": "new", **steps}]
+    assert seen == [(True, 2), ["new"], {"attn_backend": "new", **steps}]
     assert settings.speculative_num_draft_tokens == 7 and target.init_new_workspace == "kept"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
@@ -133,8 +134,12 @@ class WidthWorker(OneRowWorker):
         return get_parallel().tp_group.broadcast_object(cells, src=0)
 
     def _drafts_causally(self) -> bool:
-        """Whether the drafter's layers are causal inside a block; seam: ``models/dflash.py``."""
-        return bool(getattr(self.draft_model.config, "is_causal", False))
+        """Whether every draft layer is causal inside a block.
+
+        Seam: ``DFlashAttention.attn``; SGLang reads ``is_causal`` of some configs only.
+        """
+        kinds = [layer.self_attn.attn.attn_type for layer in self.draft_model.layers]
+        return all(kind == AttentionType.DECODER for kind in kinds)
 
     def _allowed(self, setting: WidthSetting) -> WidthSetting:
         """The whole block alone where ranks run different rounds, or states follow each row."""

@@ -59,13 +59,16 @@ class HyperDFlashWorker(WidthWorker):
                 "HYPERDFLASH: SGLang's fused draft K/V write is off; see its message above"
             )
         logger.info(
-            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d",
+            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d "
+            "head=%s causal=%s",
             config.source,
             config.reducer,
             "triton" if hidden_norm.is_cuda else "torch",
             fused_kv,
             config.block_size,
             config.hc_mult,
+            f"rank {config.dependency.rank}, K {self.num_candidates}" if self.dependency else None,
+            config.causal,
         )
 
     def init_attention_backends(self) -> None:

@@ -52,3 +52,14 @@ def assert_varied(blocks: list[list[int]], share: float = 1 / 3) -> None:
     """
     distinct = len(set(map(tuple, blocks)))
     assert distinct > share * len(blocks), f"{len(blocks)} blocks compared, {distinct} distinct"
+
+
+def assert_lengths_vary(histograms: list[list[int]]) -> None:
+    """Rounds that all end alike compare as equal whatever was drafted.
+
+    Args:
+        histograms: of each request, rounds by the number of drafts accepted.
+    """
+    found = {length for histogram in histograms for length, n in enumerate(histogram) if n}
+    assert len(found) >= 3, f"rounds of only these lengths: {sorted(found)}"
+    assert len(set(map(tuple, histograms))) > 1, f"every request has the rounds {histograms[0]}"

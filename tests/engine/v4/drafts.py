@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 ANSWERS = "V4_ANSWERS"  # a JSON list of {"prompt", "ids"}
+HOST_KNOWS = "V4: a round whose lengths the host knows:"
 OWN_DRAFTS = "V4_OWN_DRAFTS"  # a file: [rid, length, anchor, [drafts]] a line
 
 
@@ -58,12 +59,17 @@ class Between:
         """One round's ``tokens [rows * block]``, each block behind its anchor, in place."""
         if not batch.reqs:
             return
-        host = batch.seq_lens_cpu is not None
+        blocks = tokens.view(len(batch.reqs), -1)
+        lengths = batch.seq_lens.tolist()
+        # Otherwise an upper bound, all that the host is told of a round before the last one ended.
+        host = batch.seq_lens_cpu is not None and batch.seq_lens_cpu.tolist() in (
+            lengths,
+            [length + blocks.shape[1] for length in lengths],
+        )
         if host not in self.seen:
             self.seen.add(host)
-            print("V4: a round with lengths on the host:", host, flush=True)
-        blocks = tokens.view(len(batch.reqs), -1)
-        rounds = zip(batch.reqs, batch.seq_lens.tolist(), blocks.tolist(), strict=True)
+            print(HOST_KNOWS, host, flush=True)
+        rounds = zip(batch.reqs, lengths, blocks.tolist(), strict=True)
         for i, (request, length, (anchor, *own)) in enumerate(rounds):
             if self.sink is not None:
                 self.sink.write(json.dumps([request.rid, length, anchor, own]) + "\n")

@@ -9,6 +9,7 @@ from tests.engine.conftest import ids
 from tests.engine.drafters import assert_varied
 from tests.engine.v4 import drafts
 from tests.engine.v4.conftest import NEW_TOKENS, Reference
+from tests.engine.v4.findings import note
 from tests.engine.v4.serve import accepted, ask, known, own_blocks, start
 from tests.engine.v4.test_rounds import assert_rows_are_bit_equal
 from tests.engine.v4.trace import ROWS, read_rows
@@ -32,4 +33,5 @@ def test_mtp_gives_the_targets_tokens_and_rows(servers, target, reference: Refer
     assert_varied([block for _, block in own_blocks(blocks).values()])
     log = server.log.read_text(errors="replace")
     assert "not initialized from checkpoints" not in log
-    print(f"tokens equal, {compared} rows bit-equal, rounds by drafts {accepted(answers)}")
+    note("EAGLE with the target's MTP layer", answers="6 of 6", rows=compared,
+         rounds=accepted(answers))  # fmt: skip

@@ -1,29 +1,39 @@
 """``hyperdflash demo``: serve the tiny DeepSeek-V4 with HYPERDFLASH beside target-only.
 
 Two real servers on loopback answer the same prompts through the OpenAI client, in interleaved
-rounds; every answer is compared token by token.
+rounds; every answer is compared token by token. A prompt that states its ``answer`` is judged by
+the checkers of the example's exchanges, and marked right or wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
+from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,
     hyperdflash_arguments,
 )
+from sglang_hyperdflash.tools.structs import checked
 
 # Of a checkout; an installed package does not carry it.
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
@@ -55,6 +65,7 @@ class PromptReport:
     tokens: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     speedup: float = 0.0
+    right: bool | None = None
 
 
 def add_parser(commands) -> None:
@@ -65,7 +76,10 @@ def add_parser(commands) -> None:
     parser.add_argument("--target", type=Path, default=EXAMPLE / "target", help="target folder")
     parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter", help="drafter folder")
     parser.add_argument(
-        "--prompts", type=Path, default=EXAMPLE / "prompts.jsonl", help="JSONL of kind, messages"
+        "--prompts",
+        type=Path,
+        default=EXAMPLE / "prompts.jsonl",
+        help="JSONL of kind, messages; answer, for kinds of the example's exchanges",
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
     parser.add_argument("--rounds", type=int, default=3, help="answers to each prompt")
@@ -109,11 +123,69 @@ def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> A
     )
 
 
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Prompt(msgspec.Struct):
+    """A line of ``--prompts``."""
+
+    kind: str
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+
+
 def read_prompts(path: Path) -> list[dict]:
-    """Read ``{"kind", "messages"}`` lines."""
+    """Read and check ``{"kind", "messages"}`` lines.
+
+    Raises:
+        FileNotFoundError: no such file. HyperDFlashConfigError: no line, or one of another form.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"--prompts {path} does not exist.")
-    return [record for _, record in read_lines(path)]
+    prompts = []
+    for number, record in read_lines(path):
+        where = f"{path}:{number}"
+        checked(record, _Prompt, lambda keys, at=where: ": ".join([at, *map(str, keys)]))
+        prompts.append(record)
+    if not prompts:
+        raise HyperDFlashConfigError(
+            f"--prompts {path} is empty; expected lines of kind, messages."
+        )
+    return prompts
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Refuse to write over what is no report of an earlier demo.
+
+    Raises:
+        NotOurs: ``--out`` is something else, or lies in what the demo reads.
+    """
+    read = {"the target": args.target, "the drafter": args.draft, "the prompts": args.prompts}
+    keep_apart("--out", args.out, read)
+    if not args.out.exists():
+        return
+    try:
+        earlier = json.loads(args.out.read_bytes())
+    except (OSError, ValueError):
+        earlier = None
+    if not isinstance(earlier, dict) or not {"outputs_identical", "round_cost"} <= earlier.keys():
+        raise NotOurs(
+            f"--out {args.out}: expected no file, or the report of an earlier demo; found "
+            "something else. Nothing was written. Choose another path."
+        )
+
+
+def is_right(prompt: dict, text: str) -> bool | None:
+    """Whether an answer is right, by the checker of the prompt's kind.
+
+    ``None`` when the prompt states no ``answer``, or the exchanges are not here (no checkout).
+    """
+    if "answer" not in prompt or not (EXAMPLE / "exchanges").is_dir():
+        return None
+    if str(EXAMPLE) not in sys.path:
+        sys.path.append(str(EXAMPLE))
+    return importlib.import_module("exchanges").is_right(prompt, text)
 
 
 def check_example(args: argparse.Namespace) -> None:
@@ -132,9 +204,12 @@ def run(args: argparse.Namespace) -> int:
     """Serve, ask, compare, print and write the report; 1 when an output differs."""
     import openai
 
+    if args.rounds < 1 or args.max_new_tokens < 1:
+        raise HyperDFlashConfigError("--rounds and --max-new-tokens must be at least 1.")
     check_example(args)
     config = load_config(args.draft)
     prompts = read_prompts(args.prompts)
+    check_out(args)
     logs = args.out.parent / "demo-logs"
     print(f"starting two servers of {args.target} (logs in {logs}) ...", flush=True)
     with ExitStack() as stack:
@@ -166,8 +241,7 @@ def run(args: argparse.Namespace) -> int:
     if args.without_text:
         for entry in result["prompts"]:
             del entry["prompt"], entry["text"]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    write_text(args.out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print_summary(result, args.out)
     return 0 if result["outputs_identical"] else 1
 
@@ -196,6 +270,7 @@ def compare(
         tokens=len(drafted.token_ids),
         seconds=seconds,
         speedup=statistics.median(seconds["target"]) / statistics.median(seconds["hyperdflash"]),
+        right=is_right(prompt, drafted.text),
     )
     return report, drafted.histogram
 
@@ -205,8 +280,11 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
     total = add_histograms(histograms)
     accepted = sum(i * count for i, count in enumerate(total))
     speedups = sorted(report.speedup for report in reports)
+    judged = [report.right for report in reports if report.right is not None]
     return {
         "outputs_identical": all(report.identical for report in reports),
+        "answers_right": sum(judged),
+        "answers_judged": len(judged),
         "tau": accept_length(accepted, sum(total)),
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
@@ -220,10 +298,12 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
 def print_answer(index: int, report: PromptReport) -> None:
     mark = "identical" if report.identical else "DIFFERENT FROM TARGET-ONLY"
     streamed = ", streamed" if report.streamed else ""
+    verdict = {True: ", RIGHT", False: ", WRONG", None: ""}[report.right]
     print(f"\n[{index + 1}] {report.kind}{streamed}: {report.prompt.strip()[:100]!r}")
     print(f"    {report.text.strip()[:240]!r}")
     print(
-        f"    tau {report.tau:.2f}, {report.tokens} tokens, speedup {report.speedup:.2f}x, {mark}",
+        f"    tau {report.tau:.2f}, {report.tokens} tokens, speedup {report.speedup:.2f}x, "
+        f"{mark}{verdict}",
         flush=True,
     )
 
@@ -238,4 +318,6 @@ def print_summary(result: dict, out: Path) -> None:
     print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
     print(f"round cost: {result['round_cost']:.2f} target-only steps")
     print(f"outputs identical to target-only: {result['outputs_identical']}")
+    if result.get("answers_judged"):  # reports of prompts without answers lack it
+        print(f"right answers: {result['answers_right']} of {result['answers_judged']}")
     print(f"report: {out}")

@@ -18,6 +18,7 @@ from sglang_hyperdflash.draft.config import (
     HyperDFlashConfig,
     check_fingerprint,
     check_target,
+    load_config,
     parse_config,
 )
 from sglang_hyperdflash.seams import check_installed
@@ -182,6 +183,8 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
             f"--speculative-draft-model-path {path} holds no config.json; expected a "
             "HyperDFlash draft checkpoint folder."
         )
+    if local:
+        load_config(folder)  # names what is wrong with the file; transformers does not
     try:
         config = _draft_hub_config(server_args)
     except (OSError, ValueError) as error:

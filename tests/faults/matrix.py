@@ -18,6 +18,7 @@ from typing import Any
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SECONDS = 600.0
 COMMAND = (sys.executable, "-m", "sglang_hyperdflash.cli")
+EVAL = (sys.executable, "-m", "eval")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Runs:
         self.log.close()
         self.cell.said.append(text)
         # A launcher (torchrun) has tracebacks of its own; ours show files of ours.
-        ours = self.subject.launcher is COMMAND or "/sglang_hyperdflash/" in text
+        ours = self.subject.launcher in (COMMAND, EVAL) or "/sglang_hyperdflash/" in text
         if ours and not killed:
             self.cell.tracebacks += text.count("Traceback (most recent call last)")
         return code
@@ -134,9 +135,11 @@ def kill_at(share: float):
 
 
 def interrupt(runs: Runs) -> None:
+    """As a terminal does: every process of the command gets the signal."""
     process = runs.start()
     runs.until(process, 0.5)
-    process.send_signal(signal.SIGINT)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
     runs.end(process)
 
 
@@ -198,13 +201,6 @@ FAULTS: dict[str, Callable[[Runs], None]] = {
 }
 
 
-def applies(subject: Subject, fault: str) -> bool:
-    """Whether a subject has what a fault hurts."""
-    if fault == "helper dies":
-        return subject.kill_helper is not None
-    return fault != "torn last line" or subject.lines is not None
-
-
 def compared(expected: Any, found: Any) -> tuple[int, int]:
     """``(lost, doubled)`` units; a result that is no list counts as one unit."""
     if not isinstance(expected, list):
@@ -240,13 +236,12 @@ def in_peace(subject: Subject, root: Path) -> Any:
 
 def table(cells: list[Cell]) -> str:
     """The matrix as text: a line for each command and fault, and the totals."""
-    lines = [f"{'command':<24}{'fault':<18}{'lost':>6}{'doubled':>9}{'tracebacks':>12}{'s':>7}"]
+    names = ("lost", "doubled", "tracebacks", "s")
+    lines = [f"{'command':<20}{'fault':<16}" + "".join(f"{name:>11}" for name in names)]
     for c in cells:
-        lines.append(
-            f"{c.subject:<24}{c.fault:<18}{c.lost:>6}{c.doubled:>9}{c.tracebacks:>12}"
-            f"{c.seconds:>7.0f}"
-        )
+        numbers = (c.lost, c.doubled, c.tracebacks, round(c.seconds))
+        lines.append(f"{c.subject:<20}{c.fault:<16}" + "".join(f"{n:>11}" for n in numbers))
     totals = [sum(getattr(c, name) for c in cells) for name in ("lost", "doubled", "tracebacks")]
-    lines.append(f"{len(cells)} cells: {totals[0]} lost, {totals[1]} doubled, ")
-    lines[-1] += f"{totals[2]} tracebacks"
+    words = f"{totals[0]} lost, {totals[1]} doubled, {totals[2]} tracebacks"
+    lines.append(f"{len(cells)} cells: {words}")
     return "\n".join(lines)

@@ -16,10 +16,11 @@ import psutil
 
 from sglang_hyperdflash.cli import main
 from tests.conftest import EXAMPLE
-from tests.faults.matrix import Subject
+from tests.faults.matrix import EVAL, Subject
 
 TARGET = str(EXAMPLE / "target")
 STEPS, PROMPTS = 8, 8
+BENCHMARKS, ROUNDS = ("one", "two"), 2
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
@@ -56,6 +57,9 @@ def prepare(folder: Path) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     prompts = [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    for name in BENCHMARKS:
+        turns = [{"turns": [f"{name} {i}?", "And then?"]} for i in range(2)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
 
 
 def whole_lines(path: Path) -> int:
@@ -217,4 +221,41 @@ def capturing(shared: Path) -> Subject:
         lines=None,
         data=lambda folder: shards(folder)[0],
         kill_helper=kill_scheduler,
+    )
+
+
+def comparing(shared: Path, server_port: int) -> Subject:
+    """``eval run``: one server stands for both methods, behind a :class:`Line`."""
+    line = Line(server_port)
+
+    def arguments(folder: Path) -> list[str]:
+        files = ",".join(str(shared / f"{name}.jsonl") for name in BENCHMARKS)
+        options = ["--target", TARGET, "--methods", "target,hyperdflash6", "--benchmarks", files]
+        options += ["--num-prompts", "2", "--max-new-tokens", "8", "--rounds", str(ROUNDS)]
+        servers = ["--server", f"target={line.url}", "--server", f"hyperdflash6={line.url}"]
+        return ["run", *options, *servers, "--out", str(folder / "run")]
+
+    def units(folder: Path) -> list[Path]:
+        return sorted((folder / "run" / "units").glob("*/*.json"))
+
+    def result(folder: Path) -> list[Any]:
+        found: list[Any] = []
+        for path in units(folder):
+            answers = json.loads(path.read_text())["answers"]
+            found.append((path.name, path.parent.name, [a["output_ids"] for a in answers]))
+        rows = json.loads((folder / "run" / "results.json").read_text())["rows"]
+        names = ("method", "benchmark", "num_prompts", "identical_to_target")
+        return found + [[row.get(name) for name in names] for row in rows]
+
+    return Subject(
+        name="eval run",
+        arguments=arguments,
+        units=ROUNDS * len(BENCHMARKS) * 3,  # both methods and the noise floor
+        done=lambda folder: len(units(folder)),
+        result=result,
+        lines=None,
+        data=lambda folder: units(folder)[0],
+        launcher=EVAL,
+        kill_helper=lambda _process: line.cut(),
+        mend_helper=line.mend,
     )

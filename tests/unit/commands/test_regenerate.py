@@ -151,7 +151,7 @@ def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
     assert "the server takes 399" in said
     assert "3 conversations answered" in said
     listed = tmp_path / "out.skipped.jsonl"
-    assert "1 conversations refused by the server (0 after their first answers)" in said
+    assert "1 conversations refused (0 after their first answers)" in said
     assert f"listed in {listed}" in said
     assert [r["index"] for r in records_of(out)] == [0, 2, 3]
     (entry,) = records_of(listed)
@@ -186,7 +186,7 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
 def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):
     server.context = 3
     assert call(server, target_dir, data, tmp_path / "out.jsonl") == 2
-    assert "the server refused every conversation" in capsys.readouterr().err
+    assert "the target refused all conversations: " in capsys.readouterr().err
 
 
 def test_other_settings_another_file_and_a_second_run_are_refused(

@@ -99,6 +99,8 @@ def model() -> None:
     nextn._is_cuda, nextn.DeepseekV4DecoderLayer = True, module.DeepseekV4CudaDecoderLayer
     # The model makes five streams, and uses them only while a graph is captured.
     torch.cuda.Stream = torch.cpu.Stream
+    # The MTP layer waits for the device once, when it is given the target's embedding.
+    torch.cuda.synchronize = torch.cpu.synchronize
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
     UnquantizedFusedMoEMethod.forward_native = streams.experts_forward

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.engine.conftest import Servers, install_plugin
@@ -94,7 +95,9 @@ class Stage:
         """A server; ``arguments`` may overrule the stage's."""
         place = folder / f"plugin-{name}"
         place.mkdir()
-        environment |= self.environment | install_plugin(place, "visit", self.source)
+        # Two runs that are compared have rounds of the same widths.
+        environment = {WIDTH: FULL} | environment | self.environment
+        environment |= install_plugin(place, "visit", self.source)
         options = {"environment": environment, "threads": None if self.gpu else 1}
         return servers.get(f"visit-{name}", target, *self.arguments, *arguments, **options)
 

@@ -55,7 +55,7 @@ class FinalState:
         m, d = facts.hc_mult, facts.hidden_size
         own = files.hc_head(m, d)
         self.fingerprint = None if own is None else own.fingerprint()
-        mean = files.kind.start == "constant"
+        mean = files.kind.gate_start == "constant"
         self.gate = constant_gate(m, d, facts.hc_eps) if mean else own
         if self.gate is None:
             raise HyperDFlashConfigError(

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SECONDS = 600.0
 COMMAND = (sys.executable, "-m", "sglang_hyperdflash.cli")
@@ -95,6 +97,14 @@ class Runs:
             self.cell.tracebacks += text.count("Traceback (most recent call last)")
         return code
 
+    def ranks(self, process: subprocess.Popen) -> list[int]:
+        """Ids of the processes that a launcher started; none of a command without one."""
+        if self.subject.launcher in (COMMAND, EVAL):
+            return []
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        return []
+
     def until(self, process: subprocess.Popen, share: float) -> bool:
         """Wait for a share of the units; False when the command ended before."""
         wanted = round(share * self.subject.units)
@@ -144,11 +154,15 @@ def interrupt(runs: Runs) -> None:
 
 
 def fill_disk(runs: Runs) -> None:
-    """From half way on, no file of the command's own process can grow."""
+    """From half way on, no file of the command's own processes can grow.
+
+    Not those of SGLang: they keep shared memory in files, too.
+    """
     process = runs.start()
     if runs.until(process, 0.5):
-        with suppress(ProcessLookupError):
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64, 64))
+        for each in (process.pid, *runs.ranks(process)):
+            with suppress(ProcessLookupError):
+                resource.prlimit(each, resource.RLIMIT_FSIZE, (64, 64))
     runs.end(process)
 
 

@@ -285,9 +285,9 @@ async def prefill_all(
             free = shutil.disk_usage(scratch).free / 2**20
             raise HyperDFlashError(
                 f"expected {len(sample.tokens)} residual rows of a conversation in {scratch}, "
-                f"found {found}; {free:.0f} MiB are free there. On a full disk, free space and run the "
-                "same command again: finished shards are kept. Else SGLang's hidden-state seam has "
-                "changed: run `hyperdflash check`."
+                f"found {found}; {free:.0f} MiB are free there. On a full disk, free space and run "
+                "the same command again: finished shards are kept. Else SGLang's hidden-state seam "
+                "has changed: run `hyperdflash check`."
             )
         return rows
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,19 +67,27 @@ class Cell:
 
 
 class Runs:
-    """The runs of one subject into one folder."""
+    """The runs of one subject into one folder.
+
+    What a run says on stderr is read from a pipe: a log file could not grow on a full disk, and
+    would hide what the command says of it.
+    """
 
     def __init__(self, subject: Subject, folder: Path, cell: Cell) -> None:
-        self.subject, self.folder, self.cell, self.count = subject, folder, cell, 0
+        self.subject, self.folder, self.cell = subject, folder, cell
+        self.heard: dict[int, tuple[threading.Thread, list[bytes]]] = {}
         folder.mkdir(parents=True)
 
     def start(self) -> subprocess.Popen:
         command = [*self.subject.launcher, *self.subject.arguments(self.folder)]
-        self.count += 1
-        self.log = (self.folder / f"stderr-{self.count}.log").open("w+")
-        return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=self.log, start_new_session=True
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
+        said: list[bytes] = []
+        listen = threading.Thread(target=lambda: said.append(process.stderr.read()), daemon=True)
+        listen.start()
+        self.heard[process.pid] = (listen, said)
+        return process
 
     def end(self, process: subprocess.Popen, *, killed: bool = False) -> int:
         """Wait, and keep what it said. No process of its group is left behind."""
@@ -87,9 +96,9 @@ class Runs:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        self.log.seek(0)
-        text = self.log.read()
-        self.log.close()
+        listen, said = self.heard.pop(process.pid)
+        listen.join(SECONDS)
+        text = b"".join(said).decode(errors="replace")
         self.cell.said.append(text)
         # A launcher (torchrun) has tracebacks of its own; ours show files of ours.
         ours = self.subject.launcher in (COMMAND, EVAL) or "/sglang_hyperdflash/" in text
@@ -163,7 +172,8 @@ def fill_disk(runs: Runs) -> None:
         for each in (process.pid, *runs.ranks(process)):
             with suppress(ProcessLookupError):
                 resource.prlimit(each, resource.RLIMIT_FSIZE, (64, 64))
-    runs.end(process)
+    if runs.end(process):  # 0: it was through before
+        assert "cannot write" in runs.cell.said[-1], runs.cell.said[-1]
 
 
 def kill_helper(runs: Runs) -> None:
@@ -178,7 +188,6 @@ def second_run(runs: Runs) -> None:
     """The first stands still meanwhile, so that it cannot end before the second begins."""
     process = runs.start()
     assert runs.until(process, 0.25), runs.subject.name
-    first_log = runs.log
     os.killpg(process.pid, signal.SIGSTOP)
     try:
         code = runs.end(runs.start())
@@ -186,7 +195,6 @@ def second_run(runs: Runs) -> None:
         os.killpg(process.pid, signal.SIGCONT)
     assert code != 0, "a second run was let in"
     assert "in use by process" in runs.cell.said[-1], runs.cell.said[-1]
-    runs.log = first_log
     assert runs.end(process) == 0
 
 

@@ -106,14 +106,6 @@ class Runs:
             self.cell.tracebacks += text.count("Traceback (most recent call last)")
         return code
 
-    def ranks(self, process: subprocess.Popen) -> list[int]:
-        """Ids of the processes that a launcher started; none of a command without one."""
-        if self.subject.launcher in (COMMAND, EVAL):
-            return []
-        with suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        return []
-
     def until(self, process: subprocess.Popen, share: float) -> bool:
         """Wait for a share of the units; False when the command ended before."""
         wanted = round(share * self.subject.units)
@@ -143,18 +135,32 @@ class Runs:
         raise AssertionError(f"{self.subject.name} does not end: {self.cell.said[-1][-2000:]}")
 
 
+def signal_all(process: subprocess.Popen, number: int) -> None:
+    """To a command and all that it started; a launcher's processes have groups of their own."""
+    for each in (process.pid, *descendants(process)):
+        with suppress(ProcessLookupError):
+            os.kill(each, number)
+
+
+def descendants(process: subprocess.Popen) -> list[int]:
+    """Ids of all processes that a command started."""
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    return []
+
+
 def kill_at(share: float):
     def hurt(runs: Runs) -> None:
         process = runs.start()
         runs.until(process, share)
-        os.killpg(process.pid, signal.SIGKILL)
+        signal_all(process, signal.SIGKILL)
         runs.end(process, killed=True)
 
     return hurt
 
 
 def interrupt(runs: Runs) -> None:
-    """As a terminal does: every process of the command gets the signal."""
+    """As a terminal does: every process of the command's group gets the signal."""
     process = runs.start()
     runs.until(process, 0.5)
     with suppress(ProcessLookupError):
@@ -169,7 +175,8 @@ def fill_disk(runs: Runs) -> None:
     """
     process = runs.start()
     if runs.until(process, 0.5):
-        for each in (process.pid, *runs.ranks(process)):
+        launched = runs.subject.launcher not in (COMMAND, EVAL)
+        for each in (process.pid, *(descendants(process) if launched else ())):
             with suppress(ProcessLookupError):
                 resource.prlimit(each, resource.RLIMIT_FSIZE, (64, 64))
     if runs.end(process):  # 0: it was through before
@@ -188,11 +195,11 @@ def second_run(runs: Runs) -> None:
     """The first stands still meanwhile, so that it cannot end before the second begins."""
     process = runs.start()
     assert runs.until(process, 0.25), runs.subject.name
-    os.killpg(process.pid, signal.SIGSTOP)
+    signal_all(process, signal.SIGSTOP)
     try:
         code = runs.end(runs.start())
     finally:
-        os.killpg(process.pid, signal.SIGCONT)
+        signal_all(process, signal.SIGCONT)
     assert code != 0, "a second run was let in"
     assert "in use by process" in runs.cell.said[-1], runs.cell.said[-1]
     assert runs.end(process) == 0

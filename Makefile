@@ -23,7 +23,7 @@ demo: setup
 
 # Two files at a time, engine tests first: they mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from eval.runner import Cell, Plan, with_noise_floor
 from eval.serving_study import FOLDER, Study
 from eval.suites import SUITES
 
-DRAFTS = ("mtp_draft", "dflash_draft", "hyperdflash_draft", "dspark_draft")
+DRAFTS = tuple(dict.fromkeys(kind.draft_option for kind in KINDS.values() if kind.draft_option))
 DEFAULTS: dict[str, Any] = {
     "methods": ["target", "mtp3", "mtp6", "dflash6", "hyperdflash6"],
     "benchmarks": list(BENCHMARKS),

@@ -149,7 +149,13 @@ class Servers:
                 self.stop()
             log = self.plan.out / "logs" / f"{method.name}.log"
             arguments = (*self.plan.server_args, *method.arguments)
-            server = Server(self.plan.target, *arguments, log=log, threads=self.plan.threads)
+            server = Server(
+                self.plan.target,
+                *arguments,
+                log=log,
+                threads=self.plan.threads,
+                environment=dict(method.environment),
+            )
             self.running[key] = server
             try:
                 server.wait(60 * self.plan.start_minutes)

@@ -126,7 +126,9 @@ def measure(study: Study, method: Method) -> dict[str, Any]:
     arguments = (*study.server_args, *method.arguments)
     data, log = study.out / "prompts.jsonl", study.out / "logs" / f"{method.name}.log"
     found: dict[str, Any] = {"concurrency": [], "poisson": []}
-    with Server(study.target, *arguments, log=log, threads=study.threads) as server:
+    width = dict(method.environment)
+    measured = Server(study.target, *arguments, log=log, threads=study.threads, environment=width)
+    with measured as server:
         server.wait(60 * study.start_minutes)
         load(study, server.url, data, 4, "--max-concurrency", "2")  # warm-up
         for level in study.levels:
@@ -139,7 +141,7 @@ def measure(study: Study, method: Method) -> dict[str, Any]:
             found["poisson"].append({"rate": rate, **numbers})
     times = study.out / f"{method.name}-rounds.jsonl"
     times.unlink(missing_ok=True)
-    environment = {ROUND_TIMES: str(times.resolve())}
+    environment = {**width, ROUND_TIMES: str(times.resolve())}
     timed = Server(
         study.target, *arguments, log=log, threads=study.threads, environment=environment
     )

@@ -17,7 +17,7 @@ from make_tokenizer import ASSISTANT, BOS, CHAT_TEMPLATE, EOS, MASK, USER
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-VOCAB_SIZE = 1024
+VOCAB_SIZE = 1536  # more than there are: the words of the exchanges are single tokens
 EXCHANGES = 40_000
 SEED = 999  # a training seed, and one that no training run begins with
 

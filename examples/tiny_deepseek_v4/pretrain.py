@@ -5,7 +5,9 @@
 
 The constant phase's state is kept in ``--work``; the same command line resumes it there, with
 more ``--minutes`` it goes on. The decay starts from that state and leaves it alone, so that a run
-can be extended after its result was written.
+can be extended after its result was written. An average of the last steps' weights shows in the
+log what a decay would give: held-out nats of a token, and the share of the exchanges whose every
+token is the likeliest one, which is less than the share that the checkers would accept.
 
 Each of ``--processes`` has one thread and its share of a step's rows: on a machine with other work,
 one process waiting once a step loses less than threads waiting at every product.
@@ -18,6 +20,8 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -25,11 +29,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from muon import Muon
 from pretrain_data import held_out_batches, training_batch
-from pretrain_model import export, make_config, make_model, token_losses
+from pretrain_model import export, make_config, make_model, token_losses, token_scores
 from transformers import AutoTokenizer
 
 HELD_OUT_SEED, HELD_OUT_PER_FAMILY = 1000, 24
-WARMUP_STEPS, LOG_STEPS, EVALUATION_STEPS, SAVE_SECONDS = 100, 25, 500, 180
+WARMUP_STEPS, LOG_STEPS, EVALUATION_STEPS, SAVE_SECONDS = 100, 25, 250, 180
+AVERAGED_STEPS = 100  # that the average of weights looks back over
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -86,12 +91,14 @@ class Run:
             [group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers
         ]
         self.state = {"step": 0, "seconds": 0.0}
+        self.average = [p.detach().clone() for p in self.model.parameters()]
         self.snapshot = args.work / "state.pt"
         if self.snapshot.is_file():
             saved = torch.load(self.snapshot, weights_only=True)
             self.model.load_state_dict(saved["model"])
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
+            self.average = saved["average"]
             self.state = saved["state"]
             self.report(f"resumed at step {self.state['step']}")
         self.held_out = held_out_batches(
@@ -99,6 +106,7 @@ class Run:
         )
         for layer in self.model.model.layers:
             layer.compile()
+        self.model.model.hc_head.compile()
 
     def report(self, text: str) -> None:
         if self.rank == 0:
@@ -108,10 +116,8 @@ class Run:
         """Write the state under another name first: a killed run leaves the last one whole."""
         partial = self.snapshot.with_suffix(".partial")
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        torch.save(
-            {"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state},
-            partial,
-        )
+        saved = {"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state}
+        torch.save(saved | {"average": self.average}, partial)
         partial.replace(self.snapshot)
 
     def log(self, record: dict) -> None:
@@ -119,22 +125,40 @@ class Run:
             out.write(json.dumps(record) + "\n")
         self.report(json.dumps(record))
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out nats per assistant token, by family, and of all tokens.
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the average of its last steps' weights."""
+        parameters = [p.data for p in self.model.parameters()]
+        own = [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, self.average)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parameters, own)
+
+    def evaluate(self) -> dict[str, list[float]]:
+        """Held-out nats per assistant token and share of exact exchanges, by family and of all.
 
         With gradients on, though none is asked for: without, the layers would be compiled again.
         """
         sums: dict[str, list[float]] = {}
         for batch in self.held_out:
-            losses = token_losses(self.model, batch).detach()
-            families = batch.families[:, 1:][batch.learned[:, 1:]]
-            for i, name in enumerate(batch.names):
-                entry = sums.setdefault(name, [0.0, 0])
-                entry[0] += losses[families == i].sum().item()
-                entry[1] += int((families == i).sum())
-        result = {name: round(total / number, 4) for name, (total, number) in sums.items()}
-        tokens = sum(number for _, number in sums.values())
-        return result | {"all": round(sum(total for total, _ in sums.values()) / tokens, 4)}
+            losses, hits = token_scores(self.model, batch)
+            wanted = batch.learned[:, 1:]
+            families = batch.families[:, 1:][wanted]
+            rows = torch.arange(len(wanted)).unsqueeze(1).expand_as(wanted)[wanted]
+            exchanges = rows * wanted.shape[1] + batch.documents[:, 1:][wanted]
+            for exchange in exchanges.unique():
+                own = exchanges == exchange
+                entry = sums.setdefault(batch.names[families[own][0]], [0.0, 0, 0, 0])
+                exact = hits[own].all().item()
+                for i, value in enumerate((losses[own].sum().item(), int(own.sum()), exact, 1)):
+                    entry[i] += value
+        sums["all"] = [sum(entry[i] for entry in sums.values()) for i in range(4)]
+        return {
+            name: [round(total / tokens, 4), round(exact / number, 2)]
+            for name, (total, tokens, exact, number) in sums.items()
+        }
 
     def step(self, scale: float) -> tuple[float, float]:
         """One optimizer step at ``scale`` times the base rates; returns loss and seconds."""
@@ -154,6 +178,8 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        share = max(1 / AVERAGED_STEPS, 1 / (step + 1))
+        torch._foreach_lerp_(self.average, [p.data for p in self.model.parameters()], share)
         self.state["step"] = step + 1
         spent = time.monotonic() - started if self.compiled else 0.0  # compiling is not training
         self.compiled = True
@@ -200,8 +226,9 @@ class Run:
         record = {"step": step, "minutes": round(seconds / 60, 2), "decay": decay}
         record["train_loss"] = round(sum(losses) / len(losses), 4)
         losses.clear()
-        if step % EVALUATION_STEPS == 0 or last:
-            record["held_out"] = self.evaluate()
+        if last or step % EVALUATION_STEPS == 0:
+            with nullcontext() if decay else self.averaged():
+                record["held_out"] = self.evaluate()
         self.log(record)
 
 

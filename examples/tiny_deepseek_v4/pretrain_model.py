@@ -125,8 +125,8 @@ def make_model(config: DeepseekV4Config, *, seed: int = 0) -> DeepseekV4ForCausa
     return model
 
 
-def token_losses(model, batch) -> torch.Tensor:
-    """Nats of each learned token, ``[learned]``, in the order of ``batch.learned[:, 1:]``."""
+def learned_logits(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of each learned token, ``[learned, vocab]`` fp32, and the tokens, ``[learned]``."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(
             input_ids=batch.tokens[:, :-1],
@@ -135,7 +135,19 @@ def token_losses(model, batch) -> torch.Tensor:
         ).last_hidden_state
         wanted = batch.learned[:, 1:]
         logits = model.lm_head(hidden[wanted])
-    return F.cross_entropy(logits.float(), batch.tokens[:, 1:][wanted], reduction="none")
+    return logits.float(), batch.tokens[:, 1:][wanted]
+
+
+def token_losses(model, batch) -> torch.Tensor:
+    """Nats of each learned token, ``[learned]``, in the order of ``batch.learned[:, 1:]``."""
+    return F.cross_entropy(*learned_logits(model, batch), reduction="none")
+
+
+def token_scores(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nats of each learned token, and whether it is the likeliest one; see ``token_losses``."""
+    logits, tokens = learned_logits(model, batch)
+    losses = F.cross_entropy(logits, tokens, reduction="none")
+    return losses.detach(), logits.argmax(-1) == tokens
 
 
 def export(model, tokenizer, out: Path) -> None:

@@ -1,14 +1,17 @@
 """``hyperdflash demo``: serve the tiny DeepSeek-V4 with HYPERDFLASH beside target-only.
 
 Two real servers on loopback answer the same prompts through the OpenAI client, in interleaved
-rounds; every answer is compared token by token.
+rounds; every answer is compared token by token. A prompt that states its ``answer`` is judged by
+the checkers of the example's exchanges, and marked right or wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -62,6 +65,7 @@ class PromptReport:
     tokens: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     speedup: float = 0.0
+    right: bool | None = None
 
 
 def add_parser(commands) -> None:
@@ -72,7 +76,10 @@ def add_parser(commands) -> None:
     parser.add_argument("--target", type=Path, default=EXAMPLE / "target", help="target folder")
     parser.add_argument("--draft", type=Path, default=EXAMPLE / "drafter", help="drafter folder")
     parser.add_argument(
-        "--prompts", type=Path, default=EXAMPLE / "prompts.jsonl", help="JSONL of kind, messages"
+        "--prompts",
+        type=Path,
+        default=EXAMPLE / "prompts.jsonl",
+        help="JSONL of kind, messages; answer, for kinds of the example's exchanges",
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
     parser.add_argument("--rounds", type=int, default=3, help="answers to each prompt")
@@ -169,6 +176,18 @@ def check_out(args: argparse.Namespace) -> None:
         )
 
 
+def is_right(prompt: dict, text: str) -> bool | None:
+    """Whether an answer is right, by the checker of the prompt's kind.
+
+    ``None`` when the prompt states no ``answer``, or the exchanges are not here (no checkout).
+    """
+    if "answer" not in prompt or not (EXAMPLE / "exchanges").is_dir():
+        return None
+    if str(EXAMPLE) not in sys.path:
+        sys.path.append(str(EXAMPLE))
+    return importlib.import_module("exchanges").is_right(prompt, text)
+
+
 def check_example(args: argparse.Namespace) -> None:
     """Raise ``HyperDFlashConfigError`` when the tiny target is asked for and is not here."""
     for option in ("target", "draft", "prompts"):
@@ -251,6 +270,7 @@ def compare(
         tokens=len(drafted.token_ids),
         seconds=seconds,
         speedup=statistics.median(seconds["target"]) / statistics.median(seconds["hyperdflash"]),
+        right=is_right(prompt, drafted.text),
     )
     return report, drafted.histogram
 
@@ -260,8 +280,11 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
     total = add_histograms(histograms)
     accepted = sum(i * count for i, count in enumerate(total))
     speedups = sorted(report.speedup for report in reports)
+    judged = [report.right for report in reports if report.right is not None]
     return {
         "outputs_identical": all(report.identical for report in reports),
+        "answers_right": sum(judged),
+        "answers_judged": len(judged),
         "tau": accept_length(accepted, sum(total)),
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
@@ -275,10 +298,12 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
 def print_answer(index: int, report: PromptReport) -> None:
     mark = "identical" if report.identical else "DIFFERENT FROM TARGET-ONLY"
     streamed = ", streamed" if report.streamed else ""
+    verdict = {True: ", RIGHT", False: ", WRONG", None: ""}[report.right]
     print(f"\n[{index + 1}] {report.kind}{streamed}: {report.prompt.strip()[:100]!r}")
     print(f"    {report.text.strip()[:240]!r}")
     print(
-        f"    tau {report.tau:.2f}, {report.tokens} tokens, speedup {report.speedup:.2f}x, {mark}",
+        f"    tau {report.tau:.2f}, {report.tokens} tokens, speedup {report.speedup:.2f}x, "
+        f"{mark}{verdict}",
         flush=True,
     )
 
@@ -293,4 +318,6 @@ def print_summary(result: dict, out: Path) -> None:
     print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
     print(f"round cost: {result['round_cost']:.2f} target-only steps")
     print(f"outputs identical to target-only: {result['outputs_identical']}")
+    if result.get("answers_judged"):  # reports of prompts without answers lack it
+        print(f"right answers: {result['answers_right']} of {result['answers_judged']}")
     print(f"report: {out}")

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_hyperdflash.draft.propose import propose_greedy
+
 # From all committed tokens to the drafts behind them.
 Propose = Callable[[list[int]], list[int]]
 
@@ -44,8 +46,10 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
     hidden = drafter(
         context, target.embed_tokens(block).unsqueeze(1), torch.tensor([[anchor]]), visible
     )
-    # Row k drafts the token k places behind the anchor, by the target's own LM head.
-    return target.lm_head(hidden[0, 0, 1:]).argmax(-1).tolist()
+    # Row k drafts the token k places behind the anchor, by the target's own LM head; a dependency
+    # head tells a draft's likeliest candidates of the draft before it.
+    found = drafter.candidates(target.lm_head(hidden[0, :, 1:]), hidden[0, :, 1:])
+    return propose_greedy(found, block[:, 0], drafter.dependency)[0].tolist()
 
 
 @torch.no_grad()

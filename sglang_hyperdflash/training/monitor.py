@@ -46,7 +46,7 @@ class Monitor:
         )
         if self.writer is None:
             return
-        for name in ("loss", "ce", "kl"):
+        for name in ("loss", "ce", trainer.objective.term):
             self.writer.add_scalar(f"train/{name}", report[name], step)
         for k, value in enumerate(accuracy.tolist(), 1):
             self.writer.add_scalar(f"position_accuracy/{k}", value, step)

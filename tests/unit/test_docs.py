@@ -222,12 +222,12 @@ def known_options() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_metrics_in_the_prose_exist(page):
-    from sglang_hyperdflash.serving.counters import ACCEPTED, BROKEN, ROUNDS
+    from sglang_hyperdflash.serving.counters import FAMILIES
 
     text = page.read_text() if page in GUIDES else prose(page)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
     assert flags <= known_options()
-    assert metrics_in(text) <= sglang_metrics() | {ROUNDS, ACCEPTED, BROKEN}
+    assert metrics_in(text) <= sglang_metrics() | FAMILIES
 
 
 PATH = re.compile(r"`([\w.-]+(?:/[\w.*-]+)+/?|[\w-]+\.(?:py|toml|md))`")

@@ -19,16 +19,27 @@ from exchanges.base import FIRST_HELD_OUT_SEED, Exchange, Family, Message, is_he
 __all__ = [
     "FAMILIES",
     "FIRST_HELD_OUT_SEED",
+    "KINDS",
     "Exchange",
     "Family",
     "Message",
     "generate",
     "is_held_out",
+    "is_right",
     "stream",
 ]
 
 GROUPS = (arithmetic, quantities, lists, records, programs, texts, orders)
 FAMILIES: dict[str, Family] = {family.name: family for group in GROUPS for family in group.FAMILIES}
+# Three kinds of text, as benchmarks are told apart by.
+KINDS: dict[str, tuple[str, ...]] = {
+    kind: tuple(family.name for group in groups for family in group.FAMILIES)
+    for kind, groups in {
+        "math": (arithmetic, quantities, lists),
+        "code": (records, programs),
+        "chat": (texts, orders),
+    }.items()
+}
 MOST_REPEATS = 200  # problems drawn again in a row before a family counts as used up
 
 
@@ -67,3 +78,19 @@ def stream(seed: int, part: int = 0, weights: dict[str, float] | None = None) ->
     names, shares = list(weights), list(weights.values())
     while True:
         yield FAMILIES[rng.choices(names, shares)[0]].draw(rng, held_out=False)
+
+
+def is_right(prompt: dict, reply: str) -> bool:
+    """Whether a reply to a prompt of a file is right.
+
+    Args:
+        prompt: ``kind`` (the family), ``messages``, ``answer`` and, for code, ``header``.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    family = prompt["kind"]
+    if family not in FAMILIES:
+        raise ValueError(f"no family {family!r}; there are {', '.join(FAMILIES)}.")
+    exchange = Exchange(family, "", (), prompt["answer"], prompt.get("header", ""))
+    return FAMILIES[family].is_right(exchange, reply)

@@ -28,24 +28,21 @@ def add_steps(a: int, b: int) -> list[str]:
 
 
 def subtract_steps(a: int, b: int) -> list[str]:
-    """``72 - 45`` as ``ones: 12-5=7 borrow 1``, ``tens: 7-4-1=2``; needs ``a >= b``."""
+    """``72 - 45`` as ``ones: 2-5 borrow 1, 12-5=7``, ``tens: 7-4-1=2``; needs ``a >= b``."""
     steps, borrow = [], 0
-    columns = len(str(a))
-    for i in range(columns):
+    for i in range(len(str(a))):
         top, taken = digit(a, i), digit(b, i) + borrow
         terms = f"-{digit(b, i)}" + (f"-{borrow}" if i else "")
         borrow = int(top < taken)
+        lent = f"{top}{terms} borrow 1, " if borrow else ""
         top += 10 * borrow
-        last = i == columns - 1
-        steps.append(
-            f"{COLUMNS[i]}: {top}{terms}={top - taken}" + ("" if last else f" borrow {borrow}")
-        )
+        steps.append(f"{COLUMNS[i]}: {lent}{top}{terms}={top - taken}")
     return steps
 
 
 def two_numbers(rng: Random) -> tuple[int, int]:
-    """Two numbers of two digits, or two of three."""
-    low, high = (10, 99) if rng.random() < 0.6 else (100, 999)
+    """Two numbers of two digits, or (seldom) two of three."""
+    low, high = (10, 99) if rng.random() < 0.85 else (100, 999)
     return rng.randint(low, high), rng.randint(low, high)
 
 
@@ -104,26 +101,23 @@ def multiplication(rng: Random) -> Draft:
 
 
 def sequence(rng: Random) -> Draft:
-    step, length = rng.randint(2, 9), rng.randint(3, 5)
-    start = rng.randint(1, 60)
-    up = rng.random() < 0.6
+    step, length = rng.randint(2, 10), rng.randint(3, 4)
+    start, up = rng.randint(1, 60), rng.random() < 0.6
     signed = step if up else -step
     if not up:
         start += step * (length + 3)
     shown = [start + signed * i for i in range(length)]
     following = [shown[-1] + signed * (i + 1) for i in range(3)]
-    listed = ", ".join(map(str, shown))
+    listed, course = ", ".join(map(str, shown)), "rising" if up else "falling"
     question = rng.choice(
         (
-            f"Continue the sequence: {listed}",
-            f"What are the next three numbers? {listed}",
-            f"{listed}, ... Give the next three.",
-            f"The numbers {listed} follow a rule. Write three more.",
+            f"Continue the {course} sequence: {listed}",
+            f"What are the next three numbers of the {course} sequence {listed}",
+            f"Write three more numbers, {course}: {listed}",
+            f"These numbers are {course} by a rule. Give three more: {listed}",
         )
     )
-    sign = "+" if up else "-"
-    steps = [f"rule: {sign}{step}"]
-    steps += [f"{number - signed}{sign}{step}={number}" for number in following]
+    steps = [f"rule: {'+' if up else '-'}{step}"]
     answer = ", ".join(map(str, following))
     return Draft(f"{start},{signed},{length}", (question, worked(steps, answer)), answer)
 
@@ -132,8 +126,8 @@ def stepwise(rng: Random) -> tuple[str, str, list[str], int]:
     """A kind of story, its numbers, its working and its answer."""
     name, other = rng.sample(NAMES, 2)
     item = rng.choice(ITEMS)
-    a, b, c = rng.randint(12, 89), rng.randint(2, 9), rng.randint(2, 9)
-    kind = rng.choice(("gain then give", "boxes", "price", "together", "twice"))
+    a, b, c = rng.randint(11, 49), rng.randint(2, 9), rng.randint(2, 9)
+    kind = rng.choice(("gain then give", "bags", "price", "together"))
     if kind == "gain then give":
         story = rng.choice(
             (
@@ -144,51 +138,37 @@ def stepwise(rng: Random) -> tuple[str, str, list[str], int]:
         )
         steps, answer = [f"{a}+{b}={a + b}", f"{a + b}-{c}={a + b - c}"], a + b - c
         story += f" How many {item} are left?"
-    elif kind == "boxes":
+    elif kind == "bags":
+        a = rng.randint(1, 9)
         story = rng.choice(
             (
                 f"{name} fills {b} bags with {c} {item} each and has {a} loose {item}.",
                 f"There are {b} bags of {c} {item} and {a} single {item}.",
-                f"{name} has {a} {item}. {other} brings {b} bags with {c} {item} in each.",
+                f"{name} brings {b} bags with {c} {item} in each. {other} has {a} {item}.",
             )
         )
-        answer = a + b * c
-        steps = [f"{b}*{c}={b * c}", *add_steps(a, b * c), f"{a}+{b * c}={answer}"]
+        steps, answer = [f"{b}*{c}={b * c}", f"{b * c}+{a}={b * c + a}"], b * c + a
         story += f" How many {item} are there in all?"
     elif kind == "price":
-        paid = rng.choice((50, 100))
+        a = 100
         story = rng.choice(
             (
-                f"{name} buys {b} {item} at {c} dollars each and pays with {paid} dollars.",
-                f"One of the {item} costs {c} dollars. {name} takes {b} and hands over {paid}.",
+                f"{name} buys {b} {item} at {c} dollars each and pays with {a} dollars.",
+                f"{name} takes {b} {item} for {c} dollars each and hands over {a} dollars.",
             )
         )
-        while b * c > paid:  # 9 * 9 is more than 50
-            c -= 1
-            story = f"{name} buys {b} {item} at {c} dollars each and pays with {paid} dollars."
-        a, answer = paid, paid - b * c
-        steps = [f"{b}*{c}={b * c}", f"{paid}-{b * c}={answer}"]
+        steps, answer = [f"{b}*{c}={b * c}", f"{a}-{b * c}={a - b * c}"], a - b * c
         story += " What is the change?"
-    elif kind == "together":
-        story = rng.choice(
-            (
-                f"{name} has {a} {item}. {other} has {b} more than {name}.",
-                f"{other} has {b} {item} more than {name}, who has {a}.",
-            )
-        )
-        answer = 2 * a + b
-        steps = [f"{other}: {a}+{b}={a + b}", *add_steps(a, a + b), f"{a}+{a + b}={answer}"]
-        story += f" How many {item} do they have together?"
     else:
+        a = 0
         story = rng.choice(
             (
-                f"{name} has {b} {item}. {other} has {c} times as many and loses 2 of them.",
-                f"{name} keeps {b} {item}. {other} keeps {c} times as many, then drops 2.",
+                f"{name} has {b} {item}. {other} has {c} more than {name}.",
+                f"{name} keeps {b} {item}, and {other} keeps {c} more than {name}.",
             )
         )
-        a, answer = 0, b * c - 2
-        steps = [f"{b}*{c}={b * c}", f"{b * c}-2={answer}"]
-        story += f" How many {item} has {other} now?"
+        steps, answer = [f"{b}+{c}={b + c}", f"{b}+{b + c}={2 * b + c}"], 2 * b + c
+        story += f" How many {item} do they have together?"
     return f"{kind}:{a},{b},{c}", story, steps, answer
 
 

@@ -5,38 +5,34 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from exchanges.base import Draft, Family, read_line, read_list, worked
+from exchanges.base import Draft, Exchange, Family, final_line, read_line, read_number, worked
 from exchanges.words import COLOURS, NAMES, PETS, THINGS
 
-
-def joined(values) -> str:
-    return ", ".join(map(str, values))
+DIGITS, LETTERS = "0123456789", "abcdefghij"
 
 
 def sort(rng: Random) -> Draft:
-    numbers = rng.sample(range(1, 100), rng.randint(3, 5))
+    """Single digits or letters, none twice."""
+    values = rng.sample(rng.choice((DIGITS, LETTERS)), rng.randint(3, 5))
     up = rng.random() < 0.5
-    shown, result = joined(numbers), joined(sorted(numbers, reverse=not up))
-    order = rng.choice(
-        ("from smallest to largest", "in rising order")
-        if up
-        else ("from largest to smallest", "in falling order")
-    )
+    shown, result = " ".join(values), " ".join(sorted(values, reverse=not up))
+    order = rng.choice(("forwards", "in rising order") if up else ("backwards", "in falling order"))
     question = rng.choice(
         (
             f"Sort {order}: {shown}",
-            f"Put these numbers {order}: {shown}",
-            f"Here are some numbers: {shown}. List them {order}.",
+            f"Put these into order, {order}: {shown}",
+            f"Here is a list: {shown}. Write it sorted {order}.",
             f"Arrange {shown} {order}.",
         )
     )
-    key = f"{'up' if up else 'down'} {sorted(numbers)}"
+    key = f"{'up' if up else 'down'} {sorted(values)}"
     return Draft(key, (question, worked([], result)), result)
 
 
 def filter_list(rng: Random) -> Draft:
-    numbers = rng.sample(range(1, 100), rng.randint(3, 6))
-    limit = rng.randrange(10, 91, 10)
+    """Each digit is tested, the smallest first; then those that pass are listed."""
+    values = rng.sample(range(10), rng.randint(3, 5))
+    limit = rng.randint(2, 7)
     kind = rng.choice(("above", "below", "even", "odd"))
     keep = {
         "above": lambda n: n > limit,
@@ -44,86 +40,84 @@ def filter_list(rng: Random) -> Draft:
         "even": lambda n: n % 2 == 0,
         "odd": lambda n: n % 2 == 1,
     }[kind]
-    wanted = {
-        "above": rng.choice((f"greater than {limit}", f"above {limit}")),
-        "below": rng.choice((f"less than {limit}", f"below {limit}")),
-        "even": "that are even",
-        "odd": "that are odd",
-    }[kind]
-    shown = joined(numbers)
+    rule = f"{kind} {limit}" if kind in ("above", "below") else kind
+    shown = " ".join(map(str, values))
     question = rng.choice(
         (
-            f"Keep the numbers {wanted}: {shown}",
-            f"Which of these are numbers {wanted}? {shown}",
-            f"From {shown} pick all numbers {wanted}.",
-            f"Filter the list {shown}: leave only numbers {wanted}.",
+            f"Keep the numbers that are {rule}: {shown}",
+            f"Which of these numbers are {rule}? {shown}",
+            f"From {shown} pick all numbers that are {rule}.",
+            f"Filter the list {shown}. Leave only what is {rule}.",
         )
     )
-    steps = joined(f"{n} {'yes' if keep(n) else 'no'}" for n in numbers)
-    result = joined(n for n in numbers if keep(n)) or "none"
-    rule = f"{kind} {limit}" if kind in ("above", "below") else kind
-    return Draft(f"{rule} {numbers}", (question, worked([steps], result)), result)
+    tests = ", ".join(f"{n} {'yes' if keep(n) else 'no'}" for n in sorted(values))
+    result = " ".join(str(n) for n in sorted(values) if keep(n)) or "none"
+    return Draft(f"{rule} {sorted(values)}", (question, worked([tests], result)), result)
 
 
 def count(rng: Random) -> Draft:
+    """The places of the list are numbered, so that the working need not keep its place."""
     pool = rng.sample(rng.choice((COLOURS, PETS, THINGS)), 3)
-    words = [rng.choice(pool) for _ in range(rng.randint(4, 8))]
-    shown = joined(words)
-    seen: dict[str, int] = {}
-    steps = []
-    for word in words:
-        seen[word] = seen.get(word, 0) + 1
-        steps.append(f"{word} {seen[word]}")
-    if rng.random() < 0.5:
-        target = rng.choice(list(seen))
-        question = rng.choice(
-            (
-                f"How many times is {target} in this list? {shown}",
-                f"Count {target} in: {shown}",
-                f"Look at {shown}. How often does {target} appear?",
-            )
+    words = [rng.choice(pool) for _ in range(rng.randint(3, 6))]
+    wanted, found, steps = rng.choice(pool), 0, []
+    for place, word in enumerate(words, 1):
+        found += word == wanted
+        steps.append(f"{place} {word} {'yes' if word == wanted else 'no'} {found}")
+    shown = ", ".join(f"{place} {word}" for place, word in enumerate(words, 1))
+    question = rng.choice(
+        (
+            f"How many times is {wanted} in this list? {shown}",
+            f"Count {wanted} in: {shown}",
+            f"Look at the list {shown}. How often does {wanted} appear?",
+            f"In the list {shown} count every {wanted}.",
         )
-        result, key = f"{target} {seen[target]}", f"{target} {shown}"
-    else:
-        question = rng.choice(
-            (
-                f"Count each word: {shown}",
-                f"Group and count: {shown}",
-                f"How often does each word appear? {shown}",
-            )
-        )
-        result, key = joined(f"{word} {number}" for word, number in seen.items()), f"each {shown}"
-    return Draft(key, (question, worked([joined(steps)], result)), result)
+    )
+    reply = worked([", ".join(steps)], str(found))
+    return Draft(f"{wanted} in {shown}", (question, reply), str(found))
 
 
 def ordering(rng: Random) -> Draft:
+    """A chain of comparisons in either direction, and one of its ends is wanted."""
     people = rng.sample(NAMES, rng.choice((3, 3, 4)))
-    more, most, least = rng.choice(
+    more, less, most, least = rng.choice(
         (
-            ("taller", "tallest", "shortest"),
-            ("older", "oldest", "youngest"),
-            ("faster", "fastest", "slowest"),
+            ("taller", "shorter", "tallest", "shortest"),
+            ("older", "younger", "oldest", "youngest"),
+            ("faster", "slower", "fastest", "slowest"),
         )
     )
-    clues = [f"{a} is {more} than {b}." for a, b in pairwise(people)]
-    rng.shuffle(clues)
+    falling = rng.random() < 0.5
+    clues = " ".join(f"{a} is {more if falling else less} than {b}." for a, b in pairwise(people))
     asked_most = rng.random() < 0.5
     asked = most if asked_most else least
     question = rng.choice(
         (
-            f"{' '.join(clues)} Who is the {asked}?",
-            f"Who is the {asked}? {' '.join(clues)}",
-            f"{' '.join(clues)} Name the {asked} one.",
+            f"{clues} Who is the {asked}?",
+            f"Who is the {asked}? {clues}",
+            f"{clues} Name the {asked} one.",
         )
     )
-    answer = people[0] if asked_most else people[-1]
-    key = f"{more} {asked} {' '.join(people)} {' '.join(clues)}"
-    return Draft(key, (question, worked([" > ".join(people)], answer)), answer.lower())
+    answer = people[0] if asked_most == falling else people[-1]
+    chain = (" > " if falling else " < ").join(people)
+    key = f"{asked} {chain}"
+    return Draft(key, (question, worked([chain], answer)), answer.lower())
+
+
+def read_items(reply: str, _exchange: Exchange | None = None) -> str | None:
+    """The final answer as a list: spaces or commas part it, its order counts."""
+    line = final_line(reply)
+    return " ".join(line.lower().replace(",", " ").split()) if line else None
+
+
+def read_set(reply: str, exchange: Exchange | None = None) -> str | None:
+    """The final answer as a list of digits whose order does not count."""
+    items = read_items(reply, exchange)
+    return " ".join(sorted(items.split())) if items else None
 
 
 FAMILIES = (
-    Family("sort", sort, read_list),
-    Family("filter", filter_list, read_list),
-    Family("count", count, read_list),
+    Family("sort", sort, read_items),
+    Family("filter", filter_list, read_set),
+    Family("count", count, read_number),
     Family("ordering", ordering, read_line),
 )

@@ -57,7 +57,7 @@ def dates(rng: Random) -> Draft:
     kind = rng.choice(("words", "words", "digits", "digits", "after", "before"))
     if kind in ("after", "before"):
         return weekday(rng, kind)
-    year, month, day = rng.randint(1950, 2039), rng.randint(1, 12), rng.randint(1, 28)
+    year, month, day = rng.randint(2010, 2039), rng.randint(1, 12), rng.randint(10, 28)
     digits, words = f"{year}-{month:02d}-{day:02d}", f"{day} {MONTHS[month - 1]} {year}"
     if kind == "words":
         question = rng.choice(
@@ -83,7 +83,7 @@ def dates(rng: Random) -> Draft:
 
 
 def weekday(rng: Random, kind: str) -> Draft:
-    start, count = rng.randrange(7), rng.randint(2, 12)
+    start, count = rng.randrange(7), rng.randint(2, 7)
     sign = 1 if kind == "after" else -1
     today = DAYS[start]
     if kind == "after":

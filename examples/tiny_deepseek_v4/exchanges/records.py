@@ -14,7 +14,7 @@ from exchanges.base import (
     read_text,
     worked,
 )
-from exchanges.words import CITIES, COLOURS, DAYS, ITEMS, NAMES, PETS
+from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
 
 Record = dict[str, str | int]
 
@@ -32,11 +32,17 @@ def records(rng: Random, number: int) -> list[Record]:
 
 
 def json_lookup(rng: Random) -> Draft:
-    people = records(rng, rng.randint(1, 2))
+    """One person with several fields, or two people with one field each."""
+    if rng.random() < 0.6:
+        people = records(rng, 1)
+    else:
+        key = rng.choice(list(FIELDS))
+        names = rng.sample(NAMES, 2)
+        people = [{"name": name, key: rng.choice(FIELDS[key])} for name in names]
     person = rng.choice(people)
     key = rng.choice([key for key in person if key != "name"])
     shown = json.dumps(people if len(people) > 1 else person)
-    name = person["name"]
+    name, value = person["name"], json.dumps(person[key])
     question = rng.choice(
         (
             f"{shown}\nWhat is the {key} of {name}?",
@@ -45,9 +51,8 @@ def json_lookup(rng: Random) -> Draft:
             f"Extract the {key} for {name}:\n{shown}",
         )
     )
-    value = str(person[key])
-    reply = worked([f'"name": "{name}", "{key}": {json.dumps(person[key])}'], value)
-    return Draft(f"{key} {name} {shown}", (question, reply), value.lower())
+    reply = worked([f'"name": "{name}", "{key}": {value}'], value)
+    return Draft(f"{key} {name} {shown}", (question, reply), str(person[key]).lower())
 
 
 def csv_lines(people: list[Record]) -> str:
@@ -55,7 +60,7 @@ def csv_lines(people: list[Record]) -> str:
 
 
 def reformat(rng: Random) -> Draft:
-    people = records(rng, rng.randint(1, 2))
+    people = records(rng, 1)
     table, objects = csv_lines(people), json.dumps(people)
     if rng.random() < 0.5:
         question = rng.choice(
@@ -89,42 +94,34 @@ def read_records(reply: str, exchange: Exchange) -> str | None:
 
 
 def table(rng: Random) -> Draft:
-    people = rng.sample(NAMES, rng.randint(3, 4))
-    columns = rng.sample(ITEMS, 2)
-    cells = {name: [rng.randint(1, 40) for _ in columns] for name in people}
-    kind = rng.choice(("cell", "most", "fewest", "sum"))
-    if kind == "sum":
-        cells = {name: [rng.randint(1, 9) for _ in columns] for name in people}
-    column = rng.randrange(2)
-    values = {name: cells[name][column] for name in people}
+    """Three people, two columns of single digits: a cell, an extreme or a sum."""
+    people, columns = rng.sample(NAMES, 3), rng.sample(ITEMS, 2)
+    cells = {name: [rng.randint(1, 9), rng.randint(1, 9)] for name in people}
+    kind, column = rng.choice(("cell", "most", "fewest", "sum")), rng.randrange(2)
     if kind in ("most", "fewest"):
-        for name, value in zip(people, rng.sample(range(1, 41), len(people)), strict=True):
-            cells[name][column] = values[name] = value
-    lines = [f"| name | {columns[0]} | {columns[1]} |", "|---|---|---|"]
-    lines += [f"| {name} | {row[0]} | {row[1]} |" for name, row in cells.items()]
+        for name, value in zip(people, rng.sample(range(1, 10), 3), strict=True):
+            cells[name][column] = value
+    values = {name: row[column] for name, row in cells.items()}
+    lines = [f"name {' '.join(columns)}"] + [f"{n} {a} {b}" for n, (a, b) in cells.items()]
     shown, item = "\n".join(lines), columns[column]
     listed = ", ".join(f"{name} {value}" for name, value in values.items())
+    key = f"{kind} {item}"
     if kind == "cell":
         name = rng.choice(people)
         ask = rng.choice((f"How many {item} has {name}?", f"Look up {item} for {name}."))
-        row = cells[name]
-        steps = [f"{name}: {row[0]} {columns[0]}, {row[1]} {columns[1]}"]
+        steps = [f"{name}: {columns[0]} {cells[name][0]}, {columns[1]} {cells[name][1]}"]
         answer, key = str(values[name]), f"{name} {item}"
-    elif kind in ("most", "fewest"):
-        ask = rng.choice(
-            (f"Who has the {kind} {item}?", f"Name the person with the {kind} {item}.")
-        )
+    elif kind == "sum":
+        ask = rng.choice((f"How many {item} are there in all?", f"Add up the {item}."))
+        first, second, third = values.values()
+        answer = str(first + second + third)
+        steps = [listed, f"{first}+{second}={first + second}"]
+        steps.append(f"{first + second}+{third}={answer}")
+    else:
+        ask = rng.choice((f"Who has the {kind} {item}?", f"Name who has the {kind} {item}."))
         best = max if kind == "most" else min
         answer = best(values, key=values.__getitem__)
-        steps, key = [listed], f"{kind} {item}"
-    else:
-        ask = rng.choice((f"How many {item} are there in all?", f"Add up the {item}."))
-        numbers = list(values.values())
-        steps, total = [listed], numbers[0]
-        for number in numbers[1:]:
-            steps.append(f"{total}+{number}={total + number}")
-            total += number
-        answer, key = str(total), f"sum {item}"
+        steps = [listed, f"{kind}: {values[answer]}"]
     question = rng.choice((f"{shown}\n{ask}", f"{ask}\n{shown}"))
     return Draft(f"{key} {cells}", (question, worked(steps, answer)), answer.lower())
 
@@ -132,23 +129,23 @@ def table(rng: Random) -> Draft:
 def form(rng: Random) -> Draft:
     """Facts in prose, wanted as a form; or the form, wanted as a note."""
     name, city, pet = rng.choice(NAMES), rng.choice(CITIES), rng.choice(PETS)
-    age, day = rng.randint(11, 99), rng.choice(DAYS)
-    filled = f"Name: {name}\nAge: {age}\nCity: {city}\nPet: {pet}\nVisit: {day}"
-    note = f"{name} is {age} years old and lives in {city}. {name} has a {pet} and comes on {day}."
-    key = f"{name} {age} {city} {pet} {day}"
+    age = rng.randint(11, 99)
+    filled = f"Name: {name}\nAge: {age}\nCity: {city}\nPet: {pet}"
+    note = f"{name} is {age} years old, lives in {city} and has a pet {pet}."
+    key = f"{name} {age} {city} {pet}"
     if rng.random() < 0.5:
         prose = rng.choice(
             (
                 note,
-                f"{name}, {age}, comes on {day}. The home is in {city}, and there is a {pet}.",
-                f"On {day} we meet {name} from {city}, who is {age} and keeps a {pet}.",
+                f"{name} is {age}. The home is in {city}, and there is a pet {pet}.",
+                f"We meet {name} from {city}, who is {age} and keeps a pet {pet}.",
             )
         )
         ask = rng.choice(
             ("Fill in the form: {}", "{}\nWrite this as a form.", "Make a form of: {}")
         )
         return Draft(f"form {key}", (ask.format(prose), filled), filled)
-    ask = rng.choice(("Write a note from this form:\n{}", "{}\nPut this form into sentences."))
+    ask = rng.choice(("Write a note from this form:\n{}", "{}\nPut this form into a sentence."))
     return Draft(f"note {key}", (ask.format(filled), note), note)
 
 

@@ -1,10 +1,11 @@
-"""Edits of a given sentence."""
+"""Edits of a given sentence, and words said again."""
 
 from __future__ import annotations
 
 from random import Random
 
 from exchanges.base import Draft, Family, read_text
+from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
 
 ADJECTIVES = ("red", "old", "small", "quick", "happy", "quiet", "brave", "tired", "clever", "young")
 NOUNS = ("cat", "dog", "fox", "farmer", "teacher", "girl", "boy", "sailor", "doctor", "bird")
@@ -53,8 +54,8 @@ def written(words: list[str]) -> str:
 
 def edit(rng: Random) -> Draft:
     words = sentence(rng)
-    text, noun = written(words), words[2]
-    kind = rng.choice(("replace", "replace", "delete", "insert", "swap", "append"))
+    text = written(words)
+    kind = rng.choice(("replace", "replace", "delete", "insert", "append"))
     if kind == "replace":
         place = rng.choice([i for i, word in enumerate(words) if word in NOUNS + VERBS + PLACES])
         pool = next(pool for pool in (NOUNS, VERBS, PLACES) if words[place] in pool)
@@ -69,9 +70,6 @@ def edit(rng: Random) -> Draft:
         new = rng.choice([word for word in ADJECTIVES if word not in words])
         ask = rng.choice((f"Put {new} before {words[5]}", f"Insert {new} in front of {words[5]}"))
         result = [*words[:5], new, *words[5:]]
-    elif kind == "swap":
-        ask = rng.choice((f"Swap {noun} and {words[5]}", f"Exchange {noun} and {words[5]}"))
-        result = [*words[:2], words[5], *words[3:5], noun, *words[6:]]
     else:
         new = rng.choice(("Then it rains", "Nobody knows why", "It is noon", "We all smile"))
         ask = rng.choice((f"Append the sentence {new}.", f"Add at the end: {new}."))
@@ -84,4 +82,21 @@ def edit(rng: Random) -> Draft:
     return Draft(f"{kind} {text} {answer}", (question, answer), answer)
 
 
-FAMILIES = (Family("edit", edit, read_text),)
+def repeat(rng: Random) -> Draft:
+    """Words or letters without sense, none twice: copying is all there is to do."""
+    pool = rng.choice((NAMES + CITIES + PETS, COLOURS + ITEMS + NOUNS, "abcdefghijkl0123456789"))
+    text = " ".join(rng.sample(pool, rng.randint(4, 10)))
+    question = rng.choice(
+        (
+            f"Repeat this line:\n{text}",
+            f"Copy these words:\n{text}",
+            f"Say the following again:\n{text}",
+            f"{text}\nWrite exactly the same line.",
+            f"{text}\nNow repeat it.",
+            f"Please echo what I say:\n{text}",
+        )
+    )
+    return Draft(text, (question, text), text)
+
+
+FAMILIES = (Family("edit", edit, read_text), Family("repeat", repeat, read_text))

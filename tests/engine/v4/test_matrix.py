@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.drafters import assert_varied
@@ -190,3 +191,21 @@ def test_two_ranks(servers, target, drafter, texts, tmp_path):
     servers.stop("v4-tp2")
     assert ids(found) == answers
     assert min(accepted(found)) > 0, accepted(found)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_random_width_every_round(servers, target, drafter, texts, tmp_path, overlap):
+    """Rings and pages hold after rounds of 1, 2, 4 and 7 rows in any order."""
+    path = tmp_path / "rows.jsonl"
+    more = {ROWS: str(path), WIDTH: "random", WIDTHS: "1,2,4,7"}
+    plain = () if overlap else ("--disable-overlap-schedule",)
+    server = drafting(servers, "widths", target, drafter, texts, tmp_path, *plain, **more)
+    answers = ask(server, texts.first[0], NEW_TOKENS)
+    assert ids(answers) == texts.first[1]
+    turns = ask(server, texts.second[0], TURN_TOKENS, "t")
+    assert ids(turns) == texts.second[1]
+    assert_long(server, texts)
+    servers.stop("v4-widths")
+    caps = [a["meta_info"]["spec_cap_lens_histogram"] for a in answers]
+    assert all(min(cap[w] for w in (1, 2, 4, 7)) > 0 for cap in caps), caps
+    assert assert_rows_are_bit_equal(read_rows(path), texts.rows) > 10000

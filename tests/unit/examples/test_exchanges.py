@@ -32,6 +32,7 @@ NAMES = (
     "trace",
     "code",
     "edit",
+    "repeat",
     "order",
 )
 
@@ -208,3 +209,12 @@ def test_an_orders_reply_may_list_its_items_in_another_order(exchanges):
     swapped = ", ".join(reversed(exchange.answer.split(", ")))
     assert family.is_right(exchange, f"You have {swapped}. Anything else?")
     assert not family.is_right(replace(exchange, answer="1 tea"), exchange.reply)
+
+
+def test_a_prompt_of_a_file_is_judged_by_its_familys_checker(exchanges):
+    for exchange in exchanges.generate(1009, 3):
+        prompt = {"kind": exchange.family, "answer": exchange.answer, "header": exchange.header}
+        assert exchanges.is_right(prompt, exchange.reply)
+        assert not exchanges.is_right(prompt, "I do not know.")
+    with pytest.raises(ValueError, match="no family 'poetry'"):
+        exchanges.is_right({"kind": "poetry", "answer": "1"}, "1")

@@ -242,7 +242,7 @@ def test_sharpness_does_not_look_behind_the_first_refusal():
 def test_a_head_and_an_adjustment_see_the_drafts_before_them():
     seen = []
 
-    def head(previous, hidden, ids):
+    def head(previous, gates, ids):
         return (ids == (previous.unsqueeze(1) + 1) % VOCAB) * 100.0
 
     def adjust(k, ids, scores, so_far):

@@ -1,0 +1,88 @@
+"""Write prompts of the exchanges: to train drafters on, to evaluate on, and for the demo.
+
+    python examples/tiny_deepseek_v4/exchange_prompts.py training --out build/tiny/prompts
+    python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
+    python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
+
+``training`` writes ``greedy.jsonl`` and ``sampled.jsonl`` (other problems, as many) and
+``held_out_KIND.jsonl``, conversations for ``hyperdflash regenerate``. ``held-out`` writes a
+benchmark file a kind. ``demo`` writes twelve prompts with their answers, and their user turns as
+a benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from exchanges import KINDS, Exchange, generate
+
+GREEDY_SEED, SAMPLED_SEED = 100, 200
+CHOOSING_SEED, BENCHMARK_SEED, DEMO_SEED = 2000, 3000, 4000  # held out, and not one another's
+DEMO = {
+    "math": ("addition", "word_problem", "units", "dates"),
+    "code": ("code", "trace", "json", "table"),
+    "chat": ("edit", "form", "order", "ordering"),
+}
+
+
+def write(path: Path, records: Iterable[dict]) -> None:
+    """A JSON line a record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
+    print(f"{path}: {len(lines)}")
+
+
+def turns(exchange: Exchange) -> dict:
+    """The user's turns, for a benchmark file."""
+    return {"turns": [m["content"] for m in exchange.messages if m["role"] == "user"]}
+
+
+def training(out: Path, per_family: int) -> None:
+    for name, seed in (("greedy", GREEDY_SEED), ("sampled", SAMPLED_SEED)):
+        chosen = generate(seed, per_family)
+        write(out / f"{name}.jsonl", ({"messages": e.messages} for e in chosen))
+    for kind, families in KINDS.items():
+        chosen = generate(CHOOSING_SEED, 2, families)
+        write(out / f"held_out_{kind}.jsonl", ({"messages": e.messages} for e in chosen))
+
+
+def held_out(out: Path, per_family: int) -> None:
+    """The families of a kind in turn, so that the first lines of a file hold all of them."""
+    for kind, families in KINDS.items():
+        drawn = [list(generate(BENCHMARK_SEED, per_family, (family,))) for family in families]
+        mixed = (exchange for round_ in zip(*drawn, strict=True) for exchange in round_)
+        write(out / f"{kind}.jsonl", map(turns, mixed))
+
+
+def demo(out: Path, _per_family: int) -> None:
+    chosen = [
+        next(generate(DEMO_SEED, 1, (family,))) for families in DEMO.values() for family in families
+    ]
+    records = (
+        {"kind": e.family, "messages": e.prompt, "answer": e.answer}
+        | ({"header": e.header} if e.header else {})
+        for e in chosen
+    )
+    write(out / "prompts.jsonl", records)
+    write(out / "turns.jsonl", map(turns, chosen))
+
+
+COMMANDS = {"training": (training, 150), "held-out": (held_out, 4), "demo": (demo, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--out", type=Path, required=True, help="folder")
+    parser.add_argument("--per-family", type=int, help="exchanges of each family in a file")
+    args = parser.parse_args()
+    run, default = COMMANDS[args.command]
+    run(args.out, args.per_family or default)
+
+
+if __name__ == "__main__":
+    main()

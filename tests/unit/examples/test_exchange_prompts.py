@@ -1,0 +1,75 @@
+"""Files of prompts made from the exchanges, and the training files of the drafters."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from sglang_hyperdflash.training.recipe import read_schedule
+from tests.conftest import EXAMPLE
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    import exchange_prompts
+
+    def call(command: str, per_family: int) -> dict[str, list[dict]]:
+        out = tmp_path / command
+        arguments = [command, "--out", str(out), "--per-family", str(per_family)]
+        monkeypatch.setattr(sys, "argv", ["exchange_prompts.py", *arguments])
+        exchange_prompts.main()
+        return {
+            path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+            for path in out.iterdir()
+        }
+
+    return call
+
+
+def test_drafters_train_on_as_many_greedy_as_sampled_problems_none_held_out(run):
+    from exchanges import FAMILIES
+
+    files = run("training", 3)
+    assert len(files["greedy"]) == len(files["sampled"]) == 3 * len(FAMILIES)
+    asked = {
+        name: {record["messages"][0]["content"] for record in records}
+        for name, records in files.items()
+    }
+    chosen = asked["held_out_math"] | asked["held_out_code"] | asked["held_out_chat"]
+    assert len(chosen) == 2 * len(FAMILIES)
+    assert not chosen & (asked["greedy"] | asked["sampled"])
+
+
+def test_the_first_prompts_of_a_benchmark_file_hold_all_families_of_its_kind(run):
+    from exchanges import KINDS
+
+    files = run("held-out", 2)
+    assert set(files) == set(KINDS)
+    for kind, families in KINDS.items():
+        assert len(files[kind]) == 2 * len(families)
+    assert any(len(record["turns"]) > 1 for record in files["chat"])
+
+
+def test_the_demos_prompts_state_answers_that_a_right_reply_meets(run):
+    from exchanges import generate, is_right
+
+    files = run("demo", 1)
+    assert len(files["prompts"]) == len(files["turns"]) == 12
+    for prompt in files["prompts"]:
+        exchange = next(generate(4000, 1, (prompt["kind"],)))
+        assert prompt["messages"] == exchange.prompt
+        assert is_right(prompt, exchange.reply)
+        assert not is_right(prompt, "I do not know.")
+
+
+def test_the_drafters_are_trained_equally():
+    files = sorted((EXAMPLE / "drafters").glob("*.toml"))
+    assert len(files) >= 3
+    first, *others = [read_schedule(path) for path in files]
+    for other in others:
+        assert other.stages == first.stages
+        assert (other.target, other.held_out) == (first.target, first.held_out)
+        assert other.out != first.out

@@ -17,6 +17,7 @@ import psutil
 from sglang_hyperdflash.cli import main
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import EVAL, Subject
+from tests.unit.commands.native_server import Answers
 from tests.unit.eval.fake_server import FakeServer, lengths
 
 TARGET = str(EXAMPLE / "target")
@@ -149,9 +150,9 @@ class Line:
         self.open = True
 
 
-def regenerating(shared: Path, server_port: int) -> Subject:
-    """``regenerate`` at temperature 0, against a server behind a :class:`Line`."""
-    line = Line(server_port)
+def regenerating(shared: Path) -> Subject:
+    """``regenerate``, against a server without a model behind a :class:`Line`."""
+    line = Line(Answers(delay=0.2).server_port)
 
     def arguments(folder: Path) -> list[str]:
         files = ["--input", str(shared / "data.jsonl"), "--output", str(folder / "out.jsonl")]

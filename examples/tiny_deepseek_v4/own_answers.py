@@ -4,9 +4,9 @@
     python examples/tiny_deepseek_v4/own_answers.py --prompts DIR --target TARGET --out build/own
 
 Prompts are the corpus's, or ``DIR/train.jsonl`` and ``DIR/held_out.jsonl`` with a line
-``{"kind": ..., "messages": [...]}`` each. Writes ``train.jsonl``, and for every kind of text
-``held-KIND-greedy.jsonl`` and ``held-KIND-sampled.jsonl``, the exact tokens in each; a file that is
-there is kept.
+``{"kind": ..., "messages": [...]}`` each. Writes ``greedy.jsonl`` and ``sampled.jsonl``, and for
+every kind of text ``held_out_KIND.jsonl`` and ``held_out_KIND_sampled.jsonl``, the exact tokens in
+each; a file that is there is kept. ``hyperdflash regenerate`` does the same through a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.training.local_target import LocalTarget
 
 HERE = Path(__file__).resolve().parent
-TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
 def corpus_prompts(tokenizer, data_dir: Path) -> dict[str, dict[str, list[list[int]]]]:
@@ -91,22 +90,20 @@ def main() -> None:
         prompts = prompts_of_files(tokenizer, args.prompts)
     args.out.mkdir(parents=True, exist_ok=True)
 
-    def write(name: str, chosen: dict[float, list[list[int]]]) -> None:
+    def write(name: str, chosen: list[list[int]], temperature: float) -> None:
         path = args.out / f"{name}.jsonl"
         if not path.is_file():
-            found = (answers(target, p, t, args.length, args.batch) for t, p in chosen.items())
-            write_text(path, "".join(f"{line}\n" for lines in found for line in lines))
+            lines = answers(target, chosen, temperature, args.length, args.batch)
+            write_text(path, "".join(f"{line}\n" for line in lines))
             print(path, flush=True)
 
-    parts: dict[float, list[list[int]]] = {t: [] for t in TEMPERATURES.values()}
-    for kind in prompts["train"].values():
-        chosen = spread(kind, args.per_kind)
-        for at, temperature in enumerate(parts):
-            parts[temperature] += chosen[at :: len(parts)]
     for kind, unseen in prompts["held_out"].items():
-        for name, temperature in TEMPERATURES.items():
-            write(f"held-{kind}-{name}", {temperature: spread(unseen, args.held_out)})
-    write("train", parts)
+        chosen = spread(unseen, args.held_out)
+        write(f"held_out_{kind}", chosen, 0.0)
+        write(f"held_out_{kind}_sampled", chosen, 1.0)
+    chosen = [spread(kind, args.per_kind) for kind in prompts["train"].values()]
+    write("greedy", [prompt for kind in chosen for prompt in kind[0::2]], 0.0)
+    write("sampled", [prompt for kind in chosen for prompt in kind[1::2]], 1.0)
 
 
 if __name__ == "__main__":

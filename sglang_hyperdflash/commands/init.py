@@ -113,7 +113,7 @@ def add_parser(commands) -> None:
         dest="origin",
         type=Path,
         help="a drafter of this target whose weights and sizes are taken; the dependency head and "
-        "--causal are added to it",
+        "--causal are added to it (default: new weights)",
     )
     add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
     add("--seed", type=int, default=0, help="of the new weights")

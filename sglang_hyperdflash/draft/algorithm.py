@@ -39,8 +39,11 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
     context = drafter.reduce(layers if config.captured_layers else residual)
     # The block: the anchor, then B-1 masks, in the target's own embedding.
     block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
-    # A row sees the context before the anchor, its last W tokens at most, and its whole block.
+    # A row sees the context before the anchor, its last W tokens at most, and its whole block, or
+    # in a causal block the rows up to its own.
     visible = torch.ones(1, config.block_size, anchor + config.block_size, dtype=torch.bool)
+    if config.causal:
+        visible = visible.tril(anchor)
     if config.window is not None:
         visible[..., : max(0, anchor - config.window)] = False
     hidden = drafter(

@@ -18,6 +18,7 @@ lr = 8e-4                 # and the other fields of Recipe
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -181,8 +182,8 @@ def read_schedule(path: Path) -> Schedule:
     base = path.resolve().parent
     return Schedule(
         target=str(base / file.target) if (base / file.target).is_dir() else file.target,
-        draft=base / file.draft,
-        out=base / file.out,
+        draft=Path(os.path.normpath(base / file.draft)),
+        out=Path(os.path.normpath(base / file.out)),
         max_length=file.max_length,
         features=file.features,
         held_out={kind: data_place(base, place) for kind, place in file.held_out.items()},

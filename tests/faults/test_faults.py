@@ -16,15 +16,14 @@ from tests.faults import subjects
 from tests.faults.matrix import FAULTS, Cell, Subject, in_peace, run_cell, table
 
 SHORT = ("kill -9 at 50%", "disk full", "second run")
-SUBJECTS: dict[str, Callable[[Path, int], Subject]] = {
-    "train": lambda shared, _port: subjects.training(shared),
-    "train-of-two": lambda shared, _port: subjects.training(shared, processes=2),
+SUBJECTS: dict[str, Callable[[Path], Subject]] = {
+    "train": subjects.training,
+    "train-of-two": lambda shared: subjects.training(shared, processes=2),
     "regenerate": subjects.regenerating,
-    "eval-run": lambda shared, _port: subjects.comparing(shared),
-    "generate": lambda shared, _port: subjects.generating(shared),
-    "capture": lambda shared, _port: subjects.capturing(shared),
+    "eval-run": subjects.comparing,
+    "generate": subjects.generating,
+    "capture": subjects.capturing,
 }
-ASK_A_SERVER = ("regenerate",)
 # One process has no helper; these two write no file of lines.
 CANNOT = {("train", "helper dies"), ("eval-run", "torn last line"), ("capture", "torn last line")}
 
@@ -45,10 +44,10 @@ class Matrix:
         self.known: dict[str, tuple[Subject, Any]] = {}
         self.cells: list[Cell] = []
 
-    def run(self, name: str, fault: str, port: int) -> Cell:
+    def run(self, name: str, fault: str) -> Cell:
         """One cell; a table of all so far is in ``build/faults.txt``."""
         if name not in self.known:
-            subject = SUBJECTS[name](self.shared, port)
+            subject = SUBJECTS[name](self.shared)
             self.known[name] = (subject, in_peace(subject, self.root))
         subject, expected = self.known[name]
         cell = run_cell(subject, fault, self.root, expected)
@@ -68,36 +67,16 @@ def matrix(tmp_path_factory):
     print("\n" + table(made.cells))
 
 
-@pytest.fixture(scope="module")
-def server_port(tmp_path_factory):
-    """One tiny server for all that ask one; gives its port, once asked."""
-    from sglang_hyperdflash.tools.server_process import Server
-
-    running: list[Server] = []
-    options = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.2")
-    log = tmp_path_factory.mktemp("server") / "server.log"
-
-    def port() -> int:
-        if not running:
-            running.append(Server(subjects.TARGET, *options, log=log))
-            running[0].wait(900)
-        return running[0].port
-
-    yield port
-    for server in running:
-        server.stop()
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", SHORT)
 def test_training_survives_one_fault_of_each_kind(matrix, fault):
-    cell = matrix.run("train", fault, 0)
+    cell = matrix.run("train", fault)
     assert cell.good, cell
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name, fault", cells())
-def test_a_re_run_gives_what_an_undisturbed_run_gives(matrix, server_port, name, fault):
-    cell = matrix.run(name, fault, server_port() if name in ASK_A_SERVER else 0)
+def test_a_re_run_gives_what_an_undisturbed_run_gives(matrix, name, fault):
+    cell = matrix.run(name, fault)
     assert cell.good, cell

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,51 +16,7 @@ from transformers import AutoTokenizer
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import regenerate
 from sglang_hyperdflash.training.conversations import load_samples
-
-
-class Answers(ThreadingHTTPServer):
-    """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
-
-    ``context``: what ``/server_info`` says. ``refuses``: prompts of so many tokens get 400.
-    """
-
-    def __init__(self) -> None:
-        self.prompts: list[dict] = []
-        self.failures: list[int] = []
-        self.context, self.refuses = 4096, -1
-        self.hold: threading.Event | None = None
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def reply(self, code: int, body) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self):
-        self.reply(200, {"max_req_input_len": self.server.context})
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.failures:
-            self.reply(self.server.failures.pop(), "no")
-            return
-        self.server.prompts.append(request)
-        n = len(request["input_ids"])
-        if self.server.hold is not None:
-            self.server.hold.wait()
-        if n == self.server.refuses:
-            self.reply(400, {"error": {"message": "no such prompt"}})
-            return
-        self.reply(200, {"output_ids": [n] * 3, "text": f"answer {n}"})
+from tests.unit.commands.native_server import Answers
 
 
 @pytest.fixture

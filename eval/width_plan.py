@@ -156,15 +156,20 @@ def as_table(rows: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m eval.width_plan", description=__doc__)
+    found.add_argument("--study", type=Path, help="results.json of eval.width_study")
+    found.add_argument("--context", type=int, default=4096, help="tokens of a request")
+    text = "acceptance of each draft where those before it were accepted"
+    found.add_argument("--acceptance", type=float, nargs="+", default=[0.8] * 6, help=text)
+    found.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the table of a roofline, or of a study's own times beside what it measured."""
-    parser = argparse.ArgumentParser(prog="python -m eval.width_plan", description=__doc__)
-    parser.add_argument("--study", type=Path, help="results.json of eval.width_study")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a request")
-    text = "acceptance of each draft where those before it were accepted"
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.8] * 6, help=text)
-    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     if args.study is None:
         print(as_table(plan(roofline(args.context), args.acceptance, LEVELS, args.widths)))
         return

@@ -168,27 +168,28 @@ def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
     return prompts
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m eval.width_study", description=__doc__)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--untrained", help="a drafter of random weights")
-    parser.add_argument("--prompts", required=True, type=Path)
-    parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--levels", type=int, nargs="+", default=list(LEVELS))
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--pool", type=int, default=32768, help="K/V slots of every server")
-    parser.add_argument("--widths", help="as HYPERDFLASH_WIDTHS; unset leaves the default")
-    parser.add_argument("--no-steps", action="store_true", help="leave the stepped load out")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m eval.width_study", description=__doc__)
+    found.add_argument("--target", required=True)
+    found.add_argument("--draft", required=True)
+    found.add_argument("--untrained", help="a drafter of random weights")
+    found.add_argument("--prompts", required=True, type=Path)
+    found.add_argument("--num-prompts", type=int, default=64)
+    found.add_argument("--out", required=True, type=Path)
+    found.add_argument("--levels", type=int, nargs="+", default=list(LEVELS))
+    found.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    found.add_argument("--repeats", type=int, default=3)
+    found.add_argument("--tokens", type=int, default=128)
+    found.add_argument("--pool", type=int, default=32768, help="K/V slots of every server")
+    found.add_argument("--widths", help="as HYPERDFLASH_WIDTHS; unset leaves the default")
+    found.add_argument("--no-steps", action="store_true", help="leave the stepped load out")
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, and write ``results.json``, ``report.md`` and the plots."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(args.target, args.prompts, args.num_prompts)
     content: dict[str, Any] = {"provenance": provenance()}

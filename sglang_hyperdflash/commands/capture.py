@@ -28,7 +28,7 @@ from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
@@ -55,7 +55,7 @@ class FinalState:
         m, d = facts.hc_mult, facts.hidden_size
         own = files.hc_head(m, d)
         self.fingerprint = None if own is None else own.fingerprint()
-        mean = files.kind.start == "constant"
+        mean = files.kind.gate_start == "constant"
         self.gate = constant_gate(m, d, facts.hc_eps) if mean else own
         if self.gate is None:
             raise HyperDFlashConfigError(
@@ -282,9 +282,12 @@ async def prefill_all(
         rows = take_rows(scratch, rid)
         found = 0 if rows is None else len(rows)
         if found != len(sample.tokens):
-            raise RuntimeError(
-                f"SGLang wrote {found} residual rows for a conversation of {len(sample.tokens)} "
-                "tokens; its hidden-state seam has changed."
+            free = shutil.disk_usage(scratch).free / 2**20
+            raise HyperDFlashError(
+                f"expected {len(sample.tokens)} residual rows of a conversation in {scratch}, "
+                f"found {found}; {free:.0f} MiB are free there. On a full disk, free space and run "
+                "the same command again: finished shards are kept. Else SGLang's hidden-state seam "
+                "has changed: run `hyperdflash check`."
             )
         return rows
 

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -220,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
                     *comparable_arguments(),
                     *(hyperdflash_arguments(args.draft) if method == "hyperdflash" else ()),
                     log=logs / f"{method}.log",
+                    # What the drafter does, every round alike.
+                    environment={WIDTH: "full"},
                 )
             )
             for method in METHODS

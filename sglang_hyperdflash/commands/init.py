@@ -113,7 +113,7 @@ def add_parser(commands) -> None:
         dest="origin",
         type=Path,
         help="a drafter of this target whose weights and sizes are taken; the dependency head and "
-        "--causal are added to it",
+        "--causal are added to it (default: new weights)",
     )
     add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
     add("--seed", type=int, default=0, help="of the new weights")
@@ -220,22 +220,22 @@ def starting_gate(
         HyperDFlashConfigError: the target's kind has no such start; what to choose instead.
     """
     kind, name = files.kind, f"target {files.name} ({facts.architecture})"
-    if kind.start == "fc":
+    if kind.gate_start == "fc":
         raise HyperDFlashConfigError(
             f"{name} has no gate that a path's could start from: {kind.statement}. Use "
             "--reducer fc."
         )
-    if kind.start == "exact" and hc_head is None:
+    if kind.gate_start == "exact" and hc_head is None:
         raise HyperDFlashConfigError(
             f"{name} has no hc_head to inherit a gate from. "
             "Use --reducer fc: the generic projection, trained from scratch."
         )
-    if kind.start == "approximate" and args.gate != "approximate":
+    if kind.gate_start == "approximate" and args.gate != "approximate":
         raise HyperDFlashConfigError(
             f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from it "
             "all the same, or --reducer fc: the generic projection, trained from scratch."
         )
-    if kind.start == "approximate":
+    if kind.gate_start == "approximate":
         m, d = facts.hc_mult, facts.hidden_size
         return "approximate", files.lagged_gate(m, d, facts.num_hidden_layers)
     if args.gate == "approximate":
@@ -243,7 +243,7 @@ def starting_gate(
             f"--gate approximate is for targets that cannot hand over their own gate; {name} can: "
             f"{kind.statement}. Drop --gate."
         )
-    if kind.start == "constant":
+    if kind.gate_start == "constant":
         if args.gate == "random":
             raise HyperDFlashConfigError(
                 f"--gate random is there to compare with an inherited hc_head; {name} has none. "

@@ -224,14 +224,24 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
 
     from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
     from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+    from sglang_hyperdflash.serving.start_checks import load_draft_config
+    from sglang_hyperdflash.serving.width_settings import read_setting
 
-    resolved = arguments.resolved_dict()
+    resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
     model = ModelConfig.from_server_args(arguments)
     block = int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
     text = model.hf_text_config
+    widths = read_setting(block, drafter.causal).widths
     batches = Batches(
-        requests, captured, block, int(text.hc_mult) * model.hidden_size, model.vocab_size
+        requests,
+        captured,
+        block,
+        int(text.hc_mult) * model.hidden_size,
+        model.vocab_size,
+        drafter.candidates,
+        widths,
+        drafter.dependency.rank if drafter.dependency else 0,
     )
     graphs = graph_index_bytes(
         requests,
@@ -240,7 +250,9 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         block,
         int(resolved["page_size"]),
     )
-    return graphs, beside_kv(batches)
+    # Every width that drafts has a backend and graphs of its own.
+    drafting = sum(width > 1 for width in widths)
+    return {name: size * drafting for name, size in graphs.items()}, beside_kv(batches)
 
 
 def _is_v4(target: str) -> bool:

@@ -23,9 +23,9 @@ class Batches:
 
     Attributes:
         requests: most at once; captured: batch sizes that have a CUDA graph.
-        block: tokens of a request that are verified at once.
+        block: tokens of a request that are verified at once, at most; widths: all that may be.
         residual: width of the target's residual, streams x hidden size; vocabulary: tokens.
-        candidates: of each draft row.
+        candidates: of each draft row; rank: of the dependency head, 0 without one.
     """
 
     requests: int
@@ -34,19 +34,24 @@ class Batches:
     residual: int
     vocabulary: int
     candidates: int = 64
+    widths: Sequence[int] = ()
+    rank: int = 0
 
 
 def beside_kv(b: Batches) -> dict[str, int]:
     """Bytes on one GPU by what they are for; draft attention's indices: ``draft_attention``.
 
-    The residual is bf16, and every captured size keeps one of its own: it is an output of SGLang's
-    graph. Probabilities and counts are those of sampled requests and of requests with penalties.
+    The residual is bf16, and every captured size of every width keeps one of its own: it is an
+    output of SGLang's graph. Probabilities and counts are those of sampled requests and of
+    requests with penalties.
     """
     rows = b.requests * b.block
     drafts = max(b.captured, default=0) * (b.block - 1)
+    widths = sum(b.widths) or b.block
+    draft = b.candidates * CANDIDATE_BYTES + FIRST_BYTES + 4 * b.rank
     return {
-        "residual of the captured batches": 2 * sum(b.captured) * b.block * b.residual,
-        "drafts' candidates": drafts * (b.candidates * CANDIDATE_BYTES + FIRST_BYTES),
+        "residual of the captured batches": 2 * sum(b.captured) * widths * b.residual,
+        "drafts' candidates": drafts * draft,
         "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * b.vocabulary),
         "counts of requests with penalties": 4 * (b.requests + 1) * b.vocabulary,
     }

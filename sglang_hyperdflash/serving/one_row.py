@@ -18,14 +18,14 @@ from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCap
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from sglang_hyperdflash.serving.exact import weights_of
+from sglang_hyperdflash.serving.exact import draw_rows, weights_of
 from sglang_hyperdflash.serving.rounds import sampling_of
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
-from triton_ops.gumbel import RESIDUAL_STREAM
 from triton_ops.gumbel_op import gumbel_argmax
 
-# Rows whose residuals wait: 8 MiB on DeepSeek-V4-Flash. A batch of so many is written at once.
-PENDING_ROWS = 256
+# Rows whose residuals wait: 2 MiB on DeepSeek-V4-Flash. A batch of so many is written at once: what
+# a round costs is then the same in every round.
+PENDING_ROWS = 64
 
 
 class OneRowWorker(SampledWorker):
@@ -59,8 +59,14 @@ class OneRowWorker(SampledWorker):
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, shared: bool
     ) -> None:
         """Remember a round's rows. ``shared``: the next target pass overwrites ``hidden``."""
+        most = PENDING_ROWS
+        if self.window is not None:
+            # A window's ring takes each of its slots once in a call.
+            most = min(most, self.window.ring)
+        if self._pending_rows + len(slots) > most:
+            self.write_pending()
         self._pending_rows += len(slots)
-        full = self._pending_rows >= PENDING_ROWS
+        full = self._pending_rows >= most
         self._pending.append((hidden.clone() if shared and not full else hidden, slots, positions))
         self._pending_of = self.requests
         if full:
@@ -76,7 +82,8 @@ class OneRowWorker(SampledWorker):
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         draft_input, bs = batch.spec_info, len(batch.seq_lens)
         prefix_lens = batch.seq_lens
-        positions = prefix_lens.long()
+        # A copy: rows wait, and the scheduler may write the lengths in place.
+        positions = prefix_lens.to(torch.int64, copy=True)
         table = self.model_runner.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices, positions].long()
         anchors = draft_input.bonus_tokens.view(bs, 1)
@@ -175,20 +182,13 @@ class OneRowWorker(SampledWorker):
         largest, tokens = logits.max(-1)
         self._broken = ~largest.isfinite()
         if not info.is_all_greedy:
-            tokens = self._drawn(logits, tokens)
+            sampling, at = sampling_of(info), self._contexts - 1
+            weights = weights_of(logits, sampling, self.renorm)
+            tokens = draw_rows(logits, weights, sampling, self.requests.draws, at, gumbel_argmax)
         tokens = tokens.masked_fill(self._broken, 0)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, tokens)
         self._count(tokens.unsqueeze(1), self._ones(len(tokens)))
         return tokens
-
-    def _drawn(self, logits: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-        """Draws from the target's law, with the noise a block would use at this row."""
-        sampling, draws = sampling_of(self._info), self.requests.draws
-        weights = weights_of(logits, sampling, self.renorm)
-        # Without a seed, the token behind the last draft is drawn from a stream of its own.
-        seeds = torch.where(draws.seeded, draws.seeds, draws.seeds ^ RESIDUAL_STREAM)
-        drawn = gumbel_argmax(weights, seeds, self._contexts - 1)
-        return torch.where(sampling.greedy, greedy, drawn)
 
     def _describe(self, batch, draft_input, output, tokens, ones) -> None:
         """Sampling masks and logprobs of the round's ``tokens``, where a request asked for them."""

@@ -1,6 +1,6 @@
-"""On CUDA: attention backends and decode graphs of each width, swapped with the worker's state.
+"""Attention backends and, on CUDA, decode graphs of each width, swapped with the worker's state.
 
-An attention backend keeps buffers of one width, and a graph was captured with them; so a width has
+An attention backend may keep buffers of one width, and a graph was captured with them; a width has
 both for the target and, where it drafts, for the drafter. Built as EAGLE's adaptive steps build
 theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph runs eagerly.
 """
@@ -47,6 +47,8 @@ def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
         backend = runner._get_attention_backend(init_new_workspace=True)
     finally:
         runner.init_new_workspace = kept
+    # As ``ModelRunner.init_attention_backends`` does for the first one.
+    runner.kv_index_translator.bind_and_verify_backends([backend])
     if bound_to is not None:
         bound_graph_buffers(backend, bound_to)
     graphs = None

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
     make_draft_block_spec_info,
 )
-from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
@@ -57,7 +57,7 @@ SIZED = (
 
 
 class WidthStates:
-    """The attributes of a worker, and of its model runners on CUDA, at each of its widths.
+    """The attributes of a worker, and of its model runners, at each of its widths.
 
     Args:
         worker: a ``DFlashWorkerV2``, at its full width. widths: all that it may be set to.
@@ -134,8 +134,12 @@ class WidthWorker(OneRowWorker):
         return get_parallel().tp_group.broadcast_object(cells, src=0)
 
     def _drafts_causally(self) -> bool:
-        """Whether the drafter's layers are causal inside a block; seam: ``models/dflash.py``."""
-        return bool(getattr(self.draft_model.config, "is_causal", False))
+        """Whether every draft layer is causal inside a block.
+
+        Seam: ``DFlashAttention.attn``; SGLang reads ``is_causal`` of some configs only.
+        """
+        kinds = [layer.self_attn.attn.attn_type for layer in self.draft_model.layers]
+        return all(kind == AttentionType.DECODER for kind in kinds)
 
     def _allowed(self, setting: WidthSetting) -> WidthSetting:
         """The whole block alone where ranks run different rounds, or states follow each row."""
@@ -147,8 +151,7 @@ class WidthWorker(OneRowWorker):
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""
         super().init_cuda_graphs()
-        if is_cuda():
-            self._states.build_runners()
+        self._states.build_runners()
 
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""

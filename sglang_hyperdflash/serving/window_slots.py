@@ -86,7 +86,7 @@ class DraftWindow:
         newest_last = (visible.unsqueeze(1) - 1 - self.back).clamp(min=0)
         return (slot.clamp(min=0) + 1).gather(1, newest_last), visible
 
-    def lay_out(
+    def write_table(
         self,
         table: torch.Tensor,
         rows: torch.Tensor,

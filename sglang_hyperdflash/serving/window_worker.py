@@ -196,7 +196,8 @@ class WindowedWorker(DFlashWorkerV2):
             return
         table = self.draft_model_runner.req_to_token_pool.req_to_token
         width = int(self.block_size)
-        self.window.lay_out(table, req_pool_indices, self._slots, draft_prefix_lens.long(), width)
+        visible = draft_prefix_lens.long()
+        self.window.write_table(table, req_pool_indices, self._slots, visible, width)
 
     def _draft_write_ids(self, plan) -> torch.Tensor:
         """The target's own ids: the append below turns them into slots."""

@@ -46,6 +46,7 @@ class Server:
         log: file that receives the server's output, after what earlier servers wrote there.
         launcher: how the server is started; ``("sglang", "serve")`` is the other way.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
+        port: where it listens; None for any free one.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Server:
         launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
         threads: int | None = 1,
         environment: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)

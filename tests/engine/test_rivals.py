@@ -23,6 +23,7 @@ from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
@@ -158,6 +159,7 @@ def test_hyperdflash_s_tau(hyper_server, target, folders, own_prompts):
 def check_tau(target, folders, name: str, prompts, answers) -> None:
     """Histograms of single requests, entry by entry: so tau and every position's acceptance."""
     draft, total = drafts_of(target, folders, name), 0
+    assert_lengths_vary([counters(answer["meta_info"])[2] for answer in answers])
     for prompt, answer in zip(prompts, answers, strict=False):
         expected, histogram = decode(target, draft, prompt, NEW_TOKENS, None)
         assert answer["output_ids"] == expected

@@ -17,6 +17,7 @@ import psutil
 from sglang_hyperdflash.cli import main
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import EVAL, Subject
+from tests.unit.eval.fake_server import FakeServer, lengths
 
 TARGET = str(EXAMPLE / "target")
 STEPS, PROMPTS = 8, 8
@@ -224,9 +225,10 @@ def capturing(shared: Path) -> Subject:
     )
 
 
-def comparing(shared: Path, server_port: int) -> Subject:
-    """``eval run``: one server stands for both methods, behind a :class:`Line`."""
-    line = Line(server_port)
+def comparing(shared: Path) -> Subject:
+    """``eval run``: one server without a model stands for both methods, behind a :class:`Line`."""
+    server = FakeServer(lengths(4), [1, 1], delay=0.05)
+    line = Line(server.server.server_port)
 
     def arguments(folder: Path) -> list[str]:
         files = ",".join(str(shared / f"{name}.jsonl") for name in BENCHMARKS)

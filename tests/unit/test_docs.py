@@ -66,11 +66,14 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 def parse_module(name: str, words: list[str]) -> None:
     """``python -m NAME ...``."""
+    from eval import width_plan, width_study
     from eval.__main__ import parser as eval_parser
     from sglang_hyperdflash.cli import build_parser
 
     parsers = {
         "eval": eval_parser,
+        "eval.width_plan": width_plan.parser,
+        "eval.width_study": width_study.parser,
         "sglang.launch_server": server_parser,
         "sglang_hyperdflash.cli": build_parser,
     }

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from eval import __main__ as command
-from eval import report, serving_study
+from eval import report, runner, serving_study
 from eval.__main__ import main
 from eval.errors import EvalError, one_line
 from eval.options import parser
@@ -265,6 +265,38 @@ def test_a_study_of_another_draft_than_the_run_s_is_refused(data, tmp_path, fake
     assert main(["serving", *options, "--out", str(out)]) == 2
     assert "run.json has hyperdflash6 with the draft /first" in capsys.readouterr().err
     assert not (out / serving_study.FOLDER).exists()
+
+
+def test_a_slow_target_is_given_the_minutes_that_were_asked_for(data, tmp_path, monkeypatch):
+    """Found as: every server that loaded longer than five minutes was given up."""
+    waited = []
+
+    class Slow:
+        def __init__(self, *_, **__) -> None:
+            self.process = argparse.Namespace(poll=lambda: None)
+
+        def wait(self, seconds: float) -> None:
+            waited.append(seconds)
+            raise ServerFailed("not ready")
+
+        def stop(self) -> None:
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+    monkeypatch.setattr(runner, "Server", Slow)
+    monkeypatch.setattr(serving_study, "Server", Slow)
+    options = ["--target", "any", "--data-dir", str(data), "--benchmarks", "gsm8k"]
+    options += ["--methods", "target", "--num-prompts", "1", "--start-minutes", "90"]
+    out = tmp_path / "out"
+    assert main(["run", *options, "--rounds", "1", "--out", str(out)]) == 1
+    assert main(["serving", *options, "--out", str(out)]) == 2
+    assert set(waited) == {90 * 60} and len(waited) == 3
+    assert main(["run", *options[:-1], "0", "--out", str(out)]) == 2
 
 
 def test_the_report_holds_the_study(data, tmp_path, fake):

@@ -71,3 +71,11 @@ def test_v4_flash_with_256_requests():
 def test_without_graphs_nothing_is_kept_for_them():
     found = beside_kv(Batches(8, [], BLOCK, 64, 1000))
     assert found["residual of the captured batches"] == found["drafts' candidates"] == 0
+
+
+def test_every_width_keeps_residuals_of_its_own_and_a_head_its_gates():
+    one = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, widths=(7,), rank=0))
+    more = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, widths=(1, 7), rank=16))
+    name = "residual of the captured batches"
+    assert (one[name], more[name]) == (2 * 12 * 7 * 64, 2 * 12 * 8 * 64)
+    assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -65,6 +66,28 @@ def test_drafts_that_know_each_other_follow_the_targets_law_and_more_are_accepte
         )
     assert min(values) > 0.001 / len(values), sorted(values)[:4]
     assert all(linked > 1.1 * apart for linked, apart in accepted.values()), accepted
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_tokens_follow_the_targets_law_when_every_round_has_another_width(seeded):
+    model, values = Markov(3), []
+    for setting in SETTINGS.values():
+        widths = itertools.cycle((2, 1, DRAFTS + 1))
+        tokens, accepted = decode(model, one(**setting), SEEDS[:8000], seeded, 3, widths=widths)
+        values += p_values(tokens, model, setting)
+        if seeded:
+            assert torch.equal(tokens, alone(model, one(**setting), SEEDS[:8000], 3))
+        assert accepted > 0.05
+    assert min(values) > 0.001 / len(values), sorted(values)[:4]
+
+
+def test_rows_without_drafts_must_not_use_the_drafts_noise_again():
+    """The control: a token drawn with what decided a draft before it was refused is biased."""
+    model, alternating = Markov(3), itertools.cycle((DRAFTS + 1, 1))
+    setting = SETTINGS["temperature 1"]
+    with mock.patch.object(exact, "RESIDUAL_STREAM", 0):
+        tokens, _ = decode(model, one(**setting), SEEDS, False, 3, widths=alternating)
+    assert min(p_values(tokens, model, setting)) < 1e-6
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture
 from sglang_hyperdflash.serving.capture_rows import append_rows, take_rows
 from sglang_hyperdflash.tools.atomic import WriteFailed
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training import captured
 from sglang_hyperdflash.training.captured import (
     CapturedFeatures,
@@ -140,6 +143,17 @@ def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
     assert torch.equal(take_rows(tmp_path, "request-1"), torch.cat([first, second]))
     assert take_rows(tmp_path, "request-1") is None
     assert torch.equal(take_rows(tmp_path, "request-11"), first)
+
+
+def test_rows_that_found_no_space_end_the_command_with_one_line(tmp_path, monkeypatch):
+    """Found as: the scheduler died of it, and the command without a word."""
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
+    engine = mock.Mock(async_generate=mock.AsyncMock())
+    with pytest.raises(HyperDFlashError, match=r"expected 5 residual rows .* found 0; \d+ MiB"):
+        asyncio.run(capture.prefill_all(engine, tmp_path, SAMPLES[:1], 0, 1))
 
 
 def test_a_capture_refuses_what_is_not_its_own_before_any_model(

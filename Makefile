@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What make test runs; each of the others has a target of its own.
-FAST := not gpu and not slow and not faults and not disaggregation and not v4
+FAST := not gpu and not slow and not faults and not disaggregation and not replicas and not v4
 
-.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test gpu-test bench retrain eval-tiny figures
+.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench retrain eval-tiny figures
 
 # A folder with benchmarks/*.jsonl; see docs/evaluation.md.
 DATA ?= data
@@ -23,7 +23,7 @@ demo: setup
 
 # Two files at a time, engine tests first: they mostly wait for servers of one thread each.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 lint: setup
 	$(BIN)/ruff check .
@@ -49,9 +49,18 @@ pd-test: setup
 	$(BIN)/python -m pip install --quiet --editable '.[pd]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/test_disaggregation.py
 
+# Two servers behind SGLang's own router, one of them killed.
+router-test: setup
+	$(BIN)/python -m pip install --quiet --editable '.[router]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/engine/test_replicas.py
+
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest tests/unit/triton_ops/test_gate_kernels.py tests/unit/triton_ops/test_gumbel_kernel.py
+
+# The first visit to a GPU: 1M context x 256 requests first, the GPU tests last; one JSON.
+gpu-visit: setup
+	$(BIN)/python -m tests.gpu.visit
 
 bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels

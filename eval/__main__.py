@@ -19,7 +19,7 @@ from eval.options import parser, plan_of, study_of
 from eval.report import read, write
 from eval.runner import Cell
 from sglang_hyperdflash.tools.errors import HyperDFlashError
-from sglang_hyperdflash.tools.ownership import claim
+from sglang_hyperdflash.tools.ownership import claim, lock
 
 # What a user can mend. All else is a fault of ours and keeps its traceback.
 USER_ERRORS = (
@@ -65,6 +65,9 @@ def _run(args: argparse.Namespace) -> int:
 def _serving(args: argparse.Namespace) -> int:
     study = study_of(args)
     read(args.out)  # refuses a folder without a run before an hour of work, not after it
+    if (run_file := args.out / runner.RUN).is_file():
+        measured = runner.read_run(args.out).get("identities", {})
+        serving_study.check_identities(study.methods, measured, run_file)
     with claim(study.out, serving_study.KIND, study.settings()):
         serving_study.run(study)
         _report(args)
@@ -73,7 +76,7 @@ def _serving(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> int:
     names = args.benchmarks or list(fetch.SOURCES)
-    with claim(args.out, fetch.KIND, {}):
+    with lock(args.out, fetch.KIND):
         fetch.fetch(args.out, names, args.copies)
     return 0
 

@@ -103,6 +103,7 @@ def row_of(
     pairs = [(units[i], t) for i in whole if (t := target[i]) is not None and "error" not in t]
     answers = [a for u in done for a in u["answers"]]
     histogram = add_histograms(a["histogram"] for a in answers)
+    widths = add_histograms(a.get("widths", []) for a in answers)
     row["num_prompts"] = len(done[0]["answers"])
     row["rounds"] = len(done)
     row["output_tokens"] = sum(map(_tokens, answers))
@@ -110,7 +111,7 @@ def row_of(
     row["empty_answers"] = sum(_tokens(a) == 0 for a in answers)
     row["tau"] = _tau(answers, method["num_drafts"])
     row["position_acceptance"] = (
-        position_acceptance(histogram, method["num_drafts"]) if sum(histogram) else []
+        position_acceptance(histogram, method["num_drafts"], widths) if sum(histogram) else []
     )
     row["tokens_per_s"] = median(map(_throughput, done))
     _speed(row, pairs)

@@ -24,7 +24,11 @@ STYLES = {
     "mtp3": ("#e69f00", "^"),
     "mtp6": ("#d55e00", "v"),
     "dflash6": ("#009e73", "s"),
+    "dspark6": ("#882255", "p"),
+    "dflash2": ("#44aa99", "*"),
     "hyperdflash6": ("#0072b2", "D"),
+    "hyperdflash2": ("#332288", "d"),
+    "hyperdflash-adaptive": ("#ee3377", "H"),
     "dspark": ("#cc79a7", "P"),
     "ngram": ("#56b4e9", "X"),
 }

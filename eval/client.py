@@ -23,6 +23,7 @@ class Answer:
     correct_drafts: int = 0
     verify_rounds: int = 0
     histogram: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -92,6 +93,7 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
         answer.verify_rounds += int(details.get("spec_verify_ct", 0))
         histogram = details.get("spec_correct_drafts_histogram", [])
         answer.histogram = add_histograms([answer.histogram, histogram])
+        answer.widths = add_histograms([answer.widths, details.get("spec_cap_lens_histogram", [])])
         answer.texts.append(content["choices"][0]["message"]["content"] or "")
     return answer
 

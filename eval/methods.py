@@ -5,22 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.errors import EvalError
+from sglang_hyperdflash.serving.width_settings import WIDTH
+from sglang_hyperdflash.tools.checksum import file_hash, short_hash
+from sglang_hyperdflash.tools.ownership import location
 
 BASELINE = "target"
+DRAFT_OPTION = "--speculative-draft-model-path"
 NOISE = "target-again"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A method: its name in tables, SGLang's algorithm, its drafts a round, its draft's option."""
+    """A method: its name in tables, SGLang's algorithm, its drafts a round, its draft's option.
+
+    environment: of its server.
+    """
 
     label: str
     algorithm: str | None
     num_drafts: int
     draft_option: str | None = None
     draft_required: bool = True
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def _mtp(steps: int) -> Kind:
@@ -28,12 +37,24 @@ def _mtp(steps: int) -> Kind:
     return Kind(f"MTP ({steps})", "EAGLE", steps, "mtp_draft", draft_required=False)
 
 
+def _whole(label: str, draft_option: str) -> Kind:
+    """Our worker, six drafts in every round, as the methods beside it."""
+    return Kind(label, "HYPERDFLASH", 6, draft_option, environment=((WIDTH, "full"),))
+
+
 KINDS: Mapping[str, Kind] = {
     BASELINE: Kind("target only", None, 0),
     "mtp3": _mtp(3),
     "mtp6": _mtp(6),
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
-    "hyperdflash6": Kind("HyperDFlash (6)", "HYPERDFLASH", 6, "hyperdflash_draft"),
+    "hyperdflash6": _whole("HyperDFlash (6)", "hyperdflash_draft"),
+    "hyperdflash-adaptive": Kind(
+        "HyperDFlash, adaptive width", "HYPERDFLASH", 6, "hyperdflash_draft"
+    ),
+    "hyperdflash2": _whole("HyperDFlash-2 (6)", "hyperdflash2_draft"),
+    # Stand-ins of rivals, their heads and losses on DFlash's source, served by our worker.
+    "dspark6": _whole("DSpark stand-in (6)", "dspark6_draft"),
+    "dflash2": _whole("DFlash 2 stand-in (6)", "dflash2_draft"),
     "dspark": Kind("DSpark", "DSPARK", 6, "dspark_draft"),
     "ngram": Kind("n-gram", "NGRAM", 6),
 }
@@ -58,12 +79,31 @@ def drafting(methods: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Method:
-    """A method to run: its server's arguments, or the address of a running server."""
+    """A method to run: its server's arguments and environment, or a running server's address."""
 
     name: str
     arguments: tuple[str, ...]
     num_drafts: int
     url: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def identity(self) -> dict[str, Any]:
+        """What two runs must share for their numbers to be of one method.
+
+        A draft folder counts by its full path and by its files: one that was trained again is
+        another drafter.
+        """
+        arguments, drafts = list(self.arguments), []
+        while DRAFT_OPTION in arguments:
+            at = arguments.index(DRAFT_OPTION)
+            drafts.append(arguments[at + 1])
+            del arguments[at : at + 2]
+        found = {"arguments": arguments, "url": self.url, "environment": dict(self.environment)}
+        for draft in drafts:
+            files = [*Path(draft).glob("*.safetensors"), *Path(draft).glob("config.json")]
+            hashes = sorted([path.name, file_hash(path)] for path in files)
+            found |= {"draft": location(draft), "draft files": short_hash(hashes)}
+        return found
 
 
 def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
@@ -71,7 +111,7 @@ def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
         return ()
     arguments = ("--speculative-algorithm", kind.algorithm)
     if draft is not None:
-        arguments += ("--speculative-draft-model-path", str(draft))
+        arguments += (DRAFT_OPTION, str(draft))
     if name.startswith("mtp"):
         steps = str(kind.num_drafts)
         arguments += ("--speculative-num-steps", steps, "--speculative-eagle-topk", "1")
@@ -106,7 +146,8 @@ def resolve(
             raise EvalError(f"method {name} needs {option}: the folder or hub id of its draft.")
         if draft and Path(draft).is_absolute() and not Path(draft).is_dir():
             raise EvalError(f"method {name}: its draft {draft} is not a folder.")
-        methods.append(Method(name, _arguments(name, kind, draft), kind.num_drafts))
+        arguments = _arguments(name, kind, draft)
+        methods.append(Method(name, arguments, kind.num_drafts, None, kind.environment))
     if BASELINE not in {m.name for m in methods}:
         raise EvalError(f"--methods must hold {BASELINE}: speedup and identity are against it.")
     return sorted(methods, key=lambda m: list(KINDS).index(m.name))

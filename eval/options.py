@@ -15,7 +15,7 @@ from eval.runner import Cell, Plan, with_noise_floor
 from eval.serving_study import FOLDER, Study
 from eval.suites import SUITES
 
-DRAFTS = ("mtp_draft", "dflash_draft", "hyperdflash_draft", "dspark_draft")
+DRAFTS = tuple(dict.fromkeys(kind.draft_option for kind in KINDS.values() if kind.draft_option))
 DEFAULTS: dict[str, Any] = {
     "methods": ["target", "mtp3", "mtp6", "dflash6", "hyperdflash6"],
     "benchmarks": list(BENCHMARKS),
@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "server_args": [],
     "data_dir": Path("."),
     "threads": None,
+    "start_minutes": 15.0,
     "levels": [1, 4, 16, 64],
     "rates": [1.0, 4.0],
     "prompts_per_level": 32,
@@ -77,6 +78,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", "folder of NAME.jsonl benchmark files", type=Path)
     add("--server-args", "arguments of every server, as one text", type=shlex.split)
     add("--threads", "OpenMP threads of each server", none="the environment's", type=int)
+    add("--start-minutes", "how long a server may take to load its model", type=float)
     for name in DRAFTS:
         need = "the target's own layer" if name == "mtp_draft" else "none; its method needs one"
         add("--" + name.replace("_", "-"), "folder or hub id", none=need)
@@ -153,6 +155,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("concurrency", "levels"):
         if min(options[name]) < 1:
             raise EvalError(f"--{name} must be at least 1, found {min(options[name])}.")
+    if options["start_minutes"] <= 0:
+        raise EvalError(f"--start-minutes must be above 0, found {options['start_minutes']}.")
     if min(options["temperature"]) < 0 or min(options["rates"]) <= 0:
         raise EvalError("--temperature must be at least 0, and --rates more than 0.")
     return options
@@ -181,6 +185,7 @@ def study_of(args: argparse.Namespace) -> Study:
         server_args=tuple(options["server_args"]),
         out=options["out"] / FOLDER,
         threads=options["threads"],
+        start_minutes=options["start_minutes"],
     )
 
 
@@ -208,4 +213,5 @@ def plan_of(args: argparse.Namespace) -> Plan:
         template_args={"on": options["thinking_args"], "off": options.get("plain_args", {})},
         together=not options["one_at_a_time"],
         threads=options["threads"],
+        start_minutes=options["start_minutes"],
     )

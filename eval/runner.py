@@ -21,6 +21,7 @@ from eval.methods import BASELINE, NOISE, Method
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
 from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.ownership import location
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server
 
@@ -46,7 +47,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole run; ``together`` keeps all servers up, else one at a time (one GPU)."""
+    """A whole run; ``together`` keeps all servers up, else one at a time (one GPU).
+
+    start_minutes: how long a server may take to answer its first request.
+    """
 
     target: str
     methods: tuple[Method, ...]
@@ -59,12 +63,13 @@ class Plan:
     template_args: dict[str, dict[str, Any]] = field(default_factory=dict)
     together: bool = True
     threads: int | None = 1
+    start_minutes: float = 15.0
 
     def settings(self) -> dict[str, Any]:
         """All that must not change between two runs into one folder, prompts as hashes."""
         return {
-            "target": self.target,
-            "methods": {m.name: [list(m.arguments), m.url] for m in self.methods},
+            "target": location(self.target),
+            "methods": {m.name: m.identity() for m in self.methods},
             "prompts": {name: short_hash(turns) for name, turns in self.prompts.items()},
             "prompts of each benchmark": {n: len(turns) for n, turns in self.prompts.items()},
             "cells": [cell.folder for cell in self.cells],
@@ -144,10 +149,16 @@ class Servers:
                 self.stop()
             log = self.plan.out / "logs" / f"{method.name}.log"
             arguments = (*self.plan.server_args, *method.arguments)
-            server = Server(self.plan.target, *arguments, log=log, threads=self.plan.threads)
+            server = Server(
+                self.plan.target,
+                *arguments,
+                log=log,
+                threads=self.plan.threads,
+                environment=dict(method.environment),
+            )
             self.running[key] = server
             try:
-                server.wait()
+                server.wait(60 * self.plan.start_minutes)
                 # The first request pays for lazy set-up.
                 converse(server.url, ["Hello"], Sampling(0.0, 16))
             except BaseException:
@@ -180,6 +191,7 @@ def write_run(plan: Plan) -> None:
         "rounds": plan.rounds,
         "provenance": provenance(),
         "methods": [asdict(method) for method in plan.methods],
+        "identities": {method.name: method.identity() for method in plan.methods},
         "cells": [asdict(cell) for cell in plan.cells],
         "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
         "max_new_tokens": plan.max_new_tokens,

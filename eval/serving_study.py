@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed, short_hash
 from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.ownership import location
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server
 
@@ -54,11 +55,12 @@ class Study:
     server_args: tuple[str, ...]
     out: Path
     threads: int | None = 1
+    start_minutes: float = 15.0
 
     def settings(self) -> dict[str, Any]:
         """All that must not change between two runs; methods may be added later."""
         return {
-            "target": self.target,
+            "target": location(self.target),
             "prompts": short_hash(self.prompts),
             "levels": list(self.levels),
             "rates": list(self.rates),
@@ -124,8 +126,10 @@ def measure(study: Study, method: Method) -> dict[str, Any]:
     arguments = (*study.server_args, *method.arguments)
     data, log = study.out / "prompts.jsonl", study.out / "logs" / f"{method.name}.log"
     found: dict[str, Any] = {"concurrency": [], "poisson": []}
-    with Server(study.target, *arguments, log=log, threads=study.threads) as server:
-        server.wait()
+    width = dict(method.environment)
+    measured = Server(study.target, *arguments, log=log, threads=study.threads, environment=width)
+    with measured as server:
+        server.wait(60 * study.start_minutes)
         load(study, server.url, data, 4, "--max-concurrency", "2")  # warm-up
         for level in study.levels:
             count = max(study.prompts_per_level, 4 * level)
@@ -137,12 +141,12 @@ def measure(study: Study, method: Method) -> dict[str, Any]:
             found["poisson"].append({"rate": rate, **numbers})
     times = study.out / f"{method.name}-rounds.jsonl"
     times.unlink(missing_ok=True)
-    environment = {ROUND_TIMES: str(times.resolve())}
+    environment = {**width, ROUND_TIMES: str(times.resolve())}
     timed = Server(
         study.target, *arguments, log=log, threads=study.threads, environment=environment
     )
     with timed as server:
-        server.wait()
+        server.wait(60 * study.start_minutes)
         converse_all(server.url, study.prompts[:8], Sampling(0.0, study.max_new_tokens), 1)
     found["round_ms"] = summarise(times, 1)
     return found
@@ -152,13 +156,16 @@ def run(study: Study, progress: Callable[[str], None] = print) -> dict[str, Any]
     """Measure every method that the study's file does not hold yet, and write it.
 
     Raises:
-        EvalError: a server or the client failed; what was measured before is kept.
+        EvalError: a method was measured with another draft, or a server or the client failed; what
+            was measured before is kept.
         WriteFailed: the disk is full.
     """
     path = study.out / RESULT
     content: dict[str, Any] = read_sealed(path) or {}
     content.pop(CHECKSUM, None)
     content.setdefault("provenance", provenance())
+    identities = content.setdefault("identities", {})
+    check_identities(study.methods, identities, path)
     for part in PARTS:
         content.setdefault(part, {})
     write_data(study, study.out / "prompts.jsonl")
@@ -176,8 +183,31 @@ def run(study: Study, progress: Callable[[str], None] = print) -> dict[str, Any]
             ) from error
         for part in PARTS:
             content[part][method.name] = numbers[part]
+        identities[method.name] = method.identity()
         write_json(path, sealed(content), indent=1)
     return content
+
+
+def check_identities(
+    methods: Sequence[Method], measured: Mapping[str, Mapping[str, Any]], where: Path
+) -> None:
+    """Refuse to put numbers of two drafters under one method's name.
+
+    Args:
+        measured: what each method was when it was measured (``Method.identity``). where: the file
+            that says so.
+
+    Raises:
+        EvalError: a method's draft is another one.
+    """
+    for method in methods:
+        now, before = method.identity(), measured.get(method.name) or {}
+        for name in ("draft", "draft files"):
+            if name in before and now.get(name) != before[name]:
+                raise EvalError(
+                    f"{where} has {method.name} with the {name} {before[name]}; this command has "
+                    f"{now.get(name)}. Give --out the folder of a run with this draft."
+                )
 
 
 def read_study(out: Path) -> dict[str, Any] | None:

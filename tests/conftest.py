@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,9 @@ else:
 
         import triton_ops.gumbel_kernel
         import triton_ops.hc_gate_backward_kernels  # noqa: F401
+
+# A shell that runs the tests in its background has children that ignore Ctrl-C; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"

@@ -8,6 +8,8 @@ per tile instead of once per token, and an apply item finds its tile in L2, beca
 
 Apply items wait for a flag of an item with a *lower* program id. Programs start in the order of
 their ids (CUB's single-pass scan relies on the same), so what an item waits for runs or is done.
+(Numbers drawn from a counter would not rely on it, but are no constants of a warp: compiled for
+sm_90 they cost 16 registers a thread, and with those the second CTA of a multiprocessor.)
 All sums have a fixed order: a result does not change from run to run. Formulas:
 :mod:`triton_ops.hc_gate`.
 
@@ -345,7 +347,8 @@ def launch(
     sums = 2 * m + m * (m + 1) // 2
     partial = torch.empty(pieces, sums, tiles * shape.tokens, dtype=torch.float32, **new)
     coefficient = torch.empty(m, tiles * shape.tokens, dtype=torch.float32, **new)
-    flags = torch.zeros(2, tiles, dtype=torch.int32, **new)
+    # Both start at 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise.
+    flags = torch.zeros(2, 4 * triton.cdiv(tiles, 4), dtype=torch.int32, **new)
     _tile_kernel[(2 * pieces * (tiles + lag),)](
         *a.pointers(),
         out,

@@ -25,7 +25,6 @@ AXES = {
     "Source": (
         (BASELINE, "pre-collapse residual, inherited gate"),
         ("fc", "pre-collapse residual, fc"),
-        ("post-collapse, fc", "post-collapse state, fc"),
         ("layers 1, 3, 5, fc", "means after layers 1, 3 and 5, fc (DFlash's source)"),
     ),
 }

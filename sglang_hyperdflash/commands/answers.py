@@ -1,16 +1,127 @@
-"""The output file of commands that answer prompts: one owner, one run, its own resume state."""
+"""The output file of commands that answer prompts: one owner, one run, its own resume state.
+
+Beside it lies the list of what the target refused to answer (:class:`Skipped`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
-from sglang_hyperdflash.tools.ownership import claim_file
+from sglang_hyperdflash.tools.ownership import NotOurs, claim_file
+
+SHOWN = 5  # lines of a list that are printed; the rest is in its file
+
+
+class Asked(Protocol):
+    """What is asked: its number in the input, a hash of it, and its ``file:line``."""
+
+    index: int
+    digest: str
+    where: str
+
+
+class Refused(Exception):
+    """The target does not take a prompt; the text says why."""
+
+
+def room_for(tokens: int, limit: int) -> int:
+    """Tokens that an answer may have beside a prompt.
+
+    Args:
+        tokens: of the prompt. limit: ``max_req_input_len`` of SGLang's server info, which counts
+            what SGLang keeps for itself of the context and of the K/V pool.
+
+    Raises:
+        Refused: there is room for none.
+    """
+    if tokens >= limit:
+        raise Refused(f"the prompt has {tokens} tokens, the server takes {limit - 1}")
+    return limit - tokens
+
+
+class Skipped:
+    """The list of what the target refused, beside an output file that this run holds.
+
+    Attributes:
+        found: the entries, by the index of their prompt.
+
+    Raises:
+        NotOurs: a file of that name was there before the output file.
+    """
+
+    def __init__(self, output: Path, resumed: bool, digests: Mapping[int, str]) -> None:
+        self.path = output.with_name(f"{output.stem}.skipped.jsonl")
+        if self.path.exists() and not resumed:
+            raise NotOurs(
+                f"{self.path} is there, but {output} is not: it is not this run's list. Choose "
+                "another --output, or remove it."
+            )
+        self.writer: ResumableWriter | None = None
+        self.found: dict[int, dict[str, Any]] = {}
+        self.new: list[dict[str, Any]] = []
+        if self.path.exists():
+            self.writer = ResumableWriter(self.path, seal=True)
+            entries = self.writer.records
+            self.found = {e["index"]: e for e in entries if digests.get(e["index"]) == e["digest"]}
+
+    @property
+    def unanswered(self) -> set[int]:
+        """Prompts of which not one turn is in the output."""
+        return {index for index, entry in self.found.items() if not entry["answered"]}
+
+    def forget(self) -> None:
+        """Drop the entries without any answer, so that they are asked again."""
+        kept = [entry for entry in self.found.values() if entry["answered"]]
+        self.found = {}
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+            self.path.unlink()
+        for entry in kept:
+            self._write(entry)
+
+    def add(self, asked: Asked, reason: str, answered: int) -> None:
+        """List a prompt, of which ``answered`` turns are in the output."""
+        entry = {"index": asked.index, "digest": asked.digest, "where": asked.where}
+        entry |= {"reason": reason, "answered": answered}
+        self.new.append(entry)
+        if asked.index not in self.found:
+            self._write(entry)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self.writer is None:
+            self.writer = ResumableWriter(self.path, seal=True)
+        self.writer.append(entry)
+        self.found[entry["index"]] = entry
+
+    def say(self, noun: str, answered: int) -> None:
+        """Print what this run had refused.
+
+        Args:
+            noun: ``conversations``. answered: how many the output holds.
+
+        Raises:
+            HyperDFlashConfigError: everything was refused.
+        """
+        for entry in self.new[:SHOWN]:
+            print(f"  refused {entry['where']}: {entry['reason']}")
+        if self.new:
+            cut = sum(entry["answered"] > 0 for entry in self.new)
+            print(
+                f"{len(self.new)} {noun} refused ({cut} after their first answers): listed in "
+                f"{self.path}; --retry-skipped asks them again"
+            )
+        if self.new and not answered:
+            raise HyperDFlashConfigError(
+                f"the target refused all {noun}: {self.new[0]['where']}: {self.new[0]['reason']}. "
+                "Give a longer context, or shorter prompts."
+            )
 
 
 @dataclass(frozen=True)
@@ -18,13 +129,29 @@ class Answers:
     """An output file that this run holds.
 
     Attributes:
-        done: the records that it held, by the index of their prompt. resumed: whether an earlier
-            run of the same settings was here.
+        done: the records that it held, by the index of their prompt.
+        skipped: what was refused, in earlier runs of the same settings and in this one.
     """
 
+    path: Path
     writer: ResumableWriter
     done: dict[int, dict[str, Any]]
-    resumed: bool
+    skipped: Skipped
+
+    def waiting(self, asked: Collection[Asked], noun: str, *, retry: bool) -> list[Any]:
+        """What is neither answered nor refused yet; says how much is.
+
+        Args:
+            noun: ``prompts``. retry: ask again what was refused.
+        """
+        if retry:
+            self.skipped.forget()
+        known = {*self.done, *self.skipped.unanswered}
+        before = f"{len(self.done)} already answered in {self.path}"
+        if self.skipped.found:
+            before += f", {len(self.skipped.found)} skipped before"
+        print(f"{len(asked)} {noun}, {before}")
+        return [one for one in asked if one.index not in known]
 
 
 @contextmanager
@@ -33,8 +160,8 @@ def hold_answers(
 ) -> Iterator[Answers]:
     """Hold an output file whose records have ``index`` and ``digest``.
 
-    A last line cut by a kill, or a line that no longer fits its checksum, is dropped and its prompt
-    asked again.
+    The prompt of a last line that a kill cut is asked again. So is that of a line that no longer
+    fits its checksum; the line is kept in ``NAME.damaged``.
 
     Args:
         settings: all that shapes an answer. digests: of the prompts, by index.
@@ -44,9 +171,15 @@ def hold_answers(
             writes it. HyperDFlashConfigError: it answers another input.
     """
     with claim_file(output, kind, settings) as held, ResumableWriter(output, seal=True) as writer:
-        if writer.dropped:
-            lines = ", ".join(map(str, writer.dropped[:5]))
-            print(f"{output}: dropped damaged line {lines}; its prompt is asked again")
+        if writer.torn:
+            print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
+        if writer.moved:
+            lines = ", ".join(map(str, writer.moved[:SHOWN]))
+            more = f" and {len(writer.moved) - SHOWN} more" if len(writer.moved) > SHOWN else ""
+            print(
+                f"{output}: line {lines}{more} is not as it was written; moved to "
+                f"{writer.damaged}, the prompt is asked again"
+            )
         done = {r["index"]: r for r in writer.records if r["index"] in digests}
         for index, record in done.items():
             if digests[index] != record["digest"]:
@@ -54,4 +187,4 @@ def hold_answers(
                     f"--output {output} holds answers to another input (index {index}). Choose "
                     "another --output, or remove the file."
                 )
-        yield Answers(writer, done, held.resumed)
+        yield Answers(output, writer, done, Skipped(output, held.resumed, digests))

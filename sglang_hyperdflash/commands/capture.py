@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,14 +19,16 @@ from typing import Any
 
 import torch
 
+from sglang_hyperdflash.commands.answers import SHOWN
 from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.commands.generate import engine_arguments
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import constant_gate
+from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
@@ -34,10 +37,14 @@ from sglang_hyperdflash.training.captured import (
     data_digest,
     shard_ranges,
 )
-from sglang_hyperdflash.training.conversations import HUB, load_samples
+from sglang_hyperdflash.training.conversations import HUB, Loaded, load_samples
 from sglang_hyperdflash.training.samples import Sample, States
 
 KIND = "hyperdflash capture"
+LEFT_OUT = "left_out.jsonl"
+# What SGLang keeps of a context: its worker takes inputs shorter than the context less 6
+# (managers/tp_worker.py, ``max_req_input_len``).
+KEPT = 7
 
 
 class FinalState:
@@ -48,7 +55,7 @@ class FinalState:
         m, d = facts.hc_mult, facts.hidden_size
         own = files.hc_head(m, d)
         self.fingerprint = None if own is None else own.fingerprint()
-        mean = files.kind.start == "constant"
+        mean = files.kind.gate_start == "constant"
         self.gate = constant_gate(m, d, facts.hc_eps) if mean else own
         if self.gate is None:
             raise HyperDFlashConfigError(
@@ -79,7 +86,13 @@ def add_parser(commands) -> None:
     add("--target", dest="model", required=True, help="target folder or hub id")
     add("--data", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
     add("--out", type=Path, required=True, help="folder for the shards")
-    add("--max-length", type=int, default=4096, help="tokens; longer conversations are left out")
+    add(
+        "--max-length",
+        type=int,
+        default=4096,
+        help="tokens; longer conversations are left out and listed; less where the target's "
+        "context is shorter",
+    )
     add("--shard-mib", type=int, default=1024, help="size of a shard at most, MiB")
     add("--concurrency", type=int, default=16, help="conversations in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
@@ -112,10 +125,47 @@ def run(args: argparse.Namespace) -> int:
     keep_apart("--out", args.out, {"the target": args.model})
     for name in local:
         keep_apart("--out", args.out, {"the data": name})
-    settings = {name: getattr(args, name) for name in ("max_length", "shard_mib", "dtype")}
+    files = TargetFiles(args.model)
+    facts = TargetFacts.from_config(files.config())
+    limit = length_limit(args.max_length, arguments, facts)
+    settings = {"max_length": limit, "shard_mib": args.shard_mib, "dtype": args.dtype}
     settings |= {"target": location(args.model), "data": [_content(name) for name in args.data]}
     with claim(args.out, KIND, settings):
-        return _capture(args, arguments, AutoTokenizer.from_pretrained(args.model))
+        loaded = load_samples(args.data, AutoTokenizer.from_pretrained(args.model), limit)
+        print(loaded)
+        list_left_out(loaded, limit, args.out / LEFT_OUT)
+        return _capture(args, arguments, files, facts, loaded)
+
+
+def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> int:
+    """Tokens of a conversation at most: ``asked``, or what the engine's context takes.
+
+    Raises:
+        HyperDFlashConfigError: ``asked`` is no length.
+    """
+    if asked < 1:
+        raise HyperDFlashConfigError(f"--max-length must be at least 1, found {asked}.")
+    context = arguments.get("context_length") or facts.max_position_embeddings
+    limit = min(asked, int(context) - KEPT)
+    if limit < asked:
+        print(
+            f"--max-length {asked} is cut to {limit}: the context is {context} tokens, of which "
+            f"SGLang keeps {KEPT}"
+        )
+    return limit
+
+
+def list_left_out(loaded: Loaded, limit: int, path: Path) -> None:
+    """Say what is not captured, and write the whole list; raises ``WriteFailed``."""
+    entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
+    entries += [(where, "no answer") for where in loaded.without_answer]
+    if not entries:
+        return
+    for where, reason in entries[:SHOWN]:
+        print(f"  left out {where}: {reason}")
+    lines = [json.dumps({"where": where, "reason": reason}) + "\n" for where, reason in entries]
+    write_text(path, "".join(lines))
+    print(f"{len(entries)} left out: listed in {path}")
 
 
 def _content(name: str) -> str:
@@ -127,12 +177,14 @@ def _content(name: str) -> str:
     return file_hash(Path(name))[:16]
 
 
-def _capture(args: argparse.Namespace, arguments: dict[str, Any], tokenizer) -> int:
-    files = TargetFiles(args.model)
-    facts = TargetFacts.from_config(files.config())
+def _capture(
+    args: argparse.Namespace,
+    arguments: dict[str, Any],
+    files: TargetFiles,
+    facts: TargetFacts,
+    loaded: Loaded,
+) -> int:
     final_state = FinalState(files, facts)
-    loaded = load_samples(args.data, tokenizer, args.max_length)
-    print(loaded)
     m, d = facts.hc_mult, facts.hidden_size
     itemsize = 4 if args.dtype == "float32" else 2
     identity = CaptureIdentity(
@@ -154,7 +206,7 @@ def _capture(args: argparse.Namespace, arguments: dict[str, Any], tokenizer) -> 
         left = [s for start, end in waiting for s in loaded.samples[start:end]]
         check_space(args.out, sum(bytes_of(s, m, d, itemsize) for s in left))
         with _scratch(args.out) as scratch:
-            _with_engine(arguments, scratch, args, loaded.samples, waiting, final_state, writer)
+            _with_engine(arguments, scratch, args, loaded, waiting, final_state, writer)
     print(f"{len(loaded.samples)} samples in {_shards(len(ranges))} ({args.out})")
     return 0
 
@@ -175,7 +227,7 @@ def _scratch(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _with_engine(arguments, scratch: Path, args, samples, waiting, final_state, writer) -> None:
+def _with_engine(arguments, scratch: Path, args, loaded, waiting, final_state, writer) -> None:
     from tqdm import tqdm
 
     os.environ[CAPTURE_FOLDER] = str(scratch.resolve())
@@ -183,8 +235,9 @@ def _with_engine(arguments, scratch: Path, args, samples, waiting, final_state, 
     fixed = {"enable_return_hidden_states": True, "disable_radix_cache": True}
     try:
         with quiet_engine(arguments | fixed, verbose=args.verbose) as engine:
+            check_fits(loaded, engine.get_server_info()["max_req_input_len"])
             for start, end in tqdm(waiting, unit="shard"):
-                chosen = samples[start:end]
+                chosen = loaded.samples[start:end]
                 work = prefill_all(engine, scratch, chosen, start, args.concurrency)
                 residuals = engine.loop.run_until_complete(work)
                 writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
@@ -192,15 +245,34 @@ def _with_engine(arguments, scratch: Path, args, samples, waiting, final_state, 
         os.environ.pop(CAPTURE_FOLDER)
 
 
+def check_fits(loaded: Loaded, limit: int) -> None:
+    """Refuse conversations that the engine's K/V pool cannot take, before any is captured.
+
+    Args:
+        limit: ``max_req_input_len`` of the engine's server info.
+
+    Raises:
+        HyperDFlashConfigError: the longest one is too long.
+    """
+    lengths = [len(sample.tokens) for sample in loaded.samples]
+    if max(lengths) >= limit:
+        where = loaded.places[lengths.index(max(lengths))]
+        raise HyperDFlashConfigError(
+            f"{where} has {max(lengths)} tokens; the engine's K/V pool takes {limit - 1} of a "
+            f"conversation. Repeat with --max-length {limit - 1} into a new --out, or give the "
+            "engine more memory (--engine-args '{\"max_total_tokens\": N}')."
+        )
+
+
 async def prefill_all(
     engine, scratch: Path, samples: list[Sample], start: int, concurrency: int
 ) -> list[torch.Tensor]:
     """The residual ``[S, m*d]`` of every sample, ``concurrency`` requests in flight."""
-    gate = asyncio.Semaphore(concurrency)
+    in_flight = asyncio.Semaphore(concurrency)
 
     async def one(index: int, sample: Sample) -> torch.Tensor:
         rid = f"{REQUEST_PREFIX}{index}"
-        async with gate:
+        async with in_flight:
             await engine.async_generate(
                 input_ids=sample.tokens,
                 sampling_params={"temperature": 0, "max_new_tokens": 1},
@@ -210,9 +282,12 @@ async def prefill_all(
         rows = take_rows(scratch, rid)
         found = 0 if rows is None else len(rows)
         if found != len(sample.tokens):
-            raise RuntimeError(
-                f"SGLang wrote {found} residual rows for a conversation of {len(sample.tokens)} "
-                "tokens; its hidden-state seam has changed."
+            free = shutil.disk_usage(scratch).free / 2**20
+            raise HyperDFlashError(
+                f"expected {len(sample.tokens)} residual rows of a conversation in {scratch}, "
+                f"found {found}; {free:.0f} MiB are free there. On a full disk, free space and run "
+                "the same command again: finished shards are kept. Else SGLang's hidden-state seam "
+                "has changed: run `hyperdflash check`."
             )
         return rows
 

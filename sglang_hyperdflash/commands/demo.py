@@ -16,17 +16,25 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
+from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,
     hyperdflash_arguments,
 )
+from sglang_hyperdflash.tools.structs import checked
 
 # Of a checkout; an installed package does not carry it.
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
@@ -116,11 +124,57 @@ def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> A
     )
 
 
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Prompt(msgspec.Struct):
+    """A line of ``--prompts``."""
+
+    kind: str
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+
+
 def read_prompts(path: Path) -> list[dict]:
-    """Read ``{"kind", "messages"}`` lines."""
+    """Read and check ``{"kind", "messages"}`` lines.
+
+    Raises:
+        FileNotFoundError: no such file. HyperDFlashConfigError: no line, or one of another form.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"--prompts {path} does not exist.")
-    return [record for _, record in read_lines(path)]
+    prompts = []
+    for number, record in read_lines(path):
+        where = f"{path}:{number}"
+        checked(record, _Prompt, lambda keys, at=where: ": ".join([at, *map(str, keys)]))
+        prompts.append(record)
+    if not prompts:
+        raise HyperDFlashConfigError(
+            f"--prompts {path} is empty; expected lines of kind, messages."
+        )
+    return prompts
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Refuse to write over what is no report of an earlier demo.
+
+    Raises:
+        NotOurs: ``--out`` is something else, or lies in what the demo reads.
+    """
+    read = {"the target": args.target, "the drafter": args.draft, "the prompts": args.prompts}
+    keep_apart("--out", args.out, read)
+    if not args.out.exists():
+        return
+    try:
+        earlier = json.loads(args.out.read_bytes())
+    except (OSError, ValueError):
+        earlier = None
+    if not isinstance(earlier, dict) or not {"outputs_identical", "round_cost"} <= earlier.keys():
+        raise NotOurs(
+            f"--out {args.out}: expected no file, or the report of an earlier demo; found "
+            "something else. Nothing was written. Choose another path."
+        )
 
 
 def is_right(prompt: dict, text: str) -> bool | None:
@@ -151,9 +205,12 @@ def run(args: argparse.Namespace) -> int:
     """Serve, ask, compare, print and write the report; 1 when an output differs."""
     import openai
 
+    if args.rounds < 1 or args.max_new_tokens < 1:
+        raise HyperDFlashConfigError("--rounds and --max-new-tokens must be at least 1.")
     check_example(args)
     config = load_config(args.draft)
     prompts = read_prompts(args.prompts)
+    check_out(args)
     logs = args.out.parent / "demo-logs"
     print(f"starting two servers of {args.target} (logs in {logs}) ...", flush=True)
     with ExitStack() as stack:
@@ -164,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
                     *comparable_arguments(),
                     *(hyperdflash_arguments(args.draft) if method == "hyperdflash" else ()),
                     log=logs / f"{method}.log",
+                    # What the drafter does, every round alike.
+                    environment={WIDTH: "full"},
                 )
             )
             for method in METHODS
@@ -185,8 +244,7 @@ def run(args: argparse.Namespace) -> int:
     if args.without_text:
         for entry in result["prompts"]:
             del entry["prompt"], entry["text"]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    write_text(args.out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print_summary(result, args.out)
     return 0 if result["outputs_identical"] else 1
 

@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 
@@ -39,7 +41,8 @@ def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any
     import sglang
 
     try:
-        with contextlib.nullcontext() if verbose else _without_loading_bars():
+        bars = contextlib.nullcontext() if verbose else _without_loading_bars()
+        with _deaf_to_interrupts(), bars:
             engine = sglang.Engine(**arguments)
     except HyperDFlashError:
         raise
@@ -52,6 +55,28 @@ def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any
     finally:
         atexit.unregister(engine.shutdown)  # SGLang's own second call, which would kill as below
         stop(engine)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started meanwhile ignore Ctrl-C, which a terminal sends to all of a command.
+
+    This process alone answers it, and then stops them; each of them would print a traceback. A
+    spawned process inherits an ignored signal (``signal(7)``), so it is ignored while one starts.
+    """
+    start = BaseProcess.start
+
+    def deaf(process: BaseProcess) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return start(process)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return start(process)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    with mock.patch.object(BaseProcess, "start", deaf):
+        yield
 
 
 @contextmanager

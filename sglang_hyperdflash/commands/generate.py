@@ -2,7 +2,8 @@
 
 Every input line gives one output line ``{"index", "outputs", ...}`` in order of completion. The
 output file is append-only and is its own resume state: a line that was cut by a kill is dropped,
-finished indices are skipped, so nothing is lost or doubled.
+finished indices are skipped, so nothing is lost or doubled. What the target refuses is listed, with
+file and line, in ``OUTPUT.skipped.jsonl``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands.answers import Answers, hold_answers
+from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
 from sglang_hyperdflash.commands.engine import quiet_engine
+from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
+from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -32,13 +35,17 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One input line: raw ``text`` (``prompt``), or ``turns`` of chat to be answered in order."""
+    """One input line: raw ``text`` (``prompt``), or ``turns`` of chat to be answered in order.
+
+    ``where`` is its ``file:line``.
+    """
 
     index: int
     digest: str
     text: str | None
     messages: Messages
     turns: list[str]
+    where: str
 
 
 SHAPES = {
@@ -65,11 +72,11 @@ def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Prompt:
     kind, digest = given[0], short_hash(record)
     value = record[kind]
     if kind == "prompt" and isinstance(value, str) and value:
-        return Prompt(index, digest, value, [], [])
+        return Prompt(index, digest, value, [], [], where)
     if kind == "turns" and value and _all(value, lambda turn: isinstance(turn, str)):
-        return Prompt(index, digest, None, [], list(value))
+        return Prompt(index, digest, None, [], list(value), where)
     if kind == "messages" and value and _all(value, _is_message):
-        return Prompt(index, digest, None, list(value), [])
+        return Prompt(index, digest, None, list(value), [], where)
     raise HyperDFlashConfigError(f"{where}: {kind} must be {SHAPES[kind]}, found {shown(value)}.")
 
 
@@ -102,7 +109,12 @@ def add_parser(commands) -> None:
     add("--draft", help="drafter (default: none, no speculation)")
     add("--input", type=Path, required=True, help="JSONL with prompt, messages or turns")
     add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
-    add("--max-new-tokens", type=int, default=512, help="tokens of an answer at most")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=512,
+        help="tokens of an answer at most; less where the target's context leaves less",
+    )
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="nucleus sampling; 1 is off")
     add("--top-k", type=int, default=-1, help="tokens to sample from; -1 is all")
@@ -111,6 +123,8 @@ def add_parser(commands) -> None:
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
     add("--tp", type=int, default=1, help="GPUs that share the model")
     add("--engine-args", default="{}", help="more sgl.Engine arguments, as a JSON object")
+    text = "ask again what the target refused in an earlier run"
+    add("--retry-skipped", action="store_true", help=text)
     add("--verbose", action="store_true", help="show what SGLang and its libraries print")
     parser.set_defaults(run=run)
 
@@ -139,11 +153,30 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return arguments | extra
 
 
+def check_draft(name: str) -> None:
+    """Refuse what no drafter can be read from, before SGLang tries.
+
+    Raises:
+        HyperDFlashConfigError: a folder without a drafter's config, or neither a folder nor an id.
+    """
+    if Path(name).is_dir():
+        load_config(name)
+    elif name.count("/") != 1 or name.startswith(("/", ".")):
+        raise HyperDFlashConfigError(
+            f"--draft {name} is neither a folder nor a hub id (owner/name). Give the folder of a "
+            "drafter."
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
+    from transformers import AutoTokenizer
+
     if args.max_new_tokens < 1 or args.concurrency < 1:
         raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
     arguments = engine_arguments(args)
+    if args.draft:
+        check_draft(args.draft)
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)
@@ -152,8 +185,9 @@ def run(args: argparse.Namespace) -> int:
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     digests = {prompt.index: prompt.digest for prompt in prompts}
     with hold_answers(args.output, KIND, settings, digests) as answers:
-        waiting = [prompt for prompt in prompts if prompt.index not in answers.done]
-        print(f"{len(prompts)} prompts, {len(answers.done)} already answered in {args.output}")
+        waiting = answers.waiting(prompts, "prompts", retry=args.retry_skipped)
+        if any(prompt.text is None for prompt in waiting):
+            check_template(AutoTokenizer.from_pretrained(args.model))  # before the model is loaded
         if waiting:
             _with_engine(arguments, args, waiting, answers)
     return 0
@@ -162,79 +196,99 @@ def run(args: argparse.Namespace) -> int:
 def _with_engine(
     arguments: dict[str, Any], args: argparse.Namespace, waiting: list[Prompt], answers: Answers
 ) -> None:
+    names = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+    sampling = {name: getattr(args, name) for name in names}
     with quiet_engine(arguments, verbose=args.verbose) as engine:
+        asker = Asker(engine, sampling, engine.get_server_info()["max_req_input_len"])
         started = time.monotonic()
-        work = answer_all(engine, waiting, args, answers)
+        work = answer_all(asker, waiting, args.concurrency, answers)
         records = engine.loop.run_until_complete(work)
         print(summary(records, time.monotonic() - started))
+    answers.skipped.say("prompts", len(answers.done) + len(records))
 
 
 async def answer_all(
-    engine, waiting: list[Prompt], args: argparse.Namespace, answers: Answers
-) -> list[dict]:
-    """Keep ``--concurrency`` prompts in flight; append each answer as it finishes."""
+    asker: Asker, waiting: list[Prompt], concurrency: int, answers: Answers
+) -> list[dict[str, Any]]:
+    """Keep ``concurrency`` prompts in flight; append each answer as it finishes."""
     from tqdm import tqdm
 
     queue: Iterator[Prompt] = iter(waiting)
-    records: list[dict] = []
+    records: list[dict[str, Any]] = []
     done = len(answers.done)
     bar = tqdm(total=len(waiting) + done, initial=done, unit="prompt", dynamic_ncols=True)
 
     async def worker() -> None:
         for prompt in queue:
-            record = await answer(engine, prompt, args)
-            answers.writer.append(record)
-            records.append(record)
+            record, reason = await asker.answer(prompt)
+            if reason is not None:  # first, so that a kill in between asks the prompt again
+                answers.skipped.add(prompt, reason, len(record["outputs"]))
+            if record["outputs"]:
+                answers.writer.append(record)
+                records.append(record)
             bar.update(1)
 
-    await asyncio.gather(*(worker() for _ in range(min(args.concurrency, len(waiting)))))
+    await asyncio.gather(*(worker() for _ in range(min(concurrency, len(waiting)))))
     bar.close()
     return records
 
 
-async def answer(engine, prompt: Prompt, args: argparse.Namespace) -> dict:
-    """Answer one prompt; ``turns`` are asked in order, each seeing the answers before it."""
-    tokenizer = engine.tokenizer_manager.tokenizer
-    messages = list(prompt.messages)
-    outputs, correct, rounds, tokens = [], 0, 0, 0
-    for turn in prompt.turns or [None]:
-        if turn is not None:
-            messages.append({"role": "user", "content": turn})
-        text = prompt.text
-        if text is None:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        ids = tokenizer.encode(text, add_special_tokens=prompt.text is not None)
-        sampling = {
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p,
-            "max_new_tokens": args.max_new_tokens,
-        }
+@dataclass(frozen=True)
+class Asker:
+    """An engine, how it is asked, and the longest input that it takes.
+
+    Attributes:
+        sampling: SGLang's parameters; ``max_new_tokens`` is cut to what the context leaves.
+        limit: ``max_req_input_len`` of the engine's server info.
+    """
+
+    engine: Any
+    sampling: Mapping[str, Any]
+    limit: int
+
+    async def answer(self, prompt: Prompt) -> tuple[dict[str, Any], str | None]:
+        """Answer one prompt; ``turns`` are asked in order, each seeing the answers before it.
+
+        Returns:
+            The output record, and why it ends early (None: it does not).
+        """
+        messages = list(prompt.messages)
+        record = {"index": prompt.index, "digest": prompt.digest, "outputs": []}
+        counts = dict.fromkeys(("completion_tokens", "correct_drafts", "verify_rounds"), 0)
+        reason, finish = None, {}
+        for number, turn in enumerate(prompt.turns or [None], 1):
+            if turn is not None:
+                messages.append({"role": "user", "content": turn})
+            try:
+                text, meta = await self._generate(self._tokens(prompt, messages))
+            except Refused as error:
+                reason = f"turn {number}: {error}" if prompt.turns else str(error)
+                break
+            accepted, verified, _ = counters(meta)
+            counts["correct_drafts"] += accepted
+            counts["verify_rounds"] += verified
+            counts["completion_tokens"] += int(meta["completion_tokens"])
+            record["outputs"].append(text)
+            messages.append({"role": "assistant", "content": text})
+            finish = {"finish_reason": meta["finish_reason"]["type"]}
+        return record | counts | finish, reason
+
+    def _tokens(self, prompt: Prompt, messages: Messages) -> list[int]:
+        tokenizer = self.engine.tokenizer_manager.tokenizer
+        if prompt.text is not None:
+            return tokenizer.encode(prompt.text, add_special_tokens=True)
+        text = render(tokenizer, messages, prompt=True, where=prompt.where)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    async def _generate(self, tokens: list[int]) -> tuple[str, dict[str, Any]]:
+        """The text and ``meta_info`` of one answer; raises ``Refused``."""
+        new = min(self.sampling["max_new_tokens"], room_for(len(tokens), self.limit))
+        sampling = {**self.sampling, "max_new_tokens": new}
         try:
-            result = await engine.async_generate(input_ids=ids, sampling_params=sampling)
+            result = await self.engine.async_generate(input_ids=tokens, sampling_params=sampling)
         except ValueError as error:
-            raise HyperDFlashConfigError(
-                f"--input line {prompt.index + 1} ({len(ids)} tokens) cannot be answered: {error} "
-                "Shorten or remove the line, or lower --max-new-tokens; answers so far are kept."
-            ) from error
-        meta = result["meta_info"]
-        accepted, verified, _ = counters(meta)
-        correct, rounds = correct + accepted, rounds + verified
-        tokens += int(meta["completion_tokens"])
-        outputs.append(result["text"])
-        messages.append({"role": "assistant", "content": result["text"]})
-    return {
-        "index": prompt.index,
-        "digest": prompt.digest,
-        "outputs": outputs,
-        "completion_tokens": tokens,
-        "correct_drafts": correct,
-        "verify_rounds": rounds,
-        "finish_reason": meta["finish_reason"]["type"],
-    }
+            raise Refused(str(error)) from error
+        return result["text"], result["meta_info"]
 
 
 def summary(records: list[dict], seconds: float) -> str:

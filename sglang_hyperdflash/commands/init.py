@@ -7,15 +7,35 @@ from pathlib import Path
 
 import torch
 
-from sglang_hyperdflash.draft.config import SOURCES
+from sglang_hyperdflash.draft.config import FORMS, SOURCES, check_fingerprint
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location, refuse
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.drafter import (
+    Drafter,
+    DrafterShape,
+    draft_config,
+    with_dependency,
+)
 
 KIND = "hyperdflash init"
+# What --from takes from the drafter that it starts from, and what each is where nobody asked.
+SIZES_OF_ORIGIN = {
+    name: getattr(DrafterShape(), name)
+    for name in (
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "block_size",
+        "window",
+        "reducer",
+        "rope_theta",
+    )
+} | {"intermediate_size": None, "layer_ids": None, "source": "pre_hc_head", "gate": "inherited"}
+SIZES_OF_ORIGIN |= {"no_path_norm": False, "mask_token_id": None}
 
 
 def add_parser(commands) -> None:
@@ -65,6 +85,36 @@ def add_parser(commands) -> None:
         help="target layers of --source layers, from 0 (default: none)",
     )
     add("--no-path-norm", action="store_true", help="gate the raw residual paths")
+    add(
+        "--dependency-rank",
+        type=int,
+        help="rank of a dependency head, through which a draft knows the one before it "
+        "(default: no head)",
+    )
+    add(
+        "--dependency-top-k",
+        type=int,
+        help="candidates of a draft that the head scores when serving (default: 256 of a small "
+        "vocabulary, else 64)",
+    )
+    add(
+        "--dependency-form",
+        choices=FORMS,
+        default=default.dependency_form,
+        help="product: DFlash 2's selector, to compare with",
+    )
+    add(
+        "--causal",
+        action="store_true",
+        help="a block's row sees no later row: the first drafts are the same at every verify width",
+    )
+    add(
+        "--from",
+        dest="origin",
+        type=Path,
+        help="a drafter of this target whose weights and sizes are taken; the dependency head and "
+        "--causal are added to it (default: new weights)",
+    )
     add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
     add("--seed", type=int, default=0, help="of the new weights")
     parser.set_defaults(run=run)
@@ -85,6 +135,7 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         raise HyperDFlashConfigError(
             "--source layers needs --layer-ids, and no other source takes them."
         )
+    check_dependency(args)
     if args.head_dim % 2:
         raise HyperDFlashConfigError(f"--head-dim {args.head_dim} must be even, for RoPE.")
     return DrafterShape(
@@ -100,7 +151,61 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         source=args.source,
         layer_ids=tuple(args.layer_ids or ()),
         window=args.window,
+        causal=args.causal,
+        dependency_rank=args.dependency_rank,
+        dependency_top_k=args.dependency_top_k,
+        dependency_form=args.dependency_form,
     )
+
+
+def check_dependency(args: argparse.Namespace) -> None:
+    """Refuse sizes of a dependency head that cannot work."""
+    for name in ("dependency_rank", "dependency_top_k"):
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            raise HyperDFlashConfigError(
+                f"--{name.replace('_', '-')} must be at least 1, found {size}."
+            )
+    chosen = args.dependency_top_k is not None or args.dependency_form != FORMS[0]
+    if args.dependency_rank is None and chosen:
+        raise HyperDFlashConfigError(
+            "--dependency-top-k and --dependency-form are of a dependency head, which is not asked "
+            "for. Pass --dependency-rank too."
+        )
+
+
+def grown_drafter(files: TargetFiles, args: argparse.Namespace) -> tuple[Drafter, TargetFacts]:
+    """The drafter ``--from`` with a new dependency head, or a causal block, beside its weights.
+
+    Raises:
+        HyperDFlashConfigError: it has a head, is another target's, or other sizes were asked for.
+    """
+    given = [name for name, value in SIZES_OF_ORIGIN.items() if getattr(args, name) != value]
+    if given:
+        raise HyperDFlashConfigError(
+            f"--from takes its sizes from {args.origin}; found --{given[0].replace('_', '-')} too. "
+            "Drop one of them."
+        )
+    check_dependency(args)
+    old = Drafter.load(args.origin)
+    if old.dependency is not None and args.dependency_rank is not None:
+        raise HyperDFlashConfigError(
+            f"the drafter {args.origin} has a dependency head already. Drop --dependency-rank, or "
+            "start from one without."
+        )
+    facts = TargetFacts.from_config(files.config())
+    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    check_fingerprint(old.config, None if hc_head is None else hc_head.fingerprint())
+    shape = DrafterShape(
+        causal=args.causal,
+        dependency_rank=args.dependency_rank,
+        dependency_top_k=args.dependency_top_k,
+        dependency_form=args.dependency_form,
+    )
+    torch.manual_seed(args.seed)
+    drafter = Drafter(with_dependency(old.raw, shape))
+    drafter.load_state_dict(old.state_dict(), strict=False)
+    return drafter, facts
 
 
 def starting_gate(
@@ -115,22 +220,22 @@ def starting_gate(
         HyperDFlashConfigError: the target's kind has no such start; what to choose instead.
     """
     kind, name = files.kind, f"target {files.name} ({facts.architecture})"
-    if kind.start == "fc":
+    if kind.gate_start == "fc":
         raise HyperDFlashConfigError(
             f"{name} has no gate that a path's could start from: {kind.statement}. Use "
             "--reducer fc."
         )
-    if kind.start == "exact" and hc_head is None:
+    if kind.gate_start == "exact" and hc_head is None:
         raise HyperDFlashConfigError(
             f"{name} has no hc_head to inherit a gate from. "
             "Use --reducer fc: the generic projection, trained from scratch."
         )
-    if kind.start == "approximate" and args.gate != "approximate":
+    if kind.gate_start == "approximate" and args.gate != "approximate":
         raise HyperDFlashConfigError(
             f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from it "
             "all the same, or --reducer fc: the generic projection, trained from scratch."
         )
-    if kind.start == "approximate":
+    if kind.gate_start == "approximate":
         m, d = facts.hc_mult, facts.hidden_size
         return "approximate", files.lagged_gate(m, d, facts.num_hidden_layers)
     if args.gate == "approximate":
@@ -138,7 +243,7 @@ def starting_gate(
             f"--gate approximate is for targets that cannot hand over their own gate; {name} can: "
             f"{kind.statement}. Drop --gate."
         )
-    if kind.start == "constant":
+    if kind.gate_start == "constant":
         if args.gate == "random":
             raise HyperDFlashConfigError(
                 f"--gate random is there to compare with an inherited hc_head; {name} has none. "
@@ -191,14 +296,12 @@ def reducer_line(drafter: Drafter) -> str:
     return f"{starts[config.gate]}, path norm {'on' if config.path_norm else 'off'}"
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and say what it is."""
-    keep_apart("--out", args.out, {"the target": args.target})
-    options = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "target")}
-    settings = options | {"target": location(args.target)}
-    refuse(args.out, KIND, settings)
-    files = TargetFiles(args.target, args.revision)
-    TargetFacts.from_config(files.config())  # says what the folder lacks
+def mask_token(args: argparse.Namespace) -> int:
+    """The id that drafted places hold.
+
+    Raises:
+        HyperDFlashConfigError: the tokenizer has none and none was given.
+    """
     mask = args.mask_token_id
     if mask is None:
         mask = mask_token_of(args.target, args.revision)
@@ -207,7 +310,24 @@ def run(args: argparse.Namespace) -> int:
             f"the tokenizer of {args.target} has no mask token; pass --mask-token-id, the id of a "
             "token that never occurs in text (it must stay the same when serving)."
         )
-    drafter, facts = new_drafter(files, args, mask)
+    return mask
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint and say what it is."""
+    keep_apart("--out", args.out, {"the target": args.target})
+    options = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "target")}
+    settings = options | {"target": location(args.target)}
+    if args.origin is not None:
+        settings["origin"] = location(args.origin)
+    refuse(args.out, KIND, settings)
+    files = TargetFiles(args.target, args.revision)
+    TargetFacts.from_config(files.config())  # says what the folder lacks
+    if args.origin is not None:
+        keep_apart("--out", args.out, {"--from": args.origin})
+        drafter, facts = grown_drafter(files, args)
+    else:
+        drafter, facts = new_drafter(files, args, mask_token(args))
     with claim(args.out, KIND, settings):
         drafter.save(args.out)
     count = sum(p.numel() for p in drafter.parameters())
@@ -217,11 +337,15 @@ def run(args: argparse.Namespace) -> int:
         f"{facts.hc_mult} x {facts.hidden_size}"
     )
     print(
-        f"drafter {args.out}: {args.layers} layers, {count:,} parameters, block {args.block_size}"
+        f"drafter {args.out}: {drafter.config.num_hidden_layers} layers, {count:,} parameters, "
+        f"block {drafter.config.block_size}{', causal' if drafter.config.causal else ''}"
     )
     print(f"reducer {reducer_line(drafter)}")
-    if args.source != "pre_hc_head":
-        print(f"source  {args.source}, not the pre-collapse residual of the method")
+    config = drafter.config
+    if config.dependency is not None:
+        print(f"head    rank {config.dependency.rank}, {config.dependency.top_k} candidates")
+    if config.source != "pre_hc_head":
+        print(f"source  {config.source}, not the pre-collapse residual of the method")
     if kind.not_served is not None:
         print(f"serving not yet: {kind.not_served}")
     return 0

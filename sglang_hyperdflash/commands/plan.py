@@ -69,7 +69,8 @@ class Budget:
     ``draft_bytes_per_token``; and those of the speculation, ``spec_bytes_per_token``: a V4 target
     keeps longer rings of compression states and of its window when several tokens are verified at
     once, whatever drafts them. requests: at most so many at a time.
-    draft_graph_bytes: of HYPERDFLASH's draft, by its attention backend, beside the K/V memory.
+    Of HYPERDFLASH beside the K/V memory: draft_graph_bytes, by the draft's attention backend, and
+    beside_bytes, by what they are for.
     """
 
     method: str
@@ -79,6 +80,7 @@ class Budget:
     spec_bytes_per_token: float = 0.0
     requests: int | None = None
     draft_graph_bytes: dict[str, int] = field(default_factory=dict)
+    beside_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,9 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
         requests = get_schedule().max_running_requests
-        graphs = _draft_graphs(arguments, requests) if method == ALGORITHM else {}
+        ours = _beside_kv(arguments, int(requests)) if method == ALGORITHM else ({}, {})
     tokens = int(sizes.max_total_num_tokens)
-    return Budget(method, full, tokens, full - plain, 0.0, requests, graphs)
+    return Budget(method, full, tokens, full - plain, 0.0, requests, *ours)
 
 
 def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
@@ -211,20 +213,46 @@ def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
     ]
 
 
-def _draft_graphs(arguments, requests: int) -> dict[str, int]:
-    """Bytes of the draft graphs' indices, were every running request in one captured batch."""
+def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of ours beside the K/V, were every running request in one captured batch.
+
+    Returns:
+        Those of draft attention by its backend, and all others.
+    """
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
     from sglang.srt.configs.model_config import ModelConfig
 
+    from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
     from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+    from sglang_hyperdflash.serving.start_checks import load_draft_config
+    from sglang_hyperdflash.serving.width_settings import read_setting
 
-    resolved = arguments.resolved_dict()
-    return graph_index_bytes(
-        int(requests),
-        int(ModelConfig.from_server_args(arguments).context_len),
+    resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
+    model = ModelConfig.from_server_args(arguments)
+    block = int(resolved["speculative_num_draft_tokens"])
+    captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
+    text = model.hf_text_config
+    widths = read_setting(block, drafter.causal).widths
+    batches = Batches(
+        requests,
+        captured,
+        block,
+        int(text.hc_mult) * model.hidden_size,
+        model.vocab_size,
+        drafter.candidates,
+        widths,
+        drafter.dependency.rank if drafter.dependency else 0,
+    )
+    graphs = graph_index_bytes(
+        requests,
+        int(model.context_len),
         resolved["speculative_draft_window_size"],
-        int(resolved["speculative_num_draft_tokens"]),
+        block,
         int(resolved["page_size"]),
     )
+    # Every width that drafts has a backend and graphs of its own.
+    drafting = sum(width > 1 for width in widths)
+    return {name: size * drafting for name, size in graphs.items()}, beside_kv(batches)
 
 
 def _is_v4(target: str) -> bool:
@@ -310,10 +338,21 @@ def report(rows: list[Budget | Unavailable], node: Node) -> str:
             "--max-running-requests compares at one number."
         )
     for b in budgets:
-        if b.draft_graph_bytes:
-            sizes = ", ".join(f"{k} {v / GIB:.2f}" for k, v in b.draft_graph_bytes.items())
-            lines += ["", f"Draft graphs, beside it, GiB at most: {sizes}"]
+        if b.beside_bytes:
+            lines += ["", *_beside_lines(b, node)]
     return "\n".join(lines)
+
+
+def _beside_lines(b: Budget, node: Node) -> list[str]:
+    """What of ours must fit beside the K/V, and what SGLang leaves for all of that."""
+    choices = ", ".join(f"{k} {v / GIB:.2f}" for k, v in b.draft_graph_bytes.items())
+    dearest = max(b.draft_graph_bytes.values(), default=0)
+    parts = {**b.beside_bytes, f"draft attention at most ({choices})": dearest}
+    left = node.gpu_gib * (1 - node.mem_fraction)
+    lines = [f"Beside weights and K/V {b.method} takes, GiB at most; SGLang leaves {left:.1f}:"]
+    lines += [f"{size / GIB:>10.2f}  {name}" for name, size in parts.items()]
+    lines.append(f"{sum(parts.values()) / GIB:>10.2f}  together")
+    return lines
 
 
 def _weights_gib(target: str, tp: int) -> float | None:

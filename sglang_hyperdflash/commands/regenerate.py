@@ -14,19 +14,19 @@ import argparse
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from sglang_hyperdflash.commands.answers import hold_answers
+from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
 from sglang_hyperdflash.commands.generate import json_option
+from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
-from sglang_hyperdflash.tools.jsonl import ResumableWriter
-from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart, location
+from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
 
 KIND = "hyperdflash regenerate"
@@ -41,10 +41,6 @@ class Task:
     digest: str
     prompts: Messages
     where: str
-
-
-class Refused(Exception):
-    """The server does not take a prompt, and says why."""
 
 
 def read_tasks(paths: list[str], limit: int | None) -> list[Task]:
@@ -84,11 +80,9 @@ class Client:
                 "`python -m sglang.launch_server --model-path TARGET`."
             ) from error
 
-    def prompt_tokens(self, messages: Messages) -> list[int]:
-        """The conversation so far, ready for the next answer."""
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template
-        )
+    def prompt_tokens(self, messages: Messages, where: str) -> list[int]:
+        """The conversation so far, ready for the next answer; ``where`` names it in errors."""
+        text = render(self.tokenizer, messages, prompt=True, where=where, **self.template)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def generate(self, tokens: list[int]) -> tuple[list[int], str]:
@@ -97,12 +91,7 @@ class Client:
         Raises:
             Refused: the prompt is too long, or wrong for the server. ServerFailed: no answer.
         """
-        room = self.context - len(tokens)
-        if room < 1:
-            raise Refused(
-                f"the prompt has {len(tokens)} tokens, the server takes {self.context - 1}"
-            )
-        new = min(self.sampling["max_new_tokens"], room)
+        new = min(self.sampling["max_new_tokens"], room_for(len(tokens), self.context))
         payload = {"input_ids": tokens, "sampling_params": self.sampling | {"max_new_tokens": new}}
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -133,7 +122,7 @@ class Client:
             messages.append(message)
             if message["role"] != "user":
                 continue
-            prompt = self.prompt_tokens(messages)
+            prompt = self.prompt_tokens(messages, task.where)
             try:
                 output, text = self.generate(prompt)
             except Refused as error:
@@ -189,65 +178,6 @@ def answer_all(
             yield found
     finally:
         stop.set()
-
-
-def skipped_file(output: Path) -> Path:
-    """Where the prompts that the server refused are listed."""
-    return output.with_name(f"{output.stem}.skipped.jsonl")
-
-
-class Skipped:
-    """The list of what the server refused, beside an output file that this run holds.
-
-    Attributes:
-        found: the entries, by the index of their conversation.
-
-    Raises:
-        NotOurs: a file of that name was there before the output file.
-    """
-
-    def __init__(self, output: Path, resumed: bool, digests: Mapping[int, str]) -> None:
-        self.path = skipped_file(output)
-        if self.path.exists() and not resumed:
-            raise NotOurs(
-                f"{self.path} is there, but {output} is not: it is not this run's list. Choose "
-                "another --output, or remove it."
-            )
-        self.writer: ResumableWriter | None = None
-        self.found: dict[int, dict[str, Any]] = {}
-        if self.path.exists():
-            self.writer = ResumableWriter(self.path, seal=True)
-            entries = self.writer.records
-            self.found = {e["index"]: e for e in entries if digests.get(e["index"]) == e["digest"]}
-
-    @property
-    def unanswered(self) -> set[int]:
-        """Conversations of which not one turn is in the output."""
-        return {index for index, entry in self.found.items() if not entry["answered"]}
-
-    def forget(self) -> None:
-        """Drop the entries without any answer, so that they are asked again."""
-        kept = [entry for entry in self.found.values() if entry["answered"]]
-        self.found = {}
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
-            self.path.unlink()
-        for entry in kept:
-            self._write(entry)
-
-    def add(self, task: Task, reason: str, answered: int) -> None:
-        """List a conversation, of which ``answered`` turns are in the output."""
-        if task.index in self.found:
-            return
-        entry = {"index": task.index, "digest": task.digest, "where": task.where}
-        self._write(entry | {"reason": reason, "answered": answered})
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        if self.writer is None:
-            self.writer = ResumableWriter(self.path, seal=True)
-        self.writer.append(entry)
-        self.found[entry["index"]] = entry
 
 
 def add_parser(commands) -> None:
@@ -313,29 +243,20 @@ def run(args: argparse.Namespace) -> int:
     tasks = read_tasks(args.input, args.limit)
     digests = {task.index: task.digest for task in tasks}
     with hold_answers(args.output, KIND, settings, digests) as answers:
-        skipped = Skipped(args.output, answers.resumed, digests)
-        if args.retry_skipped:
-            skipped.forget()
-        known = {*answers.done, *skipped.unanswered}
-        waiting = [task for task in tasks if task.index not in known]
-        before = ", ".join(
-            [f"{len(answers.done)} already answered in {args.output}"]
-            + ([f"{len(skipped.found)} skipped before"] if skipped.found else [])
-        )
-        print(f"{len(tasks)} conversations, {before}")
+        waiting = answers.waiting(tasks, "conversations", retry=args.retry_skipped)
         if waiting:
             tokenizer = AutoTokenizer.from_pretrained(args.target)
+            check_template(tokenizer)
             client = Client(args.server, tokenizer, sampling, template)
-            _answer(client, waiting, args.concurrency, answers, skipped)
+            _answer(client, waiting, args.concurrency, answers)
     return 0
 
 
-def _answer(client: Client, waiting: list[Task], concurrency: int, answers, skipped) -> None:
+def _answer(client: Client, waiting: list[Task], concurrency: int, answers: Answers) -> None:
     """Ask, write each answer as it comes, and say at the end what was refused."""
     from tqdm import tqdm
 
-    tokens = answered = cut = 0
-    refused: list[str] = []
+    tokens = answered = 0
     done = len(answers.done)
     with tqdm(
         total=len(waiting) + done, initial=done, unit="conversation", dynamic_ncols=True
@@ -343,21 +264,11 @@ def _answer(client: Client, waiting: list[Task], concurrency: int, answers, skip
         for task, record, reason in answer_all(client, waiting, concurrency):
             samples = record["samples"]
             if reason is not None:  # first, so that a kill in between asks the conversation again
-                skipped.add(task, reason, len(samples))
-                refused.append(f"{task.where}: {reason}")
+                answers.skipped.add(task, reason, len(samples))
             if samples:
                 answers.writer.append(record)
                 answered += 1
-                cut += reason is not None
                 tokens += sum(s["spans"][0][1] - s["spans"][0][0] for s in samples)
             bar.update(1)
     print(f"{answered} conversations answered with {tokens} tokens")
-    for line in refused[:5]:
-        print(f"  refused {line}")
-    if refused:
-        print(
-            f"{len(refused)} conversations refused by the server ({cut} after their first "
-            f"answers): listed in {skipped.path}; --retry-skipped asks them again"
-        )
-    if not answered and not done and refused:
-        raise HyperDFlashConfigError(f"the server refused every conversation: {refused[0]}")
+    answers.skipped.say("conversations", done + answered)

@@ -30,7 +30,7 @@ from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Source
-from sglang_hyperdflash.training.trainer import Trainer
+from sglang_hyperdflash.training.trainer import STATE, Trainer, check_widths
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"  # loaded by this package; others by transformers
@@ -104,6 +104,9 @@ def load_pair(schedule: Schedule):
         HyperDFlashConfigError: they do not belong together.
     """
     drafter = Drafter.load(schedule.draft)
+    schedule.objective.resolved(drafter.config)  # says what does not go together, before any work
+    for stage in schedule.stages:
+        check_widths(stage.widths, drafter.config.block_size)
     files = TargetFiles(schedule.target)
     facts = TargetFacts.from_config(files.config())
     hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
@@ -150,6 +153,7 @@ def train(schedule: Schedule, work: Path, world: ProcessGroup, device: torch.dev
         drafter = Drafter.load(best).to(device)
         recipe = stage.resolve(len(features.samples), schedule.objective)
         trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
+        check_next_stage(trainer, work, number)
         if trainer.state["step"]:
             say(f"{title}: resumed at step {trainer.state['step']}")
         with Monitor(trainer, title) as monitor:
@@ -161,6 +165,21 @@ def train(schedule: Schedule, work: Path, world: ProcessGroup, device: torch.dev
     if world.is_main:
         publish(best, schedule.out)
         print(f"{last} ({schedule.out})")
+
+
+def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:
+    """Refuse to train a stage on after the next one began from its best.
+
+    Raises:
+        HyperDFlashConfigError: there is more to train, and the next stage has a state.
+    """
+    following = work / f"stage-{number + 1}"
+    if trainer.progress() < 1.0 and (following / STATE).is_file():
+        raise HyperDFlashConfigError(
+            f"stage {number} would be trained on from step {trainer.state['step']}, but stage "
+            f"{number + 1} began from what it was. Restore the length of stage {number}, or train "
+            f"what follows anew. Remove {following} and run the same command again for that."
+        )
 
 
 def best_line(trainer: Trainer) -> str:

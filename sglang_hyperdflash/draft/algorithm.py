@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_hyperdflash.draft.propose import propose_greedy
+
 # From all committed tokens to the drafts behind them.
 Propose = Callable[[list[int]], list[int]]
 
@@ -37,15 +39,20 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
     context = drafter.reduce(layers if config.captured_layers else residual)
     # The block: the anchor, then B-1 masks, in the target's own embedding.
     block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
-    # A row sees the context before the anchor, its last W tokens at most, and its whole block.
+    # A row sees the context before the anchor, its last W tokens at most, and its whole block, or
+    # in a causal block the rows up to its own.
     visible = torch.ones(1, config.block_size, anchor + config.block_size, dtype=torch.bool)
+    if config.causal:
+        visible = visible.tril(anchor)
     if config.window is not None:
         visible[..., : max(0, anchor - config.window)] = False
     hidden = drafter(
         context, target.embed_tokens(block).unsqueeze(1), torch.tensor([[anchor]]), visible
     )
-    # Row k drafts the token k places behind the anchor, by the target's own LM head.
-    return target.lm_head(hidden[0, 0, 1:]).argmax(-1).tolist()
+    # Row k drafts the token k places behind the anchor, by the target's own LM head; a dependency
+    # head tells a draft's likeliest candidates of the draft before it.
+    found = drafter.candidates(target.lm_head(hidden[0, :, 1:]), hidden[0, :, 1:])
+    return propose_greedy(found, block[:, 0], drafter.dependency)[0].tolist()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.structs import Keys, checked
+from sglang_hyperdflash.tools.structs import Keys, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual in front of the collapse (the method); the
@@ -25,6 +25,16 @@ REDUCERS = ("hc_gate", "fc")
 # What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only
 # resembles its collapse, or the constant gate of a mean (targets.kinds). An fc has none.
 GATES = ("inherited", "random", "approximate", "constant", "none")
+# How a dependency head uses the draft row: A * (1 + G h), or DFlash 2's A * (G h), to compare with.
+FORMS = ("residual", "product")
+FULL = "full_attention"
+# Of a vocabulary of 2,048 words at two nats, 64 candidates lose 3 % of the accepted drafts.
+CANDIDATES, CANDIDATES_OF_SMALL, SMALL_VOCABULARY = 64, 256, 8192
+
+
+def default_candidates(vocabulary: int) -> int:
+    """Candidates of a draft row, K, where no drafter says it."""
+    return min(vocabulary, CANDIDATES_OF_SMALL if vocabulary <= SMALL_VOCABULARY else CANDIDATES)
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,22 @@ class TargetIdentity:
 
 
 @dataclass(frozen=True)
+class DependencyConfig:
+    """A dependency head: rank r, the candidates K that it scores when serving, and its form."""
+
+    rank: int
+    top_k: int
+    form: str
+
+
+@dataclass(frozen=True)
 class HyperDFlashConfig:
     """The checked view of a draft ``config.json``.
 
     Symbols of the paper: ``m`` residual paths, ``d`` hidden width, ``block_size`` B (the anchor
     plus B-1 drafts). ``window`` is W, the context tokens that a block may see; None for all.
+    ``dependency`` is None for drafts that do not know each other. ``causal``: a block's row sees
+    itself and the rows before it only, so the first w - 1 drafts are the same at every width w.
     """
 
     block_size: int
@@ -61,6 +82,13 @@ class HyperDFlashConfig:
     target: TargetIdentity
     gate: str
     window: int | None
+    dependency: DependencyConfig | None
+    causal: bool
+
+    @property
+    def candidates(self) -> int:
+        """Candidates of a draft row, K."""
+        return self.dependency.top_k if self.dependency else default_candidates(self.vocab_size)
 
     @property
     def num_drafts(self) -> int:
@@ -97,6 +125,14 @@ class _Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hc_head_fingerprint: str | None = None
 
 
+class _Dependency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``hyperdflash_config.dependency``."""
+
+    rank: Size
+    top_k: Size
+    form: Literal[FORMS] = FORMS[0]
+
+
 class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``hyperdflash_config``."""
 
@@ -108,6 +144,7 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     path_norm: bool
     window: Size | None
     target: _Target
+    dependency: _Dependency | None = None
 
 
 class _DFlash(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +169,8 @@ class _Draft(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: Epsilon
     dflash_config: _DFlash
     hyperdflash_config: _Own
+    is_causal: bool | None = None
+    layer_types: tuple[str, ...] | None = None
 
 
 def _named(keys: Keys) -> str:
@@ -167,6 +206,7 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
             f"{error} Re-export the drafter with this version of sglang-hyperdflash."
         ) from error
     own, dflash = draft.hyperdflash_config, draft.dflash_config
+    dependency = own.dependency
     parsed = HyperDFlashConfig(
         block_size=draft.block_size,
         mask_token_id=dflash.mask_token_id,
@@ -183,9 +223,34 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         target=TargetIdentity(**msgspec.structs.asdict(own.target)),
         gate=own.gate,
         window=own.window,
+        dependency=dependency and DependencyConfig(**msgspec.structs.asdict(dependency)),
+        causal=bool(draft.is_causal),
     )
     _check_consistency(parsed, dflash.block_size)
+    _check_attention(draft)
     return parsed
+
+
+def causal_fields(layers: int) -> dict[str, Any]:
+    """What makes a block causal in ``config.json``.
+
+    Seam: ``models/dflash.py: _get_dflash_layer_attention_params`` reads ``is_causal`` only where
+    ``layer_types`` names every layer.
+    """
+    return {"is_causal": True, "layer_types": [FULL] * layers}
+
+
+def _check_attention(draft: _Draft) -> None:
+    if draft.layer_types is None and draft.is_causal is None:
+        return
+    types = [] if draft.layer_types is None else list(draft.layer_types)
+    wanted = [FULL] * draft.num_hidden_layers
+    if types != wanted and (types or draft.is_causal):
+        raise HyperDFlashConfigError(
+            f"draft config: layer_types must name {FULL} once for each of the "
+            f"{draft.num_hidden_layers} layers, found {types}. A window is "
+            "hyperdflash_config.window; a causal block is is_causal."
+        )
 
 
 def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
@@ -198,6 +263,11 @@ def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
         raise HyperDFlashConfigError(
             f"draft config: hyperdflash_config.window must be at least the block size "
             f"{parsed.block_size}, found {parsed.window}."
+        )
+    if parsed.dependency is not None and parsed.dependency.top_k > parsed.vocab_size:
+        raise HyperDFlashConfigError(
+            f"draft config: hyperdflash_config.dependency.top_k must be at most the vocabulary of "
+            f"{parsed.vocab_size}, found {parsed.dependency.top_k}."
         )
     if not 0 <= parsed.mask_token_id < parsed.vocab_size:
         raise HyperDFlashConfigError(
@@ -246,9 +316,16 @@ def load_config(folder: str | Path) -> HyperDFlashConfig:
     if not path.is_file():
         raise HyperDFlashConfigError(f"no config.json in the draft checkpoint folder {folder}.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{path} is not JSON: {error}.") from error
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise HyperDFlashConfigError(
+            f"{path} is not JSON: {error}. Copy the drafter again, or export it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise HyperDFlashConfigError(
+            f"{path}: expected a JSON object, found {shown(config)}. Copy the drafter again, or "
+            "export it again."
+        )
     return parse_config(config)
 
 

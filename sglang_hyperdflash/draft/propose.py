@@ -21,7 +21,8 @@ from triton_ops.gumbel import gumbel_noise
 # Temperatures of q relative to the client's; 0 drafts the argmax.
 SHARPNESS = (0.0, 0.5, 0.7, 1.0)
 
-# (previous tokens [bs], hidden rows [bs, d], candidate ids [bs, K]) -> what to add, [bs, K].
+# (previous tokens [bs], the head's gates of the rows [bs, r], candidate ids [bs, K]) -> what to
+# add, [bs, K]: draft.dependency.
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (draft's number from 0, ids [bs, K], scores [bs, K], drafts so far [bs, k]) -> scores [bs, K].
 Adjust = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,12 +34,12 @@ class Candidates:
 
     Attributes:
         ids: ``[bs, D, K]`` int64, different within a row; scores: their logits, fp32.
-        hidden: ``[bs, D, d]``, for a head; None without one.
+        gates: ``[bs, D, r]`` fp32, what a head reads of the rows; None without one.
     """
 
     ids: torch.Tensor
     scores: torch.Tensor
-    hidden: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ def law(scores: torch.Tensor, sampling: Sampling, sharpness: torch.Tensor) -> to
     q = filter_candidates(q, sampling)
     first = torch.zeros_like(q).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     return torch.where(argmax.unsqueeze(-1), first, q)
+
+
+def propose_greedy(candidates: Candidates, anchor: torch.Tensor, head: Head | None) -> torch.Tensor:
+    """The drafts ``[bs, D]`` int64 of greedy requests: each the largest ``s`` behind the last.
+
+    Args:
+        anchor: ``[bs]`` int64, the last committed token; head: the dependency head, or None.
+    """
+    if head is None:
+        choice = candidates.scores.argmax(-1, keepdim=True)
+        return candidates.ids.gather(-1, choice).squeeze(-1)
+    tokens, previous = [], anchor
+    for k in range(candidates.ids.shape[1]):
+        ids = candidates.ids[:, k]
+        scores = candidates.scores[:, k] + head(previous, candidates.gates[:, k], ids)
+        previous = ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+        tokens.append(previous)
+    return torch.stack(tokens, 1)
 
 
 def propose(
@@ -111,7 +130,7 @@ def propose(
     for k in range(drafts):
         ids, scores = candidates.ids[:, k], candidates.scores[:, k]
         if head is not None:
-            scores = scores + head(previous, candidates.hidden[:, k], ids)
+            scores = scores + head(previous, candidates.gates[:, k], ids)
         if adjust is not None:
             so_far = torch.stack(tokens, 1) if tokens else ids[:, :0]
             scores = adjust(k, ids, scores, so_far)

@@ -37,11 +37,19 @@ def write_prefill_residual(original, self, *args, **kwargs):
 
 
 def append_rows(folder: Path, rid: str, rows: torch.Tensor) -> None:
-    """Append ``rows [n, width]`` as raw bytes."""
+    """Append ``rows [n, width]`` as raw bytes.
+
+    On a full disk the request's rows are dropped: the command misses them and says why. An error
+    here would end SGLang's scheduler, and the command with it.
+    """
     kind = str(rows.dtype).removeprefix("torch.")
     data = rows.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    with (folder / f"{rid}.{kind}.{rows.shape[-1]}").open("ab") as file:
-        file.write(data)
+    path = folder / f"{rid}.{kind}.{rows.shape[-1]}"
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError:
+        path.unlink(missing_ok=True)
 
 
 def take_rows(folder: Path, rid: str) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
 """Acceptance of each drafted position, as counters in the server's own ``/metrics``.
 
-``P(position k accepted) = rate(accepted_drafts_total{position="k"}) / rate(verify_rounds_total)``
-and ``tau = 1 + sum over k of that``. SGLang exports one mean length over a log interval, from which
-neither can be recovered.
+``P(draft k accepted)`` is the rate of ``accepted_drafts_total{position="k"}`` over that of
+``drafted_total{position="k"}``, since narrow rounds draft fewer. ``tau`` is one plus the rate of
+``accepted_drafts_total``, all positions, over that of ``verify_rounds_total``. SGLang exports one
+mean length over a log interval, from which neither can be recovered.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving import width_metrics
+from sglang_hyperdflash.serving.width_control import WidthControl
 
 ROUNDS = "hyperdflash:verify_rounds_total"
 ACCEPTED = "hyperdflash:accepted_drafts_total"
+DRAFTED = "hyperdflash:drafted_total"
 BROKEN = "hyperdflash:broken_rows_total"
 POSITION = "position"
+# All that a server of ours exports.
+FAMILIES = width_metrics.FAMILIES | {ROUNDS, ACCEPTED, DRAFTED, BROKEN}
 
 
 class PositionCounters:
-    """The two counter families of one scheduler process.
+    """The counter families of one scheduler process.
 
     Args:
         labels: SGLang's own label values for this scheduler (``model_name``, ``tp_rank``, ...).
-        drafts: drafted positions of a round, one less than the block size.
+        drafts: drafted positions of the widest round, one less than the block size.
         counter: the class to count with; None is ``prometheus_client.Counter``.
     """
 
@@ -46,6 +52,11 @@ class PositionCounters:
             documentation="Rounds in which the draft at this position was accepted (1 is first).",
             labelnames=[*labels, POSITION],
         )
+        drafted = counter(
+            name=DRAFTED,
+            documentation="Rounds that had a draft at this position (1 is first).",
+            labelnames=[*labels, POSITION],
+        )
         broken = counter(
             name=BROKEN,
             documentation="Requests ended with an error: NaN or infinity in the target's logits.",
@@ -54,16 +65,18 @@ class PositionCounters:
         self._rounds = rounds.labels(**labels)
         self._broken = broken.labels(**labels)
         # Every position has its series from the first round on: a missing one breaks sums.
-        self._accepted = [
-            accepted.labels(**labels, **{POSITION: str(k)}) for k in range(1, drafts + 1)
-        ]
+        positions = [{POSITION: str(k)} for k in range(1, drafts + 1)]
+        self._accepted = [accepted.labels(**labels, **at) for at in positions]
+        self._drafted = [drafted.labels(**labels, **at) for at in positions]
 
-    def add(self, accepted_drafts: Sequence[int]) -> None:
+    def add(self, accepted_drafts: Sequence[int], width: int) -> None:
         """Count one round of a batch: ``accepted_drafts`` of each request, without the bonus."""
         if not accepted_drafts:
             return
         reached = len(accepted_drafts)
         self._rounds.inc(reached)
+        for counter in self._drafted[: width - 1]:
+            counter.inc(reached)
         histogram = Counter(accepted_drafts)
         for before, counter in enumerate(self._accepted):
             reached -= histogram[before]
@@ -78,6 +91,7 @@ class PositionCounters:
 
 
 _counters: PositionCounters | None = None
+_widths: width_metrics.WidthMetrics | None = None
 # Broken rows not exported yet: the counters exist from the first round on.
 _broken = 0
 
@@ -92,33 +106,34 @@ def count_round(tokens, self, result, batch) -> None:
     """Count what SGLang has just added to its requests' ``spec_correct_drafts_histogram``.
 
     Seam: ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``, once a batch and round, when
-    the lengths are Python numbers already. Does nothing for other algorithms, without
-    ``--enable-metrics``, and in schedulers whose metrics SGLang leaves out (tensor-parallel ranks
-    other than 0). Never changes the tokens.
+    the lengths are Python numbers already. The result names its own width: another may be set by
+    now. Does nothing for other algorithms, exports nothing without ``--enable-metrics``, and in
+    schedulers whose metrics SGLang leaves out (tensor-parallel ranks other than 0). Never changes
+    the tokens.
     """
-    global _counters, _broken
     if not is_ours(batch.spec_algorithm):
         return
-    if not self.metrics_reporter.current_scheduler_metrics_enabled:
-        return
+    # The condition under which SGLang counts: with overlap a finished request runs once more.
+    pairs = zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True)
+    live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
+    width = int(result.speculative_num_draft_tokens)
+    control = self.model_worker.width_control
+    control.learn(width, live)
+    if self.metrics_reporter.current_scheduler_metrics_enabled:
+        _export(self.metrics_collector, control, width, [n for _, n in live])
+
+
+def _export(collector, control: WidthControl, width: int, accepted: list[int]) -> None:
+    global _counters, _widths, _broken
     if _counters is None:
-        collector = self.metrics_collector
-        _counters = PositionCounters(
-            collector.labels,
-            int(result.speculative_num_draft_tokens) - 1,
-            # Set by SGLang's stat_loggers, which send its metrics elsewhere.
-            getattr(collector, "_counter_cls", None),
-        )
+        # Set by SGLang's stat_loggers, which send its metrics elsewhere.
+        classes = [getattr(collector, name, None) for name in ("_counter_cls", "_gauge_cls")]
+        _counters = PositionCounters(collector.labels, control.block - 1, classes[0])
+        _widths = width_metrics.WidthMetrics(collector.labels, control.setting.widths, *classes)
     _counters.add_broken(_broken)
     _broken = 0
-    # The condition under which SGLang counts: with overlap a finished request runs once more.
-    _counters.add(
-        [
-            accepted
-            for req, accepted in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True)
-            if not (req.is_retracted or req.finished())
-        ]
-    )
+    _counters.add(accepted, width)
+    _widths.add(width, control)
 
 
 SEAMS = (

@@ -9,6 +9,7 @@ from sglang.srt.models.dflash import DFlashDraftModel
 
 from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
 from sglang_hyperdflash.draft.config import parse_config
+from sglang_hyperdflash.draft.dependency import build_dependency
 from sglang_hyperdflash.draft.reducer import build_reducer
 
 
@@ -27,6 +28,9 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         del self.fc  # sized for captured layers; ours follows the config's source
         self.reducer_name, reducer = build_reducer(parsed)
         setattr(self, self.reducer_name, reducer)
+        self.dependency = build_dependency(parsed)
+        if self.dependency is not None:
+            self.dependency.requires_grad_(False)
 
     @property
     def reducer_module(self) -> torch.nn.Module:

@@ -150,6 +150,27 @@ def verify_block(
     return Verdict(accept_len.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
 
 
+def draw_rows(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    sampling: Sampling,
+    draws: Draws,
+    positions: torch.Tensor,
+    draw: Draw = gumbel_argmax_reference,
+) -> torch.Tensor:
+    """Tokens ``[bs]`` int64 of rounds without drafts; arbitrary at broken rows.
+
+    The noise is that of :func:`verify_block` behind the last draft: another width in the next round
+    uses none of it again.
+
+    Args:
+        logits, weights: ``[bs, V]``; positions: ``[bs]`` int64, of the contexts' last tokens.
+    """
+    seeds = torch.where(draws.seeded, draws.seeds, draws.seeds ^ RESIDUAL_STREAM)
+    drawn = draw(weights, seeds, positions)
+    return torch.where(sampling.greedy, logits.argmax(-1), drawn)
+
+
 def _wanted(
     logits: torch.Tensor,
     weights: torch.Tensor,

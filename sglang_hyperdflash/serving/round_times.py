@@ -46,13 +46,18 @@ def time_target(original, self, *args, **kwargs):
 
 
 def time_round(original, self, batch, *args, **kwargs):
-    """Seam: ``Scheduler.run_batch``; one line ``[start, end, target seconds, batch size]``."""
+    """Seam: ``Scheduler.run_batch``.
+
+    One line a round, ``[start, end, target seconds, batch size, width]``; the width is None without
+    speculation.
+    """
     global _target_seconds
     decoding, size = batch.forward_mode.is_decode(), len(batch.reqs)
     _target_seconds, started = 0.0, _now()
     result = original(self, batch, *args, **kwargs)
     if decoding:
-        _rounds.append([started, _now(), _target_seconds, size])
+        width = getattr(result, "speculative_num_draft_tokens", None)
+        _rounds.append([started, _now(), _target_seconds, size, width])
     if len(_rounds) >= FLUSH_EVERY:
         with Path(os.environ[ROUND_TIMES]).open("a") as out:
             out.writelines(json.dumps(entry) + "\n" for entry in _rounds)

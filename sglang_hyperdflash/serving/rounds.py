@@ -62,6 +62,7 @@ class Requests:
         draws: their noise; greedy: all of them are, and nothing changes their logits' order.
         penalties, ends: None without such requests.
         mine: requests whose generated tokens are counted, and their rows.
+        classes: how many are greedy and how many sampled.
     """
 
     reqs: list[Any]
@@ -71,6 +72,7 @@ class Requests:
     penalties: Penalties | None
     ends: EndTokens | None
     mine: list[tuple[int, Any]]
+    classes: tuple[int, int]
 
     def same(self, reqs: Sequence[Any], slots: list[int]) -> bool:
         """Whether these are the requests of a batch."""
@@ -107,7 +109,8 @@ def gather(
         )
     ends = _ends(reqs, new)
     greedy = not any(sampled) and penalties is None and ends is None
-    return Requests(list(reqs), slots, draws, greedy, penalties, ends, mine)
+    classes = len(reqs) - sum(sampled), sum(sampled)
+    return Requests(list(reqs), slots, draws, greedy, penalties, ends, mine, classes)
 
 
 def penalised(parameters: Any) -> bool:

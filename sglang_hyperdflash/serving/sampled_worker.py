@@ -8,14 +8,12 @@ token from the same noise through the hooks of ``sampling_seams``.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
-from sglang.srt.models.dflash import candidate_topk
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import (
     SIMULATE_ACC_LEN,
     _commit_accept,
@@ -24,9 +22,15 @@ from sglang.srt.speculative.dflash_worker_v2 import (
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from sglang_hyperdflash.draft.config import default_candidates
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
+from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose, propose_greedy
 from sglang_hyperdflash.serving import sampling_seams
+from sglang_hyperdflash.serving.draft_sampler import (
+    CandidateSampler,
+    candidates_of,
+    supports_candidates,
+)
 from sglang_hyperdflash.serving.exact import (
     Draws,
     Sharpness,
@@ -41,8 +45,8 @@ from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
-# Of a vocabulary of 2,048 words at two nats, 64 candidates lose 3 % of the accepted drafts.
-CANDIDATES, CANDIDATES_OF_SMALL, SMALL_VOCABULARY = 64, 256, 8192
+logger = logging.getLogger(__name__)
+
 # Equals no draft. SGLang is told an id just past the vocabulary instead, which it can detokenise.
 BROKEN = -1
 
@@ -56,57 +60,16 @@ def renorm_kernels() -> tuple | None:
     return top_k_renorm_prob, top_p_renorm_prob
 
 
-def supports_candidates(lm_head: Any) -> bool:
-    """Whether SGLang's ``candidate_topk`` reads this head."""
-    method = getattr(lm_head, "quant_method", None)
-    dense = is_dense_head_weight(getattr(lm_head, "weight", None))
-    known = hasattr(lm_head, "org_vocab_size") and hasattr(lm_head, "shard_indices")
-    return known and (dense or should_apply_lm_head_quant_method(lm_head, method))
-
-
-class CandidateSampler:
-    """The draft head inside the draft's CUDA graph: candidates to static buffers.
-
-    Seam: ``DFlashWorkerV2._draft_sampler``. The worker reads ``out`` after a replay and only then;
-    that is where a sampled round draws its drafts.
-    """
-
-    def __init__(self, worker: SampledWorker, lm_head: Any, max_bs: int) -> None:
-        self.worker, self.lm_head, self.block_size = worker, lm_head, int(worker.block_size)
-        shape, device = (max_bs * (self.block_size - 1), worker.num_candidates), worker.device
-        self.ids = torch.empty(shape, dtype=torch.int64, device=device)
-        self.scores = torch.empty(shape, dtype=torch.float32, device=device)
-        self.first = torch.empty(shape[0], dtype=torch.int64, device=device)
-
-    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
-        width = hidden_states.shape[-1]
-        rows = hidden_states.view(-1, self.block_size, width)[:, 1:].reshape(-1, width)
-        ids, scores, _ = candidate_topk(rows, self.lm_head, self.worker.num_candidates)
-        scores = scores.float()
-        self.ids[: len(rows)].copy_(ids)
-        self.scores[: len(rows)].copy_(scores)
-        # As argmax has it: the lowest id among equals.
-        beaten = scores < scores.amax(-1, keepdim=True)
-        self.first[: len(rows)].copy_(ids.masked_fill(beaten, 1 << 62).amin(-1))
-
-    @property
-    def out(self) -> torch.Tensor:
-        """Drafts of the round just replayed, at least ``[bs * (B - 1)]``."""
-        rows = self.worker.draft_rows
-        if self.worker.requests.greedy:
-            return self.first
-        return self.worker.draw_drafts(self.ids[:rows], self.scores[:rows])
-
-
 class SampledWorker(WindowedWorker):
     """Overrides of ``DFlashWorkerV2`` for everything between logits and tokens."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         runner = self.target_worker.model_runner
+        self.dependency = self._usable_dependency(getattr(runner.model, "lm_head", None))
         vocabulary = int(runner.model_config.vocab_size)
-        small = vocabulary <= SMALL_VOCABULARY
-        self.num_candidates = min(vocabulary, CANDIDATES_OF_SMALL if small else CANDIDATES)
+        head = self.dependency and self.draft_model.hyperdflash_config.dependency
+        self.num_candidates = head.top_k if head else default_candidates(vocabulary)
         self.seeds = Seeds(server_args.random_seed)
         self.sharpness = Sharpness(self.device)
         self.outputs = Outputs()
@@ -120,16 +83,32 @@ class SampledWorker(WindowedWorker):
         self._counted: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         sampling_seams.serve(self)
 
+    def _usable_dependency(self, lm_head: Any) -> torch.nn.Module | None:
+        """The drafter's dependency head, None where the target gives it no candidates."""
+        head = getattr(self.draft_model, "dependency", None)
+        if head is not None and not supports_candidates(lm_head):
+            logger.warning(
+                "HYPERDFLASH: the dependency head is not used: SGLang reads no candidates "
+                "from this target's LM head (%s). Answers stay exact; fewer drafts are accepted.",
+                type(lm_head).__name__,
+            )
+            return None
+        return head
+
     # A forward pass.
 
     def forward_batch_generation(self, batch, *args, **kwargs):
         """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
         extend = batch.forward_mode.is_extend() or bool(batch.is_extend_in_batch)
         self._begin(batch, extend)
-        result = super().forward_batch_generation(batch, *args, **kwargs)
+        result = self.run_round(batch, *args, **kwargs)
         if self._broken is not None:
             self._tell_broken(result, extend)
         return result
+
+    def run_round(self, batch, *args, **kwargs):
+        """The round or prefill itself, its requests read."""
+        return super().forward_batch_generation(batch, *args, **kwargs)
 
     def _begin(self, batch, extend: bool) -> None:
         self._proposal = self._broken = self._greedy = None
@@ -229,9 +208,9 @@ class SampledWorker(WindowedWorker):
     # A round: drafts.
 
     @property
-    def draft_rows(self) -> int:
-        """Drafts of this round, of all requests."""
-        return len(self.requests.reqs) * (int(self.block_size) - 1)
+    def batch_size(self) -> int:
+        """Requests of this round."""
+        return len(self.requests.reqs)
 
     def _maybe_build_draft_sampler(self):
         """Seam: SGLang's own head in the draft graph, when it builds one, becomes ours."""
@@ -245,35 +224,39 @@ class SampledWorker(WindowedWorker):
 
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states, lm_head, **rest):
         """Seam: where ``DFlashWorkerV2`` turns draft rows ``[bs * (B-1), d]`` into tokens."""
-        if self.requests is None or self.requests.greedy:
+        greedy = self.requests is None or self.requests.greedy
+        if self.requests is None or (greedy and self.dependency is None):
             return super()._greedy_sample_from_vocab_parallel_head(
                 hidden_states=hidden_states, lm_head=lm_head, **rest
             )
         if supports_candidates(lm_head):
-            ids, scores, _ = candidate_topk(hidden_states, lm_head, self.num_candidates)
-            return self.draw_drafts(ids, scores.float())
+            drafts, k = int(self.block_size) - 1, self.num_candidates
+            found = candidates_of(hidden_states, drafts, lm_head, k, self.dependency)
+            if greedy:
+                anchor = self._draft_block_ids_buf[: self.batch_size, 0]
+                return propose_greedy(found, anchor, self.dependency).reshape(-1)
+            return self.draw_drafts(found)
         # A head that SGLang reads argmaxes from, no more: drafts are point masses.
         ids = (
             super()
             ._greedy_sample_from_vocab_parallel_head(
                 hidden_states=hidden_states, lm_head=lm_head, **rest
             )
-            .unsqueeze(1)
+            .view(self.batch_size, -1, 1)
         )
-        return self.draw_drafts(ids, torch.zeros_like(ids, dtype=torch.float32))
+        return self.draw_drafts(Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)))
 
-    def draw_drafts(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Drafts ``[bs * (B-1)]`` int64 of candidates ``[bs * (B-1), K]``; kept to be verified."""
+    def draw_drafts(self, candidates: Candidates) -> torch.Tensor:
+        """Drafts ``[bs * (B-1)]`` int64 of candidates; their law is kept to be verified."""
         requests, drafts = self.requests, int(self.block_size) - 1
-        shape = (len(requests.reqs), drafts, -1)
         first = (self._contexts - 1).unsqueeze(1)
         self._proposal = propose(
-            Candidates(ids.view(shape), scores.view(shape)),
-            self._draft_block_ids_buf[: shape[0], 0],
-            None,
+            candidates,
+            self._draft_block_ids_buf[: self.batch_size, 0],
+            self.dependency,
             sampling_of(self._info),
             requests.draws.seeds,
-            first + torch.arange(drafts, device=ids.device),
+            first + torch.arange(drafts, device=candidates.ids.device),
             self.sharpness.of(requests.draws.seeded),
             self._adjust_candidates if self._changes_drafts() else None,
         )

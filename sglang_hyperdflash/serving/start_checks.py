@@ -18,11 +18,13 @@ from sglang_hyperdflash.draft.config import (
     HyperDFlashConfig,
     check_fingerprint,
     check_target,
+    load_config,
     parse_config,
 )
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_files import check_draft_files
 from sglang_hyperdflash.serving.draft_kv_size import pool_ratio
+from sglang_hyperdflash.serving.width_settings import read_setting
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -57,7 +59,12 @@ UNSUPPORTED = (
         "drop --enable-hierarchical-cache",
     ),
     ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
-    ("speculative_adaptive", bool, "the block size is fixed by training", "drop the flag"),
+    (
+        "speculative_adaptive",
+        bool,
+        "it is for named algorithms; the width follows load by itself",
+        "drop the flag, or see HYPERDFLASH_WIDTH",
+    ),
     (
         "speculative_use_block_verification",
         bool,
@@ -104,6 +111,7 @@ def validate_server_args(server_args) -> None:
     _check_source(config)
     _check_block_size(server_args, config)
     _check_window(server_args, config)
+    read_setting(config.block_size, causal=True)  # the widths' variables, before any load
     target = _hub_config(
         server_args.model_path,
         getattr(server_args, "revision", None),
@@ -182,6 +190,8 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
             f"--speculative-draft-model-path {path} holds no config.json; expected a "
             "HyperDFlash draft checkpoint folder."
         )
+    if local:
+        load_config(folder)  # names what is wrong with the file; transformers does not
     try:
         config = _draft_hub_config(server_args)
     except (OSError, ValueError) as error:

@@ -86,20 +86,27 @@ class DraftWindow:
         newest_last = (visible.unsqueeze(1) - 1 - self.back).clamp(min=0)
         return (slot.clamp(min=0) + 1).gather(1, newest_last), visible
 
-    def lay_out(
-        self, table: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor
+    def write_table(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        visible: torch.Tensor,
+        width: int | None = None,
     ) -> None:
         """Write the drafter's own rows: the window, then the slots of the block.
 
         Args:
             table: the drafter's ``req_to_token [R, >= W + B]``; slots, visible: from :meth:`view`.
+            width: rows of this round's blocks, at most B; None is B.
         """
+        width = self.block if width is None else width
         rows = rows.long().unsqueeze(1)
         table[rows, self.back] = slots.to(table.dtype)
-        block = self.drafts[: len(rows) * self.block].view(len(rows), self.block)
-        columns = visible.unsqueeze(1) + self.columns
+        block = self.drafts[: len(rows) * width].view(len(rows), width)
+        columns = visible.unsqueeze(1) + self.columns[:width]
         table[rows, columns] = block.to(table.dtype)
 
     def block_slots(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where a round's blocks write, ``[bs * B]``, whatever ids the target gave the rows."""
+        """Where a round's blocks write, ``[bs * width]``, whatever ids the target gave the rows."""
         return self.drafts[: ids.numel()]

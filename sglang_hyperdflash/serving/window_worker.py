@@ -174,7 +174,7 @@ class WindowedWorker(DFlashWorkerV2):
         """
         backend = self.draft_model_runner.attn_backend
         if self.window is not None and getattr(backend, "needs_cpu_seq_lens", True):
-            out.copy_(self._visible + self.window.block)
+            out.copy_(self._visible + int(self.block_size))
             return
         super()._fill_compact_seq_lens_cpu_bound(
             batch_seq_lens_cpu=batch_seq_lens_cpu, nxt_kv_lens_cpu=nxt_kv_lens_cpu, out=out
@@ -195,7 +195,9 @@ class WindowedWorker(DFlashWorkerV2):
             )
             return
         table = self.draft_model_runner.req_to_token_pool.req_to_token
-        self.window.lay_out(table, req_pool_indices, self._slots, draft_prefix_lens.long())
+        width = int(self.block_size)
+        visible = draft_prefix_lens.long()
+        self.window.write_table(table, req_pool_indices, self._slots, visible, width)
 
     def _draft_write_ids(self, plan) -> torch.Tensor:
         """The target's own ids: the append below turns them into slots."""
@@ -207,7 +209,8 @@ class WindowedWorker(DFlashWorkerV2):
         if self.window is None or target_hidden is None:
             pass
         elif cache_loc_2d is not None:
-            kept = self._block_pos_offsets < commit_lens.unsqueeze(1)
+            columns = self._block_pos_offsets[: cache_loc_2d.shape[1]]
+            kept = columns < commit_lens.unsqueeze(1)
             cache_loc = self.window.enter(cache_loc_2d.reshape(-1).long(), kept.reshape(-1))
             cache_loc_2d = cache_loc.view_as(cache_loc_2d)
         else:

@@ -16,13 +16,13 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.loaded_target import pre_collapse_residual_width, target_hc_head
-from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 logger = logging.getLogger(__name__)
 
 
-class HyperDFlashWorker(SampledWorker):
+class HyperDFlashWorker(WidthWorker):
     """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
@@ -59,13 +59,16 @@ class HyperDFlashWorker(SampledWorker):
                 "HYPERDFLASH: SGLang's fused draft K/V write is off; see its message above"
             )
         logger.info(
-            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d",
+            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d "
+            "head=%s causal=%s",
             config.source,
             config.reducer,
             "triton" if hidden_norm.is_cuda else "torch",
             fused_kv,
             config.block_size,
             config.hc_mult,
+            f"rank {config.dependency.rank}, K {self.num_candidates}" if self.dependency else None,
+            config.causal,
         )
 
     def init_attention_backends(self) -> None:

@@ -45,7 +45,7 @@ class TargetFacts:
         kind = target_kind(config)
         fields = text_fields(config)
         fields.setdefault("hc_mult", fields.get(kind.paths_field))
-        if kind.start == "fc":
+        if kind.gate_start == "fc":
             # Only a gate adds an epsilon, and such a target has none to state.
             fields.setdefault("hc_eps", 0.0)
         names = [name for name in cls.__dataclass_fields__ if name != "architecture"]
@@ -169,7 +169,7 @@ class TargetFiles:
         Raises:
             HyperDFlashConfigError: only some of the three are there, or a shape differs.
         """
-        if self.kind.start != "exact":
+        if self.kind.gate_start != "exact":
             return None
         return self._gate(self.kind.tensors, ((m, m * d), (m,), (1,)))
 

@@ -19,7 +19,7 @@ from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # The target's own gate; one that only resembles it; the constant gate of a mean; no gate at all.
-Start = Literal["exact", "approximate", "constant", "fc"]
+GateStart = Literal["exact", "approximate", "constant", "fc"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TargetKind:
         exposed: whether SGLang hands that residual to a worker by itself; the others are made to
             by :mod:`sglang_hyperdflash.serving.expose_residual`.
         collapse: the target's own way from ``m`` paths to one state.
-        start: how the reducer starts. statement: that, in one sentence for the user.
+        gate_start: how the reducer starts. statement: that, in one sentence for the user.
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
             layer. Prefixes ``model.`` and ``language_model.`` may be there or not.
         paths_field: the config's name of ``m``.
@@ -45,7 +45,7 @@ class TargetKind:
     residual: str
     exposed: bool
     collapse: str
-    start: Start
+    gate_start: GateStart
     statement: str
     tensors: tuple[tuple[str, ...], ...] = ()
     paths_field: str = "hc_mult"
@@ -59,7 +59,7 @@ DEEPSEEK_V4 = TargetKind(
     residual="pre_hc_head [N, m*d], returned as the model's hidden states",
     exposed=True,
     collapse="hc_head: one sigmoid gate a path, computed from the residual itself",
-    start="exact",
+    gate_start="exact",
     statement="the gate is the target's hc_head",
     tensors=(
         ("hc_head_fn", "hc_head.hc_fn"),
@@ -74,7 +74,7 @@ DEEPSEEK_V41 = TargetKind(
     residual="pre_hc_head [N, m*d], returned as the model's hidden states",
     exposed=True,
     collapse="a lagged gate: the last layer's hc_ffn predicts it from the residual before its FFN",
-    start="approximate",
+    gate_start="approximate",
     statement="there is no hc_head; the last layer's hc_ffn gate reads the residual one sub-layer "
     "earlier, so taking it over is only approximate",
     tensors=(
@@ -90,7 +90,7 @@ HY_V4 = TargetKind(
     residual="the input [N, m, d] of model.hc_head, inside the model's forward",
     exposed=False,
     collapse="hc_head: DeepSeek-V4's formula",
-    start="exact",
+    gate_start="exact",
     statement="the gate is the target's hc_head",
     # The checkpoint's own names, SGLang's and transformers' parameters, and what transformers
     # writes: undoing its renames puts an hc_pre where none was.
@@ -112,7 +112,7 @@ GLM5_NEXT = TargetKind(
     residual="the output [N, m*d] of the last layer, contracted in front of the final norm",
     exposed=False,
     collapse="the mean of the paths",
-    start="constant",
+    gate_start="constant",
     statement="the target's collapse is a mean, so the gate is the constant 1/m on every path",
 )
 
@@ -122,7 +122,7 @@ QWEN4_EXP = TargetKind(
     residual="the streams [N, m*d], returned as the output's hidden_states",
     exposed=True,
     collapse="hyper_connection_mixer: sigmoid gates for every element, then a mean",
-    start="fc",
+    gate_start="fc",
     statement="its gates are element-wise, so a gate per path cannot start from them; the generic "
     "projection is trained from scratch",
     paths_field="hc_count",

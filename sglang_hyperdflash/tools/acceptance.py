@@ -11,15 +11,29 @@ def accept_length(correct_drafts: int, rounds: int) -> float:
     return 1.0 + correct_drafts / rounds if rounds else 0.0
 
 
-def position_acceptance(histogram: Iterable[int], num_drafts: int) -> list[float]:
-    """Share of rounds that accepted draft k, for k = 1..num_drafts.
+def drafted_positions(widths: Iterable[int], num_drafts: int) -> list[int]:
+    """Rounds that had a draft k, for k = 1..num_drafts.
+
+    Args:
+        widths: entry w counts the rounds of width w: SGLang's ``spec_cap_lens_histogram``.
+    """
+    counts = list(widths)
+    return [sum(counts[k + 1 :]) for k in range(1, num_drafts + 1)]
+
+
+def position_acceptance(
+    histogram: Iterable[int], num_drafts: int, widths: Iterable[int] = ()
+) -> list[float]:
+    """Share of the rounds with a draft k that accepted it, for k = 1..num_drafts.
 
     Args:
         histogram: entry i counts the rounds with i accepted drafts; may be shorter than B.
+        widths: see :func:`drafted_positions`; empty where every round had every draft.
     """
-    counts = list(histogram)
-    rounds = sum(counts)
-    return [sum(counts[k:]) / rounds if rounds else 0.0 for k in range(1, num_drafts + 1)]
+    counts, widths = list(histogram), list(widths)
+    drafted = drafted_positions(widths, num_drafts) if widths else [sum(counts)] * num_drafts
+    positions = enumerate(drafted, start=1)
+    return [sum(counts[k:]) / rounds if rounds else 0.0 for k, rounds in positions]
 
 
 def add_histograms(histograms: Iterable[Iterable[int]]) -> list[int]:

@@ -83,12 +83,13 @@ class ResumableWriter:
     """Appends JSON objects to a file; a killed run's file is opened again and goes on.
 
     A last line without a newline was cut by a kill: it is dropped. With ``seal`` every record
-    carries a checksum, and one that no longer fits (a flipped byte) is dropped as well; without,
-    a damaged line inside the file is an error. Safe to call from several threads; two processes
-    must be kept apart by ``ownership``.
+    carries a checksum, and a line that no longer fits (a flipped byte, an edit) is moved to
+    ``NAME.damaged``; without, a damaged line inside the file is an error. Safe to call from several
+    threads; two processes must be kept apart by ``ownership``.
 
     Attributes:
-        records: what the file held. dropped: numbers of the lines that were dropped.
+        records: what the file held. torn: the number of the line that was cut, or None.
+        moved: numbers of the lines that were moved to ``damaged``.
 
     Raises:
         JsonlError: a damaged line, without ``seal``. WriteFailed: the file cannot be written.
@@ -97,10 +98,15 @@ class ResumableWriter:
     def __init__(self, path: Path, *, seal: bool = False) -> None:
         self.path, self.seal = path, seal
         self.records: list[dict[str, Any]] = []
-        self.dropped: list[int] = []
+        self.torn: int | None = None
+        self.moved: list[int] = []
+        self.damaged = path.with_name(f"{path.name}.damaged")
         self._lock = threading.Lock()
-        kept = self._read()
-        if self.dropped:
+        kept, damaged = self._read()
+        if damaged:  # first: a kill in between keeps them twice, never not at all
+            before = self.damaged.read_bytes() if self.damaged.is_file() else b""
+            write_bytes(self.damaged, before + b"".join(damaged))
+        if damaged or self.torn:
             write_bytes(path, b"".join(kept))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,9 +114,10 @@ class ResumableWriter:
         except OSError as error:
             raise write_failed(path, error) from error
 
-    def _read(self) -> list[bytes]:
-        """Parse the file into ``records`` and ``dropped``; returns the lines to keep."""
+    def _read(self) -> tuple[list[bytes], list[bytes]]:
+        """Parse the file into ``records``; returns the lines to keep and those to move."""
         kept: list[bytes] = []
+        damaged: list[bytes] = []
         content = self.path.read_bytes() if self.path.is_file() else b""
         lines = content.split(b"\n")
         torn = lines.pop()
@@ -124,13 +131,14 @@ class ResumableWriter:
                     raise
                 record = None
             if self.seal and not is_intact(record):
-                self.dropped.append(number)
+                self.moved.append(number)
+                damaged.append(line + b"\n")
                 continue
             self.records.append(record)
             kept.append(line + b"\n")
         if torn:
-            self.dropped.append(len(lines) + 1)
-        return kept
+            self.torn = len(lines) + 1
+        return kept, damaged
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one line, whole or not at all.

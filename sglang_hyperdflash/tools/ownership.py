@@ -2,8 +2,9 @@
 
 :func:`claim` (a folder) and :func:`claim_file` mark what a command writes with a small JSON file
 (kind of command, run id, settings and their hash) and hold a lock beside it. A place that holds
-something else, or the work of other settings, is refused before anything is written. The lock is
-an ``flock``: the kernel takes it away when its holder dies, however it dies.
+something else, or the work of other settings, is refused before anything is written; a marker
+whose content was removed refuses nobody. The lock is an ``flock``: the kernel takes it away when
+its holder dies, however it dies.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ class _Place:
         return self.path / name
 
     def contents(self) -> list[str]:
-        """Names of what is there beside marker, lock and their partial files."""
+        """Names of what is there beside marker, lock and their partial files; no empty file."""
         if self.is_file:
-            return [self.path.name] if self.path.exists() else []
+            empty = self.path.is_file() and not self.path.stat().st_size
+            return [self.path.name] if self.path.exists() and not empty else []
         if self.path.exists() and not self.path.is_dir():
             raise NotOurs(f"{self.path}: expected a folder, found a file. Choose another path.")
         if not self.path.is_dir():
@@ -161,10 +163,10 @@ def _check(place: _Place, kind: str, settings: Mapping[str, Any]) -> dict[str, A
         NotOurs: something else is there.
     """
     there = place.contents()
+    if not there:
+        return _marker_of_nothing(place, kind, settings)
     marker = _read_marker(place)
     if marker is None:
-        if not there:
-            return None
         shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
         what = "no file" if place.is_file else "a new or empty folder"
         raise NotOurs(
@@ -173,16 +175,32 @@ def _check(place: _Place, kind: str, settings: Mapping[str, Any]) -> dict[str, A
         )
     if marker["kind"] != kind:
         raise NotOurs(
-            f"{place.path}: expected what `{kind}` wrote, found what `{marker['kind']}` wrote. "
-            "Nothing was written. Choose another path."
+            f"{place.path}: expected what `{kind}` wrote, found what `{marker['kind']}` wrote "
+            f"({place.marker} says so). Nothing was written. Choose another path."
         )
     if marker["settings_hash"] != short_hash(settings):
         raise NotOurs(
             f"{place.path} holds a run of `{kind}` with other settings: "
             f"{_differences(marker['settings'], settings)}. Nothing was written. Choose another "
-            "path, or repeat that run's settings to go on with it."
+            "path, repeat that run's settings to go on with it, or remove "
+            f"{place.path} to begin anew."
         )
     return marker
+
+
+def _marker_of_nothing(
+    place: _Place, kind: str, settings: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The marker of an empty place, if it is this run's own.
+
+    Any other is what a user left who removed the content: it is replaced.
+    """
+    try:
+        marker = _read_marker(place)
+    except NotOurs:
+        return None
+    same = marker and (marker["kind"], marker["settings_hash"]) == (kind, short_hash(settings))
+    return marker if same else None
 
 
 def _holder(place: _Place) -> str:
@@ -283,6 +301,35 @@ def claim(folder: Path, kind: str, settings: Mapping[str, Any]):
 def claim_file(file: Path, kind: str, settings: Mapping[str, Any]):
     """:func:`claim` for a single file; marker and lock lie beside it as hidden files."""
     return _claim(_Place(Path(file), is_file=True), kind, settings)
+
+
+@contextmanager
+def lock(folder: Path, kind: str) -> Iterator[None]:
+    """Keep a second run out of a folder that the user's own files may share; no marker is written.
+
+    Args:
+        folder: made when missing. kind: the command.
+
+    Raises:
+        NotOurs: another command marked the folder as its own. InUse, WriteFailed: as :func:`claim`.
+    """
+    place = _Place(Path(folder), is_file=False)
+    place.contents()  # refuses a file
+    marker = _read_marker(place)
+    if marker is not None and marker["kind"] != kind:
+        raise NotOurs(
+            f"{folder}: expected a folder of data, found what `{marker['kind']}` wrote "
+            f"({place.marker} says so). Nothing was written. Choose another path."
+        )
+    try:
+        place.path.mkdir(parents=True, exist_ok=True)
+        handle = _lock(place)
+    except OSError as error:
+        raise write_failed(place.lock, error) from error
+    try:
+        yield
+    finally:
+        _release(place, handle)
 
 
 def refuse(folder: Path, kind: str, settings: Mapping[str, Any]) -> str | None:

@@ -43,9 +43,10 @@ class Server:
 
     Args:
         model: target folder or hub id. args: further command-line arguments.
-        log: file that receives the server's output.
+        log: file that receives the server's output, after what earlier servers wrote there.
         launcher: how the server is started; ``("sglang", "serve")`` is the other way.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
+        port: where it listens; None for any free one.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Server:
         launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
         threads: int | None = 1,
         environment: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,8 @@ class Server:
         env = {**os.environ, **(environment or {})}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
-        with log.open("wb") as sink:
+        with log.open("ab") as sink:
+            self._log_start = sink.tell()
             self.process = subprocess.Popen(
                 self.command, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
@@ -89,7 +92,9 @@ class Server:
         raise ServerFailed(f"server not ready after {timeout:.0f} s:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 30) -> str:
-        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        """The last lines that this server wrote."""
+        content = self.log.read_bytes() if self.log.is_file() else b""
+        text = content[self._log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def generate(self, timeout: float = 600.0, **payload):

@@ -2,7 +2,8 @@
 
 ``index.json`` names what was captured (target, data, sizes) and every shard with its SHA-256 and
 its samples; shard ``i`` holds, for each of its samples ``n``, ``n.tokens [S]`` int32,
-``n.residual [S, m*d]`` (pre-collapse) and ``n.final [S, d]`` (after the final norm).
+``n.residual [S, m*d]`` (pre-collapse) and ``n.final [S, d]`` (after the final norm). The index
+carries a checksum of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sglang_hyperdflash.tools.atomic import replacing, write_json
-from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
+from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash, is_intact, sealed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.samples import Sample, States
 
@@ -68,10 +69,11 @@ def shard_ranges(
 class CaptureWriter:
     """Adds shards to a folder, each whole or not at all; finished ranges are skipped on resume.
 
-    A shard that is missing, or whose SHA-256 is not the index's, is not finished.
+    A shard that is missing, or whose SHA-256 is not the index's, is not finished; without a whole
+    index none is.
 
     Attributes:
-        damaged: names of the shards of another SHA-256.
+        damaged: names of the shards of another SHA-256, or of the index.
 
     Raises:
         HyperDFlashConfigError: the folder holds a capture of something else.
@@ -82,8 +84,10 @@ class CaptureWriter:
         self.folder, self.identity = folder, identity
         self.shards: list[dict[str, Any]] = []
         self.damaged: list[str] = []
-        if (folder / INDEX).is_file():
-            index = _read_index(folder)
+        index = _whole_index(folder)
+        if index is None and (folder / INDEX).is_file():
+            self.damaged.append(INDEX)
+        if index is not None:
             if index["identity"] != asdict(identity):
                 raise HyperDFlashConfigError(
                     f"{folder} holds a capture of another target, dtype or data "
@@ -127,17 +131,31 @@ class CaptureWriter:
         }
         self.shards = sorted([*self.shards, entry], key=lambda s: s["start"])
         content = {"identity": asdict(self.identity), "shards": self.shards}
-        write_json(self.folder / INDEX, content, indent=1)
+        write_json(self.folder / INDEX, sealed(content), indent=1)
+
+
+def _whole_index(folder: Path) -> Mapping[str, Any] | None:
+    """The index; None where there is none that fits its checksum."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return found if is_intact(found) else None
 
 
 def _read_index(folder: Path) -> Mapping[str, Any]:
-    path = folder / INDEX
-    if not path.is_file():
+    if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder} holds no capture ({INDEX} is missing).")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{path} is not JSON: {error}.") from error
+    index = _whole_index(folder)
+    if index is None:
+        raise HyperDFlashConfigError(
+            f"{folder / INDEX} is damaged: it does not fit its checksum. Run `hyperdflash capture` "
+            "again: it makes the shards anew."
+        )
+    return index
 
 
 class CapturedFeatures:
@@ -146,7 +164,8 @@ class CapturedFeatures:
     A shard's checksum is verified when it is first opened.
 
     Raises:
-        FileNotFoundError: no capture there. HyperDFlashConfigError: a shard is missing or corrupt.
+        FileNotFoundError: no capture there. HyperDFlashConfigError: the index is damaged, a shard
+            is missing or corrupt, or the capture is not finished.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -162,6 +181,11 @@ class CapturedFeatures:
                 tokens = self._open(shard).get_tensor(f"{at}.tokens").tolist()
                 self.samples.append(Sample(tokens, tuple(map(tuple, spans))))
                 self._places.append((shard["file"], at))
+        if data_digest(self.samples) != self.identity.data_digest:
+            raise HyperDFlashConfigError(
+                f"{self.folder} holds {len(self.samples)} samples, which are not all of the data "
+                "that was to be captured. Run the same `hyperdflash capture` again to finish it."
+            )
 
     def _open(self, shard: Mapping[str, Any]):
         name = shard["file"]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hyperdflash.tools.chat_template import render
 from sglang_hyperdflash.tools.checksum import CHECKSUM, is_intact
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
+from sglang_hyperdflash.tools.structs import shown
 from sglang_hyperdflash.training.samples import Sample
 
 Messages = list[dict[str, str]]
@@ -85,8 +87,8 @@ def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
     elif "conversations" in record:
         messages = [_message(m, where) for m in _list(record, "conversations", where)]
     elif "instruction" in record and "output" in record:
-        extra = record.get("input") or ""
-        prompt = record["instruction"] + (f"\n{extra}" if extra else "")
+        prompt, extra = record["instruction"], record.get("input") or ""
+        prompt = f"{prompt}\n{extra}" if extra and isinstance(prompt, str) else prompt
         messages = [
             {"role": "user", "content": prompt},
             {"role": "assistant", "content": record["output"]},
@@ -98,8 +100,12 @@ def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
             f"{where} needs messages, conversations, instruction and output, or turns; found "
             f"{', '.join(map(repr, record)) or 'nothing'}."
         )
-    if not all(isinstance(m["content"], str) for m in messages):
-        raise HyperDFlashConfigError(f"{where}: every message must be text.")
+    for message in messages:
+        if not isinstance(message["content"], str):
+            raise HyperDFlashConfigError(
+                f"{where}: every message must be text, found {shown(message['content'])} of the "
+                f"{message['role']}. Mend or remove the line."
+            )
     return messages
 
 
@@ -115,7 +121,7 @@ def line_samples(tokenizer, record: Mapping[str, Any], where: str) -> list[Sampl
                 f"{where} no longer fits its checksum: the file is damaged. Run `hyperdflash "
                 "regenerate` again to make this line anew."
             )
-        return [_regenerated(entry, where) for entry in record["samples"]]
+        return [_regenerated(entry, where) for entry in _list(record, "samples", where)]
     sample = to_sample(tokenizer, parse_conversation(record, where), where)
     return [] if sample is None else [sample]
 
@@ -138,7 +144,10 @@ def _regenerated(entry: Any, where: str) -> Sample:
 def _list(record: Mapping[str, Any], name: str, where: str) -> list:
     value = record[name]
     if not isinstance(value, list) or not value:
-        raise HyperDFlashConfigError(f"{where}: {name} must be a non-empty list.")
+        raise HyperDFlashConfigError(
+            f"{where}: {name} must be a non-empty list, found {shown(value)}. Mend or remove the "
+            "line."
+        )
     return value
 
 
@@ -151,7 +160,7 @@ def _message(entry: Any, where: str) -> dict[str, str]:
         raise HyperDFlashConfigError(
             f"{where}: every turn must have role and content (or from and value)."
         )
-    if fields[role] not in _ROLES:
+    if not isinstance(fields[role], str) or fields[role] not in _ROLES:
         raise HyperDFlashConfigError(
             f"{where}: role {fields[role]!r} is not one of {', '.join(_ROLES)}."
         )
@@ -175,8 +184,8 @@ def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> S
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:i], prompt=True)
-        after = _render(tokenizer, messages[: i + 1], prompt=False)
+        before = render(tokenizer, messages[:i], prompt=True, where=where)
+        after = render(tokenizer, messages[: i + 1], prompt=False, where=where)
         if not after.startswith(before):
             raise HyperDFlashConfigError(
                 f"{where}: the chat template renders an answer differently once it is there, so "
@@ -201,17 +210,23 @@ def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> S
 
 @dataclass(frozen=True)
 class Loaded:
-    """Samples of some files and how many conversations were left out, by reason."""
+    """Samples of some files and what was left out.
+
+    Attributes:
+        places: the ``file:line`` of each sample. without_answer, too_long: the ``file:line`` of
+            each conversation that has no answer, and of each sample over the length limit.
+    """
 
     samples: list[Sample]
-    without_answer: int
-    too_long: int
+    places: list[str]
+    without_answer: list[str]
+    too_long: list[str]
 
     def __str__(self) -> str:
         tokens = sum(sample.answer_tokens for sample in self.samples)
         return (
-            f"{len(self.samples)} samples, {tokens} answer tokens; left out {self.too_long} over "
-            f"the length limit and {self.without_answer} without an answer"
+            f"{len(self.samples)} samples, {tokens} answer tokens; left out {len(self.too_long)} "
+            f"over the length limit and {len(self.without_answer)} without an answer"
         )
 
 
@@ -221,23 +236,22 @@ def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loa
     Raises:
         HyperDFlashConfigError: a bad line, or nothing left to train on (and why).
     """
-    samples, without, long = [], 0, 0
+    loaded = Loaded([], [], [], [])
     paths = list(paths)
     for path in paths:
         for record, where in read_records(path):
             found = line_samples(tokenizer, record, where)
-            without += not found
-            fitting = [sample for sample in found if len(sample.tokens) <= max_length]
-            long += len(found) - len(fitting)
-            samples += fitting
-    loaded = Loaded(samples, without, long)
-    if not samples:
+            if not found:
+                loaded.without_answer.append(where)
+            for sample in found:
+                if len(sample.tokens) > max_length:
+                    loaded.too_long.append(where)
+                    continue
+                loaded.samples.append(sample)
+                loaded.places.append(where)
+    if not loaded.samples:
         raise HyperDFlashConfigError(
             f"no samples in {', '.join(map(str, paths))} ({loaded}); raise max_length "
             f"({max_length}), or answer the prompts with the target first."
         )
     return loaded
-
-
-def _render(tokenizer, messages: Messages, *, prompt: bool) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)

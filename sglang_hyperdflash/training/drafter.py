@@ -19,8 +19,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
-from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE, HyperDFlashConfig, parse_config
+from sglang_hyperdflash.draft.config import (
+    DRAFT_ARCHITECTURE,
+    FORMS,
+    HyperDFlashConfig,
+    causal_fields,
+    default_candidates,
+    load_config,
+    parse_config,
+)
+from sglang_hyperdflash.draft.dependency import build_dependency
 from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.draft.propose import Candidates
 from sglang_hyperdflash.draft.reducer import HCGateReducer, build_reducer
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.atomic import replacing, write_json
@@ -45,6 +55,10 @@ class DrafterShape:
     source: str = "pre_hc_head"
     layer_ids: tuple[int, ...] = ()
     window: int | None = None
+    causal: bool = False
+    dependency_rank: int | None = None
+    dependency_top_k: int | None = None
+    dependency_form: str = FORMS[0]
 
 
 def draft_config(
@@ -60,7 +74,7 @@ def draft_config(
     """
     last = target.num_hidden_layers
     fingerprint = None if hc_head is None else hc_head.fingerprint()
-    return {
+    config = {
         "architectures": [DRAFT_ARCHITECTURE],
         "model_type": "qwen3",
         "hidden_size": target.hidden_size,
@@ -102,6 +116,19 @@ def draft_config(
             },
         },
     }
+    return with_dependency(config, shape)
+
+
+def with_dependency(config: dict[str, Any], shape: DrafterShape) -> dict[str, Any]:
+    """A ``config.json`` with the shape's dependency head and block attention, and nothing else."""
+    own = dict(config["hyperdflash_config"])
+    if shape.dependency_rank is not None:
+        top_k = shape.dependency_top_k or default_candidates(config["vocab_size"])
+        own["dependency"] = {"rank": shape.dependency_rank, "top_k": top_k}
+        if shape.dependency_form != FORMS[0]:
+            own["dependency"]["form"] = shape.dependency_form
+    causal = causal_fields(config["num_hidden_layers"]) if shape.causal else {}
+    return config | causal | {"hyperdflash_config": own}
 
 
 class RMSNorm(nn.Module):
@@ -199,6 +226,8 @@ class Drafter(nn.Module):
         cos, sin = rope_tables(raw)
         self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
         self._initialise()
+        # Last: the other weights of a seed are the same with and without a head.
+        self.dependency = build_dependency(self.config)
 
     def _initialise(self) -> None:
         for module in self.layers.modules():
@@ -245,19 +274,33 @@ class Drafter(nn.Module):
             x = layer(x, context, rope_context, rope_block, mask)
         return self.norm(x).view(b, n, block, -1)
 
+    def candidates(
+        self, logits: torch.Tensor, hidden: torch.Tensor, k: int | None = None
+    ) -> Candidates:
+        """The likeliest tokens of draft rows ``hidden [n, D, d]`` with ``logits [n, D, V]``.
+
+        Args:
+            k: how many; None for the K that a dependency head scores, or the first without one.
+        """
+        head = self.dependency
+        if k is None:
+            k = 1 if head is None else self.config.candidates
+        scores, ids = logits.float().topk(k)
+        return Candidates(ids, scores, None if head is None else head.gates(hidden))
+
     def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         at = positions.clamp(max=len(self.cos) - 1)
         return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
 
     def save(self, folder: str | Path) -> None:
-        """Write the served checkpoint: bf16 matrices, fp32 reducer and norms.
+        """Write the served checkpoint: bf16 matrices and head, fp32 reducer and norms.
 
         Raises:
             WriteFailed: the disk is full or the place cannot be written.
         """
         folder = Path(folder)
         tensors = {
-            name: tensor.detach().cpu().to(torch.bfloat16 if "_proj." in name else torch.float32)
+            name: tensor.detach().cpu().to(torch.bfloat16 if _is_matrix(name) else torch.float32)
             for name, tensor in self.state_dict().items()
         }
         tensors = dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))
@@ -267,14 +310,29 @@ class Drafter(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> Drafter:
-        """Read a checkpoint folder strictly, in fp32."""
+        """Read a checkpoint folder strictly, in fp32.
+
+        Raises:
+            HyperDFlashConfigError: its config or a tensor is wrong, or the file is cut short.
+        """
+        path = Path(folder) / "model.safetensors"
+        load_config(folder)
         raw = json.loads((Path(folder) / "config.json").read_text())
         drafter = cls(raw)
-        weights = load_file(Path(folder) / "model.safetensors")
+        try:
+            weights = load_file(path)
+        except SafetensorError as error:
+            raise HyperDFlashConfigError(
+                f"{path} is damaged: {error}. Copy the drafter again, or make it again."
+            ) from error
         drafter.load_state_dict(
             dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
         )
         return drafter
+
+
+def _is_matrix(name: str) -> bool:
+    return "_proj." in name or name.startswith("dependency.")
 
 
 def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
@@ -303,5 +361,10 @@ def name_for_dflash(folder: Path) -> None:
     if not config.captured_layers:
         raise HyperDFlashConfigError(
             f"{folder}: DFLASH reads captured layers; this drafter's source is {config.source}."
+        )
+    if config.dependency is not None:
+        raise HyperDFlashConfigError(
+            f"{folder}: DFLASH would leave out this drafter's dependency head. Serve it with "
+            "HYPERDFLASH."
         )
     write_json(path, raw | {"architectures": [DFLASH_ARCHITECTURE]}, indent=2)

@@ -1,4 +1,4 @@
-"""The objective: cross-entropy on drafted tokens plus early-position KL (paper, eq. 2-3).
+"""Losses of drafts: the paper's (CE plus early KL, eq. 2-3) and acceptance itself (CE plus TV).
 
 Losses come as one number a row, in rows that are supervised; the caller weights and normalises
 them over the global batch. Logits exist for a chunk of rows at a time, forward and backward, so
@@ -8,10 +8,13 @@ memory does not grow with vocabulary times sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from sglang_hyperdflash.draft.dependency import DependencyHead
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,21 +26,22 @@ def position_weights(num_drafts: int, gamma: float | None) -> torch.Tensor:
 
 
 def dpace_weights(
-    ce: torch.Tensor, supervised: torch.Tensor, smoothing: float = 0.5
+    cost: torch.Tensor, supervised: torch.Tensor, smoothing: float = 0.5
 ) -> torch.Tensor:
     """D-PACE: ``w_j = sum_{m >= j} prod_{i <= m} q_i``, the accept length that draft j carries.
 
-    ``q_i = (1 - a) exp(-CE_i) + a`` is a smoothed chance that draft i is accepted.
+    ``q_i = (1 - a) exp(-cost_i) + a`` is a smoothed chance that draft i is accepted.
 
     Args:
-        ce: ``[..., num_drafts]`` cross-entropy of every draft; no gradient flows through it.
+        cost: ``[..., num_drafts]``, minus the log of a draft's acceptance, or its CE in that
+            place; no gradient flows through it.
         supervised: the same shape, bool: a prefix of each block.
         smoothing: a.
 
     Returns:
         fp32 weights of the same shape, zero where nothing is supervised.
     """
-    q = (1 - smoothing) * torch.exp(-ce.detach().float()) + smoothing
+    q = (1 - smoothing) * torch.exp(-cost.detach().float()) + smoothing
     reach = torch.where(supervised, q, 0.0).cumprod(-1)
     return reach.flip(-1).cumsum(-1).flip(-1)
 
@@ -51,39 +55,104 @@ def row_losses(
     teacher: torch.Tensor,
     temperature: float,
     chunk: int = 2048,
+    term: str = "kl",
+    dependency: DependencyHead | None = None,
+    previous: torch.Tensor | None = None,
+    top_k: int = 0,
+    argmax_labels: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CE and hit of every row, ``KL(p || q)`` of the early ones, without all logits at once.
+    """CE and hit of every row, a distance of the early ones, without all logits at once.
 
     Args:
         hidden: draft states ``[M, d]``; labels: ``[M]``; head: states to logits ``[., V]``.
         early: ``[M]`` bool, the rows that are distilled; teacher: their target states ``[K, d]``.
         temperature: T of eq. 2, for both distributions.
         chunk: rows whose logits are alive at a time; they are computed again in the backward.
+        term: the distance, one of :data:`TERMS`.
+        dependency: the dependency head, whose predecessors are ``previous [M]``.
+        top_k: candidates of the term ``selector``.
+        argmax_labels: the target's most probable token takes the label's place; needs a teacher
+            for every row.
 
     Returns:
-        ``ce [M]`` and ``kl [K]``, fp32, both without weights; ``hits [M]`` bool, where the most
-        probable token is the label.
+        ``ce [M]`` and the distance ``[K]``, fp32, both without weights; ``hits [M]`` bool, where
+        the most probable token is the label.
     """
-    ce, kl, hits, at = [], [], [], 0
+    ce, distances, hits, at = [], [], [], 0
+    options = _Options(head, dependency, term, temperature, top_k, argmax_labels)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         count = int(early[rows].sum())
-        inputs = (hidden[rows], labels[rows], early[rows], teacher[at : at + count])
-        losses = checkpoint(_chunk, *inputs, head, temperature, use_reentrant=False)
+        before = None if previous is None else previous[rows]
+        inputs = (hidden[rows], labels[rows], before, early[rows], teacher[at : at + count])
+        losses = checkpoint(_chunk, *inputs, options, use_reentrant=False)
         ce.append(losses[0])
-        kl.append(losses[1])
+        distances.append(losses[1])
         hits.append(losses[2])
         at += count
     if not ce:
         none = hidden.new_zeros(0, dtype=torch.float32)
         return none, none, none.bool()
-    return torch.cat(ce), torch.cat(kl), torch.cat(hits)
+    return torch.cat(ce), torch.cat(distances), torch.cat(hits)
 
 
-def _chunk(hidden, labels, early, teacher, head: Head, temperature: float):
-    logits = head(hidden).float()
-    ce = F.cross_entropy(logits, labels, reduction="none")
-    log_q = F.log_softmax(logits[early] / temperature, dim=-1)
+class _Options(NamedTuple):
+    head: Head
+    dependency: DependencyHead | None
+    term: str
+    temperature: float
+    top_k: int
+    argmax_labels: bool
+
+
+def _chunk(hidden, labels, previous, early, teacher, options: _Options):
+    logits = own = options.head(hidden).float()
+    if options.term == "selector":
+        extra, logits = _selector(own, hidden, labels, previous, options)
+        return F.cross_entropy(own, labels, reduction="none") + extra, own[:0, 0], logits == labels
+    if options.dependency is not None:
+        logits = own + options.dependency.over_vocabulary(previous, hidden)
     with torch.no_grad():
-        log_p = F.log_softmax(head(teacher).float() / temperature, dim=-1)
-    return ce, (log_p.exp() * (log_p - log_q)).sum(-1), logits.argmax(-1) == labels
+        log_p = F.log_softmax(options.head(teacher).float() / options.temperature, dim=-1)
+    if options.argmax_labels:
+        labels = log_p.argmax(-1)
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    log_q = F.log_softmax(logits[early] / options.temperature, dim=-1)
+    return ce, TERMS[options.term](log_p, log_q), logits.argmax(-1) == labels
+
+
+def _selector(own, hidden, labels, previous, options: _Options):
+    """K-way CE over the K largest of ``own [N, V]``, zero where the label is not among them.
+
+    Returns:
+        ``[N]``, and the candidate with the largest score ``[N]``.
+    """
+    scores, ids = own.topk(options.top_k, dim=-1)
+    gates = options.dependency.gates(hidden)
+    scores = scores + options.dependency(previous, gates, ids)
+    found = ids == labels.unsqueeze(-1)
+    at = found.int().argmax(-1)
+    ce = F.cross_entropy(scores, at, reduction="none")
+    chosen = ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+    return torch.where(found.any(-1), ce, 0.0), chosen
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _tv(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    return (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def _overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
+
+
+# ``KL(p || q)``; ``||p - q||_1``, twice the share of drafts that p/q rejection refuses; and
+# ``-log sum min(p, q)``, of the same minimum but steep where p and q hardly overlap.
+TERMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "kl": _kl,
+    "tv": _tv,
+    "overlap": _overlap,
+}

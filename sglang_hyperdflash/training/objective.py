@@ -1,4 +1,4 @@
-"""The loss of one batch, as sums to be normalised over the global batch (paper, eq. 2-3)."""
+"""The loss of one batch, as sums to be normalised over the global batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from sglang_hyperdflash.training.anchors import anchor_positions, block_labels, sample_anchors
+from sglang_hyperdflash.draft.config import HyperDFlashConfig
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.anchors import (
+    anchor_positions,
+    block_labels,
+    sample_anchors,
+    sample_widths,
+)
 from sglang_hyperdflash.training.losses import dpace_weights, position_weights, row_losses
 from sglang_hyperdflash.training.samples import Rows, States, Tensors
 
@@ -18,13 +25,24 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``CE + alpha * KL`` with ``L_KL = T^2 / P * sum_{k <= P} KL(p_k || q_k)`` (eq. 2-3).
+    """What a drafter learns; the draft before each is the data's own.
 
+    loss: ``ce_kl``, the paper's ``CE + alpha * KL`` with
+    ``L_KL = T^2 / P * sum_{k <= P} KL(p_k || q_k)`` (eq. 2-3); ``acceptance``,
+    ``(1 - mix) CE + mix D`` over all drafts (DSpark's form); ``selector``, CE and a K-way CE over
+    the candidates (DFlash 2's). None: acceptance for a drafter with a dependency head, else ce_kl.
+    distance: D of ``acceptance``: ``tv`` (``||p - q||_1``) or ``overlap`` (``-log sum min(p, q)``).
+    labels: of the CE beside it: the data's tokens, or the target's ``argmax`` at each.
     teacher: ``mean`` pools the paths as the paper does; ``gated`` takes the target's own collapse.
-    weights: of the drafted positions in the CE: ``exponential`` (``exp(-(k-1) / gamma)``),
-    ``dpace`` (the accept length each draft carries) or ``none``. chunk: rows of logits at a time.
+    weights: of the drafted positions in the CE and in D: ``exponential``
+    (``exp(-(k-1) / gamma)``), ``dpace`` (the accept length each draft carries) or ``none``.
+    chunk: rows of logits at a time.
     """
 
+    loss: Literal["ce_kl", "acceptance", "selector"] | None = None
+    mix: Annotated[float, Meta(ge=0, le=1)] = 0.9
+    distance: Literal["tv", "overlap"] = "tv"
+    labels: Literal["data", "argmax"] = "data"
     alpha: Annotated[float, Meta(ge=0)] = 0.15
     T: Positive = 1.0
     P: Count = 2
@@ -33,45 +51,110 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gamma: Positive = 4.0
     chunk: Count = 2048
 
+    def resolved(self, config: HyperDFlashConfig) -> Objective:
+        """The objective of a drafter, its loss named.
+
+        Raises:
+            HyperDFlashConfigError: the drafter or another field does not go with the loss.
+        """
+        loss = self.loss or ("acceptance" if config.dependency else "ce_kl")
+        if loss == "selector" and config.dependency is None:
+            raise HyperDFlashConfigError(
+                "[objective]: loss = selector needs a drafter with a dependency head. Make one "
+                "with `hyperdflash init --dependency-rank R`, or choose another loss."
+            )
+        if loss == "acceptance" and self.teacher != "gated":
+            raise HyperDFlashConfigError(
+                "[objective]: loss = acceptance compares with what the target samples from: "
+                f"expected teacher = gated, found {self.teacher}. Drop teacher, or use ce_kl."
+            )
+        if loss != "acceptance" and self.labels != "data":
+            raise HyperDFlashConfigError(
+                f"[objective]: labels = {self.labels} goes with loss = acceptance, found {loss}. "
+                "Drop labels, or choose that loss."
+            )
+        return msgspec.structs.replace(self, loss=loss)
+
+    @property
+    def term(self) -> str:
+        """The second term's name in :data:`~sglang_hyperdflash.training.losses.TERMS` and logs."""
+        names = {"ce_kl": "kl", "acceptance": self.distance, "selector": "selector"}
+        return names[self.loss or "ce_kl"]
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Of the CE and of the second term."""
+        factors = {"acceptance": (1.0 - self.mix, self.mix), "selector": (1.0, 0.0)}
+        return factors.get(self.loss, (1.0, self.alpha))
+
+    @property
+    def taught(self) -> int | None:
+        """Drafts of a block that the target teaches, from the first; None for all."""
+        return {"acceptance": None, "selector": 0}.get(self.loss, self.P if self.alpha else 0)
+
 
 @dataclass(frozen=True)
 class Blocks(Tensors):
-    """Anchors ``[b, n]`` with ``keep``, labels ``[b, n, B-1]`` and which of them are supervised."""
+    """Anchors ``[b, n]`` with ``keep``, labels ``[b, n, B-1]`` and which of them are supervised.
+
+    widths: ``[b, n]`` int64, rows of each block that exist, the anchor's with them.
+    """
 
     anchors: torch.Tensor
     keep: torch.Tensor
     labels: torch.Tensor
     supervised: torch.Tensor
+    widths: torch.Tensor
 
     @classmethod
-    def draw(cls, rows: Rows, count: int, block_size: int, seeds: list[int]) -> Blocks:
-        """Up to ``count`` blocks a row; a row's anchors depend on its own seed and mask only."""
+    def draw(
+        cls,
+        rows: Rows,
+        count: int,
+        block_size: int,
+        seeds: list[int],
+        widths: tuple[int, ...] = (),
+    ) -> Blocks:
+        """Up to ``count`` blocks a row; a row's draws depend on its own seed and mask only.
+
+        Args:
+            widths: what each block's width is drawn from; empty for the whole block.
+        """
         anchors, keep = sample_anchors(anchor_positions(rows.loss_mask), count, seeds)
         labels, supervised = block_labels(rows.tokens, rows.loss_mask, anchors, block_size)
-        return cls(anchors, keep, labels, supervised & keep.unsqueeze(-1))
+        width = sample_widths(keep, widths or (block_size,), seeds)
+        inside = torch.arange(1, block_size) < width.unsqueeze(-1)
+        return cls(anchors, keep, labels, supervised & keep.unsqueeze(-1) & inside, width)
+
+    def previous(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The token before each draft, ``[b, n, B-1]``: the anchor, then the labels' own."""
+        anchor = tokens.gather(1, self.anchors).unsqueeze(-1)
+        return torch.cat([anchor, self.labels[..., :-1]], -1)
 
 
 @dataclass(frozen=True)
 class Sums:
     """Numerators of a batch, with gradient, and counts for the log.
 
-    hits and rows are ``[B-1]``: correct drafts and supervised drafts of each position.
+    distance: the second term's. hits and rows are ``[B-1]``: correct drafts and supervised drafts
+    of each position.
     """
 
     ce: torch.Tensor
-    kl: torch.Tensor
+    distance: torch.Tensor
     hits: torch.Tensor
     rows: torch.Tensor
 
 
 def denominators(objective: Objective, blocks: Blocks) -> torch.Tensor:
-    """What CE and KL of these blocks are divided by, ``[2]``: known before any forward pass.
+    """What CE and the second term are divided by, ``[2]``: known before any forward pass.
 
-    CE: the sum of the position weights (of the supervised drafts under ``dpace``, whose weights
-    depend on the model). KL: the number of blocks.
+    CE, and D of ``acceptance``: the sum of the position weights (of the supervised drafts under
+    ``dpace``, whose weights depend on the model). KL: the number of blocks.
     """
-    weights = _fixed_weights(objective, blocks)
-    return torch.stack([weights[blocks.supervised].sum(), blocks.keep.sum().float()])
+    weights = _fixed_weights(objective, blocks)[blocks.supervised].sum()
+    blocks_count = blocks.keep.sum().float()
+    return torch.stack([weights, weights if objective.taught is None else blocks_count])
 
 
 def _fixed_weights(objective: Objective, blocks: Blocks) -> torch.Tensor:
@@ -80,53 +163,87 @@ def _fixed_weights(objective: Objective, blocks: Blocks) -> torch.Tensor:
 
 
 def sums(
-    objective: Objective, target, rows: Rows, states: States, blocks: Blocks, hidden: torch.Tensor
+    objective: Objective,
+    target,
+    rows: Rows,
+    states: States,
+    blocks: Blocks,
+    hidden: torch.Tensor,
+    drafter=None,
 ) -> Sums:
-    """Weighted CE and KL sums of the drafts' states ``hidden [b, n, B-1, d]``.
+    """Weighted sums of the drafts' states ``hidden [b, n, B-1, d]``.
 
     Args:
         target: has ``lm_head`` and ``mean_pooled_state``.
+        drafter: has ``dependency`` and ``config``; None for one without a head.
     """
-    supervised = blocks.supervised
-    early = torch.arange(supervised.shape[-1]) < objective.P
-    early = early.expand_as(supervised)[supervised]
-    if not objective.alpha:
-        early = torch.zeros_like(early)
-    teacher = teacher_states(objective, target, rows, states, blocks)
-    ce, kl, hits = row_losses(
+    supervised, drafts = blocks.supervised, blocks.labels.shape[-1]
+    taught = drafts if objective.taught is None else objective.taught
+    early = (torch.arange(drafts) < taught).expand_as(supervised)[supervised]
+    dependent = drafter is not None and drafter.dependency is not None
+    ce, distance, hits = row_losses(
         hidden[supervised].float(),
         blocks.labels[supervised],
         target.lm_head,
         early=early,
-        teacher=teacher,
-        temperature=objective.T,
+        teacher=teacher_states(objective, target, rows, states, blocks),
+        temperature=objective.T if objective.loss in (None, "ce_kl") else 1.0,
         chunk=objective.chunk,
+        term=objective.term,
+        dependency=drafter.dependency if dependent else None,
+        previous=blocks.previous(rows.tokens)[supervised] if dependent else None,
+        top_k=drafter.config.candidates if dependent else 0,
+        argmax_labels=objective.labels == "argmax",
     )
-    weights = _fixed_weights(objective, blocks)
-    if objective.weights == "dpace":
-        grid = torch.zeros(supervised.shape, dtype=ce.dtype)
-        grid[supervised] = ce.detach()
-        weights = dpace_weights(grid, supervised)
+    weights = _weights(objective, blocks, ce, distance)[supervised]
     correct = torch.zeros(supervised.shape, dtype=torch.bool)
     correct[supervised] = hits
+    if objective.taught is None:
+        distance = (weights * distance).sum()
+    else:
+        distance = objective.T**2 / objective.P * distance.sum()
     return Sums(
-        ce=(weights[supervised] * ce).sum(),
-        kl=objective.T**2 / objective.P * kl.sum(),
+        ce=(weights * ce).sum(),
+        distance=distance,
         hits=correct.sum((0, 1)),
         rows=supervised.sum((0, 1)),
     )
 
 
+def _weights(
+    objective: Objective, blocks: Blocks, ce: torch.Tensor, distance: torch.Tensor
+) -> torch.Tensor:
+    """``[b, n, B-1]``; D-PACE's from the acceptance itself where it is known."""
+    if objective.weights != "dpace":
+        return _fixed_weights(objective, blocks)
+    cost = ce.detach()
+    if objective.term == "overlap":
+        cost = distance.detach()
+    elif objective.term == "tv":
+        cost = -torch.log1p(-distance.detach().clamp(max=2.0) / 2)
+    grid = torch.zeros(blocks.supervised.shape, dtype=ce.dtype)
+    grid[blocks.supervised] = cost
+    return dpace_weights(grid, blocks.supervised)
+
+
 def teacher_states(
     objective: Objective, target, rows: Rows, states: States, blocks: Blocks
 ) -> torch.Tensor:
-    """The target's states at a+k-1 for the supervised drafts k <= P, ``[K, d]``, in row order."""
-    if not objective.alpha:
+    """The target's states at a+k-1 for the supervised drafts that it teaches, in row order."""
+    drafts = blocks.labels.shape[-1]
+    p = drafts if objective.taught is None else min(objective.taught, drafts)
+    if not p:
         return states.final.new_zeros(0, states.final.shape[-1])
-    p = min(objective.P, blocks.labels.shape[-1])
     early = blocks.supervised[..., :p]
-    at = (blocks.anchors.unsqueeze(-1) + torch.arange(p)).clamp(max=rows.tokens.shape[1] - 1)
-    row = torch.arange(len(blocks.anchors)).view(-1, 1, 1).expand_as(at)
+    at = before_drafts(rows, blocks, p)
     if objective.teacher == "gated":
-        return states.final[row[early], at[early]]
-    return target.mean_pooled_state(states.residual[row[early], at[early]])
+        return states.final[tuple(index[early] for index in at)]
+    return target.mean_pooled_state(states.residual[tuple(index[early] for index in at)])
+
+
+def before_drafts(rows: Rows, blocks: Blocks, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and position of the state in front of each block's first drafts, ``[b, n, drafts]``."""
+    device = blocks.anchors.device
+    at = blocks.anchors.unsqueeze(-1) + torch.arange(drafts, device=device)
+    row = torch.arange(len(at), device=device).view(-1, 1, 1).expand_as(at)
+    return row, at.clamp(max=rows.tokens.shape[1] - 1)

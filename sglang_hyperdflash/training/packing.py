@@ -63,6 +63,7 @@ def pack(
         lay_blocks(blocks.keep),
         lay_blocks(blocks.labels),
         lay_blocks(blocks.supervised),
+        lay_blocks(blocks.widths),
     )
     return (
         Rows(lay(rows.tokens), lay(rows.loss_mask), lay(rows.starts + shift)),

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
+
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+
+
+class ProcessLost(HyperDFlashError):
+    """Another process of the run ended."""
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """A collective; what the library raises when a peer is gone becomes one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLost(
+            f"another process of this run ended or cannot be reached ({str(error).splitlines()[0]})"
+            ". Its own message says why; run the same command again to go on."
+        ) from error
 
 
 class ProcessGroup:
@@ -17,7 +36,8 @@ class ProcessGroup:
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            with _together():
+                dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
     @property
     def is_main(self) -> bool:
@@ -25,9 +45,10 @@ class ProcessGroup:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place."""
+        """The sum over all processes, in place; raises ``ProcessLost``."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with _together():
+                dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -43,7 +64,7 @@ class ProcessGroup:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         flat = torch.cat([p.grad.reshape(-1) for p in parameters])
-        dist.all_reduce(flat)
+        self.sum(flat)
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(part.view_as(p))
 
@@ -52,6 +73,7 @@ class ProcessGroup:
 
         Raises:
             What it raises, on the main process. SystemExit: of code 2, on the others.
+            ProcessLost: the main process is gone.
         """
         failed = [False]
         try:
@@ -62,16 +84,19 @@ class ProcessGroup:
             raise
         finally:
             if self.size > 1:
-                dist.broadcast_object_list(failed, src=0)
+                with _together():
+                    dist.broadcast_object_list(failed, src=0)
         if failed[0]:
             raise SystemExit(2)
 
     def barrier(self) -> None:
-        """Wait for every process."""
+        """Wait for every process; raises ``ProcessLost``."""
         if self.size > 1:
-            dist.barrier()
+            with _together():
+                dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group, if there is one."""
+        """Leave the process group, if there is one; one that lost a process is left silently."""
         if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+            with suppress(RuntimeError):
+                dist.destroy_process_group()

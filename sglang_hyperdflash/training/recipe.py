@@ -8,7 +8,7 @@ features = "cache"        # or "online": the target's states anew for each batch
                           # "captured": data and held_out are folders of `hyperdflash capture`
 [held_out]                # simulated tau is the mean over these
 math = "math.jsonl"
-[objective]               # alpha, T, P, teacher, weights, gamma: see training.objective
+[objective]               # loss, mix, distance, alpha, ...: see training.objective
 [[stage]]                 # one or more, in order; each starts from the best of the one before
 data = ["a.jsonl"]       # files, or "hub:OWNER/NAME" data sets
 epochs = 5                # or steps, or minutes
@@ -18,6 +18,7 @@ lr = 8e-4                 # and the other fields of Recipe
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,6 +61,9 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     every: Count = 400
     bf16: bool = True
     seed: Annotated[int, Meta(ge=0)] = 0
+    widths: tuple[Annotated[int, Meta(ge=2)], ...] = ()
+    dependency_lr: Positive = 3.0
+    dependency_gate: bool = True
 
 
 class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +71,9 @@ class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     batch: samples of the global batch; micro_batch: samples in memory at a time, per process;
     anchors: blocks a sample; pack: tokens of a row that short samples are packed into, None for
-    one sample a row; every: steps between checkpoints.
+    one sample a row; every: steps between checkpoints; widths: what each block's rows are drawn
+    from, empty for the whole block. Of a dependency head: dependency_lr, its learning rate in
+    those of the rest; dependency_gate: whether G is trained (DSpark's head has none).
 
     Raises:
         HyperDFlashConfigError: a field is of another type or out of range, or the length is not
@@ -176,8 +182,8 @@ def read_schedule(path: Path) -> Schedule:
     base = path.resolve().parent
     return Schedule(
         target=str(base / file.target) if (base / file.target).is_dir() else file.target,
-        draft=base / file.draft,
-        out=base / file.out,
+        draft=Path(os.path.normpath(base / file.draft)),
+        out=Path(os.path.normpath(base / file.out)),
         max_length=file.max_length,
         features=file.features,
         held_out={kind: data_place(base, place) for kind, place in file.held_out.items()},

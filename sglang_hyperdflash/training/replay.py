@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
 from sglang_hyperdflash.tools.acceptance import accept_length, position_acceptance
 from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.objective import Blocks
+from sglang_hyperdflash.training.objective import Blocks, before_drafts
 from sglang_hyperdflash.training.reducer_input import source_of
 from sglang_hyperdflash.training.samples import Rows, Source, States, collate
+
+# Blocks whose logits are in memory at a time.
+BLOCKS = 256
 
 
 class Replay:
@@ -29,52 +34,140 @@ class Replay:
         return torch.cat([first.unsqueeze(2), masks], dim=2)
 
     def draft_states(
-        self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
+        self,
+        rows: Rows,
+        states: States,
+        anchors: torch.Tensor,
+        keep: torch.Tensor,
+        widths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``."""
+        """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``.
+
+        Args:
+            widths: ``[b, n]``, rows of each block that exist; None for all.
+        """
+        config = self.drafter.config
         starts = rows.starts.gather(1, anchors)
-        window = self.drafter.config.window
-        first = starts if window is None else torch.maximum(starts, anchors - window)
-        mask = block_mask(anchors, keep, rows.tokens.shape[1], self.block, first)
+        first = starts if config.window is None else torch.maximum(starts, anchors - config.window)
+        mask = block_mask(
+            anchors,
+            keep,
+            rows.tokens.shape[1],
+            self.block,
+            first,
+            causal=config.causal,
+            widths=widths,
+        )
         positions = torch.arange(rows.tokens.shape[1]) - rows.starts
-        context = self.drafter.reduce(source_of(self.drafter.config, self.target, states))
+        context = self.drafter.reduce(source_of(config, self.target, states))
         embeddings = self.block_embeddings(rows.tokens, anchors)
         return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
 
-    def draft(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
-        """The most probable tokens ``[b, n, B-1]`` of every block, on the CPU."""
+    @torch.no_grad()
+    def draft(
+        self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """The drafts ``[b, n, B-1]`` of greedy requests at ``anchors [b, n]``, on the CPU.
+
+        Each follows the drafts before it, as when serving; zeros where ``keep`` is False.
+        """
         device = self.mask_embedding.device
+        rows, states, anchors, kept = (x.to(device) for x in (rows, states, anchors, keep))
+        with device:
+            hidden = self.draft_states(rows, states, anchors, kept)[kept]
+        first = rows.tokens.gather(1, anchors)[kept]
+        parts = [
+            propose_greedy(self._candidates(h), a, self.drafter.dependency)
+            for h, a in zip(hidden.split(BLOCKS), first.split(BLOCKS), strict=True)
+        ]
+        drafts = torch.zeros(*keep.shape, self.block - 1, dtype=torch.long)
+        drafts[keep.cpu()] = torch.cat(parts).cpu()
+        return drafts
+
+    @torch.no_grad()
+    def overlap(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
+        """``sum min(p, q)`` of every draft at temperature 1, ``[b, n, B-1]`` fp32, on the CPU.
+
+        That is the chance that p/q rejection accepts it once the text before it was accepted; q
+        lies on the candidates, as when serving. Zeros where nothing is supervised.
+        """
+        result = torch.zeros(blocks.labels.shape)
+        device, keep = self.mask_embedding.device, blocks.keep
         rows, states, blocks = (x.to(device) for x in (rows, states, blocks))
         with device:
-            hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)
-            return self.target.lm_head(hidden).argmax(-1).cpu()
+            hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)[blocks.keep]
+        previous = blocks.previous(rows.tokens)[blocks.keep]
+        row, at = before_drafts(rows, blocks, self.block - 1)
+        taught = states.final[row[blocks.keep], at[blocks.keep]]
+        parts = []
+        for first in range(0, len(hidden), BLOCKS):
+            part = slice(first, first + BLOCKS)
+            found = self._candidates(hidden[part], self.drafter.config.candidates)
+            scores = found.scores
+            if self.drafter.dependency is not None:
+                head, shape = self.drafter.dependency, scores.shape
+                flat = (previous[part], found.gates, found.ids)
+                scores = scores + head(*(x.flatten(0, 1) for x in flat)).view(shape)
+            p = torch.softmax(self.target.lm_head(taught[part]).float(), -1).gather(-1, found.ids)
+            parts.append(torch.minimum(p, torch.softmax(scores, -1)).sum(-1))
+        result[keep.cpu()] = torch.cat(parts).cpu()
+        return result
 
-    def evaluate(self, source: Source) -> dict[str, Any]:
-        """Simulated tau (bonus included) and per-position acceptance on held-out answers."""
+    def _candidates(self, hidden: torch.Tensor, k: int | None = None) -> Candidates:
+        return self.drafter.candidates(self.target.lm_head(hidden), hidden, k)
+
+    def evaluate(self, source: Source, *, sampled: bool = False) -> dict[str, Any]:
+        """Simulated tau (bonus included) and per-position acceptance on held-out answers.
+
+        Args:
+            sampled: measure ``tau_sampled`` too, the expected tau at temperature 1 under p/q
+                rejection; the answers are best sampled so themselves.
+        """
         self.drafter.eval()
         histogram = self.acceptance(source)
-        self.drafter.train()
         accepted = sum(i * n for i, n in enumerate(histogram))
-        return {
+        found = {
             "tau": accept_length(accepted, max(sum(histogram), 1)),
             "position_acceptance": position_acceptance(histogram, self.block - 1),
         }
+        if sampled:
+            found["tau_sampled"] = self.expected_tau(source)
+        self.drafter.train()
+        return found
 
     @torch.no_grad()
     def acceptance(self, source: Source, batch: int = 8) -> list[int]:
         """Replay the answers as a server would: a histogram of accepted drafts."""
         histogram = [0] * self.block
+        for rows, states, blocks in self._everywhere(source, batch):
+            drafts = self.draft(rows, states, blocks.anchors, blocks.keep)
+            accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
+            for row in range(len(accepted)):
+                for taken in _rounds(accepted[row], blocks, row):
+                    histogram[taken] += 1
+        return histogram
+
+    @torch.no_grad()
+    def expected_tau(self, source: Source, batch: int = 8) -> float:
+        """``1 + sum_k prod_{i <= k} overlap_i``, the mean over every whole block of the answers."""
+        total, count = 0.0, 0
+        for rows, states, blocks in self._everywhere(source, batch):
+            whole = blocks.keep & blocks.supervised.all(-1)
+            if bool(whole.any()):
+                reach = self.overlap(rows, states, blocks)[whole].cumprod(-1).sum(-1)
+                total += float(reach.double().sum())
+                count += len(reach)
+        return 1.0 + total / max(count, 1)
+
+    def _everywhere(self, source: Source, batch: int) -> Iterator[tuple[Rows, States, Blocks]]:
+        """A block at every place of the answers, some answers at a time."""
         for start in range(0, len(source.samples), batch):
             indices = list(range(start, min(start + batch, len(source.samples))))
             rows = collate([source.samples[i] for i in indices])
             every = rows.tokens.shape[1]
             blocks = Blocks.draw(rows, every, self.block, [0] * len(indices))
-            drafts = self.draft(rows, source.states(indices), blocks)
-            accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
-            for row in range(len(indices)):
-                for taken in _rounds(accepted[row], blocks, row):
-                    histogram[taken] += 1
-        return histogram
+            if bool(blocks.keep.any()):
+                yield rows, source.states(indices), blocks
 
 
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):

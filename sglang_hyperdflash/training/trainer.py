@@ -49,12 +49,15 @@ class Trainer:
         if not train.samples:
             raise HyperDFlashConfigError("there are no training samples.")
         self.drafter, self.target, self.recipe = drafter, target, recipe
+        self.objective = recipe.objective.resolved(drafter.config)
+        check_widths(recipe.widths, drafter.config.block_size)
         self.train, self.held_out, self.folder = train, held_out, folder
         self.world = world or ProcessGroup()
         self.device = next(drafter.parameters()).device
         self.replay = Replay(drafter, target)
         self.optimizer = _optimizer(drafter, recipe)
-        self.state = {"step": 0, "seconds": 0.0, "best_tau": 0.0, "best_step": 0, "best_hash": ""}
+        self.state = {"step": 0, "seconds": 0.0, "best_step": 0, "best_hash": ""}
+        self.state |= {"best_tau": 0.0, "best_score": 0.0}
         self.records: list[dict[str, Any]] = []
         self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,9 @@ class Trainer:
         for start in range(0, len(mine), self.recipe.micro_batch):
             ids, part_seeds = zip(*mine[start : start + self.recipe.micro_batch], strict=True)
             rows = collate([self.train.samples[i] for i in ids])
-            blocks = Blocks.draw(rows, self.recipe.anchors, block, list(part_seeds))
+            blocks = Blocks.draw(
+                rows, self.recipe.anchors, block, list(part_seeds), self.recipe.widths
+            )
             parts.append((list(ids), rows, blocks))
         return parts
 
@@ -79,12 +84,13 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite; nothing was changed.
         """
-        objective = self.recipe.objective
+        objective, term = self.objective, self.objective.term
         parts = self.micro_batches(step)
         divide = torch.zeros(2)
         for _, _, blocks in parts:
             divide += denominators(objective, blocks)
-        ce_rows, kl_blocks = self.world.sum(divide.to(self.device)).clamp(min=1e-9).tolist()
+        divide = self.world.sum(divide.to(self.device)).clamp(min=1e-9)
+        factors = torch.tensor(objective.factors, device=self.device)
         drafts = self.drafter.config.num_drafts
         totals = torch.zeros(2 + 2 * drafts, device=self.device)
         for ids, rows, blocks in parts:
@@ -94,30 +100,33 @@ class Trainer:
                 plan = first_fit(lengths, self.recipe.pack)
                 rows, states, blocks = pack(plan, lengths, rows, states, blocks)
             part = self._sums(rows, states, blocks)
-            loss = part.ce / ce_rows + objective.alpha * part.kl / kl_blocks
+            terms = torch.stack([part.ce, part.distance]) / divide
+            loss = (factors * terms).sum()
             if loss.requires_grad:
                 loss.backward()
-            ce, kl = part.ce.detach() / ce_rows, part.kl.detach() / kl_blocks
-            totals += torch.cat([torch.stack([ce, kl]), part.hits, part.rows])
+            totals += torch.cat([terms.detach(), part.hits, part.rows])
         self.world.sum(totals)
         totals = totals.cpu()
-        ce, kl = totals[:2].tolist()
-        if not math.isfinite(ce + kl):
+        ce, distance = totals[:2].tolist()
+        if not math.isfinite(ce + distance):
             raise FloatingPointError(
-                f"the loss is not finite (CE {ce}, KL {kl}) at step {step}; lower the learning "
-                f"rate and resume from {self.folder / 'state.pt'}."
+                f"the loss is not finite (CE {ce}, {term} {distance}) at step {step}; lower "
+                f"the learning rate and resume from {self.folder / 'state.pt'}."
             )
         self.world.sum_gradients(self.drafter.parameters())
         hits, rows = totals[2 : 2 + drafts], totals[2 + drafts :]
-        return {"ce": ce, "kl": kl, "hits": hits, "rows": rows, "loss": ce + objective.alpha * kl}
+        loss = (totals[:2] * factors.cpu()).sum().item()
+        return {"loss": loss, "ce": ce, term: distance, "hits": hits, "rows": rows}
 
     def _sums(self, rows: Rows, states: States, blocks: Blocks):
         rows, states, blocks = (x.to(self.device) for x in (rows, states, blocks))
         kind = self.device.type
         with self.device:  # new tensors are made there too
             with torch.autocast(kind, dtype=torch.bfloat16, enabled=self.recipe.bf16):
-                hidden = self.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
-            return sums(self.recipe.objective, self.target, rows, states, blocks, hidden)
+                hidden = self.replay.draft_states(
+                    rows, states, blocks.anchors, blocks.keep, blocks.widths
+                )
+            return sums(self.objective, self.target, rows, states, blocks, hidden, self.drafter)
 
     def progress(self) -> float:
         """Share of the stage that is done, 0 to 1."""
@@ -135,7 +144,7 @@ class Trainer:
         """One optimizer step."""
         started = time.monotonic()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = self.learning_rate() * group.get("factor", 1.0)
         self.optimizer.zero_grad()
         report = self.accumulate(self.state["step"])
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)
@@ -146,7 +155,7 @@ class Trainer:
         return report
 
     def run(self, out: Path, display=None) -> dict[str, Any]:
-        """Train to the end of the stage; keep the best checkpoint by mean tau in ``out``.
+        """Train to the end of the stage; keep the best checkpoint in ``out``, by its served worth.
 
         Args:
             display: called with the trainer and each step's report (a progress bar).
@@ -171,9 +180,10 @@ class Trainer:
         if self.world.is_main:
             record = self._record(reports)
             self.state["tau"] = record["tau"]
-            if record["tau"] is None or record["tau"] > self.state["best_tau"]:
+            if record["tau"] is None or record["score"] > self.state["best_score"]:
                 self.drafter.save(_staged(out))
                 self.state["best_tau"] = record["tau"] or 0.0
+                self.state["best_score"] = record["score"] or 0.0
                 self.state["best_step"] = self.state["step"]
                 self.state["best_hash"] = file_hash(_staged(out) / WEIGHTS)
             self.records.append(record)
@@ -187,11 +197,19 @@ class Trainer:
         hits = sum(r["hits"] for r in reports)
         rows = sum(r["rows"] for r in reports).clamp(min=1)
         record = {"step": self.state["step"], "minutes": round(self.state["seconds"] / 60, 2)}
-        record |= {k: sum(r[k] for r in reports) / len(reports) for k in ("loss", "ce", "kl")}
+        names = ("loss", "ce", self.objective.term)
+        record |= {k: sum(r[k] for r in reports) / len(reports) for k in names}
         record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
-        held_out = {kind: self.replay.evaluate(source) for kind, source in self.held_out.items()}
-        taus = [result["tau"] for result in held_out.values()]
-        return record | {"held_out": held_out, "tau": sum(taus) / len(taus) if taus else None}
+        sampled = self.drafter.dependency is not None
+        found = {k: self.replay.evaluate(s, sampled=sampled) for k, s in self.held_out.items()}
+        means = {
+            name: sum(result[name] for result in found.values()) / len(found)
+            for name in ("tau", *(["tau_sampled"] if sampled else []))
+            if found
+        }
+        # Paper's drafters draft the argmax; a dependency head's serve both kinds of request.
+        score = sum(means.values()) / len(means) if means else None
+        return record | {"held_out": found, "tau": None} | means | {"score": score}
 
     def _save_state(self) -> None:
         """Write the state whole; its hash is on disk before it is, beside that of the one before.
@@ -282,14 +300,35 @@ def _staged(out: Path) -> Path:
     return out.with_name(f"{out.name}.new")
 
 
+def check_widths(widths: tuple[int, ...], block_size: int) -> None:
+    """Refuse a width beyond the block.
+
+    Raises:
+        HyperDFlashConfigError: there is one.
+    """
+    wide = [width for width in widths if width > block_size]
+    if wide:
+        raise HyperDFlashConfigError(
+            f"widths must be between 2 and the drafter's block size {block_size}, found {wide[0]}. "
+            "Drop it, or make a drafter of a larger block."
+        )
+
+
 def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only, never on the gate or a norm."""
-    matrices, others = [], []
+    """AdamW; weight decay on matrices only, never on the gate, a norm or a dependency head."""
+    matrices, others, head = [], [], []
     for name, parameter in drafter.named_parameters():
-        chosen = matrices if "_proj." in name or name == "fc.weight" else others
+        if name == "dependency.gate.weight":
+            parameter.requires_grad_(recipe.dependency_gate)
+        if name.startswith("dependency."):
+            chosen = head
+        else:
+            chosen = matrices if "_proj." in name or name == "fc.weight" else others
         chosen.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+    if head:
+        groups.append({"params": head, "weight_decay": 0.0, "factor": recipe.dependency_lr})
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)

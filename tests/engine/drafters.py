@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 
 
 @torch.no_grad()
@@ -19,6 +20,21 @@ def rescale(drafter: Drafter) -> None:
     for name, value in drafter.named_parameters():
         if value.dim() == 2 and "reducer" not in name:
             value.copy_(torch.randn_like(value) * 3 * value.shape[-1] ** -0.5)
+
+
+def write_untrained(folder: Path, target: dict, shape: DrafterShape, mask_token: int) -> Path:
+    """A drafter of random weights whose blocks differ, for a target of this ``config.json``.
+
+    Its gate is ``approximate``, which is compared with no fingerprint of the target's weights.
+    """
+    torch.manual_seed(0)
+    raw = draft_config(TargetFacts.from_config(target), None, shape, mask_token)
+    raw["hyperdflash_config"]["gate"] = "approximate"
+    drafter = Drafter(raw)
+    drafter.reducer.randomise()
+    rescale(drafter)
+    drafter.save(folder)
+    return folder
 
 
 def rescale_folder(folder: Path) -> None:
@@ -36,3 +52,14 @@ def assert_varied(blocks: list[list[int]], share: float = 1 / 3) -> None:
     """
     distinct = len(set(map(tuple, blocks)))
     assert distinct > share * len(blocks), f"{len(blocks)} blocks compared, {distinct} distinct"
+
+
+def assert_lengths_vary(histograms: list[list[int]]) -> None:
+    """Rounds that all end alike compare as equal whatever was drafted.
+
+    Args:
+        histograms: of each request, rounds by the number of drafts accepted.
+    """
+    found = {length for histogram in histograms for length, n in enumerate(histogram) if n}
+    assert len(found) >= 3, f"rounds of only these lengths: {sorted(found)}"
+    assert len(set(map(tuple, histograms))) > 1, f"every request has the rounds {histograms[0]}"

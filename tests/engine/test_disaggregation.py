@@ -14,6 +14,7 @@ import pytest
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
+from tests.engine.drafters import assert_lengths_vary
 
 pytestmark = pytest.mark.disaggregation
 # SGLang copies the page list to pinned memory behind a CUDA event, unless the sender asks not to.
@@ -93,5 +94,6 @@ def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts
     """The decode node drafts from the first round as a server that prefilled by itself."""
     found = greedy_all(pair.decode, own_prompts, 1, pair.ask)
     expected = greedy_all(hyper_server, own_prompts, 1)
+    assert_lengths_vary([counters(one["meta_info"])[2] for one in expected])
     for one, other in zip(found, expected, strict=True):
         assert counters(one["meta_info"])[2] == counters(other["meta_info"])[2] != []

@@ -18,14 +18,53 @@ from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, name_for_dflash
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
+from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
 COMPARED = 4
+SLOW = pytest.mark.slow
+# Stand-ins with a head: shape, objective, and what their stage sets.
+STAND_INS = {
+    "dspark6": (
+        DrafterShape(2, reducer="fc", source="layers", layer_ids=(2, 3, 4), dependency_rank=16),
+        Objective(loss="acceptance"),
+        {"dependency_gate": False},
+    ),
+    "dflash2": (
+        DrafterShape(
+            2,
+            reducer="fc",
+            source="layers",
+            layer_ids=(1, 2, 3),
+            dependency_rank=16,
+            dependency_top_k=16,
+            dependency_form="product",
+        ),
+        Objective(loss="selector"),
+        {},
+    ),
+    "hyperdflash2": (DrafterShape(2, dependency_rank=16, causal=True), Objective(), {}),
+}
+
+
+def train_stand_in(name: str, target: LocalTarget, mask: int, samples, out: Path) -> None:
+    """A drafter of ``STAND_INS``, trained for seconds."""
+    shape, objective, stage = STAND_INS[name]
+    facts = TargetFacts.from_config(target.config.to_dict())
+    torch.manual_seed(0)
+    drafter = Drafter(draft_config(facts, target.hc_head, shape, mask))
+    drafter.inherit(target.hc_head)
+    recipe = Recipe(
+        steps=80, batch=4, lr=3e-3, warmup_steps=10, every=80, objective=objective, **stage
+    )
+    cache = FeatureCache(target, samples, layer_ids=shape.layer_ids)
+    Trainer(drafter, target, cache, {}, recipe, out.with_name(f"{name}-work")).run(out)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +96,11 @@ def folders(
     recipe = Recipe(steps=80, batch=4, anchors=32, lr=3e-3, warmup_steps=10, every=80)
     Trainer(drafter, target, cache, {}, recipe, out / "work").run(out / "dflash")
     name_for_dflash(out / "dflash")
-    return {"mtp": out / "mtp", "dflash": out / "dflash", "hyperdflash": drafter_dir}
+    for name in STAND_INS:
+        train_stand_in(name, target, mask_token_of(str(target_dir)), samples, out / name)
+    stand_ins = {name: out / name for name in STAND_INS}
+    pair = {"mtp": out / "mtp", "dflash": out / "dflash"}
+    return pair | stand_ins | {"hyperdflash": drafter_dir}
 
 
 def server_of(servers, target_dir, folders, name: str):
@@ -69,10 +112,20 @@ def server_of(servers, target_dir, folders, name: str):
 def drafts_of(target: LocalTarget, folders, name: str):
     if name.startswith("mtp"):
         return chain_draft(target, folders["mtp"], int(name[3:]))
-    return block_draft(target, folders[name.removesuffix("6")])
+    return block_draft(target, folders[name if name in folders else name.removesuffix("6")])
 
 
-@pytest.mark.parametrize("name", [pytest.param("mtp3", marks=pytest.mark.slow), "mtp6", "dflash6"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("mtp3", marks=SLOW),
+        "mtp6",
+        "dflash6",
+        "dflash2",
+        pytest.param("dspark6", marks=SLOW),
+        pytest.param("hyperdflash2", marks=SLOW),
+    ],
+)
 def test_greedy_answers_and_tau(
     servers, target_dir, target, folders, own_prompts, own_reference, name
 ):
@@ -106,6 +159,7 @@ def test_hyperdflash_s_tau(hyper_server, target, folders, own_prompts):
 def check_tau(target, folders, name: str, prompts, answers) -> None:
     """Histograms of single requests, entry by entry: so tau and every position's acceptance."""
     draft, total = drafts_of(target, folders, name), 0
+    assert_lengths_vary([counters(answer["meta_info"])[2] for answer in answers])
     for prompt, answer in zip(prompts, answers, strict=False):
         expected, histogram = decode(target, draft, prompt, NEW_TOKENS, None)
         assert answer["output_ids"] == expected

@@ -11,6 +11,7 @@ from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy, greedy_all, ids
+from tests.engine.drafters import assert_lengths_vary
 
 RANKS = 2
 TOKENS = 64
@@ -44,6 +45,7 @@ def test_tokens_are_target_only_s_and_drafts_are_as_good(
     single = tau(greedy_all(hyper_server, own_prompts, CONCURRENCY, ask))
     found = tau(answers)
     assert found > 1.5
+    assert_lengths_vary([counters(answer["meta_info"])[2] for answer in answers])
     # Sums over two ranks round differently: a draft's own near-tie may flip, no more.
     assert found == pytest.approx(single, rel=0.02)
 
@@ -93,3 +95,4 @@ def test_a_seed_gives_one_ranks_tokens_on_two(parallel_server, hyper_server, own
         for server in (parallel_server, hyper_server)
     )
     assert found == expected
+    assert len(set(map(tuple, found))) == len(found)

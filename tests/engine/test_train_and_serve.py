@@ -56,12 +56,10 @@ def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, lis
     return found
 
 
-@torch.no_grad()
 def replayed(replay: Replay, sample: Sample, states: States, anchors: list[int]) -> list[list[int]]:
     """The drafts that training proposes at ``anchors`` of one text."""
     at = torch.tensor([anchors])
-    hidden = replay.draft_states(collate([sample]), states, at, torch.ones_like(at).bool())
-    return replay.target.lm_head(hidden).argmax(-1)[0].tolist()
+    return replay.draft(collate([sample]), states, at, torch.ones_like(at).bool())[0].tolist()
 
 
 def compare_drafts(

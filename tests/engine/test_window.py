@@ -13,6 +13,7 @@ from sglang_hyperdflash.tools.server_process import Server, hyperdflash_argument
 from sglang_hyperdflash.training.drafter import with_window
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, decode
 
 # Blocks of 8 requests and about five windows of 32 tokens: most contexts lose tokens.
@@ -47,6 +48,7 @@ def test_a_window_over_every_context_drafts_as_without(
     try:
         answers = greedy_all(server, own_prompts, 4)
         assert ids(answers) == own_reference
+        assert_lengths_vary(rounds(answers))
         assert rounds(answers) == rounds(greedy_all(hyper_server, own_prompts, 4))
         # A prefix hit finds the draft K/V that the first request wrote.
         assert rounds(greedy_all(server, own_prompts, 1)) == rounds(answers)
@@ -62,6 +64,7 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
     server = start(servers, "window-32", target_dir, draft, **TIGHT)
     try:
         alone = greedy_all(server, own_prompts, 1)
+        assert_lengths_vary(rounds(alone))
         target = LocalTarget(target_dir)
         for prompt, answer in list(zip(own_prompts, alone, strict=True))[:3]:
             _, expected = decode(target, block_draft(target, draft), prompt, NEW_TOKENS, None)

@@ -16,10 +16,14 @@ import psutil
 
 from sglang_hyperdflash.cli import main
 from tests.conftest import EXAMPLE
-from tests.faults.matrix import Subject
+from tests.faults.matrix import EVAL, Subject
+from tests.unit.commands.native_server import Answers
+from tests.unit.eval.fake_server import FakeServer, lengths
 
 TARGET = str(EXAMPLE / "target")
 STEPS, PROMPTS = 8, 8
+BENCHMARKS, ROUNDS = ("one", "two"), 2
+SHARDS = 8
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
@@ -54,8 +58,14 @@ def prepare(folder: Path) -> None:
         for i in range(PROMPTS)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    for chat in chats:  # each fills a shard of a MiB of states
+        chat["output"] = " ".join([chat["output"]] * 4)
+    (folder / "long.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     prompts = [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    for name in BENCHMARKS:
+        turns = [{"turns": [f"{name} {i}?", "And then?"]} for i in range(2)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
 
 
 def whole_lines(path: Path) -> int:
@@ -144,9 +154,9 @@ class Line:
         self.open = True
 
 
-def regenerating(shared: Path, server_port: int) -> Subject:
-    """``regenerate`` at temperature 0, against a server behind a :class:`Line`."""
-    line = Line(server_port)
+def regenerating(shared: Path) -> Subject:
+    """``regenerate``, against a server without a model behind a :class:`Line`."""
+    line = Line(Answers(delay=0.2).server_port)
 
     def arguments(folder: Path) -> list[str]:
         files = ["--input", str(shared / "data.jsonl"), "--output", str(folder / "out.jsonl")]
@@ -200,10 +210,15 @@ def capturing(shared: Path) -> Subject:
     """``capture``, a shard for every few conversations."""
 
     def arguments(folder: Path) -> list[str]:
-        files = ["--data", str(shared / "data.jsonl"), "--out", str(folder / "states")]
+        files = ["--data", str(shared / "long.jsonl"), "--out", str(folder / "states")]
         options = ["--dtype", "float32", "--shard-mib", "1", "--concurrency", "1"]
         engine = ["--engine-args", json.dumps(ENGINE)]
         return ["capture", "--target", TARGET, *files, *options, *engine]
+
+    def result(folder: Path) -> list[Any]:
+        found = shards(folder)
+        assert len(found) == SHARDS, f"expected {SHARDS} shards, found {len(found)}"
+        return [(path.name, path.read_bytes()) for path in found]
 
     def shards(folder: Path) -> list[Path]:
         return sorted((folder / "states").glob("*.safetensors"))
@@ -211,10 +226,48 @@ def capturing(shared: Path) -> Subject:
     return Subject(
         name="capture",
         arguments=arguments,
-        units=3,
-        done=lambda folder: min(3, len(shards(folder))),
-        result=lambda folder: [(p.name, p.read_bytes()) for p in shards(folder)],
+        units=SHARDS,
+        done=lambda folder: len(shards(folder)),
+        result=result,
         lines=None,
         data=lambda folder: shards(folder)[0],
         kill_helper=kill_scheduler,
+    )
+
+
+def comparing(shared: Path) -> Subject:
+    """``eval run``: one server without a model stands for both methods, behind a :class:`Line`."""
+    server = FakeServer(lengths(4), [1, 1], delay=0.05)
+    line = Line(server.server.server_port)
+
+    def arguments(folder: Path) -> list[str]:
+        files = ",".join(str(shared / f"{name}.jsonl") for name in BENCHMARKS)
+        options = ["--target", TARGET, "--methods", "target,hyperdflash6", "--benchmarks", files]
+        options += ["--num-prompts", "2", "--max-new-tokens", "8", "--rounds", str(ROUNDS)]
+        servers = ["--server", f"target={line.url}", "--server", f"hyperdflash6={line.url}"]
+        return ["run", *options, *servers, "--out", str(folder / "run")]
+
+    def units(folder: Path) -> list[Path]:
+        return sorted((folder / "run" / "units").glob("*/*.json"))
+
+    def result(folder: Path) -> list[Any]:
+        found: list[Any] = []
+        for path in units(folder):
+            answers = json.loads(path.read_text())["answers"]
+            found.append((path.name, path.parent.name, [a["output_ids"] for a in answers]))
+        rows = json.loads((folder / "run" / "results.json").read_text())["rows"]
+        names = ("method", "benchmark", "num_prompts", "identical_to_target")
+        return found + [[row.get(name) for name in names] for row in rows]
+
+    return Subject(
+        name="eval run",
+        arguments=arguments,
+        units=ROUNDS * len(BENCHMARKS) * 3,  # both methods and the noise floor
+        done=lambda folder: len(units(folder)),
+        result=result,
+        lines=None,
+        data=lambda folder: units(folder)[0],
+        launcher=EVAL,
+        kill_helper=lambda _process: line.cut(),
+        mend_helper=line.mend,
     )

@@ -10,6 +10,7 @@ import torch
 
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import BF16_TIE, first_difference_gaps, greedy_all, ids
+from tests.engine.test_dependency import RANK, with_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,3 +52,38 @@ def test_greedy_differs_only_at_ties(
     log = server.log.read_text(errors="replace")
     assert "falling back" not in log, "a fused path fell back"
     assert "reducer=hc_gate kernels=triton fused_kv=True" in log
+
+
+@pytest.mark.parametrize("options", [(), ("--causal",)], ids=["whole block", "causal"])
+def test_a_dependency_head_drafts_the_same_inside_the_graph(
+    servers, target_dir, drafter_dir, own_prompts, expected, tmp_path, options
+):
+    """Greedy and seeded rounds, from the graph's buffers and without any graph."""
+    folder = with_head(target_dir, drafter_dir, tmp_path / "draft", *options)
+    seeded = {"temperature": 1, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 7}
+
+    def sample(server, prompt):
+        return server.generate(input_ids=prompt, sampling_params=seeded)
+
+    found = []
+    for name, graphs in (("graphs", ()), ("eager", ("--disable-cuda-graph",))):
+        server = servers.get(
+            f"gpu-head-{name}",
+            target_dir,
+            *ARGUMENTS,
+            *graphs,
+            *hyperdflash_arguments(folder),
+            threads=None,
+        )
+        answers = greedy_all(server, own_prompts, 1)
+        found.append([answers, greedy_all(server, own_prompts, 1, sample)])
+        servers.stop(f"gpu-head-{name}")
+        assert f"head=rank {RANK}, K 256" in server.log.read_text(errors="replace")
+    gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(found[0][0]))
+    assert all(gap < BF16_TIE for gap in gaps), gaps
+    for kind in range(2):
+        in_graph, eager = (
+            sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers[kind])
+            for answers in found
+        )
+        assert in_graph == pytest.approx(eager, rel=0.05) and in_graph > len(own_prompts)

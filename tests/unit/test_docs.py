@@ -66,11 +66,14 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 def parse_module(name: str, words: list[str]) -> None:
     """``python -m NAME ...``."""
+    from eval import width_plan, width_study
     from eval.__main__ import parser as eval_parser
     from sglang_hyperdflash.cli import build_parser
 
     parsers = {
         "eval": eval_parser,
+        "eval.width_plan": width_plan.parser,
+        "eval.width_study": width_study.parser,
         "sglang.launch_server": server_parser,
         "sglang_hyperdflash.cli": build_parser,
     }
@@ -222,12 +225,12 @@ def known_options() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_metrics_in_the_prose_exist(page):
-    from sglang_hyperdflash.serving.counters import ACCEPTED, BROKEN, ROUNDS
+    from sglang_hyperdflash.serving.counters import FAMILIES
 
     text = page.read_text() if page in GUIDES else prose(page)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
     assert flags <= known_options()
-    assert metrics_in(text) <= sglang_metrics() | {ROUNDS, ACCEPTED, BROKEN}
+    assert metrics_in(text) <= sglang_metrics() | FAMILIES
 
 
 PATH = re.compile(r"`([\w.-]+(?:/[\w.*-]+)+/?|[\w-]+\.(?:py|toml|md))`")
@@ -334,11 +337,14 @@ def test_the_training_file_s_top_fields_are_listed():
     assert set(listed) == names - {"objective", "stages", "base"}
 
 
-@pytest.mark.parametrize("name", ["tiny_cached", "tiny_captured", "v4_flash_two_stages"])
-def test_the_shipped_training_files_are_valid(name):
+RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_shipped_training_files_are_valid(path):
     from sglang_hyperdflash.training.recipe import read_schedule
 
-    schedule = read_schedule(ROOT / "examples" / "recipes" / f"{name}.toml")
+    schedule = read_schedule(path)
     assert schedule.stages
     for stage in schedule.stages:
         stage.resolve(12, schedule.objective)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from sglang_hyperdflash.targets.files import TargetFacts
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
-from tests.engine.drafters import rescale
+from sglang_hyperdflash.training.drafter import DrafterShape
+from tests.engine.drafters import write_untrained
 
 CONFIG = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -112,6 +112,18 @@ def _experts(name: str, hashed: bool) -> Shapes:
         yield f"{name}.{expert}.w2.weight", (d, width), BF16
 
 
+def _layer(name: str, ratio: int, hashed: bool) -> Shapes:
+    d, m = CONFIG["hidden_size"], CONFIG["hc_mult"]
+    mixes = m * (2 + m)
+    for part in ("attn", "ffn"):
+        yield f"{name}.{part}_norm.weight", (d,), BF16
+        yield f"{name}.hc_{part}_fn", (mixes, m * d), FP32
+        yield f"{name}.hc_{part}_base", (mixes,), FP32
+        yield f"{name}.hc_{part}_scale", (3,), FP32
+    yield from _attention(f"{name}.attn", ratio)
+    yield from _experts(f"{name}.ffn", hashed)
+
+
 def tensors() -> Shapes:
     """Name, shape and dtype of every tensor of the checkpoint."""
     vocabulary, d, m = (CONFIG[key] for key in ("vocab_size", "hidden_size", "hc_mult"))
@@ -121,15 +133,22 @@ def tensors() -> Shapes:
     yield "hc_head_fn", (m, m * d), FP32
     yield "hc_head_base", (m,), FP32
     yield "hc_head_scale", (1,), FP32
-    mixes = m * (2 + m)
     for i in range(CONFIG["num_hidden_layers"]):
-        for part in ("attn", "ffn"):
-            yield f"layers.{i}.{part}_norm.weight", (d,), BF16
-            yield f"layers.{i}.hc_{part}_fn", (mixes, m * d), FP32
-            yield f"layers.{i}.hc_{part}_base", (mixes,), FP32
-            yield f"layers.{i}.hc_{part}_scale", (3,), FP32
-        yield from _attention(f"layers.{i}.attn", CONFIG["compress_ratios"][i])
-        yield from _experts(f"layers.{i}.ffn", i < CONFIG["num_hash_layers"])
+        hashed = i < CONFIG["num_hash_layers"]
+        yield from _layer(f"layers.{i}", CONFIG["compress_ratios"][i], hashed)
+
+
+def mtp_tensors() -> Shapes:
+    """Those of its multi-token-prediction layer, which EAGLE drafts with."""
+    d, m = CONFIG["hidden_size"], CONFIG["hc_mult"]
+    for name in ("enorm", "hnorm", "norm"):
+        yield f"mtp.0.{name}.weight", (d,), BF16
+    for name in ("e_proj", "h_proj"):
+        yield f"mtp.0.{name}.weight", (d, d), BF16
+    yield "mtp.0.hc_head_fn", (m, m * d), FP32
+    yield "mtp.0.hc_head_base", (m,), FP32
+    yield "mtp.0.hc_head_scale", (1,), FP32
+    yield from _layer("mtp.0", CONFIG["compress_ratios"][-1], hashed=False)
 
 
 def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -156,21 +175,12 @@ def write_target(folder: Path) -> Path:
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
-    save_file(
-        {name: _drawn(name, *rest) for name, *rest in tensors()}, folder / "model.safetensors"
-    )
+    every = chain(tensors(), mtp_tensors())
+    save_file({name: _drawn(name, *rest) for name, *rest in every}, folder / "model.safetensors")
     return folder
 
 
 def write_drafter(folder: Path, window: int | None = None) -> Path:
     """An untrained drafter whose blocks differ."""
-    torch.manual_seed(0)
     shape = DrafterShape(**DRAFT, **({} if window is None else {"window": window}))
-    raw = draft_config(TargetFacts.from_config(CONFIG), None, shape, MASK_TOKEN)
-    # Compared with no fingerprint, and needs none.
-    raw["hyperdflash_config"]["gate"] = "approximate"
-    drafter = Drafter(raw)
-    drafter.reducer.randomise()
-    rescale(drafter)
-    drafter.save(folder)
-    return folder
+    return write_untrained(folder, CONFIG, shape, MASK_TOKEN)

@@ -120,3 +120,20 @@ def compress_norm_rope_store(
         store_latents(x, loc, kvcache, page_size)
     else:
         store_index(x, loc, kvcache, page_size)
+
+
+def clear_unaccepted_c128_draft_states(
+    state, req_pool_indices, seq_lens, accept_lens, *, ring_size, num_draft_tokens
+) -> None:
+    """Empty the ring rows of rejected drafts, as EAGLE asks for after every round.
+
+    Seam: ``kvcache.dsv4_c128_cleanup`` by that name.
+    """
+    half = state.shape[-1] // 2
+    offsets = torch.arange(num_draft_tokens)
+    rows = req_pool_indices.long()[:, None] * ring_size
+    rows = (rows + (seq_lens.long()[:, None] + offsets) % ring_size)[
+        offsets >= accept_lens[:, None]
+    ]
+    flat = state.view(-1, state.shape[-1])
+    flat[rows, :half], flat[rows, half:] = 0.0, float("-inf")

@@ -12,7 +12,10 @@ import os
 import zlib
 from pathlib import Path
 
+import torch
+
 ANSWERS = "V4_ANSWERS"  # a JSON list of {"prompt", "ids"}
+HOST_KNOWS = "V4: a round whose lengths the host knows:"
 OWN_DRAFTS = "V4_OWN_DRAFTS"  # a file: [rid, length, anchor, [drafts]] a line
 
 
@@ -44,33 +47,59 @@ class Oracle:
         return [token if j < right else token ^ 1 for j, token in enumerate(truth)]
 
 
-def install() -> None:
-    """Stand between the drafter and verification.
+class Between:
+    """Stands between a drafter and verification: writes down its drafts, asks the oracle."""
 
-    Seam: ``DFlashVerifyInput.prepare_for_verify``; every round passes it, with graphs or without;
-    its ``draft_token`` is the memory that is verified.
+    def __init__(self) -> None:
+        self.oracle = Oracle(os.environ[ANSWERS]) if ANSWERS in os.environ else None
+        self.sink = open(os.environ[OWN_DRAFTS], "a") if OWN_DRAFTS in os.environ else None  # noqa: SIM115
+        self.seen: set[bool] = set()
+
+    def round(self, tokens: torch.Tensor, batch) -> None:
+        """One round's ``tokens [rows * block]``, each block behind its anchor, in place."""
+        if not batch.reqs:
+            return
+        blocks = tokens.view(len(batch.reqs), -1)
+        lengths = batch.seq_lens.tolist()
+        # Otherwise an upper bound, all that the host is told of a round before the last one ended.
+        host = batch.seq_lens_cpu is not None and batch.seq_lens_cpu.tolist() in (
+            lengths,
+            [length + blocks.shape[1] for length in lengths],
+        )
+        if host not in self.seen:
+            self.seen.add(host)
+            print(HOST_KNOWS, host, flush=True)
+        rounds = zip(batch.reqs, lengths, blocks.tolist(), strict=True)
+        for i, (request, length, (anchor, *own)) in enumerate(rounds):
+            if self.sink is not None:
+                self.sink.write(json.dumps([request.rid, length, anchor, own]) + "\n")
+                self.sink.flush()
+            if self.oracle is not None:
+                drafts = self.oracle.drafts(list(request.origin_input_ids), length, anchor, own)
+                blocks[i, 1:] = blocks.new_tensor(drafts)
+
+
+def install() -> None:
+    """Stand before verification, with graphs or without; its ``draft_token`` is what is verified.
+
+    Seams: ``DFlashVerifyInput.prepare_for_verify``; EAGLE's ``eagle_prepare_for_verify``.
     """
+    from sglang.srt.speculative import eagle_utils, eagle_worker_common
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-    oracle = Oracle(os.environ[ANSWERS]) if ANSWERS in os.environ else None
-    sink = open(os.environ[OWN_DRAFTS], "a") if OWN_DRAFTS in os.environ else None  # noqa: SIM115
-    prepare = DFlashVerifyInput.prepare_for_verify
-    seen = set()
+    between = Between()
+    prepare, prepare_chain = (
+        DFlashVerifyInput.prepare_for_verify,
+        eagle_utils.eagle_prepare_for_verify,
+    )
 
     def prepared(self, batch, *args, **options):
-        host = batch.seq_lens_cpu is not None
-        if host not in seen:
-            seen.add(host)
-            print("V4: a round with lengths on the host:", host, flush=True)
-        blocks = self.draft_token.view(len(batch.reqs), -1)
-        rounds = zip(batch.reqs, batch.seq_lens.tolist(), blocks.tolist(), strict=True)
-        for i, (request, length, (anchor, *own)) in enumerate(rounds):
-            if sink is not None:
-                sink.write(json.dumps([request.rid, length, anchor, own]) + "\n")
-                sink.flush()
-            if oracle is not None:
-                drafts = oracle.drafts(list(request.origin_input_ids), length, anchor, own)
-                blocks[i, 1:] = blocks.new_tensor(drafts)
+        between.round(self.draft_token, batch)
         return prepare(self, batch, *args, **options)
 
+    def prepared_chain(verify_input, pool, batch, worker):
+        between.round(verify_input.draft_token, batch)
+        return prepare_chain(verify_input, pool, batch, worker)
+
     DFlashVerifyInput.prepare_for_verify = prepared
+    eagle_worker_common.eagle_prepare_for_verify = prepared_chain

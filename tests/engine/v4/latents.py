@@ -83,13 +83,13 @@ def store_latents(x: torch.Tensor, loc: torch.Tensor, cache: torch.Tensor, page:
 
 def load_latents(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
     """``[n, 512]`` fp32 of slots of ``cache [pages, page, 1, 584]`` (a view of padded pages)."""
-    page = cache.shape[1]
-    raw = torch.as_strided(
-        cache.view(torch.uint8), (cache.shape[0], page * (DATA + 8)), (cache.stride(0), 1)
-    )
-    block, slot = (loc // page)[:, None], (loc % page)[:, None]
-    data = raw[block, slot * DATA + torch.arange(DATA)]
-    scale = raw[block, page * DATA + slot * 8 + torch.arange(NOPE // GROUP)]
+    pages, page = cache.shape[:2]
+    raw, stride = cache.view(torch.uint8), cache.stride(0)
+    start = raw.storage_offset()
+    rows = torch.as_strided(raw, (pages, page, DATA), (stride, DATA, 1))
+    scales = torch.as_strided(raw, (pages, page, 8), (stride, 8, 1), start + page * DATA)
+    block, slot = loc // page, loc % page
+    data, scale = rows[block, slot], scales[block, slot, : NOPE // GROUP]
     nope = data[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float()
     nope = nope.view(-1, NOPE // GROUP, GROUP) * torch.exp2(scale.float() - 127.0)[..., None]
     rope = data[:, NOPE:].contiguous().view(torch.bfloat16).float()

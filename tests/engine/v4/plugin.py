@@ -54,6 +54,7 @@ def kernels() -> None:
     importlib.import_module("sglang.kernels.ops.attention.dsv4")
     from sglang.kernels.ops.activation import silu_and_mul_clamp
     from sglang.kernels.ops.attention.dsv4 import compress, metadata_kernel, norm_rope
+    from sglang.kernels.ops.kvcache import dsv4_c128_cleanup
     from sglang.kernels.ops.layernorm import mhc, mhc_head
     from sglang.srt.mem_cache import allocation
 
@@ -61,6 +62,7 @@ def kernels() -> None:
     compress.CompressorPrefillPlan.generate = staticmethod(plans.plan_prefill)
     for module, ours, names in (
         (compress, compressor, ("compress_forward", "compress_norm_rope_store")),
+        (dsv4_c128_cleanup, compressor, ("clear_unaccepted_c128_draft_states",)),
         (norm_rope, latents, ("fused_rope_inplace", "fused_q_norm_rope")),
         (norm_rope, latents, ("fused_k_norm_rope_flashmla",)),
         (norm_rope, latents, ("fused_q_indexer_rope_hadamard_quant",)),
@@ -93,8 +95,12 @@ def model() -> None:
     module._is_cuda = True
     module.DeepseekV4DecoderLayer = module.DeepseekV4CudaDecoderLayer
     module.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda self: None
+    nextn = importlib.import_module("sglang.srt.models.deepseek_v4_nextn")
+    nextn._is_cuda, nextn.DeepseekV4DecoderLayer = True, module.DeepseekV4CudaDecoderLayer
     # The model makes five streams, and uses them only while a graph is captured.
     torch.cuda.Stream = torch.cpu.Stream
+    # The MTP layer waits for the device once, when it is given the target's embedding.
+    torch.cuda.synchronize = torch.cpu.synchronize
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
     UnquantizedFusedMoEMethod.forward_native = streams.experts_forward

@@ -38,17 +38,25 @@ def flash_mla_with_kvcache(
     caches = [(k_cache, indices, topk_length)]
     if extra_k_cache is not None:
         caches.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
-    out = torch.empty(*q.shape[:-1], head_dim_v, dtype=q.dtype)
-    for i in range(len(q)):
-        keys = []
-        for pages, table, lengths in caches:
-            row = table[i, 0, : int(lengths[i])].long()
-            keys.append(load_latents(pages, row[row >= 0]))
-        kv = torch.cat(keys).double()
-        scores = q[i, 0].double() @ kv.T * softmax_scale
-        scores = torch.cat([scores, attn_sink.double()[:, None]], dim=1)
-        out[i, 0] = (scores.softmax(-1)[:, :-1] @ kv).to(out.dtype)
-    return out, None
+    # Neighbouring rows read nearly the same keys, so each key is read once for all of them.
+    keys, reads = zip(*(_keys_of(*cache) for cache in caches), strict=True)
+    kv, read = torch.cat(keys), torch.cat(reads, dim=1)
+    scores = q[:, 0].double() @ kv.T * softmax_scale
+    scores = scores.masked_fill(~read[:, None], float("-inf"))
+    sink = attn_sink.double()[None, :, None].expand(len(q), -1, -1)
+    weights = torch.cat([scores, sink], dim=2).softmax(-1)[..., :-1]
+    return (weights @ kv).to(q.dtype)[:, None, :, :head_dim_v], None
+
+
+def _keys_of(pages, table, lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys ``[U, 512]`` fp64 that some row names, and which row reads which, ``[n, U]``."""
+    table = table[:, 0].long()
+    named = (torch.arange(table.shape[1]) < lengths[:, None]) & (table >= 0)
+    slots, which = table[named].unique(return_inverse=True)
+    read = torch.zeros(len(table), len(slots), dtype=torch.bool)
+    read[named.nonzero()[:, 0], which] = True
+    assert read.sum() == named.sum(), "a row names a key twice"
+    return load_latents(pages, slots).double(), read
 
 
 def index_logits(
@@ -60,6 +68,7 @@ def index_logits(
     DeepGEMM's does not.
     """
     rows, page = len(q_fp8), kvcache_fp8.shape[1]
+    page_table = page_table[:, : max(1, -(-int(seq_lens.max()) // page))]
     raw = kvcache_fp8.view(kvcache_fp8.shape[0], -1)[page_table.clamp(min=0).long()]
     k = raw[..., : page * INDEX].contiguous().view(torch.float8_e4m3fn).double()
     scale = raw[..., page * INDEX :].contiguous().view(torch.float32).view(rows, -1)

@@ -11,6 +11,7 @@ from sglang_hyperdflash.tools.server_process import ServerFailed, hyperdflash_ar
 from tests.engine.conftest import ids
 from tests.engine.v4 import controls
 from tests.engine.v4.conftest import NEW_TOKENS, Reference
+from tests.engine.v4.findings import note
 from tests.engine.v4.serve import accepted, ask, known, start
 
 pytestmark = pytest.mark.v4
@@ -32,6 +33,7 @@ def test_a_ring_that_forgets_short_rounds_changes_the_tokens(
     servers.stop("v4-fault")
     different = sum(a != b for a, b in zip(answers, reference.answers, strict=True))
     assert different == len(reference.prompts)
+    note("control: rings forget short rounds", wrong=f"{different} of {len(answers)}")
 
 
 def test_rings_without_speculation_are_refused(servers, target, drafter, reference, tmp_path):
@@ -39,6 +41,7 @@ def test_rings_without_speculation_are_refused(servers, target, drafter, referen
     with pytest.raises(ServerFailed):
         faulty(servers, fault, target, drafter, reference, tmp_path)
     servers.stop("v4-fault")
+    note("control: rings of no speculation", refused=True)
 
 
 def test_nothing_reads_what_rejected_drafts_left(servers, target, drafter, reference, tmp_path):
@@ -49,6 +52,7 @@ def test_nothing_reads_what_rejected_drafts_left(servers, target, drafter, refer
     servers.stop("v4-fault")
     assert ids(answers) == reference.answers
     assert min(accepted(answers)) > 0
+    note("rejected states overwritten with NaN", answers="6 of 6", rounds=accepted(answers))
 
 
 def test_the_poison_is_read_where_a_token_was_accepted(
@@ -61,3 +65,4 @@ def test_the_poison_is_read_where_a_token_was_accepted(
     log = server.log.read_text(errors="replace")
     servers.stop("v4-fault")
     assert "a compressed row that nobody computed" in log
+    note("control: an accepted state overwritten with NaN", noticed=True)

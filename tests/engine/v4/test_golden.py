@@ -5,16 +5,15 @@ Every row is one that a round of speculation committed, or a prefill.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.conftest import ROOT
 from tests.engine.v4.checkpoint import CONFIG
 from tests.engine.v4.conftest import NEW_TOKENS, Reference
+from tests.engine.v4.findings import note
 from tests.engine.v4.golden import Golden, Transformers
 from tests.engine.v4.serve import ask, known, start
 from tests.engine.v4.trace import RESIDUALS, read_residuals
@@ -116,9 +115,7 @@ def test_logits_are_as_far_from_transformers_as_fp8_and_bf16_explain(served, gol
         "server to fp8 K/V": medians(logit_error(served.logprobs, rounded), prompt),
         "bf16, fp8 K/V to fp8 K/V": medians(logit_error(bf16, rounded), prompt),
     }
-    print(json.dumps(report, indent=1))
-    (ROOT / "build").mkdir(exist_ok=True)
-    (ROOT / "build" / "v4_golden.json").write_text(json.dumps(report, indent=1) + "\n")
+    note("golden: log-probabilities, root mean square, prefill and decoded", **report)
     for ours, allowed in (
         ("server to fp32", "fp8 K/V to fp32"),
         ("server to fp8 K/V", "bf16, fp8 K/V to fp8 K/V"),
@@ -134,7 +131,7 @@ def test_the_residual_is_transformers_streams_path_by_path(served, goldens):
     found = path_error(served.residual, rounded)
     for i in range(PATHS):
         ours, bound = medians(found[:, i], prompt), medians(allowed[:, i], prompt)
-        print(f"path {i}: {ours} of {bound}")
+        note(f"golden: residual of path {i}", distance=ours, of_bf16=bound)
         assert all(a <= ALLOWED * b for a, b in zip(ours, bound, strict=True)), i
         for other in set(range(PATHS)) - {i}:
             crossed = path_error(served.residual[:, i : i + 1], exact[:, other : other + 1])
@@ -188,7 +185,7 @@ def test_a_wrong_formula_is_farther_away(served, goldens, target, fault):
     rounded, bf16 = goldens["fp32, fp8 K/V"].logits, goldens["bf16, fp8 K/V"].logits
     bound = medians(logit_error(bf16, rounded), prompt)
     ours = medians(logit_error(served.logprobs, found), prompt)
-    print(fault.__name__, ours, bound)
+    note(f"golden, control: {fault.__name__}", distance=ours, of_bf16=bound)
     assert max(a / b for a, b in zip(ours, bound, strict=True)) > ALLOWED
 
 
@@ -197,7 +194,7 @@ def test_the_first_token_is_transformers_as_often_as_bf16s(served, goldens):
     exact, _, bf16 = (goldens[name].logits.argmax(-1) for name in goldens)
     found = served.logprobs.argmax(-1)
     same, bound = ((exact == x).float().mean() for x in (found, bf16))
-    print(f"same first token: {float(same):.3f}, bf16 {float(bound):.3f}")
+    note("golden: same first token", server=float(same), bf16=float(bound))
     assert same > bound - 0.05
 
 

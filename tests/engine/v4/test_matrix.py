@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.drafters import assert_varied
 from tests.engine.v4 import drafts
 from tests.engine.v4.checkpoint import write_drafter
+from tests.engine.v4.findings import note
 from tests.engine.v4.plugin import DEVICE_LENGTHS
 from tests.engine.v4.serve import Answers, accepted, ask, known, own_blocks, prompts, start
 from tests.engine.v4.test_rounds import assert_rows_are_bit_equal
@@ -65,11 +67,12 @@ def drafting(servers, name: str, target, draft, texts: Texts, folder: Path, *arg
     return start(servers, name, target, folder, *arguments, **environment)
 
 
-def assert_first_turns(server, texts: Texts) -> list[dict]:
+def assert_first_turns(server, texts: Texts) -> list[int]:
+    """Rounds by accepted drafts."""
     answers = ask(server, texts.first[0], NEW_TOKENS)
     assert ids(answers) == texts.first[1]
     assert min(accepted(answers)) > 0, accepted(answers)
-    return answers
+    return accepted(answers)
 
 
 def assert_long(server, texts: Texts) -> None:
@@ -82,7 +85,7 @@ def test_turns_page_hits_selection_and_several_answers(servers, target, drafter,
     path = tmp_path / "rows.jsonl"
     rows = {ROWS: str(path)}
     server = drafting(servers, "turns", target, drafter, texts, tmp_path, **rows)
-    assert_first_turns(server, texts)
+    rounds = assert_first_turns(server, texts)
     turns = ask(server, texts.second[0], TURN_TOKENS, "t")
     assert ids(turns) == texts.second[1]
     cached = [answer["meta_info"]["cached_tokens"] for answer in turns]
@@ -98,7 +101,9 @@ def test_turns_page_hits_selection_and_several_answers(servers, target, drafter,
     again = ask(server, [prompt], NEW_TOKENS, "q")
     assert ids(again) == [answer]
     servers.stop("v4-turns")
-    print(f"{compared} rows bit-equal, cached {cached}, rounds by drafts {accepted(again)}")
+    assert f"{drafts.HOST_KNOWS} False" not in server.log.read_text(errors="replace")
+    note("turns, page hits, top-k, n > 1, abort", answers="25 of 25", rows=compared,
+         reference_rows=len(texts.rows), cached=cached, rounds=rounds)  # fmt: skip
 
 
 def abort_in_the_middle(server, prompt: list[int]) -> None:
@@ -116,39 +121,46 @@ def test_lengths_on_the_device_only(servers, target, drafter, texts, tmp_path):
     path = tmp_path / "rows.jsonl"
     more = {DEVICE_LENGTHS: "1", ROWS: str(path)}
     server = drafting(servers, "device", target, drafter, texts, tmp_path, **more)
-    assert_first_turns(server, texts)
+    rounds = assert_first_turns(server, texts)
     servers.stop("v4-device")
-    assert "lengths on the host: False" in server.log.read_text(errors="replace")
-    assert assert_rows_are_bit_equal(read_rows(path), texts.rows) > 10000
+    assert f"{drafts.HOST_KNOWS} False" in server.log.read_text(errors="replace")
+    rows = assert_rows_are_bit_equal(read_rows(path), texts.rows)
+    assert rows > 10000
+    note("lengths on the device only", answers="10 of 10", rows=rows, rounds=rounds)
 
 
 def test_retraction(servers, target, drafter, texts, tmp_path):
     path = tmp_path / "rows.jsonl"
     more = {**RETRACT, ROWS: str(path)}
     server = drafting(servers, "retract", target, drafter, texts, tmp_path, **more)
-    assert_first_turns(server, texts)
+    rounds = assert_first_turns(server, texts)
     servers.stop("v4-retract")
     log = server.log.read_text(errors="replace")
-    assert log.count("Testing retraction. #retracted_reqs: 1") >= 3
-    assert assert_rows_are_bit_equal(read_rows(path), texts.rows) > 10000
+    times = log.count("Testing retraction. #retracted_reqs: 1")
+    assert times >= 3
+    rows = assert_rows_are_bit_equal(read_rows(path), texts.rows)
+    assert rows > 10000
+    note("retraction", answers="10 of 10", rows=rows, times=times, rounds=rounds)
 
 
 def test_chunked_prefill_without_overlap(servers, target, drafter, texts, tmp_path):
     plain = ("--chunked-prefill-size", "256", "--disable-overlap-schedule")
     server = drafting(servers, "chunks", target, drafter, texts, tmp_path, *plain)
-    assert_first_turns(server, texts)
+    rounds = assert_first_turns(server, texts)
     assert_long(server, texts)
     servers.stop("v4-chunks")
+    note("chunks of 256, overlap off", answers="11 of 11", rounds=rounds)
 
 
 def test_a_windowed_drafter(servers, target, texts, tmp_path):
     draft = write_drafter(tmp_path / "draft", window=64)
     chunks = ("--chunked-prefill-size", "256")
     server = drafting(servers, "window", target, draft, texts, tmp_path, *chunks)
-    assert_first_turns(server, texts)
+    rounds = assert_first_turns(server, texts)
     turns = ask(server, texts.second[0], TURN_TOKENS, "t")
     assert ids(turns) == texts.second[1]
     servers.stop("v4-window")
+    note("windowed drafter, chunks of 256", answers="20 of 20", rounds=rounds)
 
 
 def test_what_a_round_drafts_is_what_a_fresh_prefill_drafts(
@@ -173,6 +185,8 @@ def test_what_a_round_drafts_is_what_a_fresh_prefill_drafts(
     servers.stop("v4-own")
     assert len(compared) >= 40
     assert_varied(compared)
+    distinct = len(set(map(tuple, compared)))
+    note("own drafts of rounds against a fresh prefill", equal=len(compared), distinct=distinct)
 
 
 def test_two_ranks(servers, target, drafter, texts, tmp_path):
@@ -190,3 +204,25 @@ def test_two_ranks(servers, target, drafter, texts, tmp_path):
     servers.stop("v4-tp2")
     assert ids(found) == answers
     assert min(accepted(found)) > 0, accepted(found)
+    note("two ranks", answers="6 of 6", rounds=accepted(found))
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_random_width_every_round(servers, target, drafter, texts, tmp_path, overlap):
+    """Rings and pages hold after rounds of 1, 2, 4 and 7 rows in any order."""
+    path = tmp_path / "rows.jsonl"
+    more = {ROWS: str(path), WIDTH: "random", WIDTHS: "1,2,4,7"}
+    plain = () if overlap else ("--disable-overlap-schedule",)
+    server = drafting(servers, "widths", target, drafter, texts, tmp_path, *plain, **more)
+    answers = ask(server, texts.first[0], NEW_TOKENS)
+    assert ids(answers) == texts.first[1]
+    turns = ask(server, texts.second[0], TURN_TOKENS, "t")
+    assert ids(turns) == texts.second[1]
+    assert_long(server, texts)
+    servers.stop("v4-widths")
+    caps = [a["meta_info"]["spec_cap_lens_histogram"] for a in answers]
+    assert all(min(cap[w] for w in (1, 2, 4, 7)) > 0 for cap in caps), caps
+    rows = assert_rows_are_bit_equal(read_rows(path), texts.rows)
+    assert rows > 10000
+    what = f"a random width every round, overlap {'on' if overlap else 'off'}"
+    note(what, answers="21 of 21", rows=rows)

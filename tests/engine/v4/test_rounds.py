@@ -7,6 +7,7 @@ from tests.engine.conftest import ids
 from tests.engine.drafters import assert_varied
 from tests.engine.v4 import drafts
 from tests.engine.v4.conftest import NEW_TOKENS, Reference
+from tests.engine.v4.findings import note
 from tests.engine.v4.serve import accepted, ask, known, own_blocks, start
 from tests.engine.v4.trace import ROWS, Rows, read_rows
 
@@ -36,4 +37,4 @@ def test_every_length_of_acceptance_gives_the_targets_tokens_and_rows(
     compared = assert_rows_are_bit_equal(read_rows(rows), reference.rows)
     assert compared >= 0.9 * len(reference.rows)
     assert_varied([block for _, block in own_blocks(blocks).values()])
-    print(f"tokens equal, {compared} rows bit-equal, rounds by drafts {accepted(answers)}")
+    note("every length of acceptance", answers="6 of 6", rows=compared, rounds=accepted(answers))

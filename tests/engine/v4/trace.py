@@ -34,7 +34,7 @@ def trace_rows(path: str) -> None:
 
     def traced(self, q, k, v, layer, forward_batch, *args, **kwargs):
         out = forward(self, q, k, v, layer, forward_batch, *args, **kwargs)
-        if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
+        if forward_batch.forward_mode.is_idle() or not forward_batch.rids or self.is_draft_runner:
             return out
         owner = [
             rid for rid, n in zip(*_rows_of_each(forward_batch), strict=True) for _ in range(n)

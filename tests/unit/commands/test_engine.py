@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import multiprocessing, sys
+import multiprocessing, os, signal, sys
 from unittest import mock
 
 import sglang
@@ -46,6 +46,13 @@ if __name__ == "__main__":
     with mock.patch.object(sglang, "Engine", Engine, create=True):
         with quiet_engine({}, verbose=len(sys.argv) > 1) as engine:
             child = engine.child
+            if "interrupt" in sys.argv:
+                try:
+                    os.killpg(0, signal.SIGINT)  # as a terminal does
+                    child.join(60)
+                except KeyboardInterrupt:
+                    child.join(2)
+                    assert child.is_alive(), "the child answered the signal"
         child.join(10)
         assert child.exitcode == -9, child.exitcode
         from tqdm import tqdm
@@ -61,6 +68,7 @@ def run(folder, *arguments: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         timeout=300,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
@@ -74,6 +82,13 @@ def test_an_engine_ends_without_a_traceback_or_a_word_of_other_libraries(tmp_pat
     assert "a library's warning" not in ended.stderr
     assert "3/3" not in ended.stderr, "bars of other processes"
     assert "1/1" in ended.stderr, "our own bar stays"
+
+
+def test_ctrl_c_is_answered_once(tmp_path):
+    """Found as: a traceback of every process of the engine."""
+    ended = run(tmp_path, "verbose", "interrupt")
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_verbose_shows_the_rest(tmp_path):

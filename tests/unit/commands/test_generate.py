@@ -76,7 +76,10 @@ def test_resume_drops_a_cut_line_and_a_flipped_byte_and_keeps_the_rest(tmp_path,
     with held(output, prompts) as answers:
         assert sorted(answers.done) == [0, 2]
     assert output.read_bytes() == lines[0] + lines[2]
-    assert "dropped damaged line 2, 4" in capsys.readouterr().out
+    assert (tmp_path / "out.jsonl.damaged").read_bytes() == lines[1]
+    said = capsys.readouterr().out
+    assert "dropped line 4, cut by a kill" in said
+    assert f"line 2 is not as it was written; moved to {output}.damaged" in said
 
 
 def test_resume_refuses_answers_to_another_input_and_other_settings(tmp_path):

@@ -262,3 +262,66 @@ def test_a_hub_id_is_read_through_the_hub_filesystem(tmp_path, target_dir, monke
     options = ["--revision", "main", "--mask-token-id", "4"]
     assert initialise("owner/name", tmp_path / "draft", *options) == 0
     assert initialise("owner/gone", tmp_path / "other", *options) == 2
+
+
+def test_a_head_and_a_causal_block_are_made(tmp_path, target_dir, capsys):
+    options = ("--dependency-rank", "16", "--dependency-top-k", "20", "--causal")
+    assert initialise(target_dir, tmp_path / "draft", *options) == 0
+    assert initialise(target_dir, tmp_path / "plain") == 0
+    config, plain = (load_config(tmp_path / name) for name in ("draft", "plain"))
+    assert (config.dependency.rank, config.dependency.top_k) == (16, 20)
+    assert config.causal and not plain.causal and plain.dependency is None
+    raw = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert raw["layer_types"] == ["full_attention"] * 3 and raw["is_causal"] is True
+    assert "head    rank 16, 20 candidates" in capsys.readouterr().out
+    # A seed's other weights are the same with and without a head.
+    drafters = [Drafter.load(tmp_path / name).state_dict() for name in ("draft", "plain")]
+    assert all(torch.equal(drafters[0][name], value) for name, value in drafters[1].items())
+    assert drafters[0]["dependency.successor"].abs().max() == 0
+
+
+def test_a_trained_drafter_gets_a_head_and_keeps_its_weights(tmp_path, target_dir, drafter_dir):
+    origin = tmp_path / "origin"
+    shutil.copytree(drafter_dir, origin)
+    raw = json.loads((origin / "config.json").read_text())
+    old = load_file(origin / "model.safetensors")
+    if raw["hyperdflash_config"].pop("dependency", None):
+        old = {k: v for k, v in old.items() if not k.startswith("dependency.")}
+        save_file(old, origin / "model.safetensors")
+        (origin / "config.json").write_text(json.dumps(raw))
+    options = ("--from", str(origin), "--dependency-rank", "8")
+    assert initialise(target_dir, tmp_path / "draft", *options) == 0
+    new = load_file(tmp_path / "draft" / "model.safetensors")
+    assert all(torch.equal(new[name], value) for name, value in old.items())
+    assert new["dependency.predecessor"].shape == (2048, 8)
+    assert load_config(tmp_path / "draft").dependency.top_k == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--dependency-rank", "0"), "--dependency-rank must be at least 1, found 0"),
+        (("--dependency-top-k", "8"), "which is not asked for. Pass --dependency-rank too"),
+        (
+            ("--dependency-rank", "4", "--dependency-top-k", "5000"),
+            "at most the vocabulary of 2048",
+        ),
+        (("--from", "DRAFTER", "--layers", "2"), "takes its sizes from .* found --layers too"),
+        (("--from", "DRAFTER", "--dependency-form", "product"), "Pass --dependency-rank too"),
+    ],
+)
+def test_options_of_a_head_that_cannot_work_are_one_line(
+    tmp_path, target_dir, drafter_dir, capsys, options, message
+):
+    given = [str(drafter_dir) if option == "DRAFTER" else option for option in options]
+    assert initialise(target_dir, tmp_path / "draft", *given) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(message, error) and "\n" not in error
+    assert not (tmp_path / "draft" / "config.json").exists()
+
+
+def test_a_second_head_is_refused(tmp_path, target_dir, capsys):
+    assert initialise(target_dir, tmp_path / "one", "--dependency-rank", "4") == 0
+    options = ("--from", str(tmp_path / "one"), "--dependency-rank", "4")
+    assert initialise(target_dir, tmp_path / "two", *options) == 2
+    assert "has a dependency head already" in capsys.readouterr().err

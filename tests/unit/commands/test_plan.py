@@ -31,12 +31,18 @@ def test_the_report_compares_with_no_speculation_and_explains_every_byte():
     budgets = [
         Budget("none", 7000.0, 1_000_000, 0.0, requests=256),
         Unavailable("DSPARK", "not here"),
-        Budget("HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, 48, {"fa3": 2**22, "triton": 2**31}),
-    ]
+        Budget(
+            "HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, 48,
+            {"fa3": 2**22, "triton": 2**31}, {"residual": 2**30},
+        ),
+    ]  # fmt: skip
     text = report(budgets, NODE)
     assert "50.0 GiB (tp 4; requests at a time: --max-running-requests)" in text
     assert "DSPARK        not here" in text
-    assert text.splitlines()[-1] == "Draft graphs, beside it, GiB at most: fa3 0.00, triton 2.00"
+    beside = text[text.index("Beside") :].splitlines()
+    assert beside[0].endswith("HYPERDFLASH takes, GiB at most; SGLang leaves 15.0:")
+    assert [line.split()[0] for line in beside[1:]] == ["1.00", "2.00", "3.00"]
+    assert "draft attention at most (fa3 0.00, triton 2.00)" in beside[2]
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
     assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]
     free = report(budgets, replace(NODE, max_running_requests=None))
@@ -84,7 +90,13 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     assert graphs["triton"] == pytest.approx(2, rel=1e-4)
     assert graphs["flashinfer"] == pytest.approx(1, rel=1e-4)
     assert graphs["fa3"] == graphs["fa4"] == 1 / 256
-    assert not rows[0]["draft_graph_bytes"] and not rows[2]["draft_graph_bytes"]
+    beside = {name: size / 2**30 for name, size in rows[1]["beside_bytes"].items()}
+    assert beside["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
+    assert beside["residual of the captured batches"] > 0.9
+    # With the dearest draft attention, in what SGLang leaves by default.
+    assert sum(beside.values()) + graphs["triton"] < 0.15 * 141
+    for name in ("draft_graph_bytes", "beside_bytes"):
+        assert not rows[0][name] and not rows[2][name]
     assert rows[0]["tokens"] > rows[3]["tokens"] > 0
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
+from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import engine, generate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -21,14 +23,100 @@ def test_an_option_that_no_engine_has_is_named():
         pass
 
 
-def test_a_prompt_that_is_too_long_is_named_by_its_line():
-    async def refuse(**_request):
-        raise ValueError("Requested token count exceeds the model's maximum context length.")
+class FakeEngine:
+    """Answers with the number of tokens that it was asked for; refuses prompts of ``refused``."""
 
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [1] * 9)
-    server = mock.Mock(async_generate=refuse)
-    server.tokenizer_manager.tokenizer = tokenizer
-    prompt = generate.Prompt(4, "digest", "long", [], [])
-    args = SimpleNamespace(temperature=0, top_p=1, top_k=-1, min_p=0, max_new_tokens=8)
-    with pytest.raises(HyperDFlashConfigError, match=r"line 5 \(9 tokens\) cannot be answered"):
-        asyncio.run(generate.answer(server, prompt, args))
+    def __init__(self, limit: int, refused: int = -1) -> None:
+        self.limit, self.refused = limit, refused
+        self.asked: list[tuple[int, int]] = []
+        self.loop = asyncio.new_event_loop()
+        encode = lambda text, add_special_tokens: [1] * len(text)  # noqa: E731
+        tokenizer = SimpleNamespace(encode=encode, apply_chat_template=self.chat)
+        self.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer)
+
+    @staticmethod
+    def chat(messages, **_how) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def get_server_info(self) -> dict:
+        return {"max_req_input_len": self.limit}
+
+    async def async_generate(self, input_ids, sampling_params) -> dict:
+        if len(input_ids) == self.refused:
+            raise ValueError("no such prompt")
+        new = sampling_params["max_new_tokens"]
+        self.asked.append((len(input_ids), new))
+        meta = {"completion_tokens": new, "finish_reason": {"type": "length"}}
+        return {"text": "x" * 3, "meta_info": meta}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, target_dir):
+    """``hyperdflash generate`` with a :class:`FakeEngine`; gives the exit code."""
+
+    def generated(engine, lines, *options: str) -> int:
+        monkeypatch.setattr(generate, "quiet_engine", lambda *_, **__: nullcontext(engine))
+        source = tmp_path / "in.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        command = ["generate", "--model", str(target_dir), "--input", str(source)]
+        return main([*command, "--output", str(tmp_path / "out.jsonl"), *options])
+
+    return generated
+
+
+def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, capsys):
+    """Found as: one prompt that was too long ended the whole run, the same on every re-run."""
+    engine = FakeEngine(limit=50, refused=7)
+    lines = [{"prompt": "p" * n} for n in (5, 50, 7)] + [{"turns": ["t" * 20, "t" * 30]}]
+    assert run(engine, lines) == 0
+    said = capsys.readouterr().out
+    source, listed = tmp_path / "in.jsonl", tmp_path / "out.skipped.jsonl"
+    assert f"refused {source}:2: the prompt has 50 tokens, the server takes 49" in said
+    assert f"refused {source}:3: no such prompt" in said
+    assert f"{source}:4: turn 2: the prompt has 53 tokens" in said
+    assert f"3 prompts refused (1 after their first answers): listed in {listed}" in said
+    assert engine.asked == [(5, 45), (20, 30)], "answers are cut to what the context leaves"
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {a["index"]: a["outputs"] for a in answers} == {0: ["xxx"], 3: ["xxx"]}
+    asked = len(engine.asked)
+    assert run(engine, lines) == 0
+    assert "2 already answered" in (said := capsys.readouterr().out) and "3 skipped before" in said
+    assert len(engine.asked) == asked
+    assert run(FakeEngine(limit=90), lines, "--retry-skipped") == 0
+    assert (tmp_path / "out.jsonl").read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (None, "--draft hub:a is neither a folder nor a hub id"),
+        (b"[]", "expected a JSON object, found []"),
+        (b"\xff\xfe", "config.json is not JSON"),
+    ],
+)
+def test_a_draft_that_is_none_is_one_line(run, tmp_path, capsys, config, message):
+    """Found as: tracebacks of transformers."""
+    draft = "hub:a"
+    if config is not None:
+        draft = str(tmp_path)
+        (tmp_path / "config.json").write_bytes(config)
+    assert run(None, [{"prompt": "a"}], "--draft", draft) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_target_that_refuses_everything_is_an_error(run, capsys):
+    assert run(FakeEngine(limit=3), [{"prompt": "long"}]) == 2
+    assert "the target refused all prompts: " in capsys.readouterr().err
+
+
+def test_a_target_without_a_chat_template_is_one_line_before_it_is_loaded(
+    run, tmp_path, monkeypatch, capsys
+):
+    """Found as: a traceback, after the model was loaded."""
+    plain = SimpleNamespace(chat_template=None, name_or_path="plain/target")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: plain)
+    assert run(None, [{"turns": ["hello"]}]) == 2
+    error = capsys.readouterr().err
+    assert "the tokenizer of plain/target has no chat template" in error
+    assert "Add a chat_template.jinja" in error and error.count("\n") == 1

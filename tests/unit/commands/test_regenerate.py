@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,51 +16,7 @@ from transformers import AutoTokenizer
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import regenerate
 from sglang_hyperdflash.training.conversations import load_samples
-
-
-class Answers(ThreadingHTTPServer):
-    """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
-
-    ``context``: what ``/server_info`` says. ``refuses``: prompts of so many tokens get 400.
-    """
-
-    def __init__(self) -> None:
-        self.prompts: list[dict] = []
-        self.failures: list[int] = []
-        self.context, self.refuses = 4096, -1
-        self.hold: threading.Event | None = None
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def reply(self, code: int, body) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self):
-        self.reply(200, {"max_req_input_len": self.server.context})
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.failures:
-            self.reply(self.server.failures.pop(), "no")
-            return
-        self.server.prompts.append(request)
-        n = len(request["input_ids"])
-        if self.server.hold is not None:
-            self.server.hold.wait()
-        if n == self.server.refuses:
-            self.reply(400, {"error": {"message": "no such prompt"}})
-            return
-        self.reply(200, {"output_ids": [n] * 3, "text": f"answer {n}"})
+from tests.unit.commands.native_server import Answers
 
 
 @pytest.fixture
@@ -151,7 +106,7 @@ def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
     assert "the server takes 399" in said
     assert "3 conversations answered" in said
     listed = tmp_path / "out.skipped.jsonl"
-    assert "1 conversations refused by the server (0 after their first answers)" in said
+    assert "1 conversations refused (0 after their first answers)" in said
     assert f"listed in {listed}" in said
     assert [r["index"] for r in records_of(out)] == [0, 2, 3]
     (entry,) = records_of(listed)
@@ -186,7 +141,7 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
 def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):
     server.context = 3
     assert call(server, target_dir, data, tmp_path / "out.jsonl") == 2
-    assert "the server refused every conversation" in capsys.readouterr().err
+    assert "the target refused all conversations: " in capsys.readouterr().err
 
 
 def test_other_settings_another_file_and_a_second_run_are_refused(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,8 +223,14 @@ def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, c
     assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 0
     assert codes == [2, 2]
     first, second = capsys.readouterr().err.split("hyperdflash train: ")[1:3]
-    assert f"in use by process {os.getpid()}" in first
-    assert "holds a run of `hyperdflash train (out)` with other settings" in second
+    assert "work is in use by process" in first and f"process {os.getpid()}" in first
+    assert "out is in use by process" in second
+    shutil.rmtree(tmp_path / "other")
+    command = ["train", "--config", str(config), "--work", str(tmp_path / "other")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "holds a run of `hyperdflash train (out)` with other settings: run was" in said
+    assert f"remove {tmp_path / 'out'} to begin anew" in said
 
 
 @pytest.mark.parametrize("file", ["state.pt", "best/model.safetensors"])
@@ -248,6 +255,53 @@ def test_a_flipped_byte_is_found_and_the_stage_trained_anew(tmp_path, target_dir
         shutil.rmtree(work / "stage-1")
     assert main(command) == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+
+
+def test_a_stage_is_not_made_longer_after_the_next_one_began(tmp_path, target_dir, capsys):
+    """Found as: stage 2 went on from what stage 1 had been, and nothing said so."""
+    work = tmp_path / "work"
+
+    def run(steps: int) -> tuple[int, str]:
+        config = small(tmp_path, target_dir, steps=steps)
+        text = config.read_text()
+        config.write_text(
+            text + text[text.index("[[stage]]") :].replace(f"steps = {steps}", "steps = 1")
+        )
+        code = main(["train", "--config", str(config), "--work", str(work)])
+        return code, capsys.readouterr().err
+
+    assert run(1)[0] == 0
+    code, said = run(2)
+    assert code == 2
+    assert "stage 1 would be trained on from step 1, but stage 2 began" in said
+    assert f"Remove {work / 'stage-2'} and run the same command" in said
+    assert run(1)[0] == 0
+    shutil.rmtree(work / "stage-2")
+    assert run(2)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", b"\xff\xfe", "config.json is not JSON: "),
+        ("config.json", b"[]", r"config.json: expected a JSON object, found \[\]"),
+        ("model.safetensors", b"x" * 40, "model.safetensors is damaged: "),
+    ],
+)
+def test_a_damaged_draft_is_one_line(tmp_path, target_dir, capsys, name, content, message):
+    """Found as: a traceback."""
+    config = small(tmp_path, target_dir)
+    (tmp_path / "draft" / name).write_bytes(content)
+    assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1
+
+
+def test_training_needs_no_tensorboard(tmp_path, target_dir, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    command = ["--config", str(small(tmp_path, target_dir)), "--work", str(tmp_path / "work")]
+    assert main(["train", *command]) == 0
+    assert "no TensorBoard scalars: pip install" in capsys.readouterr().out
 
 
 def test_files_that_are_not_there(tmp_path, capsys):

@@ -41,6 +41,12 @@ def test_variants_differ_in_one_choice(ablations):
     }
 
 
+def test_the_report_asks_for_variants_that_are_made(ablations):
+    from ablations_report import AXES
+
+    assert {name for rows in AXES.values() for name, _ in rows} == set(ablations.VARIANTS)
+
+
 def answer(ids: list[int], histogram: list[int]) -> dict:
     return {
         "output_ids": ids,

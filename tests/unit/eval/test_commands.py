@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import requests
 
 from eval import __main__ as command
-from eval import report, serving_study
+from eval import report, runner, serving_study
 from eval.__main__ import main
 from eval.errors import EvalError, one_line
 from eval.options import parser
@@ -226,6 +227,76 @@ def test_a_study_goes_on_with_the_methods_that_it_lacks_and_notices_damage(tmp_p
     serving_study.run(study(folder, methods=(one,)), progress=str)
     assert asked == ["target", "mtp3", "target"]
     assert read_study(tmp_path / "none") is None
+
+
+def test_one_method_s_numbers_are_never_of_two_drafters(tmp_path, monkeypatch):
+    """Found as: the second drafter's study showed the first one's numbers, and nothing said so."""
+    from eval.methods import DRAFT_OPTION, Method
+
+    def drafter(name: str) -> Method:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(name)
+        return Method("hyperdflash6", (DRAFT_OPTION, str(tmp_path / name)), 6)
+
+    numbers = {"concurrency": [], "poisson": [], "round_ms": None}
+    monkeypatch.setattr(serving_study, "measure", lambda *_: numbers)
+    folder = tmp_path / "out" / serving_study.FOLDER
+    first, second = drafter("first"), drafter("second")
+    serving_study.run(study(folder, methods=(first,)), progress=str)
+    with pytest.raises(EvalError, match=r"has hyperdflash6 with the draft .*/first; .*/second"):
+        serving_study.run(study(folder, methods=(second,)), progress=str)
+    monkeypatch.chdir(tmp_path)
+    relative = Method("hyperdflash6", (DRAFT_OPTION, "first/"), 6)
+    assert relative.identity() == first.identity()
+    serving_study.run(study(folder, methods=(relative,)), progress=str)
+    (tmp_path / "first" / "config.json").write_text("trained again")
+    with pytest.raises(EvalError, match=r"with the draft files \w+; this command has \w+"):
+        serving_study.run(study(folder, methods=(first,)), progress=str)
+
+
+def test_a_study_of_another_draft_than_the_run_s_is_refused(data, tmp_path, fake, capsys):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    found = json.loads((out / "run.json").read_text())
+    found["identities"]["hyperdflash6"] |= {"draft": "/first", "draft files": "ab"}
+    write_json(out / "run.json", sealed(found))
+    options = ["--target", "any", "--data-dir", str(data), "--benchmarks", "gsm8k"]
+    options += ["--methods", "target,hyperdflash6", "--hyperdflash-draft", "second"]
+    assert main(["serving", *options, "--out", str(out)]) == 2
+    assert "run.json has hyperdflash6 with the draft /first" in capsys.readouterr().err
+    assert not (out / serving_study.FOLDER).exists()
+
+
+def test_a_slow_target_is_given_the_minutes_that_were_asked_for(data, tmp_path, monkeypatch):
+    """Found as: every server that loaded longer than five minutes was given up."""
+    waited = []
+
+    class Slow:
+        def __init__(self, *_, **__) -> None:
+            self.process = argparse.Namespace(poll=lambda: None)
+
+        def wait(self, seconds: float) -> None:
+            waited.append(seconds)
+            raise ServerFailed("not ready")
+
+        def stop(self) -> None:
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+    monkeypatch.setattr(runner, "Server", Slow)
+    monkeypatch.setattr(serving_study, "Server", Slow)
+    options = ["--target", "any", "--data-dir", str(data), "--benchmarks", "gsm8k"]
+    options += ["--methods", "target", "--num-prompts", "1", "--start-minutes", "90"]
+    out = tmp_path / "out"
+    assert main(["run", *options, "--rounds", "1", "--out", str(out)]) == 1
+    assert main(["serving", *options, "--out", str(out)]) == 2
+    assert set(waited) == {90 * 60} and len(waited) == 3
+    assert main(["run", *options[:-1], "0", "--out", str(out)]) == 2
 
 
 def test_the_report_holds_the_study(data, tmp_path, fake):

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from sglang_hyperdflash.training.recipe import read_schedule
 from tests.conftest import EXAMPLE
@@ -70,6 +71,8 @@ def test_the_drafters_are_trained_equally():
     assert len(files) >= 3
     first, *others = [read_schedule(path) for path in files]
     for other in others:
-        assert other.stages == first.stages
+        # DSpark's head has no gate to train; nothing else may differ.
+        alike = [replace(stage, dependency_gate=True) for stage in other.stages]
+        assert alike == [replace(stage, dependency_gate=True) for stage in first.stages]
         assert (other.target, other.held_out) == (first.target, first.held_out)
         assert other.out != first.out

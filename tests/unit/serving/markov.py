@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
-from sglang_hyperdflash.serving.exact import Draws, Sharpness, Verdict, verify_block, weights_of
+from sglang_hyperdflash.serving.exact import (
+    Draws,
+    Sharpness,
+    Verdict,
+    draw_rows,
+    verify_block,
+    weights_of,
+)
 from triton_ops.gumbel import gumbel_argmax_reference
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3
@@ -19,15 +27,25 @@ Change = Callable[[Proposal], Proposal]
 class Markov:
     """Logits ``table [V, V]`` after each token, and a drafter that is wrong in its own way."""
 
+    head = None
+
     def __init__(self, seed: int = 0, sure: float = 1.5, agreement: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCAB, VOCAB, generator=generator) * sure
         noise = torch.randn(VOCAB, DRAFTS, VOCAB, generator=generator) * 1.5
         self.drafter = agreement * self.table.unsqueeze(1) + (1 - agreement / 2) * noise
 
-    def candidates(self, anchor: torch.Tensor) -> Candidates:
-        scores, ids = self.drafter[anchor].topk(WIDTH, dim=-1)
-        return Candidates(ids, scores)
+    def candidates(self, anchor: torch.Tensor, drafts: int = DRAFTS) -> Candidates:
+        scores, ids = self.drafter[anchor, :drafts].topk(WIDTH, dim=-1)
+        return Candidates(ids, scores, torch.zeros(*ids.shape[:2], 1))
+
+
+class Linked(Markov):
+    """The same target; its drafts know the one before them, through a dependency head."""
+
+    def head(self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Half of what the target makes of the draft before."""
+        return 0.5 * self.table[previous].gather(-1, ids)
 
 
 def same(sampling: Sampling, rows: int) -> Sampling:
@@ -44,8 +62,13 @@ def decode(
     sharpness: float | Sharpness = 1.0,
     change: Change | None = None,
     verify: Callable[..., Verdict] = verify_block,
+    widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
 ) -> tuple[torch.Tensor, float]:
-    """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round."""
+    """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
+
+    Args:
+        widths: of the rounds, one after another.
+    """
     count = len(seeds)
     sampling = same(sampling, count)
     draws = Draws(seeds, torch.full((count,), seeded), seeded, not seeded)
@@ -55,20 +78,36 @@ def decode(
     accepted, rounds = 0.0, 0.0
     offsets = torch.arange(DRAFTS + 1)
     while int(length.min()) <= tokens:
+        width = next(widths)
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
-        positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets
+        positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
+        if width == 1:
+            logits = model.table[anchor]
+            weights = weights_of(logits, sampling)
+            token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
+            open_ = length <= tokens
+            out[open_, length[open_]] = token[open_]
+            rounds += float(open_.sum())
+            length = length + open_.long()
+            continue
         t = (
             sharpness.of(draws.seeded)
             if isinstance(sharpness, Sharpness)
             else torch.full((count,), float(sharpness))
         )
         proposal = propose(
-            model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], t
+            model.candidates(anchor, width - 1),
+            anchor,
+            model.head,
+            sampling,
+            seeds,
+            positions[:, :-1],
+            t,
         )
         told = proposal if change is None else change(proposal)
         block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
         logits = model.table[block].view(-1, VOCAB)
-        weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
+        weights = weights_of(logits, sampling.repeated(width))
         verdict = verify(told, logits, weights, sampling, draws, positions)
         if isinstance(sharpness, Sharpness):
             sharpness.learn(proposal, sampling, draws.seeded, verdict)
@@ -77,7 +116,7 @@ def decode(
         accept = verdict.accept_len.long()
         emitted = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
         emitted.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1))
-        for k in range(DRAFTS + 1):
+        for k in range(width):
             write = open_ & (k <= accept) & (length + k < out.shape[1])
             out[write, (length + k)[write]] = emitted[write, k]
         accepted += float(accept[open_].sum())

@@ -10,7 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hyperdflash.serving import counters as position_metrics
-from sglang_hyperdflash.serving.counters import ACCEPTED, BROKEN, POSITION, ROUNDS, count_round
+from sglang_hyperdflash.serving.counters import (
+    ACCEPTED,
+    DRAFTED,
+    FAMILIES,
+    POSITION,
+    ROUNDS,
+    count_round,
+)
+from sglang_hyperdflash.serving.width_control import WidthControl
+from sglang_hyperdflash.serving.width_metrics import KIND, LABEL, WIDTH_NOW, WIDTH_ROUNDS
+from sglang_hyperdflash.serving.width_settings import WidthSetting
 from tests.conftest import ROOT
 
 LABELS = {"model_name": "tiny", "engine_type": "unified", "tp_rank": 0}
@@ -22,39 +32,55 @@ class FakeCounter:
 
     values: dict[tuple, float]
 
-    def __init__(self, name, documentation, labelnames, key=()):
+    def __init__(self, name, documentation, labelnames, key=(), multiprocess_mode="all"):
         self.name, self.labelnames, self.key = name, labelnames, key
 
     def labels(self, **labels):
         assert list(labels) == list(self.labelnames)
-        child = type(self)(self.name, "", self.labelnames, (self.name, labels.get(POSITION)))
+        own = labels.get(POSITION) or labels.get(LABEL) or labels.get(KIND)
+        child = type(self)(self.name, "", self.labelnames, (self.name, own))
         self.values.setdefault(child.key, 0)
         return child
 
-    def inc(self, amount):
+    def inc(self, amount=1):
         self.values[self.key] += amount
+
+    def set(self, value):
+        self.values[self.key] = value
 
 
 @pytest.fixture
 def counter(monkeypatch):
     """A counter class of this test's own, and a process that has counted nothing."""
     monkeypatch.setattr(position_metrics, "_counters", None)
+    monkeypatch.setattr(position_metrics, "_widths", None)
     return type("Counted", (FakeCounter,), {"values": {}})
 
 
-def request(finished: bool = False, retracted: bool = False):
-    return SimpleNamespace(finished=lambda: finished, is_retracted=retracted)
+def request(finished: bool = False, retracted: bool = False, top_k: int = 1):
+    return SimpleNamespace(
+        finished=lambda: finished,
+        is_retracted=retracted,
+        sampling_params=SimpleNamespace(top_k=top_k),
+    )
 
 
-def one_round(counter, accepted, reqs=None, algorithm="HYPERDFLASH", enabled=True):
+def adaptive() -> WidthControl:
+    return WidthControl(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
+
+
+def one_round(
+    counter, accepted, reqs=None, algorithm="HYPERDFLASH", enabled=True, width=7, control=None
+):
     reqs = reqs or [request() for _ in accepted]
     processor = SimpleNamespace(
-        metrics_collector=SimpleNamespace(labels=LABELS, _counter_cls=counter),
+        model_worker=SimpleNamespace(width_control=control or adaptive()),
+        metrics_collector=SimpleNamespace(labels=LABELS, _counter_cls=counter, _gauge_cls=counter),
         metrics_reporter=SimpleNamespace(current_scheduler_metrics_enabled=enabled),
     )
     batch = SimpleNamespace(reqs=reqs, spec_algorithm=SimpleNamespace(name=algorithm))
     result = SimpleNamespace(
-        num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=7
+        num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=width
     )
     assert count_round([[1]], processor, result, batch) is None
 
@@ -70,6 +96,34 @@ def test_a_round_reaches_every_position_up_to_its_length(counter):
     assert positions(counter) == [3, 2, 1, 1, 1, 1]
     # tau's numerator: the accepted drafts of all rounds.
     assert sum(positions(counter)) == 0 + 2 + 6 + 1
+
+
+def test_the_first_result_s_width_does_not_size_the_counters(counter):
+    one_round(counter, [0], width=1)
+    one_round(counter, [6, 2])
+    assert positions(counter) == [2, 2, 1, 1, 1, 1]
+
+
+def test_narrow_rounds_count_the_positions_they_drafted(counter):
+    one_round(counter, [0, 0], width=1)
+    one_round(counter, [1, 0, 1], width=2)
+    one_round(counter, [3], width=4)
+    one_round(counter, [6])
+    assert counter.values[ROUNDS, None] == 7
+    drafted = [counter.values[DRAFTED, str(k)] for k in range(1, 7)]
+    assert drafted == [5, 2, 2, 1, 1, 1]
+    assert positions(counter) == [4, 2, 2, 1, 1, 1]
+    assert [counter.values[WIDTH_ROUNDS, str(w)] for w in (1, 2, 4, 7)] == [1, 1, 1, 1]
+    assert counter.values[WIDTH_NOW, None] == 7
+
+
+def test_the_policy_learns_what_is_counted_by_class(counter):
+    control = adaptive()
+    reqs = [request(), request(top_k=50), request(finished=True)]
+    one_round(counter, [6, 0, 6], reqs, enabled=False, control=control)
+    greedy, sampled = control.policy.classes
+    assert greedy.successes == [1.0] * 6 and sampled.successes == [0.0] * 6
+    assert sampled.trials == [1.0] + [0.0] * 5
 
 
 def test_positions_equal_the_tail_sums_of_sglang_s_histogram(counter):
@@ -118,7 +172,7 @@ def test_the_counters_are_prometheus_ones_by_default():
     def counter(**options):
         return Counter(registry=registry, **options)
 
-    position_metrics.PositionCounters(LABELS, 6, counter).add([2])
+    position_metrics.PositionCounters(LABELS, 6, counter).add([2], 7)
     text = generate_latest(registry).decode()
     labels = 'engine_type="unified",model_name="tiny"'
     assert f'{ROUNDS}{{{labels},tp_rank="0"}} 1.0' in text
@@ -149,7 +203,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     found = metrics_in("\n".join(expressions(dashboard)))
     assert {ROUNDS, ACCEPTED, "sglang:gen_throughput", "sglang:num_queue_reqs"} <= found
-    assert found <= sglang_metrics() | {ROUNDS, ACCEPTED, BROKEN}
+    assert found <= sglang_metrics() | FAMILIES
     for expression in expressions(dashboard):
         assert all(expression.count(a) == expression.count(b) for a, b in ("()", "{}", "[]"))
 

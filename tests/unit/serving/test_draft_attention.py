@@ -131,6 +131,7 @@ def windowed_worker(window: DraftWindow | None, needs_host: bool = True) -> Wind
         attn_backend=backend, model_config=SimpleNamespace(context_len=CONTEXT)
     )
     worker.draft_window_size, worker.page_size = 512, 256
+    worker.block_size = BLOCK
     return worker
 
 
@@ -178,7 +179,7 @@ def test_a_round_copies_nothing_from_the_host(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_tensor", None)
     window.enter(target[:, :50].reshape(-1), torch.ones(200).bool())
     slots, visible = window.view(target, rows, lengths)
-    window.lay_out(table, rows, slots, visible)
+    window.write_table(table, rows, slots, visible)
     assert window.block_slots(torch.empty(4, BLOCK)).numel() == 4 * BLOCK
 
 

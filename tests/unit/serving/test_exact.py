@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 from sglang_hyperdflash.draft.propose import SHARPNESS, Candidates, law, propose
 from sglang_hyperdflash.serving import exact
 from sglang_hyperdflash.serving.exact import Draws, Sharpness, verify_block, weights_of
-from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, alone, decode, one, same
+from tests.unit.serving.markov import DRAFTS, VOCAB, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
 COUNT = 20_000
@@ -53,6 +54,42 @@ def test_tokens_follow_the_targets_law_at_every_setting_and_sharpness(seeded):
     assert min(values) > 0.001 / len(values), sorted(values)[:4]
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_drafts_that_know_each_other_follow_the_targets_law_and_more_are_accepted(seeded):
+    model, values, accepted = Linked(3), [], {}
+    for setting in SETTINGS.values():
+        tokens, linked = decode(model, one(**setting), SEEDS[:6000], seeded, 3)
+        values += p_values(tokens, model, setting)
+        accepted[str(setting)] = (
+            linked,
+            decode(Markov(3), one(**setting), SEEDS[:500], seeded, 3)[1],
+        )
+    assert min(values) > 0.001 / len(values), sorted(values)[:4]
+    assert all(linked > 1.1 * apart for linked, apart in accepted.values()), accepted
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_tokens_follow_the_targets_law_when_every_round_has_another_width(seeded):
+    model, values = Markov(3), []
+    for setting in SETTINGS.values():
+        widths = itertools.cycle((2, 1, DRAFTS + 1))
+        tokens, accepted = decode(model, one(**setting), SEEDS[:8000], seeded, 3, widths=widths)
+        values += p_values(tokens, model, setting)
+        if seeded:
+            assert torch.equal(tokens, alone(model, one(**setting), SEEDS[:8000], 3))
+        assert accepted > 0.05
+    assert min(values) > 0.001 / len(values), sorted(values)[:4]
+
+
+def test_rows_without_drafts_must_not_use_the_drafts_noise_again():
+    """The control: a token drawn with what decided a draft before it was refused is biased."""
+    model, alternating = Markov(3), itertools.cycle((DRAFTS + 1, 1))
+    setting = SETTINGS["temperature 1"]
+    with mock.patch.object(exact, "RESIDUAL_STREAM", 0):
+        tokens, _ = decode(model, one(**setting), SEEDS, False, 3, widths=alternating)
+    assert min(p_values(tokens, model, setting)) < 1e-6
+
+
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_seeded_tokens_are_target_only_whatever_the_drafter(setting):
     seeds = SEEDS[:100]
@@ -60,6 +97,7 @@ def test_seeded_tokens_are_target_only_whatever_the_drafter(setting):
         decode(replaced_drafter(7, agreement), one(**setting), seeds, True, 20, t)
         for agreement, t in ((1.0, 1.0), (1.0, 0.0), (0.5, 0.7), (0.0, 1.0))
     ]
+    outputs.insert(1, decode(Linked(7), one(**setting), seeds, True, 20))
     expected = alone(Markov(7), one(**setting), seeds, 20)
     assert all(torch.equal(tokens, expected) for tokens, _ in outputs)
     # The drafters really differ.
@@ -242,7 +280,7 @@ def test_sharpness_does_not_look_behind_the_first_refusal():
 def test_a_head_and_an_adjustment_see_the_drafts_before_them():
     seen = []
 
-    def head(previous, hidden, ids):
+    def head(previous, gates, ids):
         return (ids == (previous.unsqueeze(1) + 1) % VOCAB) * 100.0
 
     def adjust(k, ids, scores, so_far):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from array import array
 
@@ -14,7 +15,8 @@ from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.request_finish import finish_token_by_token
 
 TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun is up again.\n"
-ORIGINAL = Req.update_finish_state
+# Another test of this process may have installed the hooks.
+ORIGINAL = inspect.unwrap(Req.update_finish_state)
 
 
 @pytest.fixture(scope="module")

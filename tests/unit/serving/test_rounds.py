@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import rounds, sampled_worker
+from sglang_hyperdflash.serving import draft_sampler, rounds, sampled_worker
 from sglang_hyperdflash.serving.rounds import Seeds, end_tokens, gather
 
 
@@ -130,9 +130,10 @@ def test_the_head_in_the_graph_leaves_candidates_and_draws_when_read():
         block_size=4,
         num_candidates=8,
         device="cpu",
-        draft_rows=6,
+        batch_size=2,
+        dependency=None,
         requests=SimpleNamespace(greedy=True),
-        draw_drafts=lambda ids, scores: calls.append((ids, scores)) or torch.arange(6),
+        draw_drafts=lambda found: calls.append(found) or torch.arange(6),
     )
 
     def topk(hidden, lm_head, k):
@@ -141,13 +142,13 @@ def test_the_head_in_the_graph_leaves_candidates_and_draws_when_read():
             ids[2, :2] = ids[2, :2].flip(0)
         return ids, values, None
 
-    sampler = sampled_worker.CandidateSampler(worker, None, 5)
-    with mock.patch.object(sampled_worker, "candidate_topk", topk):
+    sampler = draft_sampler.CandidateSampler(worker, None, 5)
+    with mock.patch.object(draft_sampler, "candidate_topk", topk):
         sampler(torch.zeros(8, 16))
     assert torch.equal(sampler.out[:6], logits.argmax(-1))
     assert not calls
     worker.requests.greedy = False
     assert sampler.out.tolist() == list(range(6))
-    ids, scores = calls[0]
-    assert torch.equal(logits.gather(1, ids), scores)
-    assert scores.shape == (6, 8)
+    (found,) = calls
+    assert torch.equal(logits.view(2, 3, 30).gather(2, found.ids), found.scores)
+    assert found.scores.shape == (2, 3, 8) and found.gates is None

@@ -53,6 +53,12 @@ def test_a_window_is_refused_where_pools_are_resized_after_capture(arguments, mo
     checks._check_window(arguments, replace(config, window=64))
 
 
+def test_a_width_beyond_the_block_is_refused_before_the_target_loads(arguments, monkeypatch):
+    monkeypatch.setenv("HYPERDFLASH_WIDTH", "8")
+    with pytest.raises(HyperDFlashConfigError, match="from 1 to the drafter's block size 7"):
+        checks.validate_server_args(arguments)
+
+
 def test_a_source_that_is_only_there_to_compare_with_is_refused(arguments, tmp_path):
     shutil.copytree(arguments.speculative_draft_model_path, tmp_path / "draft")
     config = tmp_path / "draft" / "config.json"

@@ -96,11 +96,23 @@ def test_the_drafters_row_is_the_window_then_the_block():
     slots, visible = ours.view(target, rows, lengths)
     assert visible.tolist() == [8, 3]
     own = torch.zeros(5, 11, dtype=torch.int32)
-    ours.lay_out(own, rows, slots, visible)
+    ours.write_table(own, rows, slots, visible)
     assert own[2].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 41, 42, 43]
     assert own[4, :6].tolist() == [1, 2, 3, 44, 45, 46]
     assert ours.block_slots(torch.zeros(6)).tolist() == [41, 42, 43, 44, 45, 46]
     assert ours.size == 40 + 4 * 3
+
+
+def test_a_narrow_round_lays_out_the_slots_it_writes():
+    ours = window()
+    ours.enter(torch.arange(1, 4), torch.ones(3, dtype=torch.bool))
+    target = torch.arange(100, dtype=torch.int32).repeat(5, 1) + 1
+    rows = torch.tensor([2, 4])
+    slots, visible = ours.view(target, rows, torch.tensor([3, 3]))
+    own = torch.zeros(5, 11, dtype=torch.int32)
+    ours.write_table(own, rows, slots, visible, 2)
+    written = ours.block_slots(torch.zeros(4)).tolist()
+    assert own[2, 3:5].tolist() + own[4, 3:5].tolist() == written == [41, 42, 43, 44]
 
 
 def test_a_prompt_longer_than_the_ring_keeps_its_share():

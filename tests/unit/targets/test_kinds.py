@@ -166,7 +166,7 @@ def test_every_architecture_has_one_entry():
     names = [name for kind in TARGETS for name in kind.architectures]
     assert len(names) == len(set(names))
     for kind in TARGETS:
-        assert bool(kind.tensors) == (kind.start in ("exact", "approximate")), kind.name
+        assert bool(kind.tensors) == (kind.gate_start in ("exact", "approximate")), kind.name
         by_a_hook = [name for name in kind.architectures if name in EXPOSED]
         assert kind.exposed != bool(by_a_hook), kind.name
         for name in kind.architectures:

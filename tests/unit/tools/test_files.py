@@ -20,7 +20,7 @@ from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, 
 from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
-from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, claim_file
+from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, claim_file, lock
 
 
 def no_space(*args, **kwargs):
@@ -127,15 +127,23 @@ def test_a_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path):
         assert path.read_bytes() == whole
 
 
-def test_a_damaged_line_is_dropped_when_records_are_sealed_and_an_error_when_not(tmp_path):
+def test_a_damaged_line_is_moved_when_records_are_sealed_and_an_error_when_not(tmp_path):
+    """Found as: an answer file that its user had edited was emptied."""
     path = tmp_path / "f"
     with ResumableWriter(path, seal=True) as writer:
         for i in range(3):
             writer.append({"i": i})
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"i": 1', b'"i": 7'))
+    edited = path.read_bytes().splitlines(keepends=True)[1]
     with ResumableWriter(path, seal=True) as writer:
-        assert [r["i"] for r in writer.records] == [0, 2] and writer.dropped == [2]
+        assert [r["i"] for r in writer.records] == [0, 2]
+        assert (writer.moved, writer.torn) == ([2], None)
+    assert writer.damaged.read_bytes() == edited
+    path.write_bytes(path.read_bytes() + b"mine\n" + b'{"i"')
+    with ResumableWriter(path, seal=True) as writer:
+        assert (writer.moved, writer.torn) == ([3], 4)
+    assert (tmp_path / "f.damaged").read_bytes() == edited + b"mine\n"
     path.write_bytes(b'{"i": 0}\n{"i"\n{"i": 2}\n')
     with pytest.raises(JsonlError, match="f:2"):
         ResumableWriter(path)
@@ -187,7 +195,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_left_as_it_was(tmp_path):
 
 def test_another_command_s_folder_and_other_settings_are_refused_by_name(tmp_path):
     with claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "a"}}):
-        pass
+        (tmp_path / "result").write_text("x")
     with pytest.raises(NotOurs, match=r'other settings: data\.path was "a", now "b"\. Nothing'):
         claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "b"}}).__enter__()
     with pytest.raises(NotOurs, match="expected what `capture` wrote, found what `train` wrote"):
@@ -214,6 +222,38 @@ def test_a_file_is_claimed_like_a_folder(tmp_path):
     with pytest.raises(NotOurs, match=r"expected no file, or one that `regenerate` wrote"):
         claim_file(foreign, "regenerate", {"t": 1}).__enter__()
     assert foreign.read_text() == "letters"
+
+
+@pytest.mark.parametrize("marker", ["other settings", "another command", "damaged"])
+def test_a_marker_whose_content_was_removed_refuses_nobody(tmp_path, marker):
+    """Found as: a removed output stayed refused for settings that nothing visible held."""
+    kind = "capture" if marker == "another command" else "train"
+    file, folder = tmp_path / "out.jsonl", tmp_path / "work"
+    with claim_file(file, kind, {"t": 1}) as first, claim(folder, kind, {"t": 1}):
+        file.write_text("x")
+        (folder / "result").write_text("x")
+    with pytest.raises(NotOurs):
+        claim_file(file, "train", {"t": 2}).__enter__()
+    with pytest.raises(NotOurs, match=f"remove {folder} to begin anew|says so"):
+        claim(folder, "train", {"t": 2}).__enter__()
+    if marker == "damaged":
+        (tmp_path / ".out.jsonl.hyperdflash.json").write_text("{")
+    file.unlink()
+    (folder / "result").unlink()
+    with claim_file(file, "train", {"t": 2}) as found, claim(folder, "train", {"t": 2}) as other:
+        assert not found.resumed and not other.resumed and found.run_id != first.run_id
+        file.write_text("")  # what a run leaves that is killed before its first line
+    with claim_file(file, "train", {"t": 2}) as again:
+        assert again.resumed and again.run_id == found.run_id
+
+
+def test_a_folder_of_data_is_locked_without_a_marker_of_ours(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    with lock(tmp_path, "fetch"), pytest.raises(InUse), lock(tmp_path, "fetch"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    with claim(tmp_path / "work", "train", {}), pytest.raises(NotOurs, match="`train` wrote"):
+        lock(tmp_path / "work", "fetch").__enter__()
 
 
 HOLDER = """

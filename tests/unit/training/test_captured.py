@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture
 from sglang_hyperdflash.serving.capture_rows import append_rows, take_rows
 from sglang_hyperdflash.tools.atomic import WriteFailed
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training import captured
 from sglang_hyperdflash.training.captured import (
     CapturedFeatures,
@@ -21,6 +24,7 @@ from sglang_hyperdflash.training.captured import (
     data_digest,
     shard_ranges,
 )
+from sglang_hyperdflash.training.conversations import Loaded
 from sglang_hyperdflash.training.samples import Sample, States
 
 M, D = 2, 8
@@ -68,6 +72,8 @@ def test_a_capture_resumes_with_what_is_missing(tmp_path):
     writer = CaptureWriter(tmp_path, IDENTITY)
     assert writer.has(2, 4)
     assert not writer.has(0, 2)
+    with pytest.raises(HyperDFlashConfigError, match="2 samples, which are not all of the data"):
+        CapturedFeatures(tmp_path)
     write(tmp_path, [(0, 2)])
     assert CapturedFeatures(tmp_path).samples == SAMPLES
     (tmp_path / "states-00000002.safetensors").unlink()
@@ -96,9 +102,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     other = CaptureIdentity("Target", "abc", "def", M, D, "auto", data_digest(SAMPLES[:1]))
     with pytest.raises(HyperDFlashConfigError, match="holds a capture of another target"):
         CaptureWriter(tmp_path, other)
-    (tmp_path / "index.json").write_text("{")
-    with pytest.raises(HyperDFlashConfigError, match="is not JSON"):
-        CapturedFeatures(tmp_path)
+    for damage in ("{", "[]", (tmp_path / "index.json").read_text().replace("abc", "abd")):
+        (tmp_path / "index.json").write_text(damage)
+        with pytest.raises(HyperDFlashConfigError, match=r"index.json is damaged: .* Run `hyperd"):
+            CapturedFeatures(tmp_path)
+        again = CaptureWriter(tmp_path, IDENTITY)
+        assert again.damaged == ["index.json"] and not again.has(0, 2)
     with pytest.raises(FileNotFoundError, match="holds no capture"):
         CapturedFeatures(tmp_path / "nowhere")
 
@@ -136,6 +145,17 @@ def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
     assert torch.equal(take_rows(tmp_path, "request-11"), first)
 
 
+def test_rows_that_found_no_space_end_the_command_with_one_line(tmp_path, monkeypatch):
+    """Found as: the scheduler died of it, and the command without a word."""
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
+    engine = mock.Mock(async_generate=mock.AsyncMock())
+    with pytest.raises(HyperDFlashError, match=r"expected 5 residual rows .* found 0; \d+ MiB"):
+        asyncio.run(capture.prefill_all(engine, tmp_path, SAMPLES[:1], 0, 1))
+
+
 def test_a_capture_refuses_what_is_not_its_own_before_any_model(
     tmp_path, target_dir, capsys, monkeypatch
 ):
@@ -163,4 +183,29 @@ def test_a_capture_refuses_what_is_not_its_own_before_any_model(
 
     monkeypatch.setattr(capture, "_capture", second)
     assert "stop here" in run(tmp_path / "out")
+    (tmp_path / "out" / "shard").write_text("x")
     assert "shard_mib was 1024, now 1" in run(tmp_path / "out", "--shard-mib", "1")
+
+
+def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
+    tmp_path, target_dir, capsys, monkeypatch
+):
+    """Found as: 4,096 tokens asked of a target of 2,048, and a count without any line."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    lines = [{"instruction": "Count", "output": "7 " * n} for n in (9, 3000)]
+    lines.append({"messages": [{"role": "user", "content": "Four?"}]})
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(capture, "_capture", lambda *arguments: len(arguments[-1].samples) - 1)
+    command = ["capture", "--target", str(target_dir), "--data", str(data), "--out", str(out)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "--max-length 4096 is cut to 2041: the context is 2048 tokens" in said
+    assert f"left out {data}:2: over 2041 tokens" in said
+    assert f"2 left out: listed in {out / 'left_out.jsonl'}" in said
+    listed = [json.loads(line) for line in (out / "left_out.jsonl").read_text().splitlines()]
+    assert [entry["where"] for entry in listed] == [f"{data}:2", f"{data}:3"]
+    assert main([*command, "--max-length", "0"]) == 2
+    loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [], [])
+    capture.check_fits(loaded, 10)
+    with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* takes 8"):
+        capture.check_fits(loaded, 9)

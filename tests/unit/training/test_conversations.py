@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -101,7 +102,9 @@ def test_long_and_unanswered_conversations_are_counted(tokenizer, tmp_path):
         {"instruction": "Count", "output": "1 " * 500},
     )
     loaded = load_samples([path], tokenizer, max_length=100)
-    assert (len(loaded.samples), loaded.without_answer, loaded.too_long) == (1, 1, 1)
+    assert (len(loaded.samples), len(loaded.places)) == (1, 1)
+    assert (len(loaded.without_answer), len(loaded.too_long)) == (1, 1)
+    assert all(str(path) in where for where in (*loaded.without_answer, *loaded.too_long))
     assert "left out 1 over the length limit and 1 without an answer" in str(loaded)
     with pytest.raises(HyperDFlashConfigError, match=r"no samples in .* raise max_length \(5\)"):
         load_samples([path], tokenizer, max_length=5)
@@ -113,7 +116,7 @@ def test_regenerated_lines_keep_their_exact_tokens(tokenizer, tmp_path):
     path = write(tmp_path / "data.jsonl", {"messages": CHAT, "samples": [first, second]})
     loaded = load_samples([path], tokenizer, max_length=5)
     assert [(s.tokens, s.spans) for s in loaded.samples] == [([5, 6, 7, 8], ((2, 4),))]
-    assert (loaded.without_answer, loaded.too_long) == (0, 1)
+    assert (len(loaded.without_answer), len(loaded.too_long)) == (0, 1)
     for bad in (
         {"tokens": [1]},
         {"tokens": ["x"], "spans": []},
@@ -122,6 +125,26 @@ def test_regenerated_lines_keep_their_exact_tokens(tokenizer, tmp_path):
         path = write(tmp_path / "bad.jsonl", {"samples": [bad]})
         with pytest.raises(HyperDFlashConfigError, match=r"bad.jsonl:1: (samples must hold|spans)"):
             load_samples([path], tokenizer, max_length=5)
+
+
+def test_samples_that_are_no_list_are_named(tokenizer, tmp_path):
+    path = write(tmp_path / "data.jsonl", {"samples": 5})
+    message = r"data.jsonl:1: samples must be a non-empty list, found 5\. Mend or remove the line"
+    with pytest.raises(HyperDFlashConfigError, match=message):
+        load_samples([path], tokenizer, max_length=5)
+
+
+def test_a_template_that_is_missing_or_refuses_is_one_line(tokenizer, tmp_path):
+    """Found as: transformers' and jinja's tracebacks."""
+    path = write(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ raise_exception('roles must alternate') }}"
+    message = r"data.jsonl:1: the target's chat template refuses .*: roles must alternate\. Mend"
+    with pytest.raises(HyperDFlashConfigError, match=message):
+        load_samples([path], other, max_length=5)
+    other.chat_template = None
+    with pytest.raises(HyperDFlashConfigError, match=r"has no chat template, .* Add a chat_templ"):
+        load_samples([path], other, max_length=5)
 
 
 def test_a_regenerated_line_that_was_damaged_is_refused(tokenizer, tmp_path):
@@ -144,7 +167,10 @@ def test_a_regenerated_line_that_was_damaged_is_refused(tokenizer, tmp_path):
         ('{"messages": [{"role": "user"}]}', "must have role and content"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "role 'tool' is not one of"),
         ('{"conversations": [{"from": "bot", "value": "x"}]}', "role 'bot' is not one of"),
-        ('{"turns": [1]}', "every message must be text"),
+        ('{"turns": [1]}', "every message must be text, found 1 of the user"),
+        ('{"instruction": null, "output": "x"}', "must be text, found null of the user"),
+        ('{"instruction": null, "input": "y", "output": "x"}', "must be text, found null"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "is not one of"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):

@@ -27,7 +27,7 @@ def test_positions_and_blocks_move_with_their_sample():
     anchors = torch.tensor([[1, 0], [0, 0]])
     keep = torch.tensor([[True, False], [True, False]])
     labels = torch.tensor([[[3], [9]], [[5], [9]]])
-    blocks = Blocks(anchors, keep, labels, labels < 9)
+    blocks = Blocks(anchors, keep, labels, labels < 9, torch.full_like(anchors, 7))
     found, found_states, moved = pack([[0, 1]], [3, 2], rows, states, blocks)
     assert found.tokens.tolist() == [[1, 2, 3, 4, 5]]
     assert found.starts.tolist() == [[0, 0, 0, 3, 3]]

@@ -92,6 +92,21 @@ def test_saturated_gates_zero_rows_and_one_huge_path(kernel):
     assert not out[0].any()
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 65, 300])
+def test_no_number_of_tokens_compiles_the_tiles_anew(tokens, monkeypatch):
+    """Triton compiles again for a pointer that is not aligned to 16 bytes as the first one was."""
+    given = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: given.extend(arguments)
+
+    monkeypatch.setattr(hc_gate_tiles, "_tile_kernel", Kernel())
+    forward("tile", random_arguments(tokens, 4, 192))
+    pointers = [x for x in given if isinstance(x, torch.Tensor)]
+    assert len(pointers) == 12 and all(x.data_ptr() % 16 == 0 for x in pointers)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_paths_that_cancel_keep_their_digits(kernel):
     """With y a thousandth of each path, the squares of y lose six digits as a Gram form."""

@@ -1,0 +1,139 @@
+"""Table and plots of the width study, from its ``results.json`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from eval.charts import draw
+from sglang_hyperdflash.tools.atomic import write_text
+
+Row = dict[str, Any]
+TARGET, AGAIN, FULL, ADAPTIVE, UNTRAINED = (
+    "target",
+    "target-again",
+    "fixed 7",
+    "adaptive",
+    "untrained drafter",
+)
+COLOURS = {
+    TARGET: "#8c8c8c",
+    FULL: "#d55e00",
+    ADAPTIVE: "#0072b2",
+    UNTRAINED: "#009e73",
+}
+
+
+def rate(rows: Sequence[Row], temperature: float, level: int, method: str) -> float | None:
+    """Median tokens a second; None where it was not measured."""
+    for row in rows:
+        if (row["temperature"], row["concurrency"], row["method"]) == (temperature, level, method):
+            return median(row["tokens_per_s"])
+    return None
+
+
+def _ratio(a: float | None, b: float | None) -> str:
+    return f"{a / b:.3f}" if a and b else "-"
+
+
+def _widths(rows: Sequence[Row], temperature: float, level: int, method: str) -> str:
+    for row in rows:
+        if (row["temperature"], row["concurrency"], row["method"]) == (temperature, level, method):
+            total = sum(row["rounds_by_width"].values())
+            found = {w: n / total for w, n in row["rounds_by_width"].items() if n}
+            return ", ".join(f"{w}: {share:.0%}" for w, share in found.items())
+    return "-"
+
+
+def table(rows: Sequence[Row], temperature: float) -> list[str]:
+    """Markdown lines: tokens a second, and adaptive over the better of both."""
+    levels = sorted({r["concurrency"] for r in rows if r["temperature"] == temperature})
+    lines = [
+        f"| c | {TARGET} | {FULL} | {ADAPTIVE} | over the better | widths | {UNTRAINED} over "
+        f"{TARGET} | noise: {TARGET} again |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for level in levels:
+        found = {m: rate(rows, temperature, level, m) for m in (*COLOURS, AGAIN)}
+        better = max(found[TARGET] or 0, found[FULL] or 0) or None
+        numbers = " | ".join(f"{found[m] or 0:.0f}" for m in (TARGET, FULL, ADAPTIVE))
+        lines.append(
+            f"| {level} | {numbers} | {_ratio(found[ADAPTIVE], better)} | "
+            f"{_widths(rows, temperature, level, ADAPTIVE)} | "
+            f"{_ratio(found[UNTRAINED], found[TARGET])} | {_ratio(found[AGAIN], found[TARGET])} |"
+        )
+    return lines
+
+
+def throughput_plot(rows: Sequence[Row]) -> str:
+    """Tokens a second by concurrency, a panel a temperature."""
+    temperatures = sorted({row["temperature"] for row in rows})
+
+    def paint(axes) -> None:
+        for axis, temperature in zip(axes, temperatures, strict=True):
+            for method, colour in COLOURS.items():
+                levels = sorted({row["concurrency"] for row in rows})
+                found = [(c, rate(rows, temperature, c, method)) for c in levels]
+                points = [(c, value) for c, value in found if value]
+                if points:
+                    axis.plot(*zip(*points, strict=True), "o-", color=colour, label=method)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"temperature {temperature:g}")
+            axis.set_xlabel("concurrency")
+            axis.grid(True)
+        axes[0].set_ylabel("output tokens a second")
+        axes[0].legend(fontsize=9)
+
+    return draw("width", "Throughput by concurrency", paint, len(temperatures))
+
+
+def steps_plot(steps: Sequence[Sequence[float]]) -> str:
+    """Requests and width of every round of the stepped load."""
+
+    def paint(axes) -> None:
+        rounds = range(len(steps))
+        axes[0].step(rounds, [s[1] for s in steps], color=COLOURS[TARGET], label="requests")
+        axes[0].step(rounds, [s[2] for s in steps], color=COLOURS[ADAPTIVE], label="width")
+        axes[0].set(yscale="log", xlabel="round")
+        axes[0].legend(fontsize=9)
+
+    return draw("steps", "A load that steps from 1 to 64 and back", paint)
+
+
+def settled_after(steps: Sequence[Sequence[float]], start: int, stop: int) -> int:
+    """Rounds from ``start`` until the width is the later rounds' usual one for eight of ten."""
+    widths = [int(step[2]) for step in steps[start:stop]]
+    late = widths[len(widths) // 2 :]
+    usual = max(set(late), key=late.count)
+    for at in range(len(widths) - 10):
+        if sum(width == usual for width in widths[at : at + 10]) >= 8:
+            return at
+    return len(widths)
+
+
+def write_report(out: Path, content: dict[str, Any]) -> None:
+    """``report.md``, ``throughput.svg`` and, with a stepped load, ``steps.svg``."""
+    rows, steps = content["rows"], content["steps"]
+    lines = [
+        "# A verify width that follows load",
+        "",
+        "Written by `python -m eval.width_study`; output tokens a second, medians of interleaved "
+        "passes. `over the better`: adaptive over the larger of both columns before it.",
+        "",
+        f"Device: {content['provenance']['device']}; commit {content['provenance']['commit']}.",
+    ]
+    for temperature in sorted({row["temperature"] for row in rows}):
+        lines += ["", f"## Temperature {temperature:g}", "", *table(rows, temperature)]
+    lines += ["", "![Throughput by concurrency](throughput.svg)"]
+    write_text(out / "throughput.svg", throughput_plot(rows))
+    if steps:
+        high = [i for i, step in enumerate(steps) if step[1] > 32]
+        parts = [(high[0], high[-1]), (high[-1], len(steps))] if high else []
+        said = [str(settled_after(steps, *part)) for part in parts]
+        lines += ["", "## A load that steps 1 -> 64 -> 1", ""]
+        lines += [f"Rounds until settled, up and down: {', '.join(said)}.", ""]
+        lines += ["![Requests and width of every round](steps.svg)"]
+        write_text(out / "steps.svg", steps_plot(steps))
+    write_text(out / "report.md", "\n".join(lines) + "\n")

@@ -1,0 +1,211 @@
+"""Throughput of an adaptive width beside no speculation and a fixed block, interleaved in one run.
+
+    python -m eval.width_study --target T --draft D --untrained U --prompts FILE --out DIR
+
+All servers are up for the whole run and are loaded in turn, so that what the machine does meanwhile
+falls on all of them. A load is a closed loop: ``c`` requests in flight, answers of one length. The
+first pass of a server at a load is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import requests
+
+from eval.errors import EvalError
+from eval.width_report import ADAPTIVE, AGAIN, FULL, TARGET, UNTRAINED, write_report
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES
+from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
+
+LEVELS = (1, 2, 4, 8, 16, 32, 64)
+# Requests of a pass: so many times the concurrency, and at least so many.
+WAVES, FEWEST = 2, 6
+
+
+@dataclass(frozen=True)
+class Load:
+    """A closed loop of ``concurrency`` requests of ``tokens`` new tokens each."""
+
+    concurrency: int
+    tokens: int
+    temperature: float
+
+    @property
+    def requests(self) -> int:
+        return max(FEWEST, WAVES * self.concurrency)
+
+
+async def _closed_loop(url: str, prompts: Sequence[Sequence[int]], load: Load) -> float:
+    """Output tokens a second."""
+    waiting = list(range(load.requests))
+    sampling = {
+        "temperature": load.temperature,
+        "max_new_tokens": load.tokens,
+        "ignore_eos": True,
+    }
+    timeout = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def worker() -> int:
+            done = 0
+            while waiting:
+                prompt = list(prompts[waiting.pop() % len(prompts)])
+                payload = {"input_ids": prompt, "sampling_params": sampling}
+                async with session.post(f"{url}/generate", json=payload) as answer:
+                    answer.raise_for_status()
+                    done += (await answer.json())["meta_info"]["completion_tokens"]
+            return done
+
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(worker() for _ in range(load.concurrency)))
+        return sum(counts) / (time.perf_counter() - started)
+
+
+def width_rounds(url: str) -> dict[str, float]:
+    """Batch rounds by width so far; empty for a server without speculation."""
+    text = requests.get(f"{url}/metrics", timeout=30).text
+    found = re.findall(rf'^{WIDTH_ROUNDS}{{.*width="(\d+)".*}} (\S+)$', text, re.MULTILINE)
+    return {width: float(count) for width, count in found}
+
+
+def measure(url: str, prompts: Sequence[Sequence[int]], load: Load) -> tuple[float, dict]:
+    """Tokens a second, and rounds by width."""
+    before = width_rounds(url)
+    rate = asyncio.run(_closed_loop(url, prompts, load))
+    after = width_rounds(url)
+    return rate, {w: after[w] - before.get(w, 0) for w in after}
+
+
+def servers_of(args: argparse.Namespace) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
+    """Arguments and environment of every server."""
+    common = (*comparable_arguments(args.pool), "--enable-metrics", "--max-running-requests", "64")
+    widths = {WIDTHS: args.widths} if args.widths else {}
+    found = {
+        TARGET: (common, {}),
+        FULL: ((*common, *hyperdflash_arguments(args.draft)), {WIDTH: "full"}),
+        ADAPTIVE: ((*common, *hyperdflash_arguments(args.draft)), widths),
+    }
+    if args.untrained:
+        found[UNTRAINED] = ((*common, *hyperdflash_arguments(args.untrained)), widths)
+    return found
+
+
+def run_levels(
+    args: argparse.Namespace, servers: Mapping[str, Server], prompts: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Every load of every server, in turn; one row each."""
+    rows = []
+    for temperature in args.temperature:
+        for level in args.levels:
+            load = Load(level, args.tokens, temperature)
+            rates: dict[str, list[float]] = {}
+            widths: dict[str, dict] = {}
+            for repeat in range(args.repeats + 1):
+                turn = [*servers, AGAIN]
+                for name in turn if repeat % 2 else reversed(turn):
+                    url = servers[TARGET if name == AGAIN else name].url
+                    rate, rounds = measure(url, prompts, load)
+                    if repeat:
+                        rates.setdefault(name, []).append(rate)
+                        widths[name] = rounds
+            for name, found in rates.items():
+                row = {"temperature": temperature, "concurrency": level, "method": name}
+                rows.append({**row, "tokens_per_s": found, "rounds_by_width": widths[name]})
+            said = ", ".join(f"{name} {median(found):.0f}" for name, found in rates.items())
+            print(f"T {temperature:g}, c {level}: {said}", flush=True)
+    return rows
+
+
+def run_steps(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """A load of 1, then 64, then 1 request; ``[start, requests, width]`` of every round."""
+    times = args.out / "steps.jsonl"
+    times.unlink(missing_ok=True)
+    arguments, environment = servers_of(args)[ADAPTIVE]
+    environment = {**environment, ROUND_TIMES: str(times.resolve())}
+    log = args.out / "logs" / "steps.log"
+    with Server(args.target, *arguments, log=log, environment=environment) as server:
+        server.wait(1800)
+        for concurrency, tokens in ((1, 4 * args.tokens), (64, args.tokens), (1, 4 * args.tokens)):
+            asyncio.run(_closed_loop(server.url, prompts, Load(concurrency, tokens, 0.0)))
+    lines = [json.loads(line) for line in times.read_text().splitlines()]
+    times.unlink()
+    return [[line[0] - lines[0][0], line[3], line[4]] for line in lines]
+
+
+def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
+    """Tokens of the first turns in a JSONL of ``{"turns": [...]}`` or ``{"messages": [...]}``."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = []
+    for line in path.read_text().splitlines()[:count]:
+        entry = json.loads(line)
+        messages = entry.get("messages") or [{"role": "user", "content": entry["turns"][0]}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    if not prompts:
+        raise EvalError(f"{path} holds no prompt.")
+    return prompts
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m eval.width_study", description=__doc__)
+    found.add_argument("--target", required=True)
+    found.add_argument("--draft", required=True)
+    found.add_argument("--untrained", help="a drafter of random weights")
+    found.add_argument("--prompts", required=True, type=Path)
+    found.add_argument("--num-prompts", type=int, default=64)
+    found.add_argument("--out", required=True, type=Path)
+    found.add_argument("--levels", type=int, nargs="+", default=list(LEVELS))
+    found.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    found.add_argument("--repeats", type=int, default=3)
+    found.add_argument("--tokens", type=int, default=128)
+    found.add_argument("--pool", type=int, default=32768, help="K/V slots of every server")
+    found.add_argument("--widths", help="as HYPERDFLASH_WIDTHS; unset leaves the default")
+    found.add_argument("--no-steps", action="store_true", help="leave the stepped load out")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, and write ``results.json``, ``report.md`` and the plots."""
+    args = parser().parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    prompts = read_prompts(args.target, args.prompts, args.num_prompts)
+    content: dict[str, Any] = {"provenance": provenance()}
+    with ExitStack() as stack:
+        servers = {}
+        for name, (arguments, environment) in servers_of(args).items():
+            log = args.out / "logs" / f"{name.replace(' ', '-')}.log"
+            server = Server(args.target, *arguments, log=log, environment=environment)
+            servers[name] = stack.enter_context(server)
+            server.wait(1800)
+        content["rows"] = run_levels(args, servers, prompts)
+    content["steps"] = [] if args.no_steps else run_steps(args, prompts)
+    write_json(args.out / "results.json", content, indent=1)
+    write_report(args.out, content)
+    print(f"report: {args.out / 'report.md'}")
+
+
+if __name__ == "__main__":
+    main()

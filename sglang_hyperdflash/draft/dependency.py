@@ -1,0 +1,84 @@
+"""The dependency head: what a draft owes to the draft before it (HyperDFlash-2).
+
+    s_k[c] = u_k[c] + < A[x_{k-1}] * (1 + G h_k), B[c] >      # u_k: LM head of h_k; x_0 the anchor
+
+``A, B [V, r]`` and ``G [r, d]``. With ``A ~ N(0, .02)``, ``B = 0`` and ``G = 0`` a new head adds
+nothing, so training starts at the drafter as it is. ``G = 0`` throughout is DSpark's Markov head
+(2607.05147); the form ``product``, ``A * (G h)``, is DFlash 2's selector (SGLang's
+``models/dflash.py: CandidateSelector``). It is trained over the whole vocabulary and served on the
+K likeliest tokens of ``u_k``: K dot products of length r a draft.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sglang_hyperdflash.draft.config import HyperDFlashConfig
+
+START = 0.02
+
+
+class DependencyHead(nn.Module):
+    """Checkpoint names: ``dependency.predecessor``, ``.successor``, ``.gate.weight``.
+
+    The tables are whole on every tensor-parallel rank: candidates come from all shards.
+
+    Args:
+        vocabulary: V; width: d; rank: r. form: one of ``draft.config.FORMS``.
+    """
+
+    def __init__(self, vocabulary: int, width: int, rank: int, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.predecessor = nn.Parameter(torch.empty(vocabulary, rank))
+        self.successor = nn.Parameter(torch.empty(vocabulary, rank))
+        self.gate = nn.Linear(width, rank, bias=False)
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """A head that adds nothing yet and whose gradient is not zero."""
+        self.predecessor.normal_(std=START)
+        self.successor.zero_()
+        if self.form == "residual":
+            self.gate.weight.zero_()
+        else:
+            self.gate.weight.normal_(std=self.gate.weight.shape[1] ** -0.5)
+
+    def gates(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``1 + G h`` (or ``G h``) of draft rows ``[..., d]``: ``[..., r]`` fp32."""
+        gates = F.linear(hidden.to(self.gate.weight.dtype), self.gate.weight).float()
+        return gates + 1.0 if self.form == "residual" else gates
+
+    def state(self, previous: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """``A[x_{k-1}] * gates``: ``[..., r]`` fp32 of tokens ``[...]``."""
+        return self.predecessor[previous].float() * gates
+
+    def forward(
+        self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """What to add to the scores of candidates: a ``Head`` of ``draft.propose``.
+
+        Args:
+            previous: ``[bs]`` int64; gates: ``[bs, r]``; ids: ``[bs, K]`` int64.
+
+        Returns:
+            ``[bs, K]`` fp32.
+        """
+        state = self.state(previous, gates)
+        return torch.einsum("br,bkr->bk", state, self.successor[ids].float())
+
+    def over_vocabulary(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The same for every token: ``[N, V]`` of ``previous [N]`` and rows ``[N, d]``."""
+        state = self.state(previous, self.gates(hidden))
+        return F.linear(state, self.successor.float())
+
+
+def build_dependency(config: HyperDFlashConfig) -> DependencyHead | None:
+    """The head that a config describes, or None."""
+    if config.dependency is None:
+        return None
+    sizes = config.dependency
+    return DependencyHead(config.vocab_size, config.hidden_size, sizes.rank, sizes.form)

@@ -1,0 +1,57 @@
+"""Device memory that a HYPERDFLASH server takes beside weights and K/V, counted before it starts.
+
+SGLang reserves it as one sum: what ``--mem-fraction-static`` leaves. Activations of long prefills
+and the target's own graphs come out of the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Matrices [rows, V] of fp32 that verifying a sampled batch holds at once, its logits not counted:
+# probabilities, and what temperature, top-k, top-p and min-p make of them (serving/exact.py).
+# tests/unit/serving/test_beside_kv.py measures it.
+VERIFY_MATRICES = 4.5
+# Bytes of a drafter's candidate: id, score; and its share of the argmax that a draft row keeps.
+CANDIDATE_BYTES, FIRST_BYTES = 12, 8
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How large a server's batches become.
+
+    Attributes:
+        requests: most at once; captured: batch sizes that have a CUDA graph.
+        block: tokens of a request that are verified at once, at most; widths: all that may be.
+        residual: width of the target's residual, streams x hidden size; vocabulary: tokens.
+        candidates: of each draft row; rank: of the dependency head, 0 without one.
+    """
+
+    requests: int
+    captured: Sequence[int]
+    block: int
+    residual: int
+    vocabulary: int
+    candidates: int = 64
+    widths: Sequence[int] = ()
+    rank: int = 0
+
+
+def beside_kv(b: Batches) -> dict[str, int]:
+    """Bytes on one GPU by what they are for; draft attention's indices: ``draft_attention``.
+
+    The residual is bf16, and every captured size of every width keeps one of its own: it is an
+    output of SGLang's graph. Probabilities and counts are those of sampled requests and of
+    requests with penalties.
+    """
+    rows = b.requests * b.block
+    drafts = max(b.captured, default=0) * (b.block - 1)
+    widths = sum(b.widths) or b.block
+    draft = b.candidates * CANDIDATE_BYTES + FIRST_BYTES + 4 * b.rank
+    return {
+        "residual of the captured batches": 2 * sum(b.captured) * widths * b.residual,
+        "drafts' candidates": drafts * draft,
+        "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * b.vocabulary),
+        "counts of requests with penalties": 4 * (b.requests + 1) * b.vocabulary,
+    }

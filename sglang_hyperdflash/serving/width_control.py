@@ -1,0 +1,127 @@
+"""What one scheduler process knows of widths: its clock, its policy and, among ranks, rank 0's.
+
+Every rank of a tensor-parallel group must run the same width. Acceptance is the same on all of
+them; clocks are not. So rank 0 sends its cost table now and then, on the CPU, and all ranks, rank 0
+too, decide by what was sent last: no collective in a round.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang_hyperdflash.serving.width_policy import Cells, WidthPolicy, bucket_of
+from sglang_hyperdflash.serving.width_settings import ADAPTIVE, RANDOM, WidthSetting
+
+SHARE_EVERY = 32
+# Weight that the past keeps in the measured gain, a round.
+KEEP = 0.99
+
+
+class RoundClock:
+    """Seconds between the starts of decoding rounds, where they mean one width's time.
+
+    A round's interval counts if the round before it was of its batch bucket and width: with overlap
+    scheduling on a GPU, the time between two launches is that of the round before.
+    """
+
+    def __init__(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """A prefill or idleness comes: what follows is not timed yet."""
+        self._last: tuple[tuple[int, int], float, int] | None = None
+        self._repeated = False
+
+    def start(self, now: float, requests: int, width: int) -> tuple[tuple[int, int], float] | None:
+        """A round starts; the cell and the seconds of the one before, if they count."""
+        key, last, counts = (bucket_of(requests), width), self._last, self._repeated
+        self._last = key, now, requests
+        self._repeated = last is not None and last[0] == key
+        if last is None or not counts or requests > last[2]:
+            return None  # more requests without a prefill: a decode node was idle, maybe
+        return last[0], now - last[1]
+
+
+class WidthControl:
+    """Chooses the width of every round of one worker.
+
+    Args:
+        setting: see there. block: the widest there is.
+        share: sends rank 0's table to every rank and returns it; None without other ranks.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        setting: WidthSetting,
+        block: int,
+        share: Callable[[Cells], Cells] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.setting, self.block, self._share, self._now = setting, block, share, now
+        self.policy = None
+        if setting.mode == ADAPTIVE and not setting.fixed:
+            self.policy = WidthPolicy(setting.widths, shared=share is not None)
+        self._dice = random.Random(0)
+        self._clock = RoundClock()
+        self._new: dict[tuple[int, int], float] = {}
+        # Discounted: tokens a request and round, and a round's seconds over width 1's.
+        self._tokens = self._requests = self._ratio = self._timed = 0.0
+
+    def pause(self) -> None:
+        """The next pass is no decoding round."""
+        self._clock.stop()
+
+    def next(self, greedy: int, sampled: int) -> int:
+        """The width of the round that starts now, of so many requests of either class."""
+        if self.setting.fixed:
+            return self.setting.widths[0]
+        if self.setting.mode == RANDOM:
+            return self._dice.choice(self.setting.widths)
+        if self._share is not None and self.policy.rounds % SHARE_EVERY == 0:
+            self.policy.costs.cells = dict(self._share(self.policy.costs.measured))
+        width = self.policy.next(greedy, sampled)
+        timed = self._clock.start(self._now(), greedy + sampled, width)
+        if timed is not None:
+            self._time(*timed)
+        return width
+
+    def _time(self, cell: tuple[int, int], seconds: float) -> None:
+        costs = self.policy.costs
+        costs.add(*cell, seconds)
+        bucket, width = cell
+        self._new[round(2 ** (bucket / 2)), width] = costs.measured[cell]
+        one = costs.of(bucket, 1)
+        if one:
+            self._ratio = KEEP * self._ratio + seconds / one
+            self._timed = KEEP * self._timed + 1
+
+    def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
+        """A round's result: requests that go on, with the drafts accepted of each."""
+        if self.policy is None or not live:
+            return
+        greedy = [n for req, n in live if req.sampling_params.top_k <= 1]
+        sampled = [n for req, n in live if req.sampling_params.top_k > 1]
+        self.policy.learn(width, greedy, sampled)
+        self._requests = KEEP * self._requests + len(live)
+        self._tokens = KEEP * self._tokens + len(live) + sum(greedy) + sum(sampled)
+
+    def predicted_gain(self) -> float | None:
+        """Of the width now over width 1; None while either is unknown."""
+        rates = self.policy.rates if self.policy else {}
+        mine, one = (rates.get(w) for w in (self.policy.width if self.policy else 1, 1))
+        return mine / one if mine and one else None
+
+    def measured_gain(self) -> float | None:
+        """Tokens a second of the last hundred rounds over those that width 1 would have given."""
+        if not (self._requests and self._ratio):
+            return None
+        return (self._tokens / self._requests) / (self._ratio / self._timed)
+
+    def take_new_cells(self) -> list[tuple[tuple[int, int], float]]:
+        """Cells measured since the last call: ``((requests, width), seconds)``."""
+        taken, self._new = list(self._new.items()), {}
+        return taken

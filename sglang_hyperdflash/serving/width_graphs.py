@@ -1,0 +1,91 @@
+"""Attention backends and, on CUDA, decode graphs of each width, swapped with the worker's state.
+
+An attention backend may keep buffers of one width, and a graph was captured with them; a width has
+both for the target and, where it drafts, for the drafter. Built as EAGLE's adaptive steps build
+theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph runs eagerly.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.draft_worker_common import make_draft_sampler_capture_hook
+from sglang.srt.speculative.spec_utils import draft_tp_context
+
+from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
+from sglang_hyperdflash.tools.errors import SeamError
+
+# Of a ``ModelRunner``.
+SWAPPED = ("attn_backend", "decode_cuda_graph_runner")
+# What one width has of a runner.
+RunnerState = dict[str, Any]
+
+
+def state_of(runner: Any) -> RunnerState:
+    """The runner's own, as SGLang built it.
+
+    Raises:
+        SeamError: an attribute is gone.
+    """
+    missing = [name for name in SWAPPED if name not in vars(runner)]
+    if missing:
+        raise SeamError(f"SGLang seam ModelRunner lost {', '.join(missing)}")
+    return {name: vars(runner)[name] for name in SWAPPED}
+
+
+def captured(runner: Any) -> bool:
+    """Whether the runner replays decode graphs; without any, SGLang sets None or the eager one."""
+    return runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+
+
+def _settings(width: int) -> AbstractContextManager:
+    """Seam: backends and graph runners read the width from the server's resolved settings."""
+    return get_spec().override(speculative_num_draft_tokens=width)
+
+
+def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
+    """A backend of its own, and a decode graph if the runner has one at full width."""
+    kept = runner.init_new_workspace
+    try:
+        backend = runner._get_attention_backend(init_new_workspace=True)
+    finally:
+        runner.init_new_workspace = kept
+    # As ``ModelRunner.init_attention_backends`` does for the first one.
+    runner.kv_index_translator.bind_and_verify_backends([backend])
+    if bound_to is not None:
+        bound_graph_buffers(backend, bound_to)
+    graphs = runner.decode_cuda_graph_runner
+    if captured(runner):
+        graphs = runner._decode_cuda_graph_runner_cls()(
+            runner,
+            attn_backend=backend,
+            speculative_num_steps=get_spec().speculative_num_steps,
+            speculative_num_draft_tokens=width,
+        )
+    return {"attn_backend": backend, "decode_cuda_graph_runner": graphs}
+
+
+def target_state(worker: Any, width: int) -> RunnerState:
+    """The target's backend and graph of ``width`` rows a request."""
+    with _settings(width):
+        return _build(worker.target_worker.model_runner, width)
+
+
+def draft_state(worker: Any, width: int) -> RunnerState:
+    """The drafter's; the worker's width is ``width``, its sampler is captured with the graph."""
+    runner = worker.draft_model_runner
+    hooks = runner.capture_tail_hooks
+    runner.capture_tail_hooks = []
+    if worker._draft_sampler is not None:
+        runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(worker._draft_sampler))
+    try:
+        with (
+            _settings(width),
+            worker._own_context(),
+            draft_tp_context(worker.draft_parallel_layout),
+        ):
+            return _build(runner, width, bound_to=width)
+    finally:
+        runner.capture_tail_hooks = hooks

@@ -1,0 +1,69 @@
+"""The verify width in the server's own ``/metrics``: now, by rounds, and what it gains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sglang_hyperdflash.serving.width_control import WidthControl
+
+WIDTH_NOW = "hyperdflash:verify_width"
+WIDTH_ROUNDS = "hyperdflash:width_rounds_total"
+GAIN = "hyperdflash:width_gain"
+SECONDS = "hyperdflash:round_seconds"
+FAMILIES = frozenset((WIDTH_NOW, WIDTH_ROUNDS, GAIN, SECONDS))
+LABEL, KIND, REQUESTS = "width", "kind", "requests"
+
+
+class WidthMetrics:
+    """The families of one scheduler process.
+
+    Args:
+        labels: SGLang's own label values. widths: all that a round may have.
+        counter, gauge: the classes to use; None are ``prometheus_client``'s.
+    """
+
+    def __init__(
+        self,
+        labels: Mapping[str, object],
+        widths: Sequence[int],
+        counter: type | None = None,
+        gauge: type | None = None,
+    ) -> None:
+        # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR after it loads plugins.
+        import prometheus_client
+
+        counter, gauge = counter or prometheus_client.Counter, gauge or prometheus_client.Gauge
+        names = list(labels)
+
+        def new_gauge(name: str, documentation: str, *more: str):
+            return gauge(
+                name=name,
+                documentation=documentation,
+                labelnames=[*names, *more],
+                multiprocess_mode="mostrecent",
+            )
+
+        rounds = counter(
+            name=WIDTH_ROUNDS,
+            documentation="Decoding rounds of a batch, by rows verified for each request.",
+            labelnames=[*names, LABEL],
+        )
+        self._labels = dict(labels)
+        self._now = new_gauge(WIDTH_NOW, "Rows verified for each request.").labels(**labels)
+        self._rounds = {w: rounds.labels(**labels, **{LABEL: str(w)}) for w in widths}
+        gain = new_gauge(GAIN, "Tokens a second over those of width 1, by the cost table.", KIND)
+        self._gains = [gain.labels(**labels, **{KIND: kind}) for kind in ("predicted", "measured")]
+        self._seconds = new_gauge(SECONDS, "Measured seconds of a round.", REQUESTS, LABEL)
+
+    def add(self, width: int, control: WidthControl) -> None:
+        """Export one round's result and what the policy thinks now."""
+        self._now.set(width)
+        if width in self._rounds:
+            self._rounds[width].inc()
+        gains = control.predicted_gain(), control.measured_gain()
+        for gauge, value in zip(self._gains, gains, strict=True):
+            if value is not None:
+                gauge.set(value)
+        for (requests, at), seconds in control.take_new_cells():
+            names = {REQUESTS: str(requests), LABEL: str(at)}
+            self._seconds.labels(**self._labels, **names).set(seconds)

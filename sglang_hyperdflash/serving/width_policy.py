@@ -1,0 +1,204 @@
+"""Which width the next round should have: expected tokens over measured seconds. Host only.
+
+    tokens(w) = sum over requests of 1 + sum_{k < w} a_1 ... a_k      # a_k: acceptance of draft k
+    choose the w with the largest tokens(w) / seconds(batch size, w)
+
+Every round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were, so
+what narrow rounds do not show is left out and not counted as refused. Seconds are medians of this
+server's own rounds; what was not measured comes from a fit over what was, else it is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+# Request-rounds after which an observation counts half; trials that the draft before it stands for.
+HALF_LIFE, PRIOR_TRIALS, FIRST_PRIOR = 512, 4.0, 0.8
+SAMPLES = 15
+HYSTERESIS = 0.03
+# Rounds in a row: the first follows a round of another width and is not timed.
+EXPLORE, PROBE = 4, 2
+ATTEMPTS, RETRY = 3, 32
+# Probing may cost so much of the time, and no width is probed more often than this.
+PROBE_SHARE, PROBE_EVERY = 0.01, 64
+
+Cell = tuple[int, int]
+Cells = Mapping[Cell, float]
+
+
+def bucket_of(requests: int) -> int:
+    """Batches of nearly one size share a bucket: sizes grow by the square root of two."""
+    return round(2 * math.log2(max(requests, 1)))
+
+
+class Acceptance:
+    """Discounted acceptance of each draft position, of one class of requests."""
+
+    def __init__(self, drafts: int) -> None:
+        self.trials, self.successes = [0.0] * drafts, [0.0] * drafts
+
+    def learn(self, width: int, accepted: Sequence[int]) -> None:
+        """Count a round of ``width`` with so many drafts accepted of each request."""
+        keep = 0.5 ** (len(accepted) / HALF_LIFE)
+        reached, stopped = len(accepted), Counter(accepted)
+        for k in range(width - 1):
+            if not reached:
+                return
+            passed = reached - stopped[k]
+            self.trials[k] = keep * self.trials[k] + reached
+            self.successes[k] = keep * self.successes[k] + passed
+            reached = passed
+
+    def tokens(self, width: int) -> float:
+        """Expected tokens of one request in a round; an unseen draft is as good as its last."""
+        total = survives = 1.0
+        a = FIRST_PRIOR
+        for passed, tried in zip(self.successes[: width - 1], self.trials, strict=False):
+            a = (passed + PRIOR_TRIALS * a) / (tried + PRIOR_TRIALS)
+            survives *= a
+            total += survives
+        return total
+
+
+def _features(bucket: int, width: int) -> tuple[float, ...]:
+    size = 2 ** (bucket / 2)
+    return 1.0, size, size * width, float(width > 1)
+
+
+def fit(cells: Cells, widths: Iterable[int]) -> np.ndarray | None:
+    """``bias + alpha size + theta size width + draft [width > 1]`` by least relative squares.
+
+    Returns:
+        The four coefficients; None before two sizes and every width were measured.
+    """
+    if len({b for b, _ in cells}) < 2 or {w for _, w in cells} < set(widths) or len(cells) < 4:
+        return None
+    seconds = np.array(list(cells.values()))
+    rows = np.array([_features(*cell) for cell in cells]) / seconds[:, None]
+    return np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
+
+
+class Costs:
+    """Seconds of a round by batch bucket and width.
+
+    Args:
+        shared: decisions read ``cells`` only, which somebody else sets: every rank of a
+            tensor-parallel group must read the same.
+    """
+
+    def __init__(self, widths: Sequence[int], shared: bool = False) -> None:
+        self.widths, self.shared = tuple(widths), shared
+        self.samples: dict[Cell, deque[float]] = {}
+        self.measured: dict[Cell, float] = {}
+        self.cells: dict[Cell, float] = {} if shared else self.measured
+        self._fit: np.ndarray | None = None
+        self._fitted = 0
+
+    def add(self, bucket: int, width: int, seconds: float) -> None:
+        kept = self.samples.setdefault((bucket, width), deque(maxlen=SAMPLES))
+        kept.append(seconds)
+        self.measured[bucket, width] = sorted(kept)[len(kept) // 2]
+
+    def refit(self) -> None:
+        """Fit again if cells came; call it now and then."""
+        if len(self.cells) != self._fitted:
+            self._fit, self._fitted = fit(self.cells, self.widths), len(self.cells)
+
+    def of(self, bucket: int, width: int) -> float | None:
+        """Seconds; None where nothing is known."""
+        seconds = self.cells.get((bucket, width))
+        if seconds is None and self._fit is not None:
+            estimate = float(self._fit @ _features(bucket, width))
+            seconds = estimate if estimate > 0 else None
+        return seconds
+
+
+def best_width(rates: Mapping[int, float], current: int) -> int:
+    """The width with the largest rate, or ``current`` while that is nearly as good."""
+    best = max(rates, key=rates.__getitem__)
+    return current if rates.get(current, 0.0) * (1 + HYSTERESIS) >= rates[best] else best
+
+
+class WidthPolicy:
+    """The decision of one server; deterministic in what it was told.
+
+    Args:
+        widths: ascending. shared: see :class:`Costs`.
+    """
+
+    def __init__(self, widths: Sequence[int], shared: bool = False) -> None:
+        self.widths, self.width = tuple(widths), widths[-1]
+        self.costs = Costs(widths, shared)
+        # Greedy requests and sampled ones accept differently.
+        self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
+        self.rates: dict[int, float] = {}
+        self.rounds = self._since = self._turn = 0
+        self._burst: list[int] = []
+        self._tries: dict[Cell, tuple[int, int]] = {}
+
+    def learn(self, width: int, greedy: Sequence[int], sampled: Sequence[int]) -> None:
+        """A round's result: accepted drafts of each request of either class."""
+        for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
+            if accepted:
+                kind.learn(width, accepted)
+
+    @property
+    def settled(self) -> bool:
+        """No width is being measured."""
+        return not self._burst
+
+    def next(self, greedy: int, sampled: int) -> int:
+        """The next round's width for a batch of so many requests of either class."""
+        self.rounds += 1
+        self._since += 1
+        bucket = bucket_of(greedy + sampled)
+        if self.rounds % RETRY == 0:
+            self.costs.refit()
+        if not self._burst:
+            self._decide(bucket, greedy, sampled)
+        return self._burst.pop() if self._burst else self.width
+
+    def _decide(self, bucket: int, greedy: int, sampled: int) -> None:
+        seconds = {w: self.costs.of(bucket, w) for w in self.widths}
+        for w in self.widths:
+            if seconds[w] is None and self._may_explore((bucket, w)):
+                self._burst = [w] * EXPLORE
+                return
+        kinds = zip(self.classes, (greedy, sampled), strict=True)
+        present = [(kind, count) for kind, count in kinds if count]
+        self.rates = {
+            w: sum(count * kind.tokens(w) for kind, count in present) / s
+            for w, s in seconds.items()
+            if s is not None
+        }
+        if not self.rates:
+            return
+        self.width = best_width(self.rates, self.width)
+        self._probe()
+
+    def _may_explore(self, cell: Cell) -> bool:
+        """A few attempts: rounds beside a prefill are not timed."""
+        tries, last = self._tries.get(cell, (0, -RETRY))
+        if tries >= ATTEMPTS or (tries and self.rounds - last < RETRY):
+            return False
+        self._tries[cell] = tries + 1, self.rounds
+        return True
+
+    def _probe(self) -> None:
+        """Look at another width now and then; from width 1 at the next one only."""
+        at = self.widths.index(self.width)
+        others = self.widths[1:2] if self.width == 1 else self.widths[:at] + self.widths[at + 1 :]
+        if not others:
+            return
+        other = others[self._turn % len(others)]
+        rate, mine = self.rates.get(other), self.rates.get(self.width)
+        if rate is None or mine is None:
+            return
+        loss = PROBE * max(mine / rate - 1, 0.0)
+        if self._since >= max(PROBE_EVERY, math.ceil(loss / PROBE_SHARE)):
+            self._since, self._turn = 0, self._turn + 1
+            self._burst = [other] * PROBE

@@ -1,0 +1,71 @@
+"""Which verify widths a server may use, from two environment variables.
+
+SGLang's argument parser is closed to plugins, and its own ``--speculative-adaptive`` knows named
+algorithms only. A width is the rows of one verification: the anchor and ``width - 1`` drafts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+WIDTH, WIDTHS = "HYPERDFLASH_WIDTH", "HYPERDFLASH_WIDTHS"
+ADAPTIVE, FULL, RANDOM = "adaptive", "full", "random"
+NARROW = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class WidthSetting:
+    """How a server chooses widths.
+
+    Attributes:
+        mode: ``adaptive``, ``random`` (a draw every round, for tests) or ``full``: one width.
+        widths: ascending and distinct; the block size is the largest there can be.
+    """
+
+    mode: str
+    widths: tuple[int, ...]
+
+    @property
+    def fixed(self) -> bool:
+        return len(self.widths) == 1
+
+
+def read_setting(
+    block: int, causal: bool, environment: Mapping[str, str] = os.environ
+) -> WidthSetting:
+    """The setting of a drafter of ``block`` rows.
+
+    Args:
+        causal: whether a draft depends on nothing behind it in its block. Only then is a narrow
+            block drafted as well as the start of a whole one, so only then is it a default.
+
+    Raises:
+        HyperDFlashConfigError: a variable is not of its form.
+    """
+    named = environment.get(WIDTH, "").strip() or ADAPTIVE
+    if named == FULL:
+        return WidthSetting(FULL, (block,))
+    if named not in (ADAPTIVE, RANDOM):
+        return WidthSetting(FULL, (_width(WIDTH, named, block, "adaptive, full or "),))
+    text = environment.get(WIDTHS, "").strip()
+    if not text:
+        narrow = NARROW if causal else NARROW[:1]
+        return WidthSetting(named, (*(w for w in narrow if w < block), block))
+    found = sorted({_width(WIDTHS, part.strip(), block) for part in text.split(",")})
+    return WidthSetting(named, tuple(found))
+
+
+def _width(variable: str, text: str, block: int, other: str = "") -> int:
+    width = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= width <= block:
+        form = f"{other}a width from 1 to the drafter's block size {block}"
+        if variable == WIDTHS:
+            form = f"widths from 1 to the drafter's block size {block}, separated by commas"
+        raise HyperDFlashConfigError(
+            f"{variable} is {form}; found {text!r}. Set it so, or unset it."
+        )
+    return width

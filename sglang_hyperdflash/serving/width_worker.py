@@ -1,0 +1,176 @@
+"""The worker's part of a verify width that changes from round to round.
+
+A round of width w verifies the anchor and ``w - 1`` drafts of every request. All that depends on
+the width inside ``DFlashWorkerV2`` is swapped as a whole, as EAGLE's adaptive steps do. At width 1
+nothing is drafted (``one_row``).
+
+What stays at the block size while serving: slots reserved for each request (a round in flight may
+need them), and everything sized at start.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.draft_worker_common import (
+    build_block_pos_offsets,
+    make_draft_block_spec_info,
+)
+
+from sglang_hyperdflash.serving import width_graphs
+from sglang_hyperdflash.serving.one_row import OneRowWorker
+from sglang_hyperdflash.serving.width_control import WidthControl
+from sglang_hyperdflash.serving.width_policy import Cells
+from sglang_hyperdflash.serving.width_settings import FULL, WidthSetting, read_setting
+from sglang_hyperdflash.tools.errors import SeamError
+
+logger = logging.getLogger(__name__)
+
+# Of ``DFlashWorkerV2``: what depends on the width, and buffers that grow when they are first used.
+BUFFERS = {
+    "_draft_block_ids_buf": None,
+    "_draft_block_positions_buf": None,
+    "_draft_block_tokens_buf": None,
+    "_draft_verify_out_cache_loc_buf": None,
+    "_draft_block_end_buf": None,
+    "_draft_seq_lens_cpu_buf": None,
+    "_accept_bonus_buffer_cap": 0,
+    "_accept_bonus_buffer_slot": 0,
+    "_accept_len_buf": None,
+    "_commit_lens_bufs": (),
+    "_bonus_id_bufs": (),
+    "_out_tokens_bufs": (),
+    "_new_seq_lens_bufs": (),
+}
+SIZED = (
+    "block_size",
+    "speculative_num_draft_tokens",
+    "_block_pos_offsets",
+    "_draft_block_spec_info",
+    "_draft_sampler",
+)
+
+
+class WidthStates:
+    """The attributes of a worker, and of its model runners, at each of its widths.
+
+    Args:
+        worker: a ``DFlashWorkerV2``, at its full width. widths: all that it may be set to.
+
+    Raises:
+        SeamError: an attribute is gone.
+    """
+
+    def __init__(self, worker: Any, widths: tuple[int, ...]) -> None:
+        missing = [name for name in (*SIZED, *BUFFERS) if name not in vars(worker)]
+        if missing:
+            raise SeamError(f"SGLang seam DFlashWorkerV2 lost {', '.join(missing)}")
+        self.worker = worker
+        self.states: dict[int, dict[str, Any]] = {}
+        self.runners: dict[int, list[tuple[Any, width_graphs.RunnerState]]] = {}
+        for width in {*widths, int(worker.block_size)}:
+            self.states[width] = {
+                **BUFFERS,
+                "block_size": width,
+                "speculative_num_draft_tokens": width,
+                "_block_pos_offsets": build_block_pos_offsets(length=width, device=worker.device),
+                "_draft_block_spec_info": make_draft_block_spec_info(
+                    draft_token_num=width, device=worker.device
+                ),
+                "_draft_sampler": None,
+            }
+        self.states[int(worker.block_size)]["_draft_sampler"] = worker._draft_sampler
+
+    def activate(self, width: int) -> None:
+        """Make the worker one of this width; buffers that grew stay with the width they had."""
+        values = vars(self.worker)
+        if values["block_size"] == width:
+            return
+        left = self.states[values["block_size"]]
+        for name in left:
+            left[name] = values[name]
+        values.update(self.states[width])
+        for runner, state in self.runners.get(width, ()):
+            vars(runner).update(state)
+
+    def build_runners(self) -> None:
+        """Backends and graphs of every width; the worker is at its full one, with its own."""
+        worker, full = self.worker, int(self.worker.block_size)
+        target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+        self.states[full]["_draft_sampler"] = worker._draft_sampler
+        self.runners[full] = [(runner, width_graphs.state_of(runner)) for runner in (target, draft)]
+        for width in sorted(self.states, reverse=True):
+            if width == full:
+                continue
+            self.activate(width)
+            built = [(target, width_graphs.target_state(worker, width))]
+            if width > 1:
+                if width_graphs.captured(draft):
+                    worker._draft_sampler = worker._maybe_build_draft_sampler()
+                built.append((draft, width_graphs.draft_state(worker, width)))
+            self.activate(full)
+            self.runners[width] = built
+
+
+class WidthWorker(OneRowWorker):
+    """Overrides of ``DFlashWorkerV2`` for rounds of different widths."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self.block = int(self.block_size)
+        setting = self._allowed(read_setting(self.block, self._drafts_causally()))
+        ranks = get_parallel().tp_size > 1
+        self.width_control = WidthControl(setting, self.block, self._share if ranks else None)
+        self._states = WidthStates(self, setting.widths)
+        logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
+
+    def _share(self, cells: Cells) -> Cells:
+        """Rank 0's table on every rank; seam: the tensor-parallel group of CPU tensors."""
+        return get_parallel().tp_group.broadcast_object(cells, src=0)
+
+    def _drafts_causally(self) -> bool:
+        """Whether every draft layer is causal inside a block.
+
+        Seam: ``DFlashAttention.attn``; SGLang reads ``is_causal`` of some configs only.
+        """
+        kinds = [layer.self_attn.attn.attn_type for layer in self.draft_model.layers]
+        return all(kind == AttentionType.DECODER for kind in kinds)
+
+    def _allowed(self, setting: WidthSetting) -> WidthSetting:
+        """The whole block alone where ranks run different rounds, or states follow each row."""
+        states = mambaish_config(self.model_runner.model_config) is not None
+        if get_parallel().attn_dp_enabled or states:
+            return WidthSetting(FULL, (self.block,))
+        return setting
+
+    def init_cuda_graphs(self) -> None:
+        """Seam: the last step of a start; every other width is built behind the block's."""
+        super().init_cuda_graphs()
+        self._states.build_runners()
+
+    def run_round(self, batch, *args, **kwargs):
+        """One round of the next width, or a prefill; the batch has been read."""
+        mode = batch.forward_mode
+        idle = mode.is_extend() or mode.is_idle() or bool(batch.is_extend_in_batch)
+        if idle or self.requests is None:
+            self.width_control.pause()
+            width = self.block
+        else:
+            width = self.width_control.next(*self.requests.classes)
+        if width > 1 or self._pending_of is not self.requests:
+            # Before another width drafts, or a slot that changed hands is written.
+            self.write_pending()
+        self._states.activate(width)
+        if width == 1:
+            result = self.one_row_round(batch, *args, **kwargs)
+        else:
+            result = super().run_round(batch, *args, **kwargs)
+        if not (idle or self.width_control.setting.fixed):
+            # SGLang's own gauge and the answers' ``spec_cap_length`` are then the mean width.
+            result.cap_lens = torch.full_like(result.accept_lens, width)
+        return result

@@ -1,0 +1,198 @@
+"""Rounds of any width give target-only's tokens; a random width every round is the hardest case."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import requests
+
+from sglang_hyperdflash.serving.counters import ACCEPTED, DRAFTED, ROUNDS
+from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
+from sglang_hyperdflash.serving.width_metrics import WIDTH_NOW, WIDTH_ROUNDS
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.tools.acceptance import drafted_positions
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.drafter import with_window
+from tests.engine.conftest import FP32, greedy, greedy_all, ids
+from tests.engine.test_api import SCHEMA
+from tests.engine.test_exact import SETTINGS, sampled, tokens_of
+from tests.engine.test_metrics import samples
+
+EVERY = {WIDTHS: "1,2,4,7"}
+RANDOM = {WIDTH: "random", **EVERY}
+SMALL_POOL = ("--max-total-tokens", "1400", "--schedule-conservativeness", "0.01")
+PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+
+
+def start(servers, name: str, target_dir, draft, *arguments: str, **environment) -> Server:
+    arguments = (*FP32, "--enable-metrics", *arguments, *hyperdflash_arguments(draft))
+    return servers.get(name, target_dir, *arguments, environment=environment)
+
+
+@pytest.fixture(scope="module")
+def random_server(servers, target_dir, drafter_dir):
+    """A width drawn every round; prompts in chunks of 64 tokens."""
+    chunks = ("--chunked-prefill-size", "64")
+    yield start(servers, "width-random", target_dir, drafter_dir, *chunks, **RANDOM)
+    servers.stop("width-random")
+
+
+def by_label(server: Server, family: str, label: str) -> dict[str, float]:
+    found = samples(server, family)
+    return {dict(labels)[label]: value for labels, value in found.items()}
+
+
+def assert_every_width_ran(answers: list[dict]) -> None:
+    """Rounds of all four widths were verified, and wide ones accepted drafts."""
+    caps = [sum(column) for column in zip(*map(caps_of, answers), strict=True)]
+    assert [width for width, rounds in enumerate(caps) if rounds] == [1, 2, 4, 7], caps
+    assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
+
+
+def caps_of(answer: dict) -> list[int]:
+    """Rounds by their width, from 0 to 7."""
+    found = answer["meta_info"]["spec_cap_lens_histogram"]
+    return found + [0] * (8 - len(found))
+
+
+def test_greedy_tokens_cold_and_from_the_prefix_cache(random_server, own_prompts, own_reference):
+    for concurrency in (4, 8):
+        answers = greedy_all(random_server, own_prompts, concurrency)
+        assert ids(answers) == own_reference
+        assert_every_width_ran(answers)
+    assert all(a["meta_info"]["cached_tokens"] > 0 for a in answers)
+    longer = [p + r[:50] for p, r in zip(own_prompts, own_reference, strict=True)]
+    found = ids(greedy_all(random_server, longer, 4))
+    assert [a[:78] for a in found] == [r[50:] for r in own_reference]
+
+
+@pytest.mark.parametrize("name", ["temperature 1", "top-p 0.8", "penalties"])
+def test_a_seed_gives_the_tokens_of_whole_blocks(random_server, hyper_server, own_prompts, name):
+    parameters = [sampled(i, **SETTINGS[name]) for i in range(8)]
+    both = [tokens_of(s, own_prompts[:8], parameters, 4) for s in (random_server, hyper_server)]
+    assert both[0] == both[1]
+
+
+def test_grammar_and_penalties(random_server, hyper_server, target_server, own_prompts):
+    sampling = {"temperature": 0, "max_new_tokens": 120, "json_schema": json.dumps(SCHEMA)}
+    payload = {"input_ids": own_prompts[8:], "sampling_params": sampling}
+    texts = [[a["text"] for a in s.generate(**payload)] for s in (random_server, target_server)]
+    assert texts[0] == texts[1]
+
+    def ask(server, prompt):
+        return greedy(server, prompt, 48, sampling=PENALTIES)
+
+    found = [ids(greedy_all(s, own_prompts[:6], 3, ask)) for s in (random_server, hyper_server)]
+    assert found[0] == found[1]
+
+
+def test_logprobs_of_narrow_rounds_are_target_onlys(random_server, target_server, own_prompts):
+    options = {"return_logprob": True, "top_logprobs_num": 3}
+    for prompt in own_prompts[:2]:
+        plain, found = (
+            [t[0] for t in greedy(s, prompt, 40, **options)["meta_info"]["output_token_logprobs"]]
+            for s in (target_server, random_server)
+        )
+        assert found == pytest.approx(plain, abs=2e-4)
+
+
+def test_counters_are_right_when_widths_change(random_server, own_prompts):
+    families = (ACCEPTED, DRAFTED)
+    before = [by_label(random_server, family, "position") for family in families]
+    rounds = sum(samples(random_server, ROUNDS).values())
+    answers = greedy_all(random_server, own_prompts[:4], 2)
+    after = [by_label(random_server, family, "position") for family in families]
+    accepted, drafted = (
+        [now[str(k)] - then[str(k)] for k in range(1, 7)]
+        for now, then in zip(after, before, strict=True)
+    )
+    histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers]
+    assert accepted == [sum(sum(h[k:]) for h in histograms) for k in range(1, 7)]
+    caps = [sum(column) for column in zip(*map(caps_of, answers), strict=True)]
+    assert drafted == drafted_positions(caps, 6) == [sum(caps[k + 1 :]) for k in range(1, 7)]
+    total = sum(samples(random_server, ROUNDS).values()) - rounds
+    assert total == sum(caps) and drafted[0] < total
+    assert set(by_label(random_server, WIDTH_ROUNDS, "width")) == {"1", "2", "4", "7"}
+    assert next(iter(samples(random_server, WIDTH_NOW).values())) in (1, 2, 4, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+def test_a_forced_width(
+    servers, hyper_server, target_dir, drafter_dir, own_prompts, own_reference, width
+):
+    name = f"width-{width}"
+    server = start(servers, name, target_dir, drafter_dir, **{WIDTH: str(width)})
+    try:
+        answers = greedy_all(server, own_prompts, 4)
+        assert ids(answers) == own_reference
+        most = max(len(a["meta_info"].get("spec_correct_drafts_histogram", [])) for a in answers)
+        assert most == width
+        parameters = [sampled(i) for i in range(8)]
+        both = [tokens_of(s, own_prompts[:8], parameters, 4) for s in (server, hyper_server)]
+        assert both[0] == both[1]
+    finally:
+        servers.stop(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant", ["retraction", "overlap off", "window", "two ranks", "adaptive"]
+)
+def test_other_ways_to_serve(
+    servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path, variant
+):
+    draft, arguments, environment = drafter_dir, (), dict(RANDOM)
+    if variant == "retraction":
+        arguments, environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = SMALL_POOL, "8"
+    elif variant == "overlap off":
+        arguments = ("--disable-overlap-schedule",)
+    elif variant == "window":
+        draft = with_window(drafter_dir, tmp_path / "narrow", 32)
+        arguments = ("--max-running-requests", "8")
+        environment[POOL_RATIO] = "0.0068"
+    elif variant == "two ranks":
+        arguments = ("--tp-size", "2")
+        environment = dict(EVERY)
+    else:
+        environment = {WIDTH: "adaptive", **EVERY}
+    name = f"width-{variant.replace(' ', '-')}"
+    server = start(servers, name, target_dir, draft, *arguments, **environment)
+    try:
+        for _ in range(2):
+            answers = greedy_all(server, own_prompts, 8)
+            assert ids(answers) == own_reference
+        assert len({width for a in answers for width, n in enumerate(caps_of(a)) if n}) > 1
+        if variant == "retraction":
+            assert "Retract requests" in server.log.read_text(errors="replace")
+    finally:
+        servers.stop(name)
+
+
+@pytest.mark.slow
+def test_acceptance_is_as_good_after_narrow_rounds_as_without(
+    servers, hyper_server, target_dir, drafter_dir, own_prompts
+):
+    """Draft K/V written rounds later are those written at once: wide rounds accept as much."""
+    requests.post(f"{hyper_server.url}/flush_cache", timeout=60).raise_for_status()
+    full = greedy_all(hyper_server, own_prompts, 4)
+    tau = 1 + mean_accepted(full, [sum(h) for h in histograms(full)])
+    server = start(
+        servers, "width-1-7", target_dir, drafter_dir, **{WIDTH: "random", WIDTHS: "1,7"}
+    )
+    try:
+        mixed = greedy_all(server, own_prompts, 4)
+        wide = [caps_of(answer)[7] for answer in mixed]
+        found = 1 + mean_accepted(mixed, wide)
+        assert found == pytest.approx(tau, rel=0.1)
+    finally:
+        servers.stop("width-1-7")
+
+
+def histograms(answers: list[dict]) -> list[list[int]]:
+    return [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers]
+
+
+def mean_accepted(answers: list[dict], rounds: list[int]) -> float:
+    return sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) / sum(rounds)

@@ -1,0 +1,140 @@
+"""Where a visit takes place: V4 with real widths on a GPU, or the small V4 of a CPU test.
+
+Both are SGLang's own class with weights drawn at random, an untrained drafter whose blocks differ,
+and an oracle between the two (``tests/engine/v4/drafts.py``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
+from sglang_hyperdflash.tools.server_process import Server
+from sglang_hyperdflash.training.drafter import DrafterShape
+from tests.engine.conftest import Servers, install_plugin
+from tests.engine.drafters import write_untrained
+from tests.engine.v4 import checkpoint, plugin, serve
+from tests.unit.serving.v4_shapes import FLASH, target_folder
+
+LAYERS = 6
+SHAPE = FLASH | {
+    "num_hidden_layers": LAYERS,
+    "n_routed_experts": 16,
+    "compress_ratios": [*FLASH["compress_ratios"][:LAYERS], 0],
+}
+DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
+ARGUMENTS = ("--load-format", "dummy", "--skip-tokenizer-init", "--log-level", "info")
+# SGLang's dummy weights are of one size everywhere, norms too: every logit would be a tie.
+WEIGHTS = """
+import zlib
+import torch
+
+def draw(model, *args, **kwargs):
+    for name, value in model.state_dict().items():
+        if not torch.is_floating_point(value):
+            continue
+        if value.dim() < 2:
+            value.fill_(1.0 if "norm" in name else 0.0 if "base" in name else 0.5)
+            continue
+        generator = torch.Generator(device=value.device).manual_seed(zlib.crc32(name.encode()))
+        scale = value.shape[-1] ** -0.5
+        drawn = torch.randn(value.shape, generator=generator, device=value.device) * scale
+        value.copy_(drawn.to(value.dtype))
+
+def load():
+    from sglang.srt.model_loader import loader
+    loader.initialize_dummy_weights = draw
+    from tests.engine.v4 import drafts
+    drafts.install()
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Sizes of a visit, and how its servers start.
+
+    Attributes:
+        shape: the target's ``config.json``; draft: the drafter's; mask_token: its mask.
+        context: tokens; requests: at once; long_prompt: tokens of the one long prompt.
+        window: of the windowed drafter; tokens: of an answer.
+        arguments: of every server; environment, source: of its plugin.
+        write_target: makes the checkpoint. gpu: whether kernels, graphs and traces are there.
+    """
+
+    shape: dict
+    draft: DrafterShape
+    mask_token: int
+    context: int
+    requests: int
+    long_prompt: int
+    window: int
+    tokens: int
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    source: str
+    write_target: Callable[[Path], Path]
+    gpu: bool
+
+    def write_drafter(self, folder: Path, window: int | None = None) -> Path:
+        """An untrained drafter for the target."""
+        shape = DrafterShape(**{**vars(self.draft), "window": window})
+        return write_untrained(folder, self.shape, shape, self.mask_token)
+
+    def start(
+        self,
+        servers: Servers,
+        name: str,
+        target: Path,
+        folder: Path,
+        *arguments: str,
+        **environment,
+    ) -> Server:
+        """A server; ``arguments`` may overrule the stage's."""
+        place = folder / f"plugin-{name}"
+        place.mkdir()
+        # Two runs that are compared have rounds of the same widths.
+        environment = {WIDTH: FULL} | environment | self.environment
+        environment |= install_plugin(place, "visit", self.source)
+        options = {"environment": environment, "threads": None if self.gpu else 1}
+        return servers.get(f"visit-{name}", target, *self.arguments, *arguments, **options)
+
+    def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
+        """Random prompts, all of different lengths."""
+        draw, most = random.Random(seed), int(self.shape["vocab_size"]) - 50
+        first = 300 if self.gpu else 20
+        return [[draw.randrange(5, most) for _ in range(first + 3 * i)] for i in range(count)]
+
+
+GPU = Stage(
+    shape=SHAPE,
+    draft=DRAFT,
+    mask_token=128815,
+    context=1 << 20,
+    requests=256,
+    long_prompt=200_000,
+    window=512,
+    tokens=160,
+    arguments=ARGUMENTS,
+    environment={},
+    source=WEIGHTS,
+    write_target=lambda folder: target_folder(folder, SHAPE),
+    gpu=True,
+)
+CPU = Stage(
+    shape=checkpoint.CONFIG,
+    draft=DrafterShape(**checkpoint.DRAFT),
+    mask_token=checkpoint.MASK_TOKEN,
+    context=4096,
+    requests=4,
+    long_prompt=300,
+    window=64,
+    tokens=32,
+    arguments=serve.ARGUMENTS,
+    environment=dict(plugin.ENVIRONMENT),
+    source=serve.PLUGIN,
+    write_target=checkpoint.write_target,
+    gpu=False,
+)

@@ -1,0 +1,253 @@
+"""The steps of a visit, in their order. Each finds numbers and checks them; none stops another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
+from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from tests.conftest import ROOT
+from tests.engine.conftest import Servers, greedy, ids
+from tests.engine.v4.drafts import OWN_DRAFTS
+from tests.engine.v4.serve import accepted, known, own_blocks
+from tests.gpu import readings
+from tests.gpu.stage import Stage
+
+BLOCK, SHORT = 7, 16
+# What an allocator and kernels take beside the buffers that are counted, GiB.
+SLACK_GIB = 1.5
+
+
+@dataclass
+class Visit:
+    """What every step is given, and where it writes what it finds.
+
+    Attributes:
+        folder: for files of the visit; out: for results that stay.
+        found: numbers by name; failed: checks that did not hold, as sentences.
+    """
+
+    stage: Stage
+    servers: Servers
+    folder: Path
+    out: Path
+    target: Path
+    drafter: Path
+    found: dict[str, Any] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def check(self, holds: bool, sentence: str) -> None:
+        if not holds:
+            self.failed.append(sentence)
+
+    @contextmanager
+    def server(self, name: str, *arguments: str, draft: Path | None = None, **environment):
+        """A server for the length of a ``with`` block; it drafts if ``draft`` is given."""
+        if draft is not None:
+            arguments = (*arguments, *hyperdflash_arguments(draft))
+        started = self.stage.start(
+            self.servers, name, self.target, self.folder, *arguments, **environment
+        )
+        try:
+            yield started
+        finally:
+            self.servers.stop(f"visit-{name}")
+
+    def log_of(self, server: Server) -> str:
+        return server.log.read_text(errors="replace")
+
+
+def asked(server: Server, prompts: list[list[int]], tokens: int, **sampling) -> list[dict]:
+    """Answers of prompts that are in flight together; request ids are ``r0``, ``r1``, ..."""
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
+    rids = [f"r{i}" for i in range(len(prompts))]
+    return server.generate(timeout=1800, input_ids=prompts, sampling_params=params, rid=rids)
+
+
+def million(v: Visit) -> None:
+    """A server of 1M context and 256 requests: it starts, its bytes are as counted, it answers."""
+    stage = v.stage
+    sizes = ("--context-length", str(stage.context), "--max-running-requests", str(stage.requests))
+    with v.server("million", *sizes, draft=v.drafter) as server:
+        log = v.log_of(server)
+        slots, size = readings.draft_pool(log)
+        shape = stage.draft
+        counted = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * slots
+        v.found |= {"draft slots": slots, "draft K/V bytes": size, "counted": counted}
+        v.check(abs(size - counted) <= 0.02 * counted + 2**24, "draft K/V bytes are not as counted")
+        v.found["draft attention"] = readings.draft_attention(log)
+        _check_graphs(v, log)
+        answers = asked(server, stage.prompts(stage.requests), SHORT)
+        v.check(all(len(a) == SHORT for a in ids(answers)), "an answer is too short")
+        some = stage.prompts(1, seed=1)[0]
+        long = some * (stage.long_prompt // len(some) + 1)
+        answer = greedy(server, long[: stage.long_prompt], SHORT)
+        v.check(len(answer["output_ids"]) == SHORT, "the long prompt was not answered")
+
+
+def _check_graphs(v: Visit, log: str) -> None:
+    """The graphs' memory against what ``hyperdflash plan`` counts of them."""
+    stage, taken = v.stage, readings.graph_gib(log)
+    v.found["graphs GiB"] = taken
+    indices = graph_index_bytes(stage.requests, stage.context, None, BLOCK, 256)
+    batches = Batches(
+        stage.requests,
+        [stage.requests],
+        BLOCK,
+        int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
+        int(stage.shape["vocab_size"]),
+    )
+    v.found |= {"indices counted": indices, "beside K/V counted": beside_kv(batches)}
+    if not stage.gpu:
+        return
+    v.check(len(taken) >= 2, "the log names no graphs of target and draft")
+    most = max(indices.values()) / 2**30 + SLACK_GIB
+    v.check(not taken or taken[-1] <= most, f"the draft's graphs take more than {most:.1f} GiB")
+    v.check("falling back" not in log, "a fused path fell back")
+    ready = "reducer=hc_gate kernels=triton fused_kv=True"
+    v.check(ready in log, f"the log does not say: {ready}")
+
+
+def bench(v: Visit) -> None:
+    """``make bench``: the gate kernels against their rivals."""
+    if not v.stage.gpu:
+        v.found["not here"] = "kernels are timed on a GPU"
+        return
+    command = [sys.executable, "-m", "triton_ops.bench", "--out", str(v.out / "kernels")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    v.found["last lines"] = ended.stdout.splitlines()[-12:]
+    v.check(ended.returncode == 0, f"the benchmark failed: {ended.stderr[-500:]}")
+
+
+def windowed(v: Visit) -> None:
+    """A windowed drafter proposes the same blocks with CUDA graphs and without."""
+    draft = v.stage.write_drafter(v.folder / "windowed", v.stage.window)
+    prompts, blocks = v.stage.prompts(4), []
+    with v.server("windowed-none") as server:
+        answers = ids(asked(server, prompts, v.stage.tokens))
+    for name, options in (("graphs", ()), ("eager", ("--disable-cuda-graph",))):
+        path = v.folder / f"windowed-{name}.jsonl"
+        environment = known(v.folder, prompts, answers) | {OWN_DRAFTS: str(path)}
+        with v.server(f"windowed-{name}", *options, draft=draft, **environment) as server:
+            found = asked(server, prompts, v.stage.tokens)
+        v.found[f"rounds by accepted drafts, {name}"] = accepted(found)
+        blocks.append(own_blocks(path))
+    compared, same = readings.same_drafts(*blocks)
+    distinct = len({tuple(block) for _, block in blocks[0].values()})
+    v.found |= {"blocks compared": compared, "equal": same, "distinct": distinct}
+    v.check(compared >= 10, "too few blocks of the same text to compare")
+    v.check(3 * distinct > len(blocks[0]), "the drafter repeats its blocks")
+    # bf16 rounds by the number of rows, so a near-tie may differ; garbage differs everywhere.
+    v.check(same >= 0.8 * compared, "graphs and eager rounds draft different blocks")
+
+
+def residual(v: Visit) -> None:
+    """Tokens of no speculation at every length of acceptance, until a tie of one bf16 step."""
+    prompts, tokens = v.stage.prompts(8 if v.stage.gpu else 2), v.stage.tokens
+    with v.server("plain") as server:
+        expected = ids(asked(server, prompts, tokens))
+    path = v.folder / "own.jsonl"
+    oracle = known(v.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
+    with v.server("oracle", draft=v.drafter, **oracle) as server:
+        found = asked(server, prompts, tokens)
+    blocks = [tuple(block) for _, block in own_blocks(path).values()]
+    v.check(3 * len(set(blocks)) > len(blocks), "the drafter repeats its blocks")
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), tokens)
+        for x, y in zip(ids(found), expected, strict=True)
+    ]
+    v.found |= {"tokens until the first difference": same, "rounds by drafts": accepted(found)}
+    v.check(sorted(same)[len(same) // 2] >= 8, "answers leave the target's at once")
+    # Then most blocks are the drafter's own: the oracle no longer knows the text.
+    v.check(sum(map(bool, accepted(found))) >= 3, "too few lengths of acceptance")
+
+
+def trace(v: Visit) -> None:
+    """No host wait inside the rounds of a batch, by SGLang's profiler."""
+    folder, rounds = v.folder / "trace", 8
+    folder.mkdir()
+    activities = ["CPU", "GPU"] if v.stage.gpu else ["CPU"]
+    with v.server("trace", draft=v.drafter) as server:
+        asked(server, v.stage.prompts(4), SHORT)
+        options = {"output_dir": str(folder), "num_steps": rounds, "activities": activities}
+        requests.post(f"{server.url}/start_profile", json=options, timeout=60).raise_for_status()
+        asked(server, v.stage.prompts(4), v.stage.tokens)
+    events = readings.trace_events(folder)
+    found = readings.waits(events)
+    v.found |= {"rounds": rounds, "events": len(events), "waits": found}
+    v.check(bool(events), "the profiler left no trace")
+    if v.stage.gpu:
+        # The scheduler itself waits once a round, for the tokens of the round before.
+        own = {k: n for k, n in found.items() if k != "cudaEventSynchronize"}
+        v.check(not own, f"the host waits inside a round: {own}")
+
+
+def sampled(v: Visit) -> None:
+    """Peak memory of a full sampled batch against what is counted for its verification."""
+    stage = v.stage
+    arguments = ("--max-running-requests", str(stage.requests))
+    prompts = [prompt[:32] for prompt in stage.prompts(stage.requests)]
+    limits = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
+    with v.server("sampled", *arguments, draft=v.drafter) as server:
+        asked(server, prompts[:2], SHORT, **limits)
+        process = server.process.pid
+        before, most = readings.most_while(
+            lambda: readings.used_bytes(process),
+            lambda: asked(server, prompts, 4 * SHORT, **limits),
+        )
+    width = int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"])
+    batches = Batches(stage.requests, [], BLOCK, width, int(stage.shape["vocab_size"]))
+    counted = beside_kv(batches)["verification of sampled requests"]
+    v.found |= {"before": before, "peak": most, "counted": counted}
+    # The start's rehearsal has left the allocator what it needs, so little may come on top.
+    v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")
+
+
+def round_cost(v: Visit) -> None:
+    """What a round costs at batch 1, in steps of the target alone."""
+    prompt, times = v.stage.prompts(1)[0], {}
+    for name, draft in (("none", None), ("HYPERDFLASH", v.drafter)):
+        path = v.folder / f"times-{name}.jsonl"
+        with v.server(f"cost-{name}", draft=draft, **{ROUND_TIMES: str(path)}) as server:
+            greedy(server, prompt, 2 * v.stage.tokens)
+        times[name] = summarise(path, 1)
+    v.found["ms"] = times
+    v.check(None not in times.values(), "too few rounds were timed")
+    if None not in times.values():
+        one, many = times["none"], times["HYPERDFLASH"]
+        step = one["target"] + one["scheduler"]
+        v.found["round cost"] = sum(many[k] for k in ("target", "draft", "scheduler")) / step
+
+
+def tests(v: Visit) -> None:
+    """``make gpu-test``."""
+    if not v.stage.gpu:
+        v.found["not here"] = "its tests need a GPU"
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    v.found["last lines"] = ended.stdout.splitlines()[-8:]
+    v.check(ended.returncode == 0, "a test failed")
+
+
+STEPS: dict[str, Callable[[Visit], None]] = {
+    step.__name__: step
+    for step in (million, bench, windowed, residual, trace, sampled, round_cost, tests)
+}
+
+
+def chosen(only: list[str] | None) -> Iterator[tuple[str, Callable[[Visit], None]]]:
+    """Steps by name, in the visit's order; all without ``only``."""
+    for name, step in STEPS.items():
+        if not only or name in only:
+            yield name, step

@@ -1,0 +1,60 @@
+"""A server that answers as SGLang's native API does, without a model."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Answers(ThreadingHTTPServer):
+    """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
+
+    ``context``: what ``/server_info`` says. ``refuses``: prompts of so many tokens get 400.
+
+    Args:
+        delay: seconds of each answer.
+    """
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.prompts: list[dict] = []
+        self.failures: list[int] = []
+        self.context, self.refuses = 4096, -1
+        self.hold: threading.Event | None = None
+        self.delay = delay
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def reply(self, code: int, body) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with suppress(BrokenPipeError):  # a client that was killed
+            self.wfile.write(data)
+
+    def do_GET(self):
+        self.reply(200, {"max_req_input_len": self.server.context})
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.failures:
+            self.reply(self.server.failures.pop(), "no")
+            return
+        self.server.prompts.append(request)
+        n = len(request["input_ids"])
+        if self.server.hold is not None:
+            self.server.hold.wait()
+        if n == self.server.refuses:
+            self.reply(400, {"error": {"message": "no such prompt"}})
+            return
+        time.sleep(self.server.delay)
+        self.reply(200, {"output_ids": [n] * 3, "text": f"answer {n}"})

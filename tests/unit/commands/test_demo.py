@@ -1,0 +1,64 @@
+"""What ``hyperdflash demo`` refuses before it starts a server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.commands import demo
+from tests.conftest import EXAMPLE
+
+GOOD = {"kind": "math", "messages": [{"role": "user", "content": "1 + 1?"}]}
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch, capsys):
+    """Runs the demo without any server; gives what it said on standard error."""
+
+    def no_server(*_, **__):
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(demo, "Server", no_server)
+
+    def run(*options: str) -> str:
+        command = ["demo", "--out", str(tmp_path / "demo.json"), *options]
+        assert main(command) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("[1]", "p.jsonl:2: expected a JSON object"),
+        (json.dumps({"messages": GOOD["messages"]}), "p.jsonl:2: kind is missing"),
+        (json.dumps(GOOD | {"messages": []}), "p.jsonl:2: messages must be not empty"),
+        (json.dumps(GOOD | {"messages": [{"role": "user"}]}), "p.jsonl:2: messages: 0: content is"),
+    ],
+)
+def test_prompts_are_checked_before_any_server_starts(tmp_path, said, line, message):
+    """Found as: a KeyError after both servers had loaded."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
+    assert message in said("--prompts", str(path))
+    path.write_text("")
+    assert "is empty; expected lines" in said("--prompts", str(path))
+    assert "must be at least 1" in said("--rounds", "0")
+
+
+def test_only_a_demo_s_own_report_is_written_over(tmp_path, said, monkeypatch):
+    """Found as: any file that --out named was replaced."""
+    mine = tmp_path / "demo.json"
+    for content in ("notes", '{"mine": 1}', "[]"):
+        mine.write_text(content)
+        assert "expected no file, or the report of an earlier demo" in said()
+        assert mine.read_text() == content
+    assert "lies inside the target" in said("--out", str(EXAMPLE / "target" / "demo.json"))
+    assert "is the prompts" in said("--out", str(EXAMPLE / "prompts.jsonl"))
+    mine.write_text(json.dumps({"outputs_identical": True, "round_cost": 1.0}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="a server was started"):
+        main(["demo", "--out", "demo.json"])

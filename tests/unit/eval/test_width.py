@@ -1,0 +1,124 @@
+"""The width study's table and plots, its load, and the simulated plan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from eval import width_plan, width_study
+from eval.width_plan import expected_tokens, measured, plan, roofline, touched
+from eval.width_report import settled_after, table, write_report
+
+ACCEPTANCE = [0.8] * 6
+RATES = {"target": (80, 1000), "target-again": (81, 990), "fixed 7": (140, 650)}
+RATES |= {"adaptive": (138, 980), "untrained drafter": (79, 985)}
+
+
+def rows() -> list[dict]:
+    return [
+        {
+            "temperature": 0.0,
+            "concurrency": level,
+            "method": method,
+            "tokens_per_s": [0.9 * rate[i], rate[i], 1.2 * rate[i]],
+            "rounds_by_width": {"1": 25.0, "7": 75.0} if method == "adaptive" else {},
+        }
+        for i, level in enumerate((1, 64))
+        for method, rate in RATES.items()
+    ]
+
+
+def test_the_table_compares_with_the_better_of_both():
+    lines = table(rows(), 0.0)
+    assert len(lines) == 4
+    assert lines[2] == "| 1 | 80 | 140 | 138 | 0.986 | 1: 25%, 7: 75% | 0.988 | 1.012 |"
+    assert lines[3].startswith("| 64 | 1000 | 650 | 980 | 0.980 |")
+
+
+def test_the_report_holds_the_table_and_both_plots(tmp_path):
+    steps = [[0.1 * i, 64 if 40 <= i < 120 else 1, 1 if 50 <= i < 120 else 7] for i in range(200)]
+    content = {"rows": rows(), "steps": steps, "provenance": {"device": "d", "commit": "c"}}
+    write_report(tmp_path, content)
+    text = (tmp_path / "report.md").read_text()
+    assert "| 64 | 1000 | 650 | 980 |" in text
+    assert "Rounds until settled, up and down: 8, 0." in text
+    assert all((tmp_path / name).read_text().startswith("<svg") for name in ("throughput.svg",))
+    assert "width" in (tmp_path / "steps.svg").read_text()
+
+
+def test_settling_is_counted_from_the_step():
+    steps = [[0, 64, 7]] * 30 + [[0, 64, 1]] * 100
+    assert settled_after(steps, 0, 130) in (28, 29, 30)
+    assert settled_after([[0, 1, 7]] * 50, 0, 50) == 0
+
+
+def test_a_closed_loop_keeps_its_number_in_flight_and_counts_tokens():
+    flying, most, asked = 0, 0, []
+
+    async def generate(request):
+        nonlocal flying, most
+        flying += 1
+        most = max(most, flying)
+        asked.append(await request.json())
+        await asyncio.sleep(0.01)
+        flying -= 1
+        return web.json_response({"meta_info": {"completion_tokens": 5}})
+
+    async def run() -> float:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        load = width_study.Load(4, 16, 1.0)
+        rate = await width_study._closed_loop(f"http://127.0.0.1:{port}", [[1, 2], [3]], load)
+        await runner.cleanup()
+        return rate
+
+    rate = asyncio.run(run())
+    assert most == 4 and len(asked) == 8
+    assert 0 < rate < 5 * 8 / 0.02
+    assert asked[0]["sampling_params"] == {
+        "temperature": 1.0,
+        "max_new_tokens": 16,
+        "ignore_eos": True,
+    }
+
+
+def test_experts_that_rows_touch_grow_to_all():
+    assert touched(256, 6, 1) == pytest.approx(6)
+    assert touched(256, 6, 7) < 42
+    assert touched(256, 6, 4096) == pytest.approx(256)
+
+
+def test_the_plan_is_never_far_below_the_better_and_crosses_over():
+    found = plan(roofline(4096), ACCEPTANCE, (1, 64, 1024), (1, 2, 4, 7))
+    for row in found:
+        assert row["adaptive"] > 0.95 * max(row["none"], row["fixed"]), row
+    assert found[0]["fixed"] > found[0]["none"]
+    assert found[-1]["fixed"] < found[-1]["none"]
+    assert found[0]["width"] > found[-1]["width"]
+
+
+def test_a_study_s_own_times_give_its_own_rates():
+    seconds = measured(rows(), 0.0, ACCEPTANCE)
+    assert 1 / seconds(1, 1) == pytest.approx(80)
+    assert 64 * expected_tokens(ACCEPTANCE, 7) / seconds(64, 7) == pytest.approx(650)
+    assert seconds(1, 1) < seconds(1, 4) < seconds(1, 7)
+
+
+def test_the_plan_prints_a_study_beside_its_simulation(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"rows": rows()}))
+    width_plan.main(["--study", str(path), "--widths", "1", "7"])
+    said = capsys.readouterr().out
+    assert "measured adaptive: c 1: " in said
+    simulated = [
+        float(part.split(": ")[1]) for part in said.strip().split("adaptive: ")[1].split(", ")
+    ]
+    assert simulated == pytest.approx([1, 1], abs=0.05)

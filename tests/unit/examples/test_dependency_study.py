@@ -1,0 +1,100 @@
+"""The head's study: every variant is a drafter and a training file that the commands take."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.training.recipe import read_schedule
+from tests.conftest import EXAMPLE
+
+MADE = ("hyperdflash2", "hyperdflash", "dspark", "dflash2", "dflash", "causal", "block 5")
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    import dependency_study
+
+    return dependency_study
+
+
+@pytest.fixture
+def args(tmp_path, target_dir):
+    answers = tmp_path / "own"
+    answers.mkdir()
+    for name in ("greedy", "sampled", "held_out_math", "held_out_math_sampled"):
+        (answers / f"{name}.jsonl").write_text("{}\n")
+    return SimpleNamespace(target=target_dir, answers=answers, steps=7, lr=None)
+
+
+def test_every_variant_is_a_valid_training_file(study, args, tmp_path):
+    for name, variant in study.VARIANTS.items():
+        if variant.of is not None:
+            assert study.VARIANTS[variant.of].of is None
+            continue
+        folder = study.run_folder(tmp_path / "work", name, 3)
+        folder.mkdir(parents=True)
+        schedule = read_schedule(study.training_file(variant, 3, folder, args))
+        assert set(schedule.held_out) == {"math", "math_sampled"}
+        (stage,) = schedule.stages
+        assert (stage.seed, stage.steps, stage.lr) == (3, 7, 2e-3)
+        assert schedule.draft == folder / "draft"
+    assert schedule.objective.loss == "acceptance"
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_variants_are_made_and_their_objectives_fit_them(study, args, tmp_path, name):
+    variant, folder = study.VARIANTS[name], tmp_path / "run"
+    folder.mkdir()
+    options = ["--target", str(args.target), "--out", str(folder / "draft"), *variant.init]
+    assert main(["init", *options]) == 0
+    config = load_config(folder / "draft")
+    schedule = read_schedule(study.training_file(variant, 0, folder, args))
+    schedule.objective.resolved(config)
+    sources = {"dspark": (2, 3, 4), "dflash2": (1, 2, 3), "dflash": (1, 2, 3)}
+    assert config.captured_layers == sources.get(name, ())
+    assert (config.dependency is None) == (name in ("hyperdflash", "dflash"))
+
+
+def test_a_drafter_is_served_with_another_k(study, tmp_path):
+    work = tmp_path / "work"
+    source = study.run_folder(work, "hyperdflash2", 1)
+    (source / "drafter").mkdir(parents=True)
+    assert study.drafter_of("K = 16", 1, work) is None
+    (source / "trained.json").write_text("{}")
+    raw = {"hyperdflash_config": {"dependency": {"rank": 4, "top_k": 256}}}
+    (source / "drafter" / "config.json").write_text(json.dumps(raw))
+    (source / "drafter" / "model.safetensors").write_text("weights")
+    found = study.drafter_of("K = 16", 1, work)
+    changed = json.loads((found / "config.json").read_text())
+    assert changed["hyperdflash_config"]["dependency"] == {"rank": 4, "top_k": 16}
+    assert (found / "model.safetensors").read_text() == "weights"
+
+
+def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
+    import dependency_report
+
+    def run(*taus: float) -> dict:
+        served = {
+            t: {"a": {"tau": tau}, "b": {"tau": tau}}
+            for t, tau in zip(("0", "1"), taus, strict=True)
+        }
+        return {"served": served, "identical": 4, "answers": 4}
+
+    runs = {
+        "hyperdflash2": {0: run(4.4, 3.0), 1: run(5.0, 3.0)},
+        "hyperdflash": {0: run(4.0, 2.0), 1: run(4.0, 2.0)},
+    }
+    nats = {"0": {"a": 0.0}, "1": {"a": 1.5}}
+    dependency_report.write_report(runs, nats, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert (
+        "| hyperdflash2 | 2 | 4.70 | 3.00 | 1.18x (1.10 to 1.25) | 1.50x (1.50 to 1.50) |" in text
+    )
+    assert "8 of 8" in text and "T 1: a 1.50" in text
+    assert json.loads((tmp_path / "results.json").read_text())["provenance"]["argv"]

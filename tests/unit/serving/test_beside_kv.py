@@ -1,0 +1,81 @@
+"""Bytes beside K/V: each formula against the tensors that the serving code really makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft.propose import Candidates, propose
+from sglang_hyperdflash.serving.beside_kv import VERIFY_MATRICES, Batches, beside_kv
+from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
+
+BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
+
+
+def sampling(rows: int) -> Sampling:
+    """Every filter, so the most that a batch may need."""
+    ones = torch.ones(rows)
+    return Sampling(ones, 40 * ones.int(), 0.9 * ones, 0.01 * ones, True, True, True, True)
+
+
+def peak_bytes(function) -> int:
+    """The most memory that a function held at once, by torch's own record of its allocator."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, size in steps:
+        held += size
+        most = max(most, held)
+    return most
+
+
+def copied(probs: torch.Tensor, _limit: torch.Tensor) -> torch.Tensor:
+    """FlashInfer's renormalisation as far as memory goes: one matrix of its own."""
+    return probs.clone()
+
+
+def test_verification_s_peak_is_what_is_counted():
+    logits = torch.randn(BATCH * BLOCK, VOCABULARY)
+    each, drafts = sampling(BATCH), BLOCK - 1
+    ids = torch.arange(WIDTH).repeat(BATCH, drafts, 1)
+    seeds, positions = torch.arange(BATCH), torch.arange(BLOCK).repeat(BATCH, 1)
+    draws = Draws(seeds, seeds % 2 == 0)
+    proposal = propose(
+        Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)),
+        ids[:, 0, 0], None, each, seeds, positions[:, 1:], torch.ones(BATCH),
+    )  # fmt: skip
+
+    def verify() -> None:
+        weights = weights_of(logits, each.repeated(BLOCK), (copied, copied))
+        # The kernel that draws keeps no matrix; its torch reference does.
+        verify_block(proposal, logits, weights, each, draws, positions, lambda w, *_: w.argmax(-1))
+
+    found = peak_bytes(verify) / (4 * BATCH * BLOCK * VOCABULARY)
+    print(f"{found:.2f} matrices at once")
+    assert found == pytest.approx(VERIFY_MATRICES, abs=0.01)
+
+
+def test_v4_flash_with_256_requests():
+    """The numbers of the manual, from the published dimensions."""
+    captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8)]
+    found = beside_kv(Batches(256, captured, BLOCK, 4 * 4096, 129_280))
+    gib = {name: size / 2**30 for name, size in found.items()}
+    assert gib["residual of the captured batches"] == pytest.approx(1.00, abs=0.1)
+    assert gib["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
+    assert gib["counts of requests with penalties"] < 0.13 and gib["drafts' candidates"] < 0.01
+
+
+def test_without_graphs_nothing_is_kept_for_them():
+    found = beside_kv(Batches(8, [], BLOCK, 64, 1000))
+    assert found["residual of the captured batches"] == found["drafts' candidates"] == 0
+
+
+def test_every_width_keeps_residuals_of_its_own_and_a_head_its_gates():
+    one = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, widths=(7,), rank=0))
+    more = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, widths=(1, 7), rank=16))
+    name = "residual of the captured batches"
+    assert (one[name], more[name]) == (2 * 12 * 7 * 64, 2 * 12 * 8 * 64)
+    assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4

@@ -1,0 +1,155 @@
+"""Widths by environment variable, what counts as a round's time, and ranks that agree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hyperdflash.serving.width_control import RoundClock, WidthControl
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS, WidthSetting, read_setting
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+SET = WidthSetting("adaptive", (1, 2, 4, 7))
+
+
+def greedy_request() -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(top_k=1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "causal", "mode", "widths"),
+    [
+        ({}, True, "adaptive", (1, 2, 4, 7)),
+        ({}, False, "adaptive", (1, 7)),
+        ({WIDTH: "full"}, True, "full", (7,)),
+        ({WIDTH: "4"}, False, "full", (4,)),
+        ({WIDTH: "random"}, True, "random", (1, 2, 4, 7)),
+        ({WIDTHS: "4, 1"}, False, "adaptive", (1, 4)),
+        ({WIDTH: "", WIDTHS: ""}, False, "adaptive", (1, 7)),
+    ],
+)
+def test_the_environment_names_the_widths(environment, causal, mode, widths):
+    assert read_setting(7, causal, environment) == WidthSetting(mode, widths)
+
+
+def test_a_short_block_has_no_wider_widths():
+    assert read_setting(3, True, {}).widths == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({WIDTH: "8"}, "HYPERDFLASH_WIDTH is adaptive, full or a width from 1 to .* 7; found '8'"),
+        ({WIDTH: "wide"}, "HYPERDFLASH_WIDTH is .*found 'wide'"),
+        ({WIDTHS: "1,0"}, "HYPERDFLASH_WIDTHS is widths from 1 .* commas; found '0'"),
+        ({WIDTHS: "1;7"}, "HYPERDFLASH_WIDTHS is .*found '1;7'"),
+    ],
+)
+def test_what_is_no_width_is_refused_in_one_line(environment, said):
+    with pytest.raises(HyperDFlashConfigError, match=said):
+        read_setting(7, True, environment)
+
+
+def test_a_round_is_timed_after_one_of_its_width_and_size():
+    clock = RoundClock()
+    starts = [(0.0, 4, 7), (1.0, 4, 7), (2.5, 4, 1), (3.0, 4, 1), (3.4, 3, 1), (3.9, 2, 1)]
+    found = [clock.start(*start) for start in starts]
+    assert found[:3] == [None, None, ((4, 7), 1.5)]
+    assert found[3] is None  # the first at width 1
+    assert found[4] == ((4, 1), pytest.approx(0.4))
+    assert found[5] is None  # the first of three requests
+
+
+def test_a_prefill_or_new_requests_between_two_rounds_are_not_timed():
+    clock = RoundClock()
+    for at in (0.0, 1.0):
+        clock.start(at, 8, 7)
+    clock.stop()
+    assert clock.start(9.0, 8, 7) is None
+    assert clock.start(10.0, 8, 7) is None
+    assert clock.start(11.0, 8, 7) == ((6, 7), 1.0)
+    assert clock.start(12.0, 9, 7) is None
+
+
+def test_every_width_of_a_random_server_is_drawn_and_ranks_draw_the_same():
+    first, second = (WidthControl(WidthSetting("random", SET.widths), 7) for _ in range(2))
+    drawn = [first.next(1, 0) for _ in range(100)]
+    assert set(drawn) == set(SET.widths)
+    assert drawn == [second.next(1, 0) for _ in range(100)]
+
+
+def test_a_fixed_width_has_no_policy():
+    control = WidthControl(WidthSetting("full", (4,)), 7)
+    control.learn(4, [])
+    assert control.next(8, 8) == 4
+    assert control.predicted_gain() is None and control.measured_gain() is None
+
+
+class Group:
+    """Rank 0's table for everybody, as a broadcast gives it."""
+
+    def __init__(self) -> None:
+        self.sent: dict = {}
+
+    def from_rank_0(self, cells):
+        self.sent = dict(cells)
+        return self.sent
+
+    def to_rank_1(self, cells):
+        return self.sent
+
+
+class Clock:
+    """A clock that a round of width w moves by ``seconds(w)``."""
+
+    def __init__(self, seconds) -> None:
+        self.at, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def run(ranks: list[tuple[WidthControl, Clock]], rounds: int) -> list[list[int]]:
+    """Widths of each rank; every draft but the first is refused."""
+    chosen: list[list[int]] = [[] for _ in ranks]
+    for _ in range(rounds):
+        for found, (control, clock) in zip(chosen, ranks, strict=True):
+            width = control.next(32, 0)
+            found.append(width)
+            clock.at += clock.seconds(width)
+            control.policy.learn(width, [min(1, width - 1)] * 32, ())
+    return chosen
+
+
+def test_ranks_with_different_clocks_choose_the_same_widths():
+    group = Group()
+    # Rank 1's own clock thinks that wide rounds are free.
+    clocks = Clock(lambda width: 1 + 0.3 * width), Clock(lambda width: 1 / width)
+    shares = group.from_rank_0, group.to_rank_1
+    ranks = [
+        (WidthControl(SET, 7, share, clock), clock)
+        for share, clock in zip(shares, clocks, strict=True)
+    ]
+    first, second = run(ranks, 600)
+    assert first == second
+    assert first[-20:].count(2) > 10
+    # The control: alone, by its own clock, rank 1 goes wide.
+    clock = Clock(lambda width: 1 / width)
+    (alone,) = run([(WidthControl(SET, 7, None, clock), clock)], 600)
+    assert alone[-20:].count(7) > 10
+
+
+def test_gains_are_of_the_width_now_over_width_1():
+    clock = Clock(lambda width: 1 + 0.1 * width)
+    control = WidthControl(SET, 7, None, clock)
+    for _ in range(400):
+        width = control.next(2, 0)
+        clock.at += clock.seconds(width)
+        control.learn(width, [(greedy_request(), width - 1)] * 2)
+    expected = 7 * clock.seconds(1) / clock.seconds(7)
+    assert control.predicted_gain() == pytest.approx(expected, rel=0.05)
+    assert control.measured_gain() == pytest.approx(expected, rel=0.1)
+    cells = dict(control.take_new_cells())
+    assert cells[2, 7] == pytest.approx(clock.seconds(7))
+    assert control.take_new_cells() == []

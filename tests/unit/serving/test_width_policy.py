@@ -1,0 +1,203 @@
+"""The width policy on synthetic traces: steady, ramp, burst, drift, a bad request; its time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from eval.width_simulator import replay
+from sglang_hyperdflash.serving.width_policy import (
+    Acceptance,
+    Costs,
+    WidthPolicy,
+    best_width,
+    bucket_of,
+    fit,
+)
+
+WIDTHS = (1, 2, 4, 7)
+GOOD, HOPELESS = [0.8] * 6, [0.02] * 6
+
+
+def machine(requests: int, width: int) -> float:
+    """Milliseconds like those of two cores: rows cost, and a draft pass costs too."""
+    return 10 + 0.1 * requests + 0.12 * requests * width + (3 + 0.02 * requests) * (width > 1)
+
+
+def steady(acceptance: list[float]):
+    return lambda number, request: acceptance
+
+
+def rate(width: int, requests: int, acceptance: list[float]) -> float:
+    known = Acceptance(6)
+    known.trials, known.successes = [1e9] * 6, [1e9 * a for a in acceptance]
+    return requests * known.tokens(width) / machine(requests, width)
+
+
+def best(requests: int, acceptance: list[float]) -> int:
+    return max(WIDTHS, key=lambda width: rate(width, requests, acceptance))
+
+
+def efficiency(widths: list[int], loads: list[int], acceptance: list[float]) -> float:
+    """Seconds that the best width of every round would have needed for the same tokens."""
+    needed = taken = 0.0
+    for width, requests in zip(widths, loads, strict=True):
+        seconds = machine(requests, width)
+        most = rate(best(requests, acceptance), requests, acceptance)
+        needed += seconds * rate(width, requests, acceptance) / most
+        taken += seconds
+    return needed / taken
+
+
+def good_enough(width: int, requests: int, acceptance: list[float]) -> bool:
+    """Within the hysteresis of the best."""
+    rates = [rate(w, requests, acceptance) for w in WIDTHS]
+    return rate(width, requests, acceptance) > max(rates) / 1.05
+
+
+@pytest.mark.parametrize("requests", [1, 4, 16, 64])
+@pytest.mark.parametrize("acceptance", [GOOD, [0.5] * 6, HOPELESS], ids=["good", "fair", "bad"])
+def test_a_steady_load_is_run_nearly_as_fast_as_its_best_width(requests, acceptance):
+    policy, loads = WidthPolicy(WIDTHS), [requests] * 1200
+    found = replay(machine, loads, steady(acceptance), policy=policy, noise=0.05)
+    fixed = [replay(machine, loads, steady(acceptance), width=w).tokens_per_s for w in WIDTHS]
+    assert found.tokens_per_s > 0.97 * max(fixed), (found.tokens_per_s, fixed)
+
+
+def test_the_traces_have_different_best_widths():
+    assert {best(c, GOOD) for c in (1, 64, 512)} >= {7, 4}
+    assert best(64, HOPELESS) == 1
+
+
+@pytest.mark.parametrize("acceptance", [GOOD, [0.45] * 6], ids=["good", "fair"])
+def test_a_load_that_steps_up_and_down_settles_within_100_rounds_each_way(acceptance):
+    loads = [1] * 400 + [64] * 400 + [1] * 400
+    found = replay(machine, loads, steady(acceptance), policy=WidthPolicy(WIDTHS), noise=0.03)
+    for start, requests in ((0, 1), (400, 64), (800, 1)):
+        late = found.widths[start + 100 : start + 400]
+        fine = [good_enough(width, requests, acceptance) for width in late]
+        # Probes go on.
+        assert sum(fine) > 0.9 * len(fine), (requests, late)
+
+
+def test_a_ramp_is_followed_bucket_by_bucket():
+    loads = [1 + number // 40 for number in range(40 * 128)]
+    found = replay(machine, loads, steady([0.45] * 6), policy=WidthPolicy(WIDTHS))
+    assert efficiency(found.widths, loads, [0.45] * 6) > 0.97
+    assert found.widths[200] > found.widths[-1]
+
+
+def test_bursts_do_not_unsettle_it():
+    loads = [64 if number % 200 < 20 else 2 for number in range(4000)]
+    found = replay(machine, loads, steady([0.5] * 6), policy=WidthPolicy(WIDTHS), noise=0.05)
+    assert efficiency(found.widths, loads, [0.5] * 6) > 0.97
+
+
+def test_acceptance_that_drifts_is_followed_down_and_up_again():
+    def drifting(number, request):
+        return HOPELESS if 1000 <= number < 3000 else GOOD
+
+    found = replay(machine, [4] * 6000, drifting, policy=WidthPolicy(WIDTHS))
+    assert found.widths[900] == best(4, GOOD)
+    assert max(found.widths[2900:2960]) <= 2
+    late = found.widths[5000:]
+    assert sum(good_enough(width, 4, GOOD) for width in late) > 0.9 * len(late)
+
+
+def test_one_bad_request_does_not_narrow_the_others():
+    def mixed(number, request):
+        return HOPELESS if request == 0 else GOOD
+
+    found = replay(machine, [16] * 1000, mixed, policy=WidthPolicy(WIDTHS))
+    late = found.widths[300:]
+    assert sum(width >= 4 for width in late) > 0.9 * len(late)
+
+
+def test_probing_a_hopeless_drafter_costs_at_most_one_percent():
+    loads = [8] * 5000
+    found = replay(machine, loads, steady([0.0] * 6), policy=WidthPolicy(WIDTHS))
+    without = replay(machine, loads, steady([0.0] * 6), width=1)
+    assert set(found.widths[200:]) == {1, 2}
+    assert found.seconds < 1.012 * without.seconds
+
+
+def test_narrow_rounds_say_nothing_of_the_drafts_they_leave_out():
+    known = Acceptance(6)
+    known.learn(7, [6] * 100)
+    before = known.trials[2:]
+    known.learn(2, [1] * 100)
+    assert known.trials[2:] == before
+    assert known.tokens(7) > 6.5
+    # What was never drafted is thought as good as the last draft that was.
+    fresh = Acceptance(6)
+    fresh.learn(2, [0] * 100)
+    assert fresh.tokens(7) == pytest.approx(fresh.tokens(2), abs=0.01)
+
+
+def test_greedy_and_sampled_requests_have_an_acceptance_of_their_own():
+    policy = WidthPolicy(WIDTHS)
+    for _ in range(20):
+        policy.learn(7, [6] * 8, [0] * 8)
+    greedy, sampled = policy.classes
+    assert greedy.tokens(7) > 6 and sampled.tokens(7) < 1.2
+
+
+def test_old_observations_fade():
+    known = Acceptance(6)
+    for accepted in (6, 0):
+        for _ in range(100):
+            known.learn(7, [accepted] * 32)
+    assert known.tokens(7) < 1.15
+
+
+def test_the_fit_finds_the_machine_and_needs_two_sizes():
+    widths = [(bucket_of(c), w) for c in (4, 64) for w in WIDTHS]
+    cells = {(b, w): machine(round(2 ** (b / 2)), w) / 1e3 for b, w in widths}
+    costs = Costs(WIDTHS)
+    costs.measured.update(cells)
+    costs.refit()
+    assert costs.of(bucket_of(16), 7) == pytest.approx(machine(16, 7) / 1e3, rel=0.05)
+    assert fit({cell: 1.0 for cell in cells if cell[0] == bucket_of(4)}, WIDTHS) is None
+
+
+def test_a_shared_table_decides_by_what_was_set_and_not_by_this_ranks_clock():
+    costs = Costs(WIDTHS, shared=True)
+    costs.add(0, 1, 0.5)
+    assert costs.of(0, 1) is None
+    costs.cells = dict(costs.measured)
+    assert costs.of(0, 1) == 0.5
+
+
+def test_an_outlier_does_not_move_a_measured_cell():
+    costs = Costs(WIDTHS)
+    for seconds in (1.0, 1.1, 30.0, 0.9, 1.0):
+        costs.add(0, 1, seconds)
+    assert costs.of(0, 1) == 1.0
+
+
+def test_a_width_nearly_as_good_is_kept():
+    assert best_width({1: 100.0, 7: 102.0}, 1) == 1
+    assert best_width({1: 100.0, 7: 104.0}, 1) == 7
+    assert best_width({1: 100.0}, 7) == 1
+
+
+def test_buckets_grow_by_the_square_root_of_two():
+    assert [bucket_of(n) for n in (1, 2, 3, 4, 6, 8, 64)] == [0, 2, 3, 4, 5, 6, 12]
+
+
+def test_a_round_costs_the_host_less_than_50_microseconds():
+    policy, requests = WidthPolicy(WIDTHS), 64
+    accepted = [i % 7 for i in range(requests)]
+    for c in (1, 2, 4, 8, 16, 32, 64):
+        for w in WIDTHS:
+            policy.costs.add(bucket_of(c), w, machine(c, w) / 1e3)
+    times = []
+    for _ in range(5):
+        started = time.process_time()
+        for _ in range(400):
+            width = policy.next(requests, 0)
+            policy.costs.add(bucket_of(requests), width, 0.01)
+            policy.learn(width, [min(a, width - 1) for a in accepted], ())
+        times.append((time.process_time() - started) / 400)
+    assert min(times) < 50e-6, times

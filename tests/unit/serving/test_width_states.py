@@ -1,0 +1,166 @@
+"""Swapping a worker from one width to another: what changes, what stays, what each width keeps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_hyperdflash.serving import width_graphs
+from sglang_hyperdflash.serving.width_worker import BUFFERS, SIZED, WidthStates
+from sglang_hyperdflash.tools.errors import SeamError
+
+WIDTHS = (1, 2, 7)
+
+
+class Worker:
+    """The attributes of a ``DFlashWorkerV2`` of seven rows."""
+
+    def __init__(self) -> None:
+        for name in SIZED:
+            setattr(self, name, None)
+        vars(self).update(BUFFERS)
+        self.device = "cpu"
+        self.block_size = self.speculative_num_draft_tokens = 7
+        self.other = object()
+        self.target_worker = SimpleNamespace(model_runner=runner("target"))
+        self.draft_model_runner = runner("draft")
+
+    def _maybe_build_draft_sampler(self):
+        return f"sampler of {self.block_size}"
+
+
+def runner(name: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        attn_backend=f"{name} 7", decode_cuda_graph_runner=f"{name} graphs 7", eager_runner="eager"
+    )
+
+
+def test_the_worker_s_own_source_has_every_attribute_that_is_swapped():
+    import inspect
+
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    source = inspect.getsource(DFlashWorkerV2.__init__)
+    assert [name for name in (*SIZED, *BUFFERS) if f"self.{name}" not in source] == []
+
+
+def test_a_width_has_its_rows_and_its_own_buffers():
+    worker = Worker()
+    states = WidthStates(worker, WIDTHS)
+    worker._draft_block_ids_buf = wide = torch.zeros(4, 7)
+    states.activate(2)
+    assert worker.block_size == worker.speculative_num_draft_tokens == 2
+    assert worker._block_pos_offsets.tolist() == [0, 1]
+    assert worker._draft_block_spec_info.draft_token_num == 2
+    assert worker._draft_block_ids_buf is None
+    worker._draft_block_ids_buf = narrow = torch.zeros(4, 2)
+    states.activate(7)
+    assert worker._draft_block_ids_buf is wide
+    states.activate(2)
+    assert worker._draft_block_ids_buf is narrow
+
+
+def test_nothing_else_changes_and_the_same_width_changes_nothing():
+    worker = Worker()
+    states, other = WidthStates(worker, WIDTHS), worker.other
+    before = dict(vars(worker))
+    states.activate(7)
+    assert vars(worker) == before
+    states.activate(1)
+    states.activate(7)
+    assert worker.other is other and set(vars(worker)) == set(before)
+
+
+def test_an_attribute_that_sglang_lost_is_named():
+    worker = Worker()
+    del worker._draft_block_spec_info
+    with pytest.raises(SeamError, match="_draft_block_spec_info"):
+        WidthStates(worker, WIDTHS)
+
+
+def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(monkeypatch):
+    built = []
+
+    def state(kind: str):
+        def build(worker, width):
+            assert worker.block_size == width
+            built.append((kind, width, worker._draft_sampler))
+            return {"attn_backend": f"{kind} {width}", "decode_cuda_graph_runner": "some"}
+
+        return build
+
+    monkeypatch.setattr(width_graphs, "target_state", state("target"))
+    monkeypatch.setattr(width_graphs, "draft_state", state("draft"))
+    worker = Worker()
+    states = WidthStates(worker, WIDTHS)
+    worker._draft_sampler = "sampler of 7"
+    states.build_runners()
+    assert built == [
+        ("target", 2, None),
+        ("draft", 2, "sampler of 2"),
+        ("target", 1, None),
+    ]
+    target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+    assert (worker.block_size, worker._draft_sampler) == (7, "sampler of 7")
+    assert (target.attn_backend, draft.attn_backend) == ("target 7", "draft 7")
+    states.activate(2)
+    assert (target.attn_backend, draft.attn_backend) == ("target 2", "draft 2")
+    assert worker._draft_sampler == "sampler of 2"
+    states.activate(1)
+    assert target.attn_backend == "target 1" and worker._draft_sampler is None
+    states.activate(7)
+    assert (target.attn_backend, draft.attn_backend) == ("target 7", "draft 7")
+
+
+def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
+    """Backends and graph runners read the number from SGLang's settings."""
+    from sglang.srt import runtime_context
+
+    seen = []
+
+    class Settings:
+        speculative_num_draft_tokens, speculative_num_steps = 7, 1
+
+        def override(self, **values):
+            import contextlib
+
+            @contextlib.contextmanager
+            def change():
+                self.speculative_num_draft_tokens = values["speculative_num_draft_tokens"]
+                yield
+                self.speculative_num_draft_tokens = 7
+
+            return change()
+
+    settings = Settings()
+    assert hasattr(runtime_context, "get_spec")
+    monkeypatch.setattr(width_graphs, "get_spec", lambda: settings)
+
+    def backend(init_new_workspace):
+        seen.append((init_new_workspace, settings.speculative_num_draft_tokens))
+        return "new"
+
+    def graphs(runner, **options):
+        seen.append(options)
+        return "graphs"
+
+    target = SimpleNamespace(
+        init_new_workspace="kept",
+        _get_attention_backend=backend,
+        decode_cuda_graph_runner="graphs of 7",
+        eager_runner="eager",
+        _decode_cuda_graph_runner_cls=lambda: graphs,
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=seen.append),
+    )
+    worker = SimpleNamespace(target_worker=SimpleNamespace(model_runner=target))
+    found = width_graphs.target_state(worker, 2)
+    assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "graphs"}
+    steps = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+    assert seen == [(True, 2), ["new"], {"attn_backend": "new", **steps}]
+    # Without graphs, as on a CPU, a width runs as the whole block does.
+    target.decode_cuda_graph_runner = "eager"
+    found = width_graphs.target_state(worker, 2)
+    assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "eager"}
+    assert settings.speculative_num_draft_tokens == 7 and target.init_new_workspace == "kept"

@@ -1,0 +1,394 @@
+"""Acceptance as the loss, heads in training, causal blocks and widths: values and gradients."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang_hyperdflash.draft.algorithm import propose_block
+from sglang_hyperdflash.draft.dependency import DependencyHead
+from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.anchors import block_mask, sample_widths
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.losses import row_losses
+from sglang_hyperdflash.training.objective import Blocks, Objective, denominators, sums
+from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.replay import Replay
+from sglang_hyperdflash.training.samples import FeatureCache, Sample, collate
+from sglang_hyperdflash.training.trainer import Trainer
+
+V, D, R, N = 13, 6, 4, 10
+SHAPE = DrafterShape(
+    layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64, dependency_rank=R
+)
+
+
+def rows(form: str = "residual"):
+    """Draft states, labels and a head of which nothing is zero."""
+    torch.manual_seed(3)
+    head = torch.nn.Linear(D, V, bias=False).requires_grad_(False)
+    dependency = DependencyHead(V, D, R, form)
+    with torch.no_grad():
+        for parameter in dependency.parameters():
+            parameter.normal_()
+    hidden = torch.randn(N, D, requires_grad=True)
+    labels, previous = torch.randint(0, V, (2, N))
+    return head, dependency, hidden, labels, previous, torch.randn(N, D)
+
+
+def losses(term: str, chunk: int, **more):
+    head, dependency, hidden, labels, previous, teacher = rows(more.pop("form", "residual"))
+    every = torch.ones(N, dtype=torch.bool)
+    found = row_losses(
+        hidden,
+        labels,
+        head,
+        early=every if term != "selector" else ~every,
+        teacher=teacher if term != "selector" else teacher[:0],
+        temperature=1.0,
+        chunk=chunk,
+        term=term,
+        dependency=dependency,
+        previous=previous,
+        **more,
+    )
+    return found, rows(), dependency, hidden
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("term", ["tv", "overlap", "kl"])
+def test_distances_are_those_of_the_sums_over_the_vocabulary(term, chunk):
+    (ce, distance, hits), (head, dependency, hidden, labels, previous, teacher), *_ = losses(
+        term, chunk
+    )
+    with torch.no_grad():
+        scores = head(hidden) + dependency.over_vocabulary(previous, hidden)
+        for i in range(N):
+            q = scores[i].softmax(-1).tolist()
+            p = head(teacher[i]).softmax(-1).tolist()
+            expected = {
+                "tv": sum(abs(a - b) for a, b in zip(p, q, strict=True)),
+                "overlap": -math.log(sum(map(min, p, q))),
+                "kl": sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)),
+            }
+            assert distance[i].item() == pytest.approx(expected[term], rel=1e-4, abs=1e-5)
+            assert ce[i].item() == pytest.approx(-math.log(q[labels[i]]), rel=1e-4)
+            assert bool(hits[i]) == (q[labels[i]] == max(q))
+
+
+def test_the_gradient_of_tv_is_the_closed_form():
+    """d||p - q||_1 / ds = q * (sign(q - p) - <sign(q - p), q>)."""
+    (_, distance, _), _, dependency, hidden = losses("tv", 3)
+    distance.sum().backward()
+    head, fresh, again, _, previous, teacher = rows()
+    scores = head(again) + fresh.over_vocabulary(previous, again)
+    with torch.no_grad():
+        q, p = scores.softmax(-1), head(teacher).softmax(-1)
+        sign = (q - p).sign()
+        gradient = q * (sign - (sign * q).sum(-1, keepdim=True))
+    scores.backward(gradient)
+    torch.testing.assert_close(hidden.grad, again.grad, rtol=1e-4, atol=1e-6)
+    for a, b in zip(dependency.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+        assert a.grad.abs().sum() > 0
+
+
+def test_the_selector_chooses_among_its_candidates():
+    (ce, distance, hits), _, *_ = losses("selector", 4, top_k=3, form="product")
+    head, dependency, hidden, labels, previous, _ = rows("product")
+    assert distance.shape == (0,)
+    inside = 0
+    with torch.no_grad():
+        own = head(hidden)
+        scores = own + dependency.over_vocabulary(previous, hidden)
+        for i in range(N):
+            ids = own[i].topk(3).indices
+            expected = F.cross_entropy(own[i], labels[i]).item()
+            if labels[i] in ids:
+                inside += 1
+                at = ids.tolist().index(labels[i])
+                expected += F.cross_entropy(scores[i][ids], torch.tensor(at)).item()
+            assert ce[i].item() == pytest.approx(expected, rel=1e-4)
+            assert bool(hits[i]) == bool(ids[scores[i][ids].argmax()] == labels[i])
+    assert 0 < inside < N
+
+
+def test_argmax_labels_are_the_targets_own():
+    (ce, _, hits), (head, dependency, hidden, _, previous, teacher), *_ = losses(
+        "tv", 4, argmax_labels=True
+    )
+    with torch.no_grad():
+        scores = head(hidden) + dependency.over_vocabulary(previous, hidden)
+        labels = head(teacher).argmax(-1)
+    torch.testing.assert_close(ce, F.cross_entropy(scores, labels, reduction="none"))
+    assert torch.equal(hits, scores.argmax(-1) == labels)
+
+
+def test_no_more_than_a_chunk_of_logits_is_alive_with_a_head():
+    head, dependency, hidden, labels, previous, teacher = rows()
+    sizes = []
+
+    def recording(states):
+        sizes.append(len(states))
+        return head(states)
+
+    ce, tv, _ = row_losses(
+        hidden,
+        labels,
+        recording,
+        early=torch.ones(N, dtype=torch.bool),
+        teacher=teacher,
+        temperature=1.0,
+        chunk=4,
+        term="tv",
+        dependency=dependency,
+        previous=previous,
+    )
+    forward = len(sizes)
+    (ce.sum() + tv.sum()).backward()
+    assert max(sizes) == 4 and len(sizes) > forward
+
+
+# --- the block -----------------------------------------------------------------------------------
+
+
+def test_a_causal_row_sees_no_later_row_and_a_narrow_block_no_row_outside():
+    anchors, keep = torch.tensor([[2, 5]]), torch.tensor([[True, True]])
+    block, context = 4, 6
+    own = block_mask(anchors, keep, context, block, causal=True)[0, :, context:]
+    expected = torch.zeros(8, 8, dtype=torch.bool)
+    expected[:4, :4] = expected[4:, 4:] = torch.ones(4, 4).tril().bool()
+    assert torch.equal(own, expected)
+    widths = torch.tensor([[2, 4]])
+    own = block_mask(anchors, keep, context, block, widths=widths)[0, :, context:]
+    expected[:4, :4], expected[4:, 4:] = torch.tensor([[1, 1, 0, 0]] * 4).bool(), True
+    assert torch.equal(own, expected)
+    # A padding block has width 0; a row without any key would be NaN.
+    assert block_mask(anchors, ~keep, context, block, widths=widths * 0).any(-1).all()
+
+
+def test_widths_are_drawn_from_a_rows_own_seed_and_supervise_what_exists():
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    both = sample_widths(keep, (2, 4, 7), [5, 6])
+    assert set(both.flatten().tolist()) == {2, 4, 7}
+    assert torch.equal(both[1:], sample_widths(keep[1:], (2, 4, 7), [6]))
+    sample = Sample.continuation(list(range(60)), 5)
+    whole = Blocks.draw(collate([sample]), 20, 7, [9])
+    blocks = Blocks.draw(collate([sample]), 20, 7, [9], (2, 4, 7))
+    assert torch.equal(whole.anchors, blocks.anchors)
+    assert (whole.widths == 7).all()
+    inside = torch.arange(1, 7) < blocks.widths.unsqueeze(-1)
+    assert torch.equal(blocks.supervised, whole.supervised & inside)
+    assert 0 < blocks.supervised.sum() < whole.supervised.sum()
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return LocalTarget(target_dir)
+
+
+def drafter_of(target, target_dir: Path, shape: DrafterShape = SHAPE, seed: int = 0) -> Drafter:
+    """A small drafter with a random head, its blocks different from each other."""
+    torch.manual_seed(seed)
+    facts = TargetFacts.from_config(target.config.to_dict())
+    drafter = Drafter(draft_config(facts, target.hc_head, shape, mask_token_of(str(target_dir))))
+    drafter.inherit(target.hc_head)
+    with torch.no_grad():
+        for name, value in drafter.named_parameters():
+            if value.dim() == 2 and "reducer" not in name:
+                value.normal_(std=2 * value.shape[-1] ** -0.5)
+    return drafter.eval()
+
+
+@pytest.fixture(scope="module")
+def source(target) -> FeatureCache:
+    torch.manual_seed(1)
+    samples = [
+        Sample.continuation(torch.randint(5, 2000, (24,)).tolist(), start) for start in (6, 9)
+    ]
+    return FeatureCache(target, samples, dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_the_first_drafts_of_a_causal_block_are_the_same_at_every_width(target, target_dir, source):
+    rows = collate(source.samples)
+    states = source.states([0, 1])
+    blocks = Blocks.draw(rows, 5, 7, [0, 1])
+    for causal in (True, False):
+        shape = DrafterShape(**{**SHAPE.__dict__, "causal": causal})
+        replay = Replay(drafter_of(target, target_dir, shape), target)
+        found = {
+            width: replay.draft_states(
+                rows, states, blocks.anchors, blocks.keep, torch.full_like(blocks.widths, width)
+            )
+            for width in (2, 4, 7)
+        }
+        for width in (2, 4):
+            narrow, whole = (found[w][:, :, : width - 1] for w in (width, 7))
+            gap = (narrow - whole).abs().max()
+            assert (gap < 1e-5) == causal, (width, gap)
+
+
+def test_the_trainers_drafts_are_those_of_the_page(target, target_dir, source):
+    for causal in (False, True):
+        shape = DrafterShape(**{**SHAPE.__dict__, "causal": causal})
+        drafter = drafter_of(target, target_dir, shape)
+        replay, rows = Replay(drafter, target), collate(source.samples)
+        anchors = torch.tensor([[7, 12], [10, 15]])
+        keep = torch.tensor([[True, True], [True, False]])
+        drafts = replay.draft(rows, source.states([0, 1]), anchors, keep)
+        assert (drafts[1, 1] == 0).all()
+        for row, at in ((0, 0), (0, 1), (1, 0)):
+            tokens = source.samples[row].tokens[: int(anchors[row, at]) + 1]
+            assert drafts[row, at].tolist() == propose_block(target, drafter, tokens)
+
+
+@torch.no_grad()
+def test_the_expected_tau_is_the_sum_of_products_of_overlaps(target, target_dir, source):
+    """Against a loop over one block at a time, q on the candidates alone."""
+    shape = DrafterShape(**{**SHAPE.__dict__, "dependency_top_k": 50})
+    drafter = drafter_of(target, target_dir, shape)
+    replay, total, count = Replay(drafter, target), 0.0, 0
+    for i, sample in enumerate(source.samples):
+        states, tokens = source.states([i]), sample.tokens
+        for anchor in range(sample.spans[0][0], len(tokens) - 6):
+            hidden = replay.draft_states(
+                collate([sample]), states, torch.tensor([[anchor]]), torch.tensor([[True]])
+            )[0, 0]
+            reach, tau = 1.0, 1.0
+            for k in range(6):
+                own = target.lm_head(hidden[k])
+                ids = own.topk(50).indices
+                before = torch.tensor([tokens[anchor + k]])
+                extra = drafter.dependency.over_vocabulary(before, hidden[k : k + 1])[0]
+                q = (own + extra)[ids].softmax(-1)
+                p = target.lm_head(states.final[0, anchor + k]).softmax(-1)[ids]
+                reach *= float(torch.minimum(p, q).sum())
+                tau += reach
+            total, count = total + tau, count + 1
+    assert replay.expected_tau(source) == pytest.approx(total / count, rel=1e-4)
+
+
+# --- objective and trainer -----------------------------------------------------------------------
+
+
+def test_a_head_is_trained_on_acceptance_and_the_papers_drafter_on_the_papers_loss(target_dir):
+    target = LocalTarget(target_dir)
+    with_head = drafter_of(target, target_dir).config
+    without = drafter_of(
+        target, target_dir, DrafterShape(**{**SHAPE.__dict__, "dependency_rank": None})
+    ).config
+    assert Objective().resolved(with_head).factors == pytest.approx((0.1, 0.9))
+    assert Objective().resolved(without).factors == (1.0, 0.15)
+    assert Objective(loss="ce_kl").resolved(with_head).term == "kl"
+    for wrong, message in (
+        (Objective(loss="selector"), "needs a drafter with a dependency head"),
+        (Objective(loss="acceptance", teacher="mean"), "expected teacher = gated, found mean"),
+        (Objective(labels="argmax"), "goes with loss = acceptance, found ce_kl"),
+    ):
+        with pytest.raises(HyperDFlashConfigError, match=message):
+            wrong.resolved(without)
+
+
+@pytest.mark.parametrize("weights", ["exponential", "none", "dpace"])
+def test_the_sums_are_the_weighted_rows(target, target_dir, source, weights):
+    drafter = drafter_of(target, target_dir)
+    objective = Objective(weights=weights).resolved(drafter.config)
+    rows, states = collate(source.samples), source.states([0, 1])
+    blocks = Blocks.draw(rows, 4, 7, [0, 1])
+    hidden = Replay(drafter, target).draft_states(rows, states, blocks.anchors, blocks.keep)
+    found = sums(objective, target, rows, states, blocks, hidden, drafter)
+    tv = ce = weight = 0.0
+    with torch.no_grad():
+        for row, block in blocks.keep.nonzero().tolist():
+            anchor, costs = int(blocks.anchors[row, block]), []
+            for k in range(int(blocks.supervised[row, block].sum())):
+                h, tokens = hidden[row, block, k], source.samples[row].tokens
+                before = torch.tensor([tokens[anchor + k]])
+                extra = drafter.dependency.over_vocabulary(before, h.unsqueeze(0))[0]
+                q = (target.lm_head(h) + extra).softmax(-1)
+                p = target.lm_head(states.final[row, anchor + k]).softmax(-1)
+                costs.append((float((p - q).abs().sum()), -math.log(q[tokens[anchor + k + 1]])))
+            reach, products = 1.0, []
+            for distance, _ in costs:
+                reach *= 0.5 * (1 - distance / 2) + 0.5
+                products.append(reach)
+            for k, (distance, own) in enumerate(costs):
+                w = {"exponential": math.exp(-k / 4), "none": 1.0, "dpace": sum(products[k:])}
+                tv, ce = tv + w[weights] * distance, ce + w[weights] * own
+                weight += w[weights] if weights != "dpace" else 1.0
+    assert found.distance.item() == pytest.approx(tv, rel=1e-4)
+    assert found.ce.item() == pytest.approx(ce, rel=1e-4)
+    assert denominators(objective, blocks).tolist() == pytest.approx([weight] * 2, rel=1e-5)
+
+
+def test_training_starts_at_the_drafter_without_a_head(target, target_dir, source):
+    """A new head changes no draft, and the trainer's first step moves B, then A and G."""
+    torch.manual_seed(0)
+    facts = TargetFacts.from_config(target.config.to_dict())
+    raw = draft_config(facts, target.hc_head, SHAPE, mask_token_of(str(target_dir)))
+    drafter, plain = Drafter(raw), DrafterShape(**{**SHAPE.__dict__, "dependency_rank": None})
+    torch.manual_seed(0)
+    bare = Drafter(draft_config(facts, target.hc_head, plain, mask_token_of(str(target_dir))))
+    tokens = source.samples[0].tokens[:12]
+    assert propose_block(target, drafter, tokens) == propose_block(target, bare, tokens)
+
+
+def trainer_of(target, target_dir, source, folder: Path, **recipe) -> Trainer:
+    objective = recipe.pop("objective", Objective())
+    steps = Recipe(
+        steps=3, batch=2, every=3, anchors=6, warmup_steps=1, objective=objective, **recipe
+    )
+    drafter = drafter_of(target, target_dir)
+    return Trainer(drafter.train(), target, source, {"own": source}, steps, folder)
+
+
+def test_the_heads_learning_rate_is_three_times_the_drafters(target, target_dir, source, tmp_path):
+    trainer = trainer_of(target, target_dir, source, tmp_path / "work", lr=1e-3, lr_floor=0.0)
+    before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
+    report = trainer.step()
+    assert {"loss", "ce", "tv"} <= set(report)
+    assert report["loss"] == pytest.approx(0.1 * report["ce"] + 0.9 * report["tv"], rel=1e-5)
+    # AdamW's first step is the learning rate wherever there is a gradient.
+    moved = {n: (p - before[n]).abs().max() for n, p in trainer.drafter.named_parameters()}
+    torch.testing.assert_close(moved["dependency.successor"], torch.tensor(3e-3), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        moved["layers.0.mlp.up_proj.weight"], torch.tensor(1e-3), rtol=0.02, atol=0
+    )
+
+
+def test_a_gate_that_is_switched_off_stays_as_it_is(target, target_dir, source, tmp_path):
+    trainer = trainer_of(target, target_dir, source, tmp_path / "work", dependency_gate=False)
+    before = trainer.drafter.dependency.gate.weight.clone()
+    trainer.run(tmp_path / "out")
+    assert torch.equal(before, trainer.drafter.dependency.gate.weight)
+    assert trainer.drafter.dependency.successor.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss", ["acceptance", "selector", "ce_kl"])
+def test_every_loss_trains_and_the_best_is_chosen_by_what_is_served(
+    target, target_dir, source, tmp_path, loss
+):
+    trainer = trainer_of(
+        target,
+        target_dir,
+        source,
+        tmp_path / "work",
+        objective=Objective(loss=loss),
+        widths=(2, 7),
+    )
+    record = trainer.run(tmp_path / "out")
+    assert record["score"] == pytest.approx((record["tau"] + record["tau_sampled"]) / 2)
+    assert trainer.state["best_score"] == record["score"]
+    assert Drafter.load(tmp_path / "out").dependency is not None
+
+
+def test_a_width_beyond_the_block_is_refused(target, target_dir, source, tmp_path):
+    with pytest.raises(HyperDFlashConfigError, match="block size 7, found 9"):
+        trainer_of(target, target_dir, source, tmp_path / "work", widths=(2, 9))

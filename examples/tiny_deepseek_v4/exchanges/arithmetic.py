@@ -105,8 +105,16 @@ def fact(rng: Random) -> str:
     a, b = rng.randint(0, 9), rng.randint(0, 9)
     large = rng.randint(10, 99)
     return rng.choice(
-        (f"{a}+{b}", f"{a}+{b}", f"{a}+{b}+1", f"{a + b}-{b}", f"{a + b + 1}-{b}-1", f"{a}*{b}")
-        + (f"{large}+{b}", f"{large}-{b}")
+        (
+            f"{a}+{b}",
+            f"{a}+{b}",
+            f"{a}+{b}+1",
+            f"{a + b}-{b}",
+            f"{a + b + 1}-{b}-1",
+            f"{a}*{b}",
+            f"{large}+{b}",
+            f"{large}-{b}",
+        )
     )
 
 

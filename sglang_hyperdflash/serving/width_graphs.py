@@ -35,6 +35,11 @@ def state_of(runner: Any) -> RunnerState:
     return {name: vars(runner)[name] for name in SWAPPED}
 
 
+def captured(runner: Any) -> bool:
+    """Whether the runner replays decode graphs; without any, SGLang sets None or the eager one."""
+    return runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+
+
 def _settings(width: int) -> AbstractContextManager:
     """Seam: backends and graph runners read the width from the server's resolved settings."""
     return get_spec().override(speculative_num_draft_tokens=width)
@@ -51,8 +56,8 @@ def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
     runner.kv_index_translator.bind_and_verify_backends([backend])
     if bound_to is not None:
         bound_graph_buffers(backend, bound_to)
-    graphs = None
-    if runner.decode_cuda_graph_captured:
+    graphs = runner.decode_cuda_graph_runner
+    if captured(runner):
         graphs = runner._decode_cuda_graph_runner_cls()(
             runner,
             attn_backend=backend,

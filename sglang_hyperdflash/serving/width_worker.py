@@ -110,7 +110,7 @@ class WidthStates:
             self.activate(width)
             built = [(target, width_graphs.target_state(worker, width))]
             if width > 1:
-                if draft.decode_cuda_graph_captured:
+                if width_graphs.captured(draft):
                     worker._draft_sampler = worker._maybe_build_draft_sampler()
                 built.append((draft, width_graphs.draft_state(worker, width)))
             self.activate(full)

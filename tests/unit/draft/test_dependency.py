@@ -193,3 +193,17 @@ def test_dflash_does_not_take_a_drafter_with_a_head(folder):
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(HyperDFlashConfigError, match="would leave out this drafter's dependency"):
         name_for_dflash(folder)
+
+
+def test_the_server_reads_the_same_config(folder):
+    """SGLang hands over what transformers made of config.json, with fields of its own."""
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained(folder)
+    assert parse_config(read.to_dict()) == load_config(folder)
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.models.dflash import _get_dflash_layer_attention_params
+
+    assert _get_dflash_layer_attention_params(read, 0) == (-1, AttentionType.DECODER)
+    read.is_causal = None
+    assert _get_dflash_layer_attention_params(read, 0) == (-1, AttentionType.ENCODER_ONLY)

@@ -131,6 +131,7 @@ def windowed_worker(window: DraftWindow | None, needs_host: bool = True) -> Wind
         attn_backend=backend, model_config=SimpleNamespace(context_len=CONTEXT)
     )
     worker.draft_window_size, worker.page_size = 512, 256
+    worker.block_size = BLOCK
     return worker
 
 

@@ -33,7 +33,7 @@ class Worker:
 
 def runner(name: str) -> SimpleNamespace:
     return SimpleNamespace(
-        attn_backend=f"{name} 7", decode_cuda_graph_runner=None, decode_cuda_graph_captured=True
+        attn_backend=f"{name} 7", decode_cuda_graph_runner=f"{name} graphs 7", eager_runner="eager"
     )
 
 
@@ -87,7 +87,7 @@ def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(mon
         def build(worker, width):
             assert worker.block_size == width
             built.append((kind, width, worker._draft_sampler))
-            return {"attn_backend": f"{kind} {width}", "decode_cuda_graph_runner": None}
+            return {"attn_backend": f"{kind} {width}", "decode_cuda_graph_runner": "some"}
 
         return build
 
@@ -149,7 +149,8 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
     target = SimpleNamespace(
         init_new_workspace="kept",
         _get_attention_backend=backend,
-        decode_cuda_graph_captured=True,
+        decode_cuda_graph_runner="graphs of 7",
+        eager_runner="eager",
         _decode_cuda_graph_runner_cls=lambda: graphs,
         kv_index_translator=SimpleNamespace(bind_and_verify_backends=seen.append),
     )
@@ -158,4 +159,8 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
     assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "graphs"}
     steps = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
     assert seen == [(True, 2), ["new"], {"attn_backend": "new", **steps}]
+    # Without graphs, as on a CPU, a width runs as the whole block does.
+    target.decode_cuda_graph_runner = "eager"
+    found = width_graphs.target_state(worker, 2)
+    assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "eager"}
     assert settings.speculative_num_draft_tokens == 7 and target.init_new_workspace == "kept"

@@ -110,7 +110,7 @@ def test_a_narrow_round_lays_out_the_slots_it_writes():
     rows = torch.tensor([2, 4])
     slots, visible = ours.view(target, rows, torch.tensor([3, 3]))
     own = torch.zeros(5, 11, dtype=torch.int32)
-    ours.lay_out(own, rows, slots, visible, 2)
+    ours.write_table(own, rows, slots, visible, 2)
     written = ours.block_slots(torch.zeros(4)).tolist()
     assert own[2, 3:5].tolist() + own[4, 3:5].tolist() == written == [41, 42, 43, 44]
 

@@ -126,7 +126,7 @@ def main() -> None:
     with ExitStack() as stack:
         url = args.server
         if url is None:
-            from sglang_hyperdflash.serving import Server
+            from sglang_hyperdflash.tools.server_process import Server
 
             log = args.out.parent / "check-answers-server.log"
             url = stack.enter_context(Server(args.target, *SERVER_ARGUMENTS, log=log)).wait().url

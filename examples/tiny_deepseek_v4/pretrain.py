@@ -43,6 +43,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("build/tiny_target"))
     parser.add_argument("--minutes", type=float, default=90.0, help="of the constant phase")
     parser.add_argument("--decay-minutes", type=float, default=0.0, help="0: no decay, no export")
+    parser.add_argument(
+        "--average", action="store_true", help="write the averaged weights, without a decay"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--expert-width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=32, help="rows of 128 tokens a step")
@@ -242,9 +245,10 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     run.train(args.minutes, decay=False)
     if args.decay_minutes:
         run.train(args.decay_minutes, decay=True)
-        if rank == 0:
+    if rank == 0 and (args.decay_minutes or args.average):
+        with nullcontext() if args.decay_minutes else run.averaged():
             export(run.model, run.tokenizer, args.out)
-            print(f"wrote {args.out}", flush=True)
+        print(f"wrote {args.out}", flush=True)
     dist.destroy_process_group()
 
 

@@ -93,8 +93,12 @@ def training_batch(tokenizer, seed: int, step: int, rows: int, weights=None) -> 
 
 
 def held_out_batches(tokenizer, seed: int, per_family: int, rows: int) -> list[Batch]:
-    """Held-out exchanges, some batches of ``rows`` rows a family."""
-    batches, left = [], list(generate(seed, per_family))
-    for start in range(0, len(left), rows):
-        batches.append(pack(tokenizer, left[start : start + rows], rows))
-    return batches
+    """Held-out exchanges, all of them, in batches of ``rows`` rows filled to at most two thirds."""
+    parts, tokens = [[]], 0
+    for exchange in generate(seed, per_family):
+        tokens += len(encode(tokenizer, exchange)[0])
+        if tokens > rows * (SEQUENCE + 1) * 2 / 3 and parts[-1]:
+            parts.append([])
+            tokens = len(encode(tokenizer, exchange)[0])
+        parts[-1].append(exchange)
+    return [pack(tokenizer, part, rows) for part in parts]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM
 
 ATTENTION = "shared_key"
-EMBEDDING_STD, READ_BIAS, KEEP_BIAS = 0.5, 1.0, 3.0
+EMBEDDING_STD, NORM_SCALE, READ_BIAS, KEEP_BIAS = 0.5, 0.06, 1.0, 3.0
 PORTABLE_ARCHITECTURE = "PortableDeepSeekV4ForCausalLM"
 
 
@@ -94,10 +94,14 @@ def initialise(model: DeepseekV4ForCausalLM) -> None:
     """Start values that transformers' class leaves to a checkpoint.
 
     Embeddings as large as what layers add, else a token's identity drowns in the residual and
-    words are copied late. Paths that keep to themselves, each read most by every fourth block
-    (hyper-connections, Zhu et al. 2024, section 3): zeros would make all paths their mean.
+    words are copied late. The LM head is the embedding, so that what copies one word copies all,
+    and the last norm brings logits down to about one. Paths that keep to themselves, each read
+    most by every fourth block (hyper-connections, Zhu et al. 2024, section 3): zeros would make
+    all paths their mean.
     """
     model.model.embed_tokens.weight.normal_(std=EMBEDDING_STD)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.norm.weight.fill_(NORM_SCALE)
     paths = model.config.hc_mult
     for i, layer in enumerate(model.model.layers):
         for j, connection in enumerate((layer.attn_hc, layer.ffn_hc)):
@@ -152,6 +156,7 @@ def token_scores(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def export(model, tokenizer, out: Path) -> None:
     """Write the checkpoint: bf16 except what transformers keeps in fp32. Changes the model."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     keep = tuple(model._keep_in_fp32_modules_strict)
     for name, parameter in model.named_parameters():
         if not any(part in keep for part in name.split(".")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from exchanges.base import Draft, Family, read_list, read_number, worked
+from exchanges.base import Draft, Family, read_list, read_number, read_text, worked
 from exchanges.words import ITEMS, NAMES
 
 COLUMNS = ("ones", "tens", "hundreds")
@@ -100,6 +100,49 @@ def multiplication(rng: Random) -> Draft:
     return Draft(f"{factor}*{number}", (question, worked(steps, result)), result)
 
 
+def fact(rng: Random) -> str:
+    """One small sum, difference or product, such as the working of other families is made of."""
+    a, b = rng.randint(0, 9), rng.randint(0, 9)
+    large = rng.randint(10, 99)
+    return rng.choice(
+        (
+            f"{a}+{b}",
+            f"{a}+{b}",
+            f"{a}+{b}+1",
+            f"{a + b}-{b}",
+            f"{a + b + 1}-{b}-1",
+            f"{a}*{b}",
+            f"{large}+{b}",
+            f"{large}-{b}",
+        )
+    )
+
+
+def value(terms: str) -> int:
+    """What a fact of one kind of sign comes to."""
+    if "*" in terms:
+        a, b = map(int, terms.split("*"))
+        return a * b
+    return sum(map(int, terms.replace("-", "+-").split("+")))
+
+
+def facts(rng: Random) -> Draft:
+    """Several at once: the digits' tables are what sums of all kinds need first."""
+    asked = [fact(rng) for _ in range(rng.randint(4, 7))]
+    shown = ", ".join(asked)
+    question = rng.choice(
+        (
+            f"Work out {shown}.",
+            f"What are {shown}?",
+            f"Please compute: {shown}",
+            f"Find {shown}.",
+            f"Write the result of each: {shown}",
+        )
+    )
+    answer = ", ".join(f"{terms}={value(terms)}" for terms in asked)
+    return Draft(shown, (question, answer), answer)
+
+
 def sequence(rng: Random) -> Draft:
     step, length = rng.randint(2, 10), rng.randint(3, 4)
     start, up = rng.randint(1, 60), rng.random() < 0.6
@@ -181,6 +224,7 @@ FAMILIES = (
     Family("addition", addition, read_number),
     Family("subtraction", subtraction, read_number),
     Family("multiplication", multiplication, read_number),
+    Family("facts", facts, read_text),
     Family("sequence", sequence, read_list),
     Family("word_problem", word_problem, read_number),
 )

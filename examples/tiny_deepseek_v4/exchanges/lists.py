@@ -72,7 +72,7 @@ def count(rng: Random) -> Draft:
             f"In the list {shown} count every {wanted}.",
         )
     )
-    reply = worked([", ".join(steps)], str(found))
+    reply = worked([f"{wanted}: {', '.join(steps)}"], str(found))
     return Draft(f"{wanted} in {shown}", (question, reply), str(found))
 
 

@@ -109,7 +109,7 @@ def table(rng: Random) -> Draft:
     if kind == "cell":
         name = rng.choice(people)
         ask = rng.choice((f"How many {item} has {name}?", f"Look up {item} for {name}."))
-        steps = [f"{name}: {columns[0]} {cells[name][0]}, {columns[1]} {cells[name][1]}"]
+        steps = [f"{name} {values[name]}"]
         answer, key = str(values[name]), f"{name} {item}"
     elif kind == "sum":
         ask = rng.choice((f"How many {item} are there in all?", f"Add up the {item}."))
@@ -122,6 +122,7 @@ def table(rng: Random) -> Draft:
         best = max if kind == "most" else min
         answer = best(values, key=values.__getitem__)
         steps = [listed, f"{kind}: {values[answer]}"]
+    steps.insert(0, f"column {column + 1}")
     question = rng.choice((f"{shown}\n{ask}", f"{ask}\n{shown}"))
     return Draft(f"{key} {cells}", (question, worked(steps, answer)), answer.lower())
 

@@ -17,6 +17,7 @@ NAMES = (
     "addition",
     "subtraction",
     "multiplication",
+    "facts",
     "sequence",
     "word_problem",
     "units",

@@ -65,6 +65,13 @@ def test_a_step_has_the_same_batch_always_and_another_one_the_next_step(modules,
     assert not torch.equal(first.tokens, modules.data.training_batch(tokenizer, 0, 6, 4).tokens)
 
 
+def test_held_out_batches_hold_every_exchange(modules, tokenizer):
+    batches = modules.data.held_out_batches(tokenizer, 1000, 3, 16)
+    found = sum(int((b.documents.max(1).values + 1).sum()) for b in batches)
+    assert found == 3 * len(modules.exchanges.FAMILIES)
+    assert len(batches) < found / 8  # rows are shared
+
+
 def test_the_fast_forms_compute_what_transformers_computes(modules, tokenizer):
     config = modules.model.make_config(tokenizer, 2, 32)
     fast = modules.model.make_model(config)

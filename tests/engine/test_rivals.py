@@ -121,7 +121,7 @@ def drafts_of(target: LocalTarget, folders, name: str):
         pytest.param("mtp3", marks=SLOW),
         "mtp6",
         "dflash6",
-        "dflash2",
+        pytest.param("dflash2", marks=SLOW),
         pytest.param("dspark6", marks=SLOW),
         pytest.param("hyperdflash2", marks=SLOW),
     ],

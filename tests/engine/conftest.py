@@ -45,6 +45,8 @@ class Servers:
             # Two workers each have servers of the same names.
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
             log = ROOT / "build" / "test-logs" / worker / f"{name}.log"
+            # Servers add to their log; a test must not read what an earlier run said.
+            log.unlink(missing_ok=True)
             self.running[name] = Server(model, *arguments, log=log, **options)
         # A server that ends is noticed at once; a slow machine is no failure.
         return self.running[name].wait(1800)

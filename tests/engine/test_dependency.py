@@ -192,6 +192,7 @@ def check_law(contexts, server, indices, count: int) -> None:  # noqa: F811
     assert min(tests) > 0.001 / len(tests), tests
 
 
+@pytest.mark.slow
 def test_sampled_draws_follow_the_targets_law(server, contexts):  # noqa: F811
     check_law(contexts, server, range(3), 600)
 

@@ -49,7 +49,11 @@ KINDS: Mapping[str, Kind] = {
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
     "hyperdflash6": _whole("HyperDFlash (6)", "hyperdflash_draft"),
     "hyperdflash-adaptive": Kind(
-        "HyperDFlash, adaptive width", "HYPERDFLASH", 6, "hyperdflash_draft"
+        "HyperDFlash, adaptive width",
+        "HYPERDFLASH",
+        6,
+        "hyperdflash_draft",
+        environment=((WIDTH, "adaptive"),),
     ),
     "hyperdflash2": _whole("HyperDFlash-2 (6)", "hyperdflash2_draft"),
     # Stand-ins of rivals, their heads and losses on DFlash's source, served by our worker.

@@ -99,7 +99,7 @@ def measure(url: str, prompts: Sequence[Sequence[int]], load: Load) -> tuple[flo
 def servers_of(args: argparse.Namespace) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
     """Arguments and environment of every server."""
     common = (*comparable_arguments(args.pool), "--enable-metrics", "--max-running-requests", "64")
-    widths = {WIDTHS: args.widths} if args.widths else {}
+    widths = {WIDTH: "adaptive"} | ({WIDTHS: args.widths} if args.widths else {})
     found = {
         TARGET: (common, {}),
         FULL: ((*common, *hyperdflash_arguments(args.draft)), {WIDTH: "full"}),

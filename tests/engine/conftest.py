@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,
@@ -20,8 +19,6 @@ from sglang_hyperdflash.tools.server_process import (
 )
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 
-# Rounds are compared one by one in most tests; tests/engine/test_width.py changes the width.
-os.environ.setdefault(WIDTH, "full")
 COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
@@ -48,6 +45,8 @@ class Servers:
             # Two workers each have servers of the same names.
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
             log = ROOT / "build" / "test-logs" / worker / f"{name}.log"
+            # Servers add to their log; a test must not read what an earlier run said.
+            log.unlink(missing_ok=True)
             self.running[name] = Server(model, *arguments, log=log, **options)
         # A server that ends is noticed at once; a slow machine is no failure.
         return self.running[name].wait(1800)

@@ -112,6 +112,7 @@ def test_training_and_server_propose_the_same_tokens(
     check_parity(server, target_dir, folder, records, own_prompts[:4], 64)
 
 
+@pytest.mark.slow
 def test_a_causal_block_is_served_as_it_was_trained(
     servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):
@@ -129,7 +130,7 @@ def test_a_causal_block_is_served_as_it_was_trained(
     servers.stop("causal")
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_greedy_answers_are_target_onlys(server, own_prompts, own_reference, concurrency):
     answers = greedy_all(server, own_prompts, concurrency)
     assert ids(answers) == own_reference
@@ -191,6 +192,7 @@ def check_law(contexts, server, indices, count: int) -> None:  # noqa: F811
     assert min(tests) > 0.001 / len(tests), tests
 
 
+@pytest.mark.slow
 def test_sampled_draws_follow_the_targets_law(server, contexts):  # noqa: F811
     check_law(contexts, server, range(3), 600)
 
@@ -200,6 +202,7 @@ def test_sampled_draws_follow_the_targets_law_at_twenty_contexts(server, context
     check_law(contexts, server, range(20), 1000)
 
 
+@pytest.mark.slow
 def test_one_sample_overfits_and_every_full_block_is_accepted(
     servers, target_dir, own_prompts, own_reference, tmp_path
 ):

@@ -161,6 +161,7 @@ def test_batchmates_do_not_matter(hyper_server, own_prompts, references):
         assert tokens_of(hyper_server, prompts, parameters, 12)[:PROMPTS] == expected
 
 
+@pytest.mark.slow
 def test_a_random_drafter_changes_nothing(
     servers, target_dir, drafter_dir, own_prompts, references, tmp_path
 ):

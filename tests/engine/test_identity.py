@@ -43,12 +43,14 @@ def assert_identical(found: list[list[int]], expected: list[list[int]]) -> None:
     assert not different, f"prompts {different} differ from target-only"
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 8])
+@pytest.mark.parametrize("concurrency", [1, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_own_prompts(hyper_server, own_prompts, own_reference, concurrency):
     assert_identical(ids(greedy_all(hyper_server, own_prompts, concurrency)), own_reference)
 
 
-@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 4, 8])
+@pytest.mark.parametrize(
+    "concurrency", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 8]
+)
 def test_benchmark_prompts(hyper_server, benchmark_prompts, benchmark_reference, concurrency):
     answers = greedy_all(hyper_server, benchmark_prompts, concurrency)
     assert_identical(ids(answers), benchmark_reference)
@@ -85,6 +87,21 @@ def test_hit_and_cold_acceptance_agree(hyper_server, own_prompts):
     assert abs(accepted[0] - accepted[1]) <= 0.02 * accepted[0], accepted
 
 
+def test_bf16_differs_only_at_ties(servers, target_dir, drafter_dir, own_prompts, record_property):
+    """bf16 rounds a 7-row and a 1-row pass differently; every first difference is a near-tie."""
+    bf16 = ("--dtype", "bfloat16", "--max-total-tokens", "32768", *COMMON)
+    plain = servers.get("target-bf16", target_dir, *bf16)
+    expected = ids(greedy_all(plain, own_prompts, 4))
+    servers.stop("target-bf16")
+    drafted = servers.get("hyper-bf16", target_dir, *bf16, *hyperdflash_arguments(drafter_dir))
+    found = ids(greedy_all(drafted, own_prompts, 4))
+    servers.stop("hyper-bf16")
+    gaps = first_difference_gaps(target_dir, own_prompts, expected, found)
+    record_property("bf16_first_difference_gaps", gaps)
+    print(f"bf16: {len(gaps)} of {len(own_prompts)} prompts differ; fp32 logit gaps {gaps}")
+    assert all(gap < BF16_TIE for gap in gaps), gaps
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant_server(request, servers, target_dir, drafter_dir):
     label = request.param.replace(", ", "-").replace(" ", "-")
@@ -102,23 +119,9 @@ def test_scheduling_variants(variant_server, own_prompts, own_reference):
         assert "Retract requests" in variant_server.log.read_text(errors="replace")
 
 
+@pytest.mark.slow
 def test_scheduling_variants_on_benchmarks(variant_server, benchmark_prompts, benchmark_reference):
     assert_identical(ids(greedy_all(variant_server, benchmark_prompts, 8)), benchmark_reference)
-
-
-def test_bf16_differs_only_at_ties(servers, target_dir, drafter_dir, own_prompts, record_property):
-    """bf16 rounds a 7-row and a 1-row pass differently; every first difference is a near-tie."""
-    bf16 = ("--dtype", "bfloat16", "--max-total-tokens", "32768", *COMMON)
-    plain = servers.get("target-bf16", target_dir, *bf16)
-    expected = ids(greedy_all(plain, own_prompts, 4))
-    servers.stop("target-bf16")
-    drafted = servers.get("hyper-bf16", target_dir, *bf16, *hyperdflash_arguments(drafter_dir))
-    found = ids(greedy_all(drafted, own_prompts, 4))
-    servers.stop("hyper-bf16")
-    gaps = first_difference_gaps(target_dir, own_prompts, expected, found)
-    record_property("bf16_first_difference_gaps", gaps)
-    print(f"bf16: {len(gaps)} of {len(own_prompts)} prompts differ; fp32 logit gaps {gaps}")
-    assert all(gap < BF16_TIE for gap in gaps), gaps
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def pools_beside_a_neighbour(target_dir, drafter_dir, folder) -> list[tuple[int,
         process.kill()
 
 
+@pytest.mark.slow
 def test_two_servers_beside_a_greedy_neighbour_get_a_bounded_pool(
     target_dir, drafter_dir, tmp_path
 ):

@@ -108,6 +108,7 @@ def test_training_and_server_propose_the_same_tokens(
     compare_drafts(servers, target_dir, drafter_dir, own_prompts, 96, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["layers --layer-ids 1 3"])
 def test_other_sources_propose_the_same_tokens_and_lose_nothing(
     servers, target_dir, own_prompts, own_reference, tmp_path, source
@@ -145,7 +146,7 @@ def test_one_sample_overfits_and_every_full_block_is_accepted(
     assert (accepted, rounds, histogram) == (54, 9, [0, 0, 0, 0, 0, 0, 9])
 
 
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_regenerated_answers_are_the_targets_own(
     hyper_server, target_server, target_dir, tokenizer, tmp_path, turns
 ):

@@ -67,7 +67,13 @@ def test_greedy_tokens_cold_and_from_the_prefix_cache(random_server, own_prompts
     assert [a[:78] for a in found] == [r[50:] for r in own_reference]
 
 
-@pytest.mark.parametrize("name", ["temperature 1", "top-p 0.8", "penalties"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature 1",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("top-p 0.8", "penalties")),
+    ],
+)
 def test_a_seed_gives_the_tokens_of_whole_blocks(random_server, hyper_server, own_prompts, name):
     parameters = [sampled(i, **SETTINGS[name]) for i in range(8)]
     both = [tokens_of(s, own_prompts[:8], parameters, 4) for s in (random_server, hyper_server)]

@@ -15,8 +15,11 @@ from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.request_finish import finish_token_by_token
 
 TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun is up again.\n"
-# Another test of this process may have installed the hooks.
-ORIGINAL = inspect.unwrap(Req.update_finish_state)
+
+
+def original(req: Req, n: int) -> None:
+    """SGLang's own check: another test of this process may have put the hook into its function."""
+    inspect.unwrap(Req.update_finish_state)(req, n)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def finished(tokenizer, tokens, blocks, check, **sampling):
 
 
 def ours_check(req, n):
-    finish_token_by_token(ORIGINAL, req, n)
+    finish_token_by_token(original, req, n)
 
 
 def case(draw: random.Random, tokenizer) -> tuple[list[int], dict]:
@@ -76,11 +79,11 @@ def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer):
     for _ in range(300):
         tokens, sampling = case(draw, tokenizer)
         blocks = [draw.randint(1, 7) for _ in tokens]
-        expected = finished(tokenizer, tokens, [1] * len(tokens), ORIGINAL, **sampling)
+        expected = finished(tokenizer, tokens, [1] * len(tokens), original, **sampling)
         found = finished(tokenizer, tokens, blocks, ours_check, **sampling)
         assert found == expected, (sampling, blocks)
         reasons.add((expected[0] or {}).get("type"))
-        differs += finished(tokenizer, tokens, blocks, ORIGINAL, **sampling) != expected
+        differs += finished(tokenizer, tokens, blocks, original, **sampling) != expected
     assert reasons >= {"stop", "length"}
     assert differs > 20, "SGLang's own check was right: the seam is not needed"
 
@@ -91,7 +94,7 @@ def test_the_earliest_string_wins_not_the_first_listed(tokenizer):
     reason, emitted = finished(tokenizer, tokens, [len(tokens)], ours_check, **sampling)
     assert reason["matched"] == "the"
     assert tokenizer.decode(emitted).endswith("the")
-    wrong = finished(tokenizer, tokens, [len(tokens)], ORIGINAL, **sampling)
+    wrong = finished(tokenizer, tokens, [len(tokens)], original, **sampling)
     assert wrong[0]["matched"] == "is"
 
 

@@ -20,13 +20,14 @@ def greedy_request() -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("environment", "causal", "mode", "widths"),
     [
-        ({}, True, "adaptive", (1, 2, 4, 7)),
-        ({}, False, "adaptive", (1, 7)),
+        ({}, True, "full", (7,)),
+        ({WIDTH: "adaptive"}, True, "adaptive", (1, 2, 4, 7)),
+        ({WIDTH: "adaptive"}, False, "adaptive", (1, 7)),
         ({WIDTH: "full"}, True, "full", (7,)),
         ({WIDTH: "4"}, False, "full", (4,)),
         ({WIDTH: "random"}, True, "random", (1, 2, 4, 7)),
         ({WIDTHS: "4, 1"}, False, "adaptive", (1, 4)),
-        ({WIDTH: "", WIDTHS: ""}, False, "adaptive", (1, 7)),
+        ({WIDTH: "", WIDTHS: ""}, False, "full", (7,)),
     ],
 )
 def test_the_environment_names_the_widths(environment, causal, mode, widths):
@@ -34,7 +35,7 @@ def test_the_environment_names_the_widths(environment, causal, mode, widths):
 
 
 def test_a_short_block_has_no_wider_widths():
-    assert read_setting(3, True, {}).widths == (1, 2, 3)
+    assert read_setting(3, True, {WIDTH: "adaptive"}).widths == (1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,17 @@ class Variant:
 VARIANTS = {
     "hyperdflash2": Variant("hyperdflash2"),
     "hyperdflash": Variant("hyperdflash", ()),
-    "dspark": Variant("dspark", (*LAYERS, "2", "3", "4", *HEAD)),
+    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD)),
     "dflash2": Variant(
         "dflash2",
-        (*LAYERS, "1", "2", "3", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
+        (*LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
     ),
-    "dflash": Variant("dflash", (*LAYERS, "1", "2", "3")),
+    "dflash": Variant("dflash", (*LAYERS, "1", "3", "5")),  # what SGLang chooses
+    # Acceptance against the depth of the captured layers.
+    **{
+        f"dflash {' '.join(depth)}": Variant("dflash", (*LAYERS, *depth))
+        for depth in ("012", "246", "456", "567")
+    },
     # One choice against hyperdflash2 each.
     "no head": Variant("hyperdflash2", ()),
     "CE + KL": Variant("hyperdflash2", objective={"loss": "ce_kl"}),
@@ -92,7 +97,7 @@ VARIANTS = {
     "argmax labels": Variant("hyperdflash2", objective={"labels": "argmax"}),
     "causal": Variant("hyperdflash2", (*HEAD, "--causal")),
     "random widths": Variant("hyperdflash2", stage={"widths": [2, 4, 7]}),
-    "late layers": Variant("hyperdflash2", (*LAYERS, "2", "3", "4", *HEAD)),
+    "late layers": Variant("hyperdflash2", (*LAYERS, "5", "6", "7", *HEAD)),
     "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),
     "K = 16": Variant("hyperdflash2", of="hyperdflash2", top_k=16),
     "K = 64": Variant("hyperdflash2", of="hyperdflash2", top_k=64),

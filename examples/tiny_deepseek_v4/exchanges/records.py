@@ -102,7 +102,7 @@ def table(rng: Random) -> Draft:
         for name, value in zip(people, rng.sample(range(1, 10), 3), strict=True):
             cells[name][column] = value
     values = {name: row[column] for name, row in cells.items()}
-    lines = [f"name {' '.join(columns)}"] + [f"{n} {a} {b}" for n, (a, b) in cells.items()]
+    lines = [f"{n}: {columns[0]} {a}, {columns[1]} {b}" for n, (a, b) in cells.items()]
     shown, item = "\n".join(lines), columns[column]
     listed = ", ".join(f"{name} {value}" for name, value in values.items())
     key = f"{kind} {item}"
@@ -122,7 +122,6 @@ def table(rng: Random) -> Draft:
         best = max if kind == "most" else min
         answer = best(values, key=values.__getitem__)
         steps = [listed, f"{kind}: {values[answer]}"]
-    steps.insert(0, f"column {column + 1}")
     question = rng.choice((f"{shown}\n{ask}", f"{ask}\n{shown}"))
     return Draft(f"{key} {cells}", (question, worked(steps, answer)), answer.lower())
 

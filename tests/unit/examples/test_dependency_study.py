@@ -56,7 +56,7 @@ def test_variants_are_made_and_their_objectives_fit_them(study, args, tmp_path, 
     config = load_config(folder / "draft")
     schedule = read_schedule(study.training_file(variant, 0, folder, args))
     schedule.objective.resolved(config)
-    sources = {"dspark": (2, 3, 4), "dflash2": (1, 2, 3), "dflash": (1, 2, 3)}
+    sources = {"dspark": (5, 6, 7), "dflash2": (1, 3, 5), "dflash": (1, 3, 5)}
     assert config.captured_layers == sources.get(name, ())
     assert (config.dependency is None) == (name in ("hyperdflash", "dflash"))
 

@@ -79,7 +79,7 @@ def test_a_plain_target_is_refused(tmp_path, target_dir, drafter_dir):
     folder = copy_of(target_dir, tmp_path)
     path = folder / "config.json"
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    path.write_text(json.dumps(config | {"hidden_size": 256, "vocab_size": 2048}))
+    path.write_text(json.dumps(config | {"hidden_size": 256, "vocab_size": 1363}))
     base = ("--model-path", folder, *hyperdflash_arguments(drafter_dir))
     assert "hyper-connection residual streams" in resolution_error(*base)
 

@@ -94,16 +94,11 @@ def read_records(reply: str, exchange: Exchange) -> str | None:
 
 
 def table(rng: Random) -> Draft:
-    """Three people, two columns of single digits: a cell, an extreme or a sum."""
-    people, columns = rng.sample(NAMES, 3), rng.sample(ITEMS, 2)
-    cells = {name: [rng.randint(1, 9), rng.randint(1, 9)] for name in people}
-    kind, column = rng.choice(("cell", "most", "fewest", "sum")), rng.randrange(2)
-    if kind in ("most", "fewest"):
-        for name, value in zip(people, rng.sample(range(1, 10), 3), strict=True):
-            cells[name][column] = value
-    values = {name: row[column] for name, row in cells.items()}
-    lines = [f"{n}: {columns[0]} {a}, {columns[1]} {b}" for n, (a, b) in cells.items()]
-    shown, item = "\n".join(lines), columns[column]
+    """Three people and a column of single digits: a cell, an extreme or a sum."""
+    people, item = rng.sample(NAMES, 3), rng.choice(ITEMS)
+    values = dict(zip(people, rng.sample(range(1, 10), 3), strict=True))
+    kind = rng.choice(("cell", "most", "fewest", "sum"))
+    shown = "\n".join([f"name {item}", *(f"{name} {value}" for name, value in values.items())])
     listed = ", ".join(f"{name} {value}" for name, value in values.items())
     key = f"{kind} {item}"
     if kind == "cell":
@@ -123,7 +118,7 @@ def table(rng: Random) -> Draft:
         answer = best(values, key=values.__getitem__)
         steps = [listed, f"{kind}: {values[answer]}"]
     question = rng.choice((f"{shown}\n{ask}", f"{ask}\n{shown}"))
-    return Draft(f"{key} {cells}", (question, worked(steps, answer)), answer.lower())
+    return Draft(f"{key} {values}", (question, worked(steps, answer)), answer.lower())
 
 
 def form(rng: Random) -> Draft:

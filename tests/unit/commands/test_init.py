@@ -293,7 +293,7 @@ def test_a_trained_drafter_gets_a_head_and_keeps_its_weights(tmp_path, target_di
     assert initialise(target_dir, tmp_path / "draft", *options) == 0
     new = load_file(tmp_path / "draft" / "model.safetensors")
     assert all(torch.equal(new[name], value) for name, value in old.items())
-    assert new["dependency.predecessor"].shape == (2048, 8)
+    assert new["dependency.predecessor"].shape == (1363, 8)
     assert load_config(tmp_path / "draft").dependency.top_k == 256
 
 
@@ -304,7 +304,7 @@ def test_a_trained_drafter_gets_a_head_and_keeps_its_weights(tmp_path, target_di
         (("--dependency-top-k", "8"), "which is not asked for. Pass --dependency-rank too"),
         (
             ("--dependency-rank", "4", "--dependency-top-k", "5000"),
-            "at most the vocabulary of 2048",
+            "at most the vocabulary of 1363",
         ),
         (("--from", "DRAFTER", "--layers", "2"), "takes its sizes from .* found --layers too"),
         (("--from", "DRAFTER", "--dependency-form", "product"), "Pass --dependency-rank too"),

@@ -131,7 +131,7 @@ def test_a_checkpoint_keeps_its_head(folder):
     config = load_config(folder)
     assert (config.dependency.rank, config.dependency.top_k, config.causal) == (8, 256, True)
     head = Drafter.load(folder).dependency
-    assert head.predecessor.shape == head.successor.shape == (2048, 8)
+    assert head.predecessor.shape == head.successor.shape == (1363, 8)
     assert 0.015 < head.predecessor.std() < 0.025
     stored = load_file(folder / "model.safetensors")
     assert stored["dependency.gate.weight"].dtype == torch.bfloat16
@@ -164,7 +164,7 @@ def test_a_head_that_the_config_does_not_name_is_refused(folder):
         ({"rank": 0, "top_k": 4}, "dependency.rank must be at least 1, found 0"),
         ({"rank": 4}, "dependency.top_k is missing"),
         ({"rank": 4, "top_k": 4, "gate": True}, "unknown field gate; known are"),
-        ({"rank": 4, "top_k": 9999}, "at most the vocabulary of 2048, found 9999"),
+        ({"rank": 4, "top_k": 9999}, "at most the vocabulary of 1363, found 9999"),
         ({"rank": 4, "top_k": 4, "form": "sum"}, "form must be one of product, residual, found"),
     ],
 )

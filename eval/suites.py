@@ -14,12 +14,24 @@ SERVER += " --log-level warning"
 
 
 def tiny() -> dict[str, Any]:
-    """All five methods on the tiny DeepSeek-V4: three benchmarks and its own kinds of text."""
+    """Every way to draft six, on the tiny DeepSeek-V4: three benchmarks, its own kinds of text."""
     return {
         "target": str(EXAMPLE / "target"),
-        "hyperdflash_draft": str(EXAMPLE / "drafter"),
-        "dflash_draft": str(EXAMPLE / "dflash"),
+        "methods": [
+            "target",
+            "mtp6",
+            "dflash6",
+            "dspark6",
+            "dflash2",
+            "hyperdflash6",
+            "hyperdflash2",
+        ],
         "mtp_draft": str(EXAMPLE / "mtp"),
+        "dflash_draft": str(EXAMPLE / "dflash"),
+        "dspark6_draft": str(EXAMPLE / "dspark"),
+        "dflash2_draft": str(EXAMPLE / "dflash2"),
+        "hyperdflash_draft": str(EXAMPLE / "hyperdflash"),
+        "hyperdflash2_draft": str(EXAMPLE / "drafter"),
         "benchmarks": [
             "gsm8k",
             "humaneval",

@@ -29,11 +29,14 @@ TABLE_BEGIN = "<!-- table of docs/figures/draw.py: begin -->\n"
 TABLE_END = "<!-- table of docs/figures/draw.py: end -->\n"
 
 METHODS = {
-    "mtp3": "MTP (3)",
     "mtp6": "MTP (6)",
     "dflash6": "vanilla DFlash (6)",
+    "dspark6": "DSpark stand-in (6)",
+    "dflash2": "DFlash 2 stand-in (6)",
     "hyperdflash6": "HyperDFlash (6)",
+    "hyperdflash2": "HyperDFlash-2 (6)",
 }
+OURS = ("hyperdflash6", "hyperdflash2")
 NOISE = "target-again"
 DRAFTS = 6
 
@@ -61,7 +64,14 @@ THEMES: Mapping[str, Theme] = {
 }
 # One hue for each residual stream and each method; they read on white and on black.
 STREAMS = ("#3b82f6", "#d97706", "#10a37f", "#a855f7")
-HUES = {"mtp3": "#d97706", "mtp6": "#a855f7", "dflash6": "#10a37f", "hyperdflash6": "#3b82f6"}
+HUES = {
+    "mtp6": "#a855f7",
+    "dflash6": "#10a37f",
+    "dspark6": "#d97706",
+    "dflash2": "#84a98c",
+    "hyperdflash6": "#7cb0ff",
+    "hyperdflash2": "#2563eb",
+}
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -113,7 +123,7 @@ def table(content: Row) -> str:
         rows = rows_of(content, method)
         times = speedups(rows)
         same, all_ = (sum(r[k] for r in rows) for k in ("identical_answers", "compared_answers"))
-        name = f"**{label}**" if method == "hyperdflash6" else label
+        name = f"**{label}**" if method in OURS else label
         lines.append(
             f"| {name} | {tau(rows):.2f} | {mean(times):.2f}x "
             f"({min(times):.2f} to {max(times):.2f}) | {same} of {all_} |"
@@ -294,7 +304,7 @@ def dress(axes: Axes, theme: Theme, title: str) -> None:
 
 def results(theme: Theme, content: Row) -> Figure:
     """Speedup of each method beside the noise floor, and acceptance by drafted position."""
-    figure = Figure(figsize=(9.2, 3.3))
+    figure = Figure(figsize=(9.2, 3.6))
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     plot_speedups(left, theme, content)
     plot_positions(right, theme, content)
@@ -314,7 +324,7 @@ def plot_speedups(axes: Axes, theme: Theme, content: Row) -> None:
         axes.plot(times, [y] * len(times), "o", markersize=3.5, color=theme["ink"])
         axes.text(0.05, y, f"tau {tau(rows):.2f}", va="center", fontsize=9, color="white")
     axes.set_yticks(range(len(METHODS)), list(reversed(METHODS.values())))
-    axes.set(xlim=(0, None), xticks=(0, 0.5, 1, 1.5, 2))
+    axes.set(xlim=(0, None), xticks=(0, 1, 2, 3))
     dress(axes, theme, "Speedup over target-only")
 
 

@@ -33,6 +33,8 @@ from sglang_hyperdflash.training.trainer import Trainer
 HERE = Path(__file__).resolve().parent
 # Checkpoints and the comparison at the end.
 RESERVE_MINUTES = 2.0
+# HyperDFlash-2, as drafters/hyperdflash2.toml.
+SHAPE = DrafterShape(dependency_rank=128)
 
 
 def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
@@ -86,7 +88,7 @@ def train(target: LocalTarget, tokenizer, args: argparse.Namespace, lap) -> dict
     cache = FeatureCache(target, samples)
     held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
     left = args.budget_minutes - RESERVE_MINUTES - lap("states")
-    drafter = new_drafter(target, tokenizer, DrafterShape())
+    drafter = new_drafter(target, tokenizer, SHAPE)
     recipe = Recipe(minutes=left, every=1000)
     trainer = Trainer(drafter, target, cache, held_out, recipe, args.out)
     with Monitor(trainer, "drafter") as monitor:

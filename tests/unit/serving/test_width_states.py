@@ -147,7 +147,7 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
         return "graphs"
 
     target = SimpleNamespace(
-        init_new_workspace="kept",
+        init_new_workspace=False,
         _get_attention_backend=backend,
         decode_cuda_graph_runner="graphs of 7",
         eager_runner="eager",
@@ -158,9 +158,10 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
     found = width_graphs.target_state(worker, 2)
     assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "graphs"}
     steps = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
-    assert seen == [(True, 2), ["new"], {"attn_backend": "new", **steps}]
+    # The first backend's workspace, 384 MiB of FlashInfer's, not one more for every width.
+    assert seen == [(False, 2), ["new"], {"attn_backend": "new", **steps}]
     # Without graphs, as on a CPU, a width runs as the whole block does.
     target.decode_cuda_graph_runner = "eager"
     found = width_graphs.target_state(worker, 2)
     assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "eager"}
-    assert settings.speculative_num_draft_tokens == 7 and target.init_new_workspace == "kept"
+    assert settings.speculative_num_draft_tokens == 7

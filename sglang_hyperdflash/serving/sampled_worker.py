@@ -78,7 +78,8 @@ class SampledWorker(WindowedWorker):
         vocabulary = int(runner.model_config.vocab_size)
         head = self.dependency and self.draft_model.hyperdflash_config.dependency
         self.num_candidates = head.top_k if head else default_candidates(vocabulary)
-        self.seeds = Seeds(server_args.random_seed)
+        # Not the arguments' own: without --random-seed every node draws one for itself.
+        self.seeds = Seeds(self.target_worker.random_seed)
         self.sharpness = Sharpness(self.device)
         self.outputs = Outputs()
         self.renorm = renorm_kernels()

@@ -84,6 +84,7 @@ def draft_state(worker: Any, width: int) -> RunnerState:
             worker._own_context(),
             draft_tp_context(worker.draft_parallel_layout),
         ):
-            return _build(runner, width, bound_to=width)
+            # A wide round may have just moved a request past its context's end.
+            return _build(runner, width, bound_to=worker.block)
     finally:
         runner.capture_tail_hooks = hooks

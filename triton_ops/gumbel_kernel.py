@@ -85,7 +85,8 @@ def _share_kernel(
     tl.store(ids_ptr + n * parts + part, lowest)
 
 
-@triton.jit
+# Batches differ in their number of shares: one compilation, and none while serving.
+@triton.jit(do_not_specialize=["parts"])
 def _best_kernel(best_ptr, ids_ptr, out_ptr, parts, PARTS: tl.constexpr):
     """The best of a row's shares; a row without mass gives 0."""
     n = tl.program_id(0)

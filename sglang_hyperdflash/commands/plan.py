@@ -249,6 +249,7 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         resolved["speculative_draft_window_size"],
         block,
         int(resolved["page_size"]),
+        len(captured),
     )
     # Every width that drafts has a backend and graphs of its own.
     drafting = sum(width > 1 for width in widths)

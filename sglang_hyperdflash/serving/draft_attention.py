@@ -24,6 +24,8 @@ TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
 # the drafted block twice, and a finished request runs once more under overlap scheduling.
 BLOCKS = 3
 INDEX_DTYPES = {"FlashInferAttnBackend": torch.int32, "TritonAttnBackend": torch.int64}
+# FlashInfer's wrapper of one captured batch size: its plan and its K/V lengths.
+WRAPPER_BYTES = (8 << 20) + 4 * 32768
 
 
 def chosen(
@@ -97,16 +99,17 @@ def graph_context(context: int, window: int | None, block: int) -> int:
 
 
 def graph_index_bytes(
-    requests: int, context: int, window: int | None, block: int, page: int
+    requests: int, context: int, window: int | None, block: int, page: int, captured: int
 ) -> dict[str, int]:
     """What a draft's graphs hold to find K/V, by backend, for one GPU.
 
     Args:
         requests: of the largest captured batch. context: the server's, in tokens. page: tokens.
+        captured: how many batch sizes have a graph.
     """
     context = graph_context(context, window, block)
     slots = requests * (context + BLOCKS * block)
-    found = {"triton": 8 * slots, "flashinfer": 4 * slots}
+    found = {"triton": 8 * slots, "flashinfer": 4 * slots + captured * WRAPPER_BYTES}
     pages = 4 * requests * -(-context // page)
     return found if window is not None else {"fa3": pages, "fa4": pages, **found}
 

@@ -84,6 +84,8 @@ class CandidateSampler:
         """Drafts of the round just replayed, at least ``[bs * (B - 1)]``."""
         bs = self.worker.batch_size
         if self.worker.requests.greedy:
+            if self.head is not None:
+                self.worker.agree(self.first[: bs * (self.block_size - 1)])
             return self.first
         gates = None if self.gates is None else self.gates[:bs]
         return self.worker.draw_drafts(Candidates(self.ids[:bs], self.scores[:bs], gates))

@@ -102,6 +102,8 @@ def _renormed(
         if sampling.sequential is not None:
             share = torch.where(sampling.sequential.unsqueeze(-1), weights, probs)
         inside = top_p_renorm(share, sampling.top_ps.float()) > 0
+        # The kernel stops where its sum has reached the whole: a row without top-p keeps its tail.
+        inside |= (sampling.top_ps >= 1.0).unsqueeze(-1)
         weights = weights.masked_fill(~inside, 0.0)
     if sampling.need_min_p:
         floor = sampling.min_ps.unsqueeze(-1) * weights.amax(-1, keepdim=True)

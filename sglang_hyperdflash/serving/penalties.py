@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.utils import async_h2d
 
 # For a drafter's candidates: impossible, yet a row of nothing else stays a distribution.
 UNLIKELY = -1e30
@@ -41,10 +42,12 @@ class Penalties:
         shape = (-1, *[1] * (logits.ndim - 1))
         seen = counts > 0
         penalised = logits.float() - self.frequency.view(shape) * counts
-        penalised = penalised - self.presence.view(shape) * seen
+        # In place from here: a block of a large batch has gigabytes of logits.
+        penalised -= self.presence.view(shape) * seen
         repetition = self.repetition.view(shape)
-        scaled = torch.where(penalised < 0, penalised * repetition, penalised / repetition)
-        return torch.where(seen, scaled, penalised)
+        scaled = penalised / repetition
+        torch.where(penalised < 0, penalised * repetition, scaled, out=scaled)
+        return torch.where(seen, scaled, penalised, out=scaled)
 
     def apply_to_block(
         self, logits: torch.Tensor, counts: torch.Tensor, drafts: torch.Tensor
@@ -125,9 +128,9 @@ class GeneratedCounts:
         """A request enters with the tokens it has already generated (after a retraction)."""
         row = self.table[slot].zero_()
         if len(generated):
-            ids = torch.tensor(list(generated), dtype=torch.long)
-            counts = torch.bincount(ids, minlength=self.shape[1])
-            row.copy_(counts.to(row.dtype))
+            # Nothing that waits for the device: other requests' rounds are in flight.
+            ids = async_h2d(list(generated), dtype=torch.int64, device=torch.device(self.device))
+            row.index_put_((ids,), torch.ones_like(ids, dtype=row.dtype), accumulate=True)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """Count the first ``lengths [n]`` of ``tokens [n, B]`` in ``slots [n]``."""

@@ -9,6 +9,7 @@ token from the same noise through the hooks of ``sampling_seams``.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from sglang.srt.speculative.dflash_worker_v2 import (
     _DflashDraftSampler,
 )
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.utils import is_cuda
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_hyperdflash.draft.config import default_candidates
@@ -52,12 +54,18 @@ BROKEN = -1
 
 
 def renorm_kernels() -> tuple | None:
-    """FlashInfer's top-k and top-p kernels on CUDA, else None."""
+    """FlashInfer's top-k and top-p kernels on CUDA, else None.
+
+    Deterministic ones: by default the order in which thread blocks end decides the last bits of
+    their sums, and so which token top-p keeps last. Ranks would differ, and so would two runs of
+    one seed.
+    """
     from sglang.kernels.ops.sampling.renorm import top_k_renorm_prob, top_p_renorm_prob
 
-    if not torch.cuda.is_available() or top_k_renorm_prob is None:
+    if not is_cuda():
         return None
-    return top_k_renorm_prob, top_p_renorm_prob
+    kernels = top_k_renorm_prob, top_p_renorm_prob
+    return tuple(partial(kernel, is_deterministic=True) for kernel in kernels)
 
 
 class SampledWorker(WindowedWorker):
@@ -70,7 +78,8 @@ class SampledWorker(WindowedWorker):
         vocabulary = int(runner.model_config.vocab_size)
         head = self.dependency and self.draft_model.hyperdflash_config.dependency
         self.num_candidates = head.top_k if head else default_candidates(vocabulary)
-        self.seeds = Seeds(server_args.random_seed)
+        # Not the arguments' own: without --random-seed every node draws one for itself.
+        self.seeds = Seeds(self.target_worker.random_seed)
         self.sharpness = Sharpness(self.device)
         self.outputs = Outputs()
         self.renorm = renorm_kernels()
@@ -234,7 +243,7 @@ class SampledWorker(WindowedWorker):
             found = candidates_of(hidden_states, drafts, lm_head, k, self.dependency)
             if greedy:
                 anchor = self._draft_block_ids_buf[: self.batch_size, 0]
-                return propose_greedy(found, anchor, self.dependency).reshape(-1)
+                return self.agree(propose_greedy(found, anchor, self.dependency)).reshape(-1)
             return self.draw_drafts(found)
         # A head that SGLang reads argmaxes from, no more: drafts are point masses.
         ids = (
@@ -260,7 +269,15 @@ class SampledWorker(WindowedWorker):
             self.sharpness.of(requests.draws.seeded),
             self._adjust_candidates if self._changes_drafts() else None,
         )
-        return self._proposal.tokens.reshape(-1)
+        return self.agree(self._proposal.tokens).reshape(-1)
+
+    def agree(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Rank 0's ``drafts`` on every rank, in place: all must verify the same block.
+
+        Each rank sums up for itself what a dependency head reads of a row, and how sharp q is.
+        Seam: ``SpecTpSync``, as DSPARK's drafts.
+        """
+        return self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
 
     def _changes_drafts(self) -> bool:
         requests = self.requests

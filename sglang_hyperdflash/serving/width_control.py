@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_hyperdflash.serving.width_policy import Cells, WidthPolicy, bucket_of
+from sglang_hyperdflash.serving.width_policy import Table, WidthPolicy, bucket_of
 from sglang_hyperdflash.serving.width_settings import ADAPTIVE, RANDOM, WidthSetting
 
 SHARE_EVERY = 32
@@ -58,7 +58,7 @@ class WidthControl:
         self,
         setting: WidthSetting,
         block: int,
-        share: Callable[[Cells], Cells] | None = None,
+        share: Callable[[Table], Table] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.setting, self.block, self._share, self._now = setting, block, share, now
@@ -82,7 +82,7 @@ class WidthControl:
         if self.setting.mode == RANDOM:
             return self._dice.choice(self.setting.widths)
         if self._share is not None and self.policy.rounds % SHARE_EVERY == 0:
-            self.policy.costs.cells = dict(self._share(self.policy.costs.measured))
+            self.policy.costs.take(self._share(self.policy.costs.table()))
         width = self.policy.next(greedy, sampled)
         timed = self._clock.start(self._now(), greedy + sampled, width)
         if timed is not None:

@@ -47,11 +47,9 @@ def _settings(width: int) -> AbstractContextManager:
 
 def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
     """A backend of its own, and a decode graph if the runner has one at full width."""
-    kept = runner.init_new_workspace
-    try:
-        backend = runner._get_attention_backend(init_new_workspace=True)
-    finally:
-        runner.init_new_workspace = kept
+    # FlashInfer's workspace (384 MiB; 2 GiB under deterministic inference) is the first backend's:
+    # passes follow one another on one stream, and nothing in it outlives its pass.
+    backend = runner._get_attention_backend(init_new_workspace=runner.init_new_workspace)
     # As ``ModelRunner.init_attention_backends`` does for the first one.
     runner.kv_index_translator.bind_and_verify_backends([backend])
     if bound_to is not None:
@@ -86,6 +84,7 @@ def draft_state(worker: Any, width: int) -> RunnerState:
             worker._own_context(),
             draft_tp_context(worker.draft_parallel_layout),
         ):
-            return _build(runner, width, bound_to=width)
+            # A wide round may have just moved a request past its context's end.
+            return _build(runner, width, bound_to=worker.block)
     finally:
         runner.capture_tail_hooks = hooks

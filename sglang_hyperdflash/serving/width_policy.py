@@ -28,6 +28,8 @@ PROBE_SHARE, PROBE_EVERY = 0.01, 64
 
 Cell = tuple[int, int]
 Cells = Mapping[Cell, float]
+# Measured cells and what fits them: all that a decision knows of time.
+Table = tuple[dict[Cell, float], tuple[float, ...] | None]
 
 
 def bucket_of(requests: int) -> int:
@@ -69,7 +71,7 @@ def _features(bucket: int, width: int) -> tuple[float, ...]:
     return 1.0, size, size * width, float(width > 1)
 
 
-def fit(cells: Cells, widths: Iterable[int]) -> np.ndarray | None:
+def fit(cells: Cells, widths: Iterable[int]) -> tuple[float, ...] | None:
     """``bias + alpha size + theta size width + draft [width > 1]`` by least relative squares.
 
     Returns:
@@ -79,15 +81,15 @@ def fit(cells: Cells, widths: Iterable[int]) -> np.ndarray | None:
         return None
     seconds = np.array(list(cells.values()))
     rows = np.array([_features(*cell) for cell in cells]) / seconds[:, None]
-    return np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
+    return tuple(np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0].tolist())
 
 
 class Costs:
     """Seconds of a round by batch bucket and width.
 
     Args:
-        shared: decisions read ``cells`` only, which somebody else sets: every rank of a
-            tensor-parallel group must read the same.
+        shared: decisions read only what :meth:`take` was given: every rank of a tensor-parallel
+            group must read the same, and another node's processor may round a fit otherwise.
     """
 
     def __init__(self, widths: Sequence[int], shared: bool = False) -> None:
@@ -95,7 +97,7 @@ class Costs:
         self.samples: dict[Cell, deque[float]] = {}
         self.measured: dict[Cell, float] = {}
         self.cells: dict[Cell, float] = {} if shared else self.measured
-        self._fit: np.ndarray | None = None
+        self._fit: tuple[float, ...] | None = None
         self._fitted = 0
 
     def add(self, bucket: int, width: int, seconds: float) -> None:
@@ -105,14 +107,23 @@ class Costs:
 
     def refit(self) -> None:
         """Fit again if cells came; call it now and then."""
-        if len(self.cells) != self._fitted:
+        if not self.shared and len(self.cells) != self._fitted:
             self._fit, self._fitted = fit(self.cells, self.widths), len(self.cells)
+
+    def table(self) -> Table:
+        """What this rank has measured, to be shared."""
+        return dict(self.measured), fit(self.measured, self.widths)
+
+    def take(self, table: Table) -> None:
+        """Decide by this from now on."""
+        self.cells, self._fit = table
 
     def of(self, bucket: int, width: int) -> float | None:
         """Seconds; None where nothing is known."""
         seconds = self.cells.get((bucket, width))
         if seconds is None and self._fit is not None:
-            estimate = float(self._fit @ _features(bucket, width))
+            terms = zip(self._fit, _features(bucket, width), strict=True)
+            estimate = sum(factor * feature for factor, feature in terms)
             seconds = estimate if estimate > 0 else None
         return seconds
 

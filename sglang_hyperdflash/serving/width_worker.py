@@ -25,7 +25,7 @@ from sglang.srt.speculative.draft_worker_common import (
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.width_control import WidthControl
-from sglang_hyperdflash.serving.width_policy import Cells
+from sglang_hyperdflash.serving.width_policy import Table
 from sglang_hyperdflash.serving.width_settings import FULL, WidthSetting, read_setting
 from sglang_hyperdflash.tools.errors import SeamError
 
@@ -127,9 +127,9 @@ class WidthWorker(OneRowWorker):
         self._states = WidthStates(self, setting.widths)
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
-    def _share(self, cells: Cells) -> Cells:
+    def _share(self, table: Table) -> Table:
         """Rank 0's table on every rank; seam: the tensor-parallel group of CPU tensors."""
-        return get_parallel().tp_group.broadcast_object(cells, src=0)
+        return get_parallel().tp_group.broadcast_object(table, src=0)
 
     def _drafts_causally(self) -> bool:
         """Whether every draft layer is causal inside a block.

@@ -99,7 +99,7 @@ def _check_graphs(v: Visit, log: str) -> None:
     """The graphs' memory against what ``hyperdflash plan`` counts of them."""
     stage, taken = v.stage, readings.graph_gib(log)
     v.found["graphs GiB"] = taken
-    indices = graph_index_bytes(stage.requests, stage.context, None, BLOCK, 256)
+    indices = graph_index_bytes(stage.requests, stage.context, None, BLOCK, 256, 1)
     batches = Batches(
         stage.requests,
         [stage.requests],

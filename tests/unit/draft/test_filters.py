@@ -134,6 +134,24 @@ def test_candidates_are_filtered_as_a_vocabulary_of_their_own():
     torch.testing.assert_close(found.sum(-1), torch.ones(ROWS))
 
 
+def test_a_row_without_top_p_keeps_its_tail_beside_one_with_it():
+    """FlashInfer stops where its fp32 sum has reached the whole; the tail is smaller than that."""
+
+    def top_p(probs, p):
+        ordered, order = probs.sort(-1, descending=True)
+        reached = (ordered.cumsum(-1) - ordered).float() < p[:, None] - 1e-7
+        return torch.zeros_like(probs).scatter_(1, order, ordered * reached)
+
+    logits = torch.linspace(0, -40, 30).repeat(2, 1)
+    ones = torch.ones(2)
+    off, on = torch.full((2,), 1 << 30), torch.tensor([1.0, 0.5])
+    sampling = Sampling(ones, off, on, 0 * ones, need_top_p=True)
+    weights = weights_of(logits, sampling, (None, top_p))
+    assert not (top_p(logits.softmax(-1), ones)[0] > 0).all()
+    assert torch.equal(weights[0], logits[0].softmax(-1))
+    assert 0 < int((weights[1] > 0).sum()) < 10
+
+
 def test_renorm_kernels_are_called_in_the_order_of_sglangs_samplers():
     """Plain torch in FlashInfer's place: joint, and sequential with min-p, equal the oracle."""
 

@@ -9,6 +9,7 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.beside_kv import VERIFY_MATRICES, Batches, beside_kv
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
+from sglang_hyperdflash.serving.penalties import Penalties
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
 
@@ -56,6 +57,21 @@ def test_verification_s_peak_is_what_is_counted():
     found = peak_bytes(verify) / (4 * BATCH * BLOCK * VOCABULARY)
     print(f"{found:.2f} matrices at once")
     assert found == pytest.approx(VERIFY_MATRICES, abs=0.01)
+
+
+def test_penalties_of_a_whole_batch_hold_no_more_than_verification_does():
+    """They come before it and are not rehearsed: its memory must do for them."""
+    logits = torch.randn(BATCH, BLOCK, VOCABULARY)
+    counts = torch.randint(0, 3, (BATCH, VOCABULARY), dtype=torch.int32)
+    drafts, rows = torch.zeros(BATCH, BLOCK - 1, dtype=torch.int64), torch.arange(BATCH)
+    mine = Penalties(rows, rows, *(torch.full((BATCH, 1), value) for value in (0.1, 0.2, 1.3)))
+
+    def penalise() -> None:
+        logits[rows] = mine.apply_to_block(logits[rows], counts[rows], drafts)
+
+    found = peak_bytes(penalise) / (4 * BATCH * BLOCK * VOCABULARY)
+    print(f"{found:.2f} matrices at once")
+    assert 2 < found <= VERIFY_MATRICES
 
 
 def test_v4_flash_with_256_requests():

@@ -102,7 +102,7 @@ def test_flashinfers_graph_buffers_hold_a_context_a_request(allocated):
     backend = backend_of("flashinfer", CONTEXT)
     bound_graph_buffers(backend, BLOCK)
     backend.init_cuda_graph_state(BATCH, BATCH * BLOCK)
-    planned = graph_index_bytes(BATCH, CONTEXT, None, BLOCK, 256)["flashinfer"]
+    planned = graph_index_bytes(BATCH, CONTEXT, None, BLOCK, 256, 0)["flashinfer"]
     assert gib(allocated) == pytest.approx(planned / GIB, rel=1e-4) == pytest.approx(1, rel=0.01)
     indices = backend.cuda_graph_kv_indices[0]
     assert indices.dtype == torch.int32
@@ -111,8 +111,44 @@ def test_flashinfers_graph_buffers_hold_a_context_a_request(allocated):
     assert backend.max_context_len == CONTEXT
 
 
+def test_flashinfer_has_a_plan_of_its_own_for_every_captured_batch(monkeypatch):
+    """Eight MiB each: FlashInfer's own wrapper allocates, on the meta device."""
+    found, empty = [], torch.empty
+
+    def meta(*size, **options):
+        options.pop("pin_memory", None)
+        if options.get("device") == "cpu":  # the host's copy of a plan
+            return empty(*size, **options)
+        found.append(empty(*size, **{**options, "device": "meta"}))
+        return found[-1]
+
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    def given(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device="meta")
+
+    workspace = torch.zeros(16, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(torch, "empty", meta)
+    BatchPrefillWithPagedKVCacheWrapper(
+        workspace,
+        "NHD",
+        use_cuda_graph=True,
+        backend="fa2",
+        qo_indptr_buf=given(5),
+        paged_kv_indptr_buf=given(5),
+        paged_kv_indices_buf=given(100),
+        paged_kv_last_page_len_buf=given(4),
+    )
+    monkeypatch.undo()
+    none, one = (
+        graph_index_bytes(BATCH, CONTEXT, None, BLOCK, 256, count)["flashinfer"] for count in (0, 1)
+    )
+    held = sum(t.numel() * t.element_size() for t in found)
+    assert one - none == pytest.approx(held, rel=1e-3)
+
+
 def test_a_windows_graph_buffers_do_not_grow_with_the_context():
-    sizes = graph_index_bytes(BATCH, CONTEXT, 2048, BLOCK, 256)
+    sizes = graph_index_bytes(BATCH, CONTEXT, 2048, BLOCK, 256, 0)
     # W + 2B and three blocks more.
     assert sizes == {"triton": 8 * 256 * 2083, "flashinfer": 4 * 256 * 2083}
 

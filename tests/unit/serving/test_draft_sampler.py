@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +15,7 @@ from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
 from sglang_hyperdflash.serving import draft_sampler, sampled_worker
-from sglang_hyperdflash.serving.exact import Draws, Sharpness
+from sglang_hyperdflash.serving.exact import Draws, Sharpness, weights_of
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5
 
@@ -45,6 +48,7 @@ def worker():
         drawn=[],
     )
     worker.draw_drafts = lambda found: worker.drawn.append(found)
+    worker.agree = lambda drafts: drafts
     return worker
 
 
@@ -124,10 +128,24 @@ def test_a_rank_of_many_drafts_what_one_rank_does(worker, lm_head):
     assert torch.equal(rank.ids, whole.ids)
 
 
-def eager_worker(head, anchors: torch.Tensor, greedy: bool):
+class Ranks:
+    """Rank 0's values on every rank; stands for ``SpecTpSync`` of ranks that run in turn."""
+
+    def __init__(self) -> None:
+        self.sent: torch.Tensor | None = None
+
+    def sync(self, _site, values: torch.Tensor) -> torch.Tensor:
+        assert values.is_contiguous()  # or NCCL refuses it
+        if self.sent is None:
+            self.sent = values.clone()
+        return values.copy_(self.sent)
+
+
+def eager_worker(head, anchors: torch.Tensor, greedy: bool, ranks: Ranks | None = None):
     """A worker between its draft pass and its verification, without a server."""
     worker = object.__new__(sampled_worker.SampledWorker)
     bs = len(anchors)
+    worker._tp_sync, worker.device = ranks or Ranks(), "cpu"
     worker.dependency, worker.num_candidates, worker.block_size = head, K, BLOCK
     worker._draft_block_ids_buf = torch.cat([anchors.unsqueeze(1), torch.ones(bs, 3).long()], 1)
     worker._contexts, worker.sharpness = torch.arange(bs) + 20, Sharpness("cpu")
@@ -161,6 +179,63 @@ def test_eager_rounds_draft_through_the_head(worker, lm_head, greedy):
         expected = propose(found, anchors, head, sampling, seeds, positions, ones).tokens
         assert torch.equal(eager._proposal.tokens, expected)
     assert torch.equal(drafts.view(2, -1), expected)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_ranks_that_sum_differently_verify_the_same_block(worker, lm_head, greedy):
+    """A gate's last bits, or a sharpness learnt from them, may differ; drafted tokens may not."""
+    head, anchors, rows = worker.dependency, torch.tensor([3, 9]), torch.randn(2 * (BLOCK - 1), D)
+    found = draft_sampler.candidates_of(rows, BLOCK - 1, None, K, head)
+    other = Candidates(found.ids, found.scores.flip(-1), found.gates)
+    ones = torch.ones(2)
+    sampling = Sampling(ones, torch.full((2,), 1 << 30), ones, torch.zeros(2))
+    with mock.patch.object(sampled_worker, "sampling_of", lambda info: sampling):
+        ranks, drafts, alone = Ranks(), [], []
+        for candidates in (found, other):
+            each = eager_worker(head, anchors, greedy, ranks)
+            if greedy:
+                sampler = draft_sampler.CandidateSampler(each, None, 2)
+                sampler.first.copy_(propose_greedy(candidates, anchors, head).view(-1))
+                alone.append(sampler.first.clone())
+                drafts.append(sampler.out)
+            else:
+                drafts.append(each.draw_drafts(candidates))
+                assert torch.equal(each._proposal.tokens.view(-1), drafts[-1])
+                alone.append(eager_worker(head, anchors, greedy).draw_drafts(candidates))
+    assert torch.equal(*drafts) and not torch.equal(*alone)
+
+
+def test_filters_on_cuda_do_not_depend_on_the_order_of_thread_blocks(monkeypatch):
+    """FlashInfer's default adds in the order of arrival: ranks and runs would differ."""
+    from sglang.kernels.ops.sampling import renorm
+
+    asked = []
+
+    def kernel(probs, limit, is_deterministic=False):
+        asked.append(is_deterministic)
+        return probs.clone()
+
+    for name in ("top_k_renorm_prob", "top_p_renorm_prob"):
+        monkeypatch.setattr(renorm, name, kernel)
+    monkeypatch.setattr(sampled_worker, "is_cuda", lambda: True)
+    ones = torch.ones(2)
+    sampling = Sampling(ones, torch.full((2,), 3), 0.5 * ones, torch.zeros(2), True, True)
+    weights_of(torch.randn(2, V), sampling, sampled_worker.renorm_kernels())
+    assert asked == [True, True]
+    monkeypatch.undo()
+    assert sampled_worker.renorm_kernels() is None
+
+
+def test_flashinfer_has_deterministic_filters():
+    """Read, not imported: the package takes half a minute."""
+    path = Path(importlib.util.find_spec("flashinfer").origin).with_name("sampling.py")
+    functions = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for name in ("top_k_renorm_probs", "top_p_renorm_probs"):
+        assert functions[name][2] == "is_deterministic"
 
 
 def test_a_head_without_candidates_is_left_out_and_said(worker, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,15 @@ def test_only_the_committed_part_of_a_block_is_counted():
     # A slot's next request starts anew, and so does one that was retracted.
     counts.reset(2, [9])
     assert counts.table[2].nonzero().flatten().tolist() == [9]
+
+
+def test_a_request_that_goes_on_is_counted_without_a_wait_for_the_device(monkeypatch):
+    """After a retraction; a copy of a whole row from pageable memory waits for every round."""
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    monkeypatch.setattr(torch, "bincount", None)
+    counts = GeneratedCounts(2, VOCAB, "cpu")
+    counts.reset(1, array("q", [5, 3, 5]))
+    assert counts.table[1, [3, 5]].tolist() == [1, 2] and int(counts.table.sum()) == 3
 
 
 def test_end_tokens_stay_impossible_until_enough_is_out():

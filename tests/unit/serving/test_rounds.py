@@ -60,6 +60,27 @@ def test_ranks_draw_the_same_seeds_and_servers_others(deterministic):
     assert drawn(1) == drawn(1) != drawn(2)
 
 
+def test_ranks_of_two_nodes_draw_the_same_seeds(deterministic, monkeypatch):
+    """Each node's launcher draws a random_seed of its own; SGLang's workers agree on rank 0's."""
+
+    def started(worker, server_args, gpu_id, nccl_port, target_worker) -> None:
+        worker._target_worker, worker.device = target_worker, "cpu"
+        worker.draft_model = SimpleNamespace(dependency=None)
+
+    monkeypatch.setattr(sampled_worker.WindowedWorker, "__init__", started)
+    monkeypatch.setattr(sampled_worker.sampling_seams, "serve", lambda worker: None)
+    runner = SimpleNamespace(
+        model=SimpleNamespace(lm_head=None), model_config=SimpleNamespace(vocab_size=30)
+    )
+    drawn = []
+    for own in (11, 12):
+        target = SimpleNamespace(model_runner=runner, random_seed=5)
+        arguments = SimpleNamespace(random_seed=own)
+        worker = sampled_worker.SampledWorker(arguments, 0, 0, target)
+        drawn.append([worker.seeds.of(Request(rid)) for rid in "abcd"])
+    assert drawn[0] == drawn[1]
+
+
 def test_deterministic_inference_gives_sglangs_default(deterministic):
     deterministic.enable_deterministic_inference = True
     assert Seeds(1).of(Request()) == (42, True)

@@ -91,13 +91,13 @@ class Group:
     """Rank 0's table for everybody, as a broadcast gives it."""
 
     def __init__(self) -> None:
-        self.sent: dict = {}
+        self.sent = None
 
-    def from_rank_0(self, cells):
-        self.sent = dict(cells)
+    def from_rank_0(self, table):
+        self.sent = table
         return self.sent
 
-    def to_rank_1(self, cells):
+    def to_rank_1(self, table):
         return self.sent
 
 

@@ -165,8 +165,23 @@ def test_a_shared_table_decides_by_what_was_set_and_not_by_this_ranks_clock():
     costs = Costs(WIDTHS, shared=True)
     costs.add(0, 1, 0.5)
     assert costs.of(0, 1) is None
-    costs.cells = dict(costs.measured)
+    costs.take(costs.table())
     assert costs.of(0, 1) == 0.5
+
+
+def test_what_was_not_measured_is_shared_and_not_fitted_by_every_rank():
+    """Processors of two nodes may round a fit differently; one rank at another width hangs all."""
+    first, second = Costs(WIDTHS, shared=True), Costs(WIDTHS, shared=True)
+    for c in (4, 64):
+        for w in WIDTHS:
+            first.add(bucket_of(c), w, machine(c, w) / 1e3)
+            second.add(bucket_of(c), w, 5 * machine(c, w))
+    for costs in (first, second):
+        costs.take(first.table())
+        costs.refit()
+    estimate = first.of(bucket_of(16), 7)
+    assert estimate == pytest.approx(machine(16, 7) / 1e3, rel=0.05)
+    assert second.of(bucket_of(16), 7) == estimate
 
 
 def test_an_outlier_does_not_move_a_measured_cell():

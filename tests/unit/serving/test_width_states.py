@@ -147,7 +147,7 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
         return "graphs"
 
     target = SimpleNamespace(
-        init_new_workspace="kept",
+        init_new_workspace=False,
         _get_attention_backend=backend,
         decode_cuda_graph_runner="graphs of 7",
         eager_runner="eager",
@@ -158,9 +158,50 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
     found = width_graphs.target_state(worker, 2)
     assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "graphs"}
     steps = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
-    assert seen == [(True, 2), ["new"], {"attn_backend": "new", **steps}]
+    # The first backend's workspace, 384 MiB of FlashInfer's, not one more for every width.
+    assert seen == [(False, 2), ["new"], {"attn_backend": "new", **steps}]
     # Without graphs, as on a CPU, a width runs as the whole block does.
     target.decode_cuda_graph_runner = "eager"
     found = width_graphs.target_state(worker, 2)
     assert found == {"attn_backend": "new", "decode_cuda_graph_runner": "eager"}
-    assert settings.speculative_num_draft_tokens == 7 and target.init_new_workspace == "kept"
+    assert settings.speculative_num_draft_tokens == 7
+
+
+def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left_behind(monkeypatch):
+    """A finished request runs once more, after a round of seven rows too."""
+    from contextlib import nullcontext
+
+    sizes = []
+
+    class TritonAttnBackend:
+        max_context_len, device = 100, "cpu"
+
+        def init_cuda_graph_state(self, max_bs, max_num_tokens, kv_indices_buf=None):
+            sizes.append(len(kv_indices_buf))
+
+    def graphs(runner, *, attn_backend, **options):
+        attn_backend.init_cuda_graph_state(4, 8)
+        return "graphs"
+
+    draft = SimpleNamespace(
+        init_new_workspace=False,
+        _get_attention_backend=lambda init_new_workspace: TritonAttnBackend(),
+        decode_cuda_graph_runner="graphs of 7",
+        eager_runner="eager",
+        _decode_cuda_graph_runner_cls=lambda: graphs,
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
+        capture_tail_hooks=[],
+    )
+    worker = SimpleNamespace(
+        draft_model_runner=draft,
+        block=7,
+        _draft_sampler=None,
+        _own_context=nullcontext,
+        draft_parallel_layout=None,
+    )
+    settings = SimpleNamespace(speculative_num_steps=1)
+    monkeypatch.setattr(width_graphs, "get_spec", lambda: settings)
+    monkeypatch.setattr(width_graphs, "_settings", lambda width: nullcontext())
+    monkeypatch.setattr(width_graphs, "draft_tp_context", lambda layout: nullcontext())
+    assert width_graphs.draft_state(worker, 2)["decode_cuda_graph_runner"] == "graphs"
+    assert sizes == [4 * (100 + 3 * 7)]

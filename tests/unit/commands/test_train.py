@@ -346,7 +346,7 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     """The same drafter as from the target's own states, from shards and the borrowed tensors."""
     target = LocalTarget(target_dir)
     g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (20, 33, 28)]
+    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 33, 28)]
     samples = [Sample.continuation(row, 6) for row in rows]
     online = OnlineFeatures(target, samples)
     fingerprint = target.hc_head.fingerprint()

@@ -45,7 +45,7 @@ def core(target, target_dir, tmp_path):
 @pytest.fixture(scope="module")
 def cache(target):
     g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (20, 33, 41)]
+    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 33, 41)]
     samples = [Sample.continuation(row, 6) for row in rows]
     return FeatureCache(target, samples, dtype=torch.float32)
 
@@ -79,7 +79,7 @@ def test_the_layer_is_transformers_layer_over_projected_paths(core, target, tmp_
         places[own.get(name, f"layers.0.{name}")].copy_(tensor.float())
     g = torch.Generator().manual_seed(1)
     n, d, m = 12, config.hidden_size, config.hc_mult
-    ids = torch.randint(10, 2000, (n,), generator=g)
+    ids = torch.randint(10, 1300, (n,), generator=g)
     embeddings, residual = target.embed_tokens(ids), 5 * torch.randn(n, m * d, generator=g)
     found, streams = core(
         embeddings, residual, ids, torch.arange(n), causal_attend(1, n, target.scaling)

@@ -363,7 +363,7 @@ def test_v41_takes_the_last_ffns_gate_and_calls_it_approximate(tmp_path, target_
     drafter = Drafter.load(tmp_path / "draft")
     assert drafter.config.gate == "approximate" and not drafter.config.reads_hc_head
     weights = load_file(target / "model.safetensors")
-    fn, base, scale = (weights[f"layers.4.hc_ffn_{part}"] for part in ("fn", "base", "scale"))
+    fn, base, scale = (weights[f"layers.7.hc_ffn_{part}"] for part in ("fn", "base", "scale"))
     assert torch.equal(drafter.reducer.fn, fn[:M])
     assert torch.equal(drafter.reducer.base, base[:M])
     assert torch.equal(drafter.reducer.scale, scale[:1])
@@ -383,7 +383,7 @@ def test_v41_without_the_rows_says_which(tmp_path, target_dir, capsys):
     target = deepseek_v41(tmp_path / "target", target_dir, whole=False)
     assert initialise(target, tmp_path / "draft", "--gate", "approximate") == 2
     error = capsys.readouterr().err
-    assert "no tensor layers.4.hc_ffn_fn" in error and "Use --reducer fc" in error
+    assert "no tensor layers.7.hc_ffn_fn" in error and "Use --reducer fc" in error
 
 
 def test_qwen4_exp_needs_fc(tmp_path, folders, capsys):

@@ -210,7 +210,7 @@ def drafter_of(target, target_dir: Path, shape: DrafterShape = SHAPE, seed: int 
 def source(target) -> FeatureCache:
     torch.manual_seed(1)
     samples = [
-        Sample.continuation(torch.randint(5, 2000, (24,)).tolist(), start) for start in (6, 9)
+        Sample.continuation(torch.randint(5, 1300, (24,)).tolist(), start) for start in (6, 9)
     ]
     return FeatureCache(target, samples, dtype=torch.float32)
 

@@ -28,7 +28,7 @@ def target(target_dir):
 @pytest.fixture(scope="module")
 def samples():
     g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (12, 30)]
+    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (12, 30)]
     return [Sample.continuation(row, 4) for row in rows]
 
 

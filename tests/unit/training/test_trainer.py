@@ -37,7 +37,7 @@ def target(target_dir):
 @pytest.fixture(scope="module")
 def samples():
     g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(10, 2000, (n,), generator=g).tolist() for n in (20, 33, 41, 28, 37)]
+    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 33, 41, 28, 37)]
     return [
         *(Sample.continuation(row, 6) for row in rows[:4]),
         Sample(rows[4], ((5, 14), (20, 37))),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32
+from tests.warm_start.client import start
 
 
 def copy_of(folder, tmp_path):
@@ -111,6 +112,7 @@ def test_damaged_checkpoints_through_a_real_server(
     draft = folder if which == "draft" else drafter_dir
     log = tmp_path / "server.log"
     arguments = (*FP32, *hyperdflash_arguments(draft))
-    with Server(target, *arguments, log=log) as server, pytest.raises(ServerFailed):
+    server = Server(target, *arguments, log=log, start=start)
+    with server, pytest.raises(ServerFailed):
         server.wait(120)
     assert message in log.read_text(errors="replace")

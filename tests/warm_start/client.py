@@ -18,6 +18,8 @@ from tests.warm_start.asking import Refused, ask, pair, receive
 SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
 # All that ``sglang.launch_server`` and the processes it spawns import before they load plugins.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
+# As servers of tests have.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # What ``subprocess.Popen`` was given that a fork has no answer to, and its value when not given.
 UNKNOWN = {"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None}
 UNKNOWN |= {"uid": None, "umask": -1, "process_group": -1}
@@ -38,14 +40,16 @@ class Template:
         self.lock = threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tests.warm_start.template", str(theirs.fileno())]
+        environment = {**os.environ, **ENVIRONMENT}
+        # Another one in every test; somebody copies the whole environment while importing.
+        environment.pop("PYTEST_CURRENT_TEST", None)
         with theirs, log.open("wb") as sink:
             self.process = subprocess.Popen(
                 [*command, *modules],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                # One thread of OpenMP, as servers of tests have.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

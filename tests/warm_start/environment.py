@@ -11,11 +11,16 @@ from pathlib import Path
 # Read by libraries in C when they are loaded, where Python sees nothing of it, or by Python itself.
 READ_OUT_OF_SIGHT = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_", "TORCH_"),
-    *("PYTORCH_", "CUDA_", "NVIDIA_", "TRITON_", "LD_", "GLIBC_", "MALLOC_", "PYTHON"),
-    *("LANG", "LC_", "TZ"),
+    *("PYTORCH_", "TRITON_", "LD_", "GLIBC_", "MALLOC_", "PYTHON", "LANG", "LC_", "TZ"),
 )
-# The path is set in the child. One thread of OpenMP, which the template has, waits for nobody.
-HARMLESS = {"PYTHONPATH", "OMP_WAIT_POLICY"}
+HARMLESS = {
+    # The path is set in the child.
+    "PYTHONPATH",
+    # One thread of OpenMP, which the template has, waits for nobody.
+    "OMP_WAIT_POLICY",
+    # Written by every server for kernels of GPUs, and templates are for machines without one.
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE"),
+}
 
 
 class EnvironmentWatch:

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from multiprocessing import process, util
 from pathlib import Path
 
+import setproctitle
+
 from tests.warm_start.asking import Refused, ask, pair, receive, send
 from tests.warm_start.environment import EnvironmentWatch, SearchPath, shadowed
 
@@ -175,11 +177,9 @@ def become(template: Template, request: dict, fds: list[int]) -> Job:
                 os.close(fd)
             return serve(Template(template.watch, template.path), theirs) or leave
         theirs.close()
-        spawn_by_asking(ours)
-    # First out of the way of each other.
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5 * FIRST_OWN_FD) for fd in fds]
-    for fd in fds:
-        os.close(fd)
+        spawn_by_asking(socket.socket(fileno=out_of_the_way(ours.detach())))
+    # Their numbers here may be those that others of them are to have.
+    high = [out_of_the_way(fd) for fd in fds]
     for fd, number in zip(high, request["numbers"], strict=True):
         os.dup2(fd, number)
         os.close(fd)
@@ -195,6 +195,13 @@ def become(template: Template, request: dict, fds: list[int]) -> Job:
     if option == "-m":
         return functools.partial(runpy._run_module_as_main, program)
     return functools.partial(exec, compile(program, "<string>", "exec"), main_module.__dict__)
+
+
+def out_of_the_way(fd: int) -> int:
+    """The descriptor with another number, one that no program counts on."""
+    new = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN_FD)
+    os.close(fd)
+    return new
 
 
 def leave() -> None:
@@ -235,6 +242,8 @@ def main() -> Job | None:
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
     path = SearchPath.of_this_process()
+    # It finds the memory for titles beside an environment that nobody has replaced yet.
+    setproctitle.getproctitle()
     with EnvironmentWatch() as watch:
         import_all(sys.argv[2:])
     send(link, {"ready": os.getpid()})

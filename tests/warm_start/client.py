@@ -18,6 +18,7 @@ from tests.warm_start.asking import Refused, ask, pair, receive
 SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
 # All that ``sglang.launch_server`` and the processes it spawns import before they load plugins.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
+LAUNCHER = [sys.executable, "-m", "sglang.launch_server"]
 # As servers of tests have.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # What ``subprocess.Popen`` was given that a fork has no answer to, and its value when not given.
@@ -126,12 +127,16 @@ def why_ordinary(command: Sequence[str]) -> str | None:
         return "only Linux adopts orphans"
     if torch.accelerator.is_available():
         return "an accelerator's state does not survive a fork"
-    launcher = [sys.executable, "-m", "sglang.launch_server"]
-    return None if list(command[:3]) == launcher else f"it is not {launcher}"
+    if list(command[:3]) == LAUNCHER or list(command[:2]) == [sys.executable, "-c"]:
+        return None
+    return f"it does not begin with {LAUNCHER}"
 
 
 def start(command: Sequence[str], **options) -> subprocess.Popen:
-    """Start a server from the template or, where that would make a difference, as ever."""
+    """Start a server, or a script that asks SGLang, from the template.
+
+    Where that would make a difference, it is started as ever, and noted in ``ordinary_starts``.
+    """
     if (reason := why_ordinary(command)) is None:
         try:
             return template().start(command, **options)

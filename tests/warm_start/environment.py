@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # Read by libraries in C when they are loaded, where Python sees nothing of it, or by Python itself.
@@ -88,10 +88,12 @@ class SearchPath:
 
     Attributes:
         before: put at the front by installed packages. after: the standard library and the rest.
+        added: put at the end by what was imported since.
     """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
+    added: tuple[str, ...] = ()
 
     @classmethod
     def of_this_process(cls) -> SearchPath:
@@ -104,7 +106,13 @@ class SearchPath:
     def of(self, first: str, python_path: str) -> list[str]:
         """Of a new interpreter with ``first`` as its program's folder and that ``PYTHONPATH``."""
         given = folders(python_path)
-        return [first, *self.before, *given, *(f for f in self.after if f not in given)]
+        after = (folder for folder in self.after if folder not in given)
+        return [first, *self.before, *given, *after, *self.added]
+
+    def since_then(self) -> SearchPath:
+        """With what this process's imports have put at the end."""
+        length = sys.path.index(self.after[0]) + len(self.after)
+        return replace(self, added=tuple(sys.path[length:]))
 
 
 def folders(python_path: str) -> list[str]:

@@ -41,7 +41,7 @@ class Template:
     """What children start from.
 
     Attributes:
-        watch: of the environment while importing. path: ``sys.path`` as it began.
+        watch: of the environment while importing. path: ``sys.path``, too.
         sessions: start time of every leader of a session that was forked, by process id.
     """
 
@@ -247,7 +247,7 @@ def main() -> Job | None:
     with EnvironmentWatch() as watch:
         import_all(sys.argv[2:])
     send(link, {"ready": os.getpid()})
-    return serve(Template(watch, path), link)
+    return serve(Template(watch, path.since_then()), link)
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def pair(target_dir, drafter_dir, tmp_path_factory):
 
 
 def test_answers_and_accepted_drafts_are_the_same(pair, own_prompts):
-    warm, cold = (greedy_all(one.server, own_prompts, 1) for one in pair)
+    warm, cold = (greedy_all(one.server, own_prompts[:4], 1) for one in pair)
     assert ids(warm) == ids(cold)
-    assert len({tuple(answer) for answer in ids(warm)}) == len(own_prompts)
+    assert len({tuple(answer) for answer in ids(warm)}) == 4
     histograms = [
         [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
         for answers in (warm, cold)

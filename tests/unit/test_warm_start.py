@@ -126,6 +126,33 @@ def test_a_variable_that_an_import_reads_is_refused_when_it_is_another(tmp_path,
         made.stop()
 
 
+@pytest.mark.parametrize(
+    "command, variable, value, why",
+    [
+        ([sys.executable, "-c", "raise SystemExit(4)"], client.SWITCH, "0", "=0"),
+        ([sys.executable, "-c", "raise SystemExit(4)"], "OMP_NUM_THREADS", "3", "was read"),
+        (["sh", "-c", "exit 4"], "ANY", "", "does not begin with"),
+        ([sys.executable, "-c", "raise SystemExit(4)"], "ANY", "", None),
+    ],
+)
+def test_everything_else_is_started_in_the_ordinary_way(
+    template, monkeypatch, command, variable, value, why
+):
+    """And noted with the reason; the last case is started warm."""
+    if client.why_ordinary([sys.executable, "-c", ""]):
+        pytest.skip("the template is switched off here")
+    monkeypatch.setattr(client, "_template", template)
+    monkeypatch.setattr(client, "ordinary_starts", [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(variable, value)
+    process = client.start(command)
+    assert process.wait(60) == 4
+    assert (type(process) is subprocess.Popen) == bool(why)
+    assert [(c, why in reason) for c, reason in client.ordinary_starts] == [(command, True)] * bool(
+        why
+    )
+
+
 def test_a_template_whose_imports_start_a_thread_says_so(tmp_path, monkeypatch):
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\n"
     (tmp_path / "threaded.py").write_text(source)

@@ -55,6 +55,7 @@ class Template:
                 start_new_session=True,
             )
         if receive(self.link) is None:
+            self.stop()
             raise RuntimeError(f"no template ({SWITCH}=0 does without it): {log.read_text()}")
 
     def start(self, command: Sequence[str], spawns: bool = True, **options) -> subprocess.Popen:

@@ -25,7 +25,7 @@ import continuations
 import corpus
 from ablations_report import write_report
 from sglang_hyperdflash.tools.acceptance import (
-    accept_length,
+    accept_length_of,
     add_histograms,
     counters,
     position_acceptance,
@@ -139,9 +139,8 @@ def measure(answers: dict[str, list[dict]], expected: dict[str, list[list[int]]]
     same = total = 0
     for kind, given in answers.items():
         histogram = add_histograms(counters(answer["meta_info"])[2] for answer in given)
-        accepted = sum(i * n for i, n in enumerate(histogram))
         found["held_out"][kind] = {
-            "tau": accept_length(accepted, sum(histogram)),
+            "tau": accept_length_of(histogram),
             "position_acceptance": position_acceptance(histogram, DrafterShape.block_size - 1),
             "rounds": sum(histogram),
         }

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from dependency_report import write_report
 from sglang_hyperdflash.cli import main as hyperdflash
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, counters
+from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
@@ -214,8 +214,7 @@ def nats(answers: list[dict]) -> float:
 def tau_of(answers: list[dict]) -> dict[str, Any]:
     """tau, and the rounds by how many drafts each accepted."""
     histogram = add_histograms(counters(answer["meta_info"])[2] for answer in answers)
-    accepted = sum(i * n for i, n in enumerate(histogram))
-    return {"tau": accept_length(accepted, sum(histogram)), "histogram": histogram}
+    return {"tau": accept_length_of(histogram), "histogram": histogram}
 
 
 def serve(args: argparse.Namespace) -> None:

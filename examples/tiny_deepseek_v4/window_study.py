@@ -23,7 +23,7 @@ import continuations
 import corpus
 from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, counters
+from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -102,7 +102,7 @@ def measure(args, drafter: Path, trained: bool, window: int | None, prompts, exp
             answers = ask(server, ids)
             same = [a["output_ids"] for a in answers] == expected[length]
             histogram = add_histograms(counters(a["meta_info"])[2] for a in answers)
-            tau = accept_length(sum(i * n for i, n in enumerate(histogram)), sum(histogram))
+            tau = accept_length_of(histogram)
             found["lengths"][length] = {"tau": tau, "identical": same, "rounds": sum(histogram)}
         # The target's pool is allocated before the drafter's.
         found["draft_slots"] = logged_pools(log.read_text(errors="replace"))[-1].slots

@@ -23,7 +23,12 @@ from msgspec import Meta
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.serving.width_settings import WIDTH
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import (
+    accept_length,
+    accept_length_of,
+    add_histograms,
+    position_acceptance,
+)
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -281,18 +286,18 @@ def compare(
 def summarise(reports: list[PromptReport], histograms: list[list[int]], num_drafts: int) -> dict:
     """The whole of ``demo.json``; tau over all rounds, speedup as the median over prompts."""
     total = add_histograms(histograms)
-    accepted = sum(i * count for i, count in enumerate(total))
+    tau = accept_length_of(total)
     speedups = sorted(report.speedup for report in reports)
     judged = [report.right for report in reports if report.right is not None]
     return {
         "outputs_identical": all(report.identical for report in reports),
         "answers_right": sum(judged),
         "answers_judged": len(judged),
-        "tau": accept_length(accepted, sum(total)),
+        "tau": tau,
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
         "speedup_range": [speedups[0], speedups[-1]],
-        "round_cost": accept_length(accepted, sum(total)) / statistics.median(speedups),
+        "round_cost": tau / statistics.median(speedups),
         "provenance": provenance(),
         "prompts": [asdict(report) for report in reports],
     }

@@ -7,13 +7,11 @@ it reads the host's free memory, so that whatever any process allocates meanwhil
 from __future__ import annotations
 
 import logging
-import math
-import os
 
 import psutil
 
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.environment import positive_number
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +40,7 @@ def kv_limit() -> int:
     Raises:
         HyperDFlashConfigError: ``HYPERDFLASH_CPU_KV_GIB`` is not a positive number.
     """
-    text = os.environ.get(KV_GIB, str(DEFAULT_KV_GIB))
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = math.nan
-    if not 0 < gib < math.inf:
-        raise HyperDFlashConfigError(
-            f"{KV_GIB} must be a positive number of GiB, found {text!r}; the default is "
-            f"{DEFAULT_KV_GIB:g}."
-        )
-    return int(gib * GIB)
+    return int(positive_number(KV_GIB, DEFAULT_KV_GIB, "a positive number of GiB") * GIB)
 
 
 def bound_kv(result: int, self, pre_model_load_memory) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.environment import positive_number
 
 # Slots of a windowed drafter's pool per target token; the pool of any other has one.
 POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
@@ -18,17 +17,8 @@ def pool_ratio() -> float:
     Raises:
         HyperDFlashConfigError: ``HYPERDFLASH_DRAFT_POOL_RATIO`` is not a number in (0, 1].
     """
-    text = os.environ.get(POOL_RATIO, str(DEFAULT_POOL_RATIO))
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = math.nan
-    if not 0 < ratio <= 1:
-        raise HyperDFlashConfigError(
-            f"{POOL_RATIO} must be a number above 0 and at most 1, found {text!r}; the default is "
-            f"{DEFAULT_POOL_RATIO}."
-        )
-    return ratio
+    form = "a number above 0 and at most 1"
+    return positive_number(POOL_RATIO, DEFAULT_POOL_RATIO, form, most=1.0)
 
 
 def draft_cell_size(original, kvc) -> int:

@@ -102,7 +102,8 @@ class OneRowWorker(SampledWorker):
         target_out = self._target_row(batch, anchors, positions, slots, plan)
         output = target_out.logits_output
         tokens = self._token_of_row(batch, output, anchors, tree, grammar_barrier)
-        ones = self._ones(bs)
+        ones = torch.ones(bs, dtype=torch.int32, device=self.device)
+        self._count(tokens.unsqueeze(1), ones)
         self._describe(batch, draft_input, output, tokens, ones)
         new_seq_lens = prefix_lens + 1
         if on_publish is not None:
@@ -110,14 +111,9 @@ class OneRowWorker(SampledWorker):
         shared = bool(target_out.can_run_cuda_graph)
         self._keep_pending(output.hidden_states, self._draft_write_ids(plan), positions, shared)
         output.hidden_states = None
-        told = tokens
-        if self._broken is not None:
-            past = int(self.target_worker.model_runner.model_config.vocab_size)
-            told = tokens.masked_fill(self._broken, past)
-            self._broken = None
         return GenerationBatchResult(
             logits_output=output,
-            next_token_ids=told,
+            next_token_ids=tokens,
             accept_lens=ones,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
             next_draft_input=self._make_next_draft_input_decode(
@@ -128,9 +124,6 @@ class OneRowWorker(SampledWorker):
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
-
-    def _ones(self, bs: int) -> torch.Tensor:
-        return torch.ones(bs, dtype=torch.int32, device=self.device)
 
     def _target_row(self, batch, anchors, positions, slots, plan):
         """The target's pass over ``anchors [bs, 1]``; the batch's host lengths are left alone."""
@@ -187,7 +180,6 @@ class OneRowWorker(SampledWorker):
             tokens = draw_rows(logits, weights, sampling, self.requests.draws, at, gumbel_argmax)
         tokens = tokens.masked_fill(self._broken, 0)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, tokens)
-        self._count(tokens.unsqueeze(1), self._ones(len(tokens)))
         return tokens
 
     def _describe(self, batch, draft_input, output, tokens, ones) -> None:

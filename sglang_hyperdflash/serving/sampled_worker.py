@@ -103,7 +103,7 @@ class SampledWorker(WindowedWorker):
         self._begin(batch, extend)
         result = self.run_round(batch, *args, **kwargs)
         if self._broken is not None:
-            self._tell_broken(result, extend)
+            self._tell_broken(result)
         return result
 
     def run_round(self, batch, *args, **kwargs):
@@ -155,7 +155,7 @@ class SampledWorker(WindowedWorker):
             self._counts = GeneratedCounts(slots, runner.model_config.vocab_size, self.device)
         return self._counts
 
-    def _tell_broken(self, result, extend: bool) -> None:
+    def _tell_broken(self, result) -> None:
         """Put an id past the vocabulary where a token would come from a broken row.
 
         The scheduler ends the request there (``sampling_seams.end_broken``).
@@ -163,7 +163,7 @@ class SampledWorker(WindowedWorker):
         The next round's anchor stays a token: it may already run.
         """
         past = int(self.target_worker.model_runner.model_config.vocab_size)
-        if extend:
+        if result.next_token_ids.numel() == len(self._broken):  # a prefill, or no drafts
             result.next_token_ids = result.next_token_ids.masked_fill(self._broken, past)
             return
         tokens = result.next_token_ids.view(len(self._broken), -1)
@@ -256,7 +256,7 @@ class SampledWorker(WindowedWorker):
             self.dependency,
             sampling_of(self._info),
             requests.draws.seeds,
-            first + torch.arange(drafts, device=candidates.ids.device),
+            first + self._block_pos_offsets[:drafts],
             self.sharpness.of(requests.draws.seeded),
             self._adjust_candidates if self._changes_drafts() else None,
         )

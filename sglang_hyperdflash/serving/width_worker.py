@@ -84,7 +84,6 @@ class WidthStates:
                 ),
                 "_draft_sampler": None,
             }
-        self.states[int(worker.block_size)]["_draft_sampler"] = worker._draft_sampler
 
     def activate(self, width: int) -> None:
         """Make the worker one of this width; buffers that grew stay with the width they had."""
@@ -102,7 +101,6 @@ class WidthStates:
         """Backends and graphs of every width; the worker is at its full one, with its own."""
         worker, full = self.worker, int(self.worker.block_size)
         target, draft = worker.target_worker.model_runner, worker.draft_model_runner
-        self.states[full]["_draft_sampler"] = worker._draft_sampler
         self.runners[full] = [(runner, width_graphs.state_of(runner)) for runner in (target, draft)]
         for width in sorted(self.states, reverse=True):
             if width == full:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def accept_length(correct_drafts: int, rounds: int) -> float:
     """tau, bonus token included: ``1 + accepted drafts / verification rounds``; 0 without any."""
     return 1.0 + correct_drafts / rounds if rounds else 0.0
+
+
+def accept_length_of(histogram: Sequence[int]) -> float:
+    """tau of rounds of which ``histogram[i]`` accepted i drafts each; 0 without any."""
+    return accept_length(sum(i * n for i, n in enumerate(histogram)), sum(histogram))
 
 
 def drafted_positions(widths: Iterable[int], num_drafts: int) -> list[int]:

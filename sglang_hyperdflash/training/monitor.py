@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from sglang_hyperdflash.tools.atomic import write_failed
 
 
 class Monitor:
@@ -21,7 +25,7 @@ class Monitor:
         self.writer = self.bar = None
         if not self.active:
             return
-        self.writer = _scalar_writer(trainer.folder / "tensorboard", trainer.state["step"])
+        self.writer = _scalar_file(trainer.folder / "tensorboard", trainer.state["step"])
         total = trainer.recipe.steps
         self.bar = tqdm(total=total, initial=trainer.state["step"], desc=title, unit="step")
         self.then = time.monotonic()
@@ -46,14 +50,14 @@ class Monitor:
         )
         if self.writer is None:
             return
-        for name in ("loss", "ce", trainer.objective.term):
-            self.writer.add_scalar(f"train/{name}", report[name], step)
+        scalars = {f"train/{name}": report[name] for name in ("loss", "ce", trainer.objective.term)}
         for k, value in enumerate(accuracy.tolist(), 1):
-            self.writer.add_scalar(f"position_accuracy/{k}", value, step)
-        self.writer.add_scalar("train/answer_tokens_per_second", rate, step)
-        self.writer.add_scalar("train/learning_rate", trainer.optimizer.param_groups[0]["lr"], step)
+            scalars[f"position_accuracy/{k}"] = value
+        scalars["train/answer_tokens_per_second"] = rate
+        scalars["train/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         if tau is not None:
-            self.writer.add_scalar("held_out/tau", tau, step)
+            scalars["held_out/tau"] = tau
+        self.writer.add(scalars, step)
 
     def __enter__(self) -> Monitor:
         return self
@@ -65,11 +69,57 @@ class Monitor:
                 self.writer.close()
 
 
-def _scalar_writer(folder: Path, step: int):
-    """TensorBoard's writer, going on after a step; None, said in one line, without the library."""
+class ScalarFile:
+    """Scalars of a run in TensorBoard's own file format, each written at once.
+
+    TensorBoard's writer has a thread of its own, which ends with a traceback on a full disk.
+
+    Args:
+        folder: where TensorBoard looks. step: what an earlier run wrote from here on is void.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+        WriteFailed: the disk is full or the place cannot be written; so does :meth:`add`.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import scalar
+
+        self.event, self.scalar = Event, scalar
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("wb", buffering=0)
+        except OSError as error:
+            raise write_failed(self.path, error) from error
+        self.records = RecordWriter(self.file)
+        self._write(Event(file_version="brain.Event:2"))
+        self._write(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, scalars: dict[str, float], step: int) -> None:
+        """One step's values by name."""
+        for name, value in scalars.items():
+            self._write(self.event(step=step, summary=self.scalar(name, value)))
+
+    def close(self) -> None:
+        """Close the file; all is written."""
+        self.file.close()
+
+    def _write(self, event) -> None:
+        event.wall_time = time.time()
+        try:
+            self.records.write(event.SerializeToString())
+        except OSError as error:
+            raise write_failed(self.path, error) from error
+
+
+def _scalar_file(folder: Path, step: int) -> ScalarFile | None:
+    """TensorBoard's scalars, going on after a step; None, said in one line, without the library."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return ScalarFile(folder, step)
     except ImportError:
         print("no TensorBoard scalars: pip install 'sglang-hyperdflash[train]' brings them")
         return None
-    return SummaryWriter(str(folder), purge_step=step)

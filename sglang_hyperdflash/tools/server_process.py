@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import requests
@@ -47,6 +48,8 @@ class Server:
         launcher: how the server is started; ``("sglang", "serve")`` is the other way.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
         port: where it listens; None for any free one.
+        start: starts the process, called as ``subprocess.Popen`` is. Tests start many servers and
+            fork them from a process that has done the imports.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Server:
         threads: int | None = 1,
         environment: dict[str, str] | None = None,
         port: int | None = None,
+        start: Callable[..., subprocess.Popen] = subprocess.Popen,
     ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -70,7 +74,7 @@ class Server:
             env["OMP_NUM_THREADS"] = str(threads)
         with log.open("ab") as sink:
             self._log_start = sink.tell()
-            self.process = subprocess.Popen(
+            self.process = start(
                 self.command, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
 

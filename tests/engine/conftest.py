@@ -18,6 +18,7 @@ from sglang_hyperdflash.tools.server_process import (
     hyperdflash_arguments,
 )
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
+from tests.warm_start.client import start
 
 COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
@@ -47,7 +48,7 @@ class Servers:
             log = ROOT / "build" / "test-logs" / worker / f"{name}.log"
             # Servers add to their log; a test must not read what an earlier run said.
             log.unlink(missing_ok=True)
-            self.running[name] = Server(model, *arguments, log=log, **options)
+            self.running[name] = Server(model, *arguments, log=log, start=start, **options)
         # A server that ends is noticed at once; a slow machine is no failure.
         return self.running[name].wait(1800)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32
+from tests.warm_start.client import ENVIRONMENT, start
 
 
 def copy_of(folder, tmp_path):
@@ -52,14 +54,16 @@ args.resolve_once()
 
 def resolution_error(*arguments: str) -> str:
     """What SGLang's own argument resolution says, in a process of its own."""
-    ended = subprocess.run(
+    process = start(
         [sys.executable, "-c", RESOLVE, *map(str, arguments)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=180,
+        env={**os.environ, **ENVIRONMENT},
     )
-    assert ended.returncode != 0, "the arguments were accepted"
-    return ended.stderr
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode != 0, "the arguments were accepted"
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def test_damaged_checkpoints_through_a_real_server(
     draft = folder if which == "draft" else drafter_dir
     log = tmp_path / "server.log"
     arguments = (*FP32, *hyperdflash_arguments(draft))
-    with Server(target, *arguments, log=log) as server, pytest.raises(ServerFailed):
+    server = Server(target, *arguments, log=log, start=start)
+    with server, pytest.raises(ServerFailed):
         server.wait(120)
     assert message in log.read_text(errors="replace")

@@ -23,12 +23,13 @@ from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
 from sglang_hyperdflash.training.trainer import Trainer
-from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.conftest import FP32, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
-COMPARED = 4
+# Prompts and tokens of the plain decoder, which reads its prefix anew for every draft of a chain.
+COMPARED, COMPARED_TOKENS = 4, 64
 SLOW = pytest.mark.slow
 # Stand-ins with a head: shape, objective, and what their stage sets.
 STAND_INS = {
@@ -149,7 +150,7 @@ def test_greedy_answers_and_tau(
     server = server_of(servers, target_dir, folders, name)
     answers = greedy_all(server, own_prompts, 4)
     assert ids(answers) == own_reference
-    alone = [greedy(server, prompt) for prompt in own_prompts[:COMPARED]]
+    alone = [greedy(server, prompt, COMPARED_TOKENS) for prompt in own_prompts[:COMPARED]]
     servers.stop(name)
     check_tau(target, folders, name, own_prompts, alone)
 
@@ -169,7 +170,7 @@ def test_sampled_draws_follow_the_target_s_law(servers, target_dir, folders, con
 
 
 def test_hyperdflash_s_tau(hyper_server, target, folders, own_prompts):
-    alone = [greedy(hyper_server, prompt) for prompt in own_prompts[:COMPARED]]
+    alone = [greedy(hyper_server, prompt, COMPARED_TOKENS) for prompt in own_prompts[:COMPARED]]
     check_tau(target, folders, "hyperdflash6", own_prompts, alone)
 
 
@@ -178,7 +179,7 @@ def check_tau(target, folders, name: str, prompts, answers) -> None:
     draft, total = drafts_of(target, folders, name), 0
     assert_lengths_vary([counters(answer["meta_info"])[2] for answer in answers])
     for prompt, answer in zip(prompts, answers, strict=False):
-        expected, histogram = decode(target, draft, prompt, NEW_TOKENS, None)
+        expected, histogram = decode(target, draft, prompt, COMPARED_TOKENS, None)
         assert answer["output_ids"] == expected
         correct, rounds, found = counters(answer["meta_info"])
         assert found + [0] * (len(histogram) - len(found)) == histogram, name

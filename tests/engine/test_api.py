@@ -9,7 +9,7 @@ import openai
 import pytest
 import requests
 
-from tests.engine.conftest import greedy
+from tests.engine.conftest import HOT, greedy
 
 SCHEMA = {
     "type": "object",
@@ -121,7 +121,7 @@ def test_several_answers_to_one_prompt(hyper_server, own_prompts, own_reference)
     sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, "n": 3}
     answers = hyper_server.generate(input_ids=own_prompts[0], sampling_params=sampling)
     assert [a["output_ids"] for a in answers] == [own_reference[0][:40]] * 3
-    sampling |= {"temperature": 1.0, "n": 4}
+    sampling |= {"temperature": HOT, "n": 4}
     answers = hyper_server.generate(input_ids=own_prompts[0], sampling_params=sampling)
     assert len({tuple(a["output_ids"]) for a in answers}) > 1
 
@@ -153,7 +153,7 @@ def test_abort_in_the_middle(hyper_server, own_prompts, own_reference):
 
 
 def test_prompts_at_the_context_limit(target_server, hyper_server, own_prompts, own_reference):
-    base = [token for prompt in own_prompts for token in prompt] * 4
+    base = [token for prompt in own_prompts for token in prompt] * 20
     for length in (CONTEXT - 9, CONTEXT - 7, CONTEXT - 2, CONTEXT - 1):
         prompt = base[:length]
         payload = {

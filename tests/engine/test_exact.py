@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine.conftest import FP32, install_plugin
+from tests.engine.conftest import FP32, HOT, install_plugin
 from tests.engine.test_api import SCHEMA
 
 VOCABULARY_ORDER = '''
@@ -52,10 +52,10 @@ def patch():
     Sampler._sample_from_probs = lambda self, *inputs: draw(original, self, *inputs)
 '''
 SETTINGS = {
-    "temperature 1": {},
+    "unfiltered": {},
     "top-k 5": {"top_k": 5},
     "top-p 0.8": {"top_p": 0.8},
-    "min-p 0.1": {"min_p": 0.1, "temperature": 1.2},
+    "min-p 0.1": {"min_p": 0.1},
     "bias": {"logit_bias": {"20": 2.0, "31": -4.0}},
     "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
     "repetition": {"repetition_penalty": 1.3},
@@ -86,7 +86,7 @@ OutputDependent.__module__ = "__main__"
 
 
 def sampled(i: int, **setting) -> dict:
-    base = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    base = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True}
     return {**base, "sampling_seed": 1000 + i, **setting}
 
 
@@ -122,7 +122,13 @@ def references(deterministic, own_prompts) -> dict[str, list[list[int]]]:
     settings = {name: [sampled(i, **s) for i in range(PROMPTS)] for name, s in SETTINGS.items()}
     for name, s in GREEDY.items():
         settings[f"greedy {name}"] = [sampled(i, **{"temperature": 0, **s}) for i in range(PROMPTS)]
-    return {n: tokens_of(deterministic, own_prompts[:PROMPTS], s, 4) for n, s in settings.items()}
+    found = {n: tokens_of(deterministic, own_prompts[:PROMPTS], s, 4) for n, s in settings.items()}
+    again = tokens_of(
+        deterministic, own_prompts[:PROMPTS], [sampled(i + PROMPTS) for i in range(PROMPTS)], 4
+    )
+    same = [a == b for a, b in zip(found["unfiltered"], again, strict=True)]
+    assert not any(same), "other seeds must give other tokens, or seeds are not seen"
+    return found
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -153,7 +159,7 @@ def mixed(i: int) -> tuple[str, dict]:
 def test_batchmates_do_not_matter(hyper_server, own_prompts, references):
     """Seeded, filtered, penalised, greedy and unseeded requests in one batch, and prefix hits."""
     named = [mixed(i) for i in range(PROMPTS)]
-    unseeded = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    unseeded = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True}
     prompts = own_prompts[:PROMPTS] + own_prompts[:4]
     parameters = [p for _, p in named] + [unseeded] * 4
     expected = [references[name][i] for i, (name, _) in enumerate(named)]
@@ -252,14 +258,14 @@ def test_grammar_bias_penalties_and_logprobs_together(hyper_server, deterministi
 
 
 def test_choices_without_a_seed_differ(hyper_server, own_prompts):
-    parameters = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 6}
+    parameters = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 6}
     answers = hyper_server.generate(input_ids=own_prompts[0], sampling_params=parameters)
     assert len({tuple(a["output_ids"]) for a in answers}) == 6
 
 
 def test_openais_seed_is_the_seed(hyper_server):
     messages = [{"role": "user", "content": "Can I get a small coffee with milk?"}]
-    payload = {"model": "m", "messages": messages, "temperature": 1, "max_tokens": 40}
+    payload = {"model": "m", "messages": messages, "temperature": 2, "max_tokens": 40}
 
     def text(**more):
         url = f"{hyper_server.url}/v1/chat/completions"

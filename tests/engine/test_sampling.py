@@ -26,7 +26,8 @@ SETTINGS = {
     "min-p 0.1": {"min_p": 0.1},
 }
 CONTEXTS_EACH, DRAWS = 5, 1000
-CERTAIN = 0.9
+# Answers are sure of themselves; the target is open now and then after their end.
+CERTAIN, CONTEXTS_A_ROW = 0.9, 2
 
 
 def law(logits: torch.Tensor, setting: dict) -> torch.Tensor:
@@ -49,13 +50,16 @@ class Contexts:
         self.found: list[tuple[list[int], int]] = []
         for row in rows:
             probs = self.logits([row])[0].softmax(-1)
-            for at in range(40, len(row) - 1, 9):
+            chosen = 0
+            for at in range(24, len(row) - 1):
                 top = probs[at].max(-1)
                 after = probs[at + 1] if int(top.indices) == row[at + 1] else None
                 # The token after the certain one must be open, or the test says nothing.
                 if top.values > CERTAIN and after is not None and after.max() < 0.6:
                     self.found.append((row[: at + 1], int(top.indices)))
-                    break
+                    chosen += 1
+                    if chosen == CONTEXTS_A_ROW:
+                        break
 
     def logits(self, rows: list[list[int]]) -> torch.Tensor:
         return self.target.lm_head(self.target.features(torch.tensor(rows))[0])

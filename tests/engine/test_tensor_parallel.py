@@ -10,7 +10,7 @@ import pytest
 from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine.conftest import FP32, greedy, greedy_all, ids
+from tests.engine.conftest import FP32, HOT, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary
 
 RANKS = 2
@@ -65,7 +65,7 @@ def test_draft_kv_heads_are_split_and_every_rank_has_its_pool(parallel_server, d
 
 def test_sampled_requests_finish_on_both_ranks(parallel_server, own_prompts, own_reference):
     """Ranks that drew different tokens would run out of step and hang, or answer wrongly after."""
-    sampled = {"temperature": 1, "max_new_tokens": TOKENS, "ignore_eos": True}
+    sampled = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     def sample(server, prompt):
         return server.generate(input_ids=prompt, sampling_params=sampled, timeout=60)
@@ -81,7 +81,7 @@ def test_a_seed_gives_one_ranks_tokens_on_two(parallel_server, hyper_server, own
 
     def sample(server, prompt):
         sampling = {
-            "temperature": 1,
+            "temperature": HOT,
             "top_p": 0.9,
             "frequency_penalty": 0.3,
             "sampling_seed": len(prompt),

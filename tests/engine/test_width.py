@@ -70,7 +70,7 @@ def test_greedy_tokens_cold_and_from_the_prefix_cache(random_server, own_prompts
 @pytest.mark.parametrize(
     "name",
     [
-        "temperature 1",
+        "unfiltered",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("top-p 0.8", "penalties")),
     ],
 )

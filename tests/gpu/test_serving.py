@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.engine.conftest import BF16_TIE, first_difference_gaps, greedy_all, ids
+from tests.engine.conftest import BF16_TIE, HOT, first_difference_gaps, greedy_all, ids
 from tests.engine.test_dependency import RANK, with_head
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_a_dependency_head_drafts_the_same_inside_the_graph(
 ):
     """Greedy and seeded rounds, from the graph's buffers and without any graph."""
     folder = with_head(target_dir, drafter_dir, tmp_path / "draft", *options)
-    seeded = {"temperature": 1, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 7}
+    seeded = {"temperature": HOT, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 7}
 
     def sample(server, prompt):
         return server.generate(input_ids=prompt, sampling_params=seeded)

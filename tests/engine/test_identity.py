@@ -13,6 +13,7 @@ from tests.engine.conftest import (
     BF16_TIE,
     COMMON,
     FP32,
+    NEW_TOKENS,
     first_difference_gaps,
     greedy,
     greedy_all,
@@ -56,7 +57,7 @@ def test_benchmark_prompts(hyper_server, benchmark_prompts, benchmark_reference,
     assert_identical(ids(answers), benchmark_reference)
     # Real speculation happened: drafts were accepted and all lengths are the asked ones.
     assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
-    assert {len(a["output_ids"]) for a in answers} == {128}
+    assert {len(a["output_ids"]) for a in answers} == {NEW_TOKENS}
 
 
 def test_prefix_cache_hits(hyper_server, own_prompts, own_reference):

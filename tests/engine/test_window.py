@@ -46,10 +46,11 @@ def test_a_window_over_every_context_drafts_as_without(
     draft = with_window(drafter_dir, tmp_path / "wide", 512)
     server = start(servers, "window-512", target_dir, draft)
     try:
-        answers = greedy_all(server, own_prompts, 4)
-        assert ids(answers) == own_reference
+        assert ids(greedy_all(server, own_prompts, 4)) == own_reference
+        # One at a time: other batchmates round otherwise, and a near-tie of drafts may turn.
+        answers = greedy_all(server, own_prompts, 1)
         assert_lengths_vary(rounds(answers))
-        assert rounds(answers) == rounds(greedy_all(hyper_server, own_prompts, 4))
+        assert rounds(answers) == rounds(greedy_all(hyper_server, own_prompts, 1))
         # A prefix hit finds the draft K/V that the first request wrote.
         assert rounds(greedy_all(server, own_prompts, 1)) == rounds(answers)
         assert draft_slots(server, 3) == int(TOKENS * 0.1) + 1
@@ -73,7 +74,7 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
         assert ids(alone) == ids(together) == own_reference
         # Eight requests share five windows: some rounds had lost context.
         assert sum(map(sum, rounds(together))) > sum(map(sum, rounds(alone)))
-        long = [token for prompt in own_prompts for token in prompt]
+        long = [token for prompt in own_prompts for token in prompt] * 2
         assert len(long) > 500
         assert len(ids([greedy(server, long)])[0]) == NEW_TOKENS
         assert draft_slots(server, 3) == int(TOKENS * float(TIGHT[POOL_RATIO])) + 1

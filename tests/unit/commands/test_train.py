@@ -30,7 +30,7 @@ from sglang_hyperdflash.training.trainer import Trainer
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
 from tests.conftest import EXAMPLE, ROOT
 
-DRAFTER = EXAMPLE / "drafter"
+DRAFTER = EXAMPLE / "hyperdflash"
 
 WHOLE = """
 target = "target"

@@ -96,7 +96,7 @@ def test_states_without_the_asked_layers_are_refused(target):
         ("--source layers --layer-ids 1 2", "has no residual paths to gate"),
         ("--source layers --reducer fc", "--source layers needs --layer-ids"),
         ("--layer-ids 1", "no other source takes them"),
-        ("--source layers --reducer fc --layer-ids 1 9", "between 0 and 4, found [1, 9]"),
+        ("--source layers --reducer fc --layer-ids 1 9", "between 0 and 7, found [1, 9]"),
     ],
 )
 def test_init_refuses_what_cannot_work(target_dir, tmp_path, capsys, options, message):

@@ -14,7 +14,7 @@ from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import with_window
-from tests.engine.conftest import FP32, greedy, greedy_all, ids
+from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
 from tests.engine.test_api import SCHEMA
 from tests.engine.test_exact import SETTINGS, sampled, tokens_of
 from tests.engine.test_metrics import samples
@@ -64,7 +64,7 @@ def test_greedy_tokens_cold_and_from_the_prefix_cache(random_server, own_prompts
     assert all(a["meta_info"]["cached_tokens"] > 0 for a in answers)
     longer = [p + r[:50] for p, r in zip(own_prompts, own_reference, strict=True)]
     found = ids(greedy_all(random_server, longer, 4))
-    assert [a[:78] for a in found] == [r[50:] for r in own_reference]
+    assert [a[: NEW_TOKENS - 50] for a in found] == [r[50:] for r in own_reference]
 
 
 @pytest.mark.parametrize(

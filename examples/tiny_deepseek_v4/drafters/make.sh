@@ -1,7 +1,7 @@
 #!/bin/bash
 # Makes drafters of ../target anew, in build/tiny_drafters; what is finished is not done again.
 #   bash examples/tiny_deepseek_v4/drafters/make.sh [NAME ...]
-# Without names all of them. Two calls with other names, and THREADS=1, share two cores well.
+# Without names the committed ones. Two calls with other names, and THREADS=1, share two cores well.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 example=$(dirname "$here")
@@ -12,12 +12,12 @@ declare -A init=( # what hyperdflash init is told beside the target
     [hyperdflash]=""
     [hyperdflash2]="--dependency-rank 128"
     [dflash]="--source layers --reducer fc --layer-ids 1 3 5"
-    [dflash_best]="--source layers --reducer fc --layer-ids 4 5 6"
+    [dflash_late]="--source layers --reducer fc --layer-ids 4 5 6"
     [dspark]="--source layers --reducer fc --layer-ids 5 6 7 --dependency-rank 128"
     [dflash2]="--source layers --reducer fc --layer-ids 1 3 5 --dependency-rank 128 --dependency-top-k 16 --dependency-form product"
 )
 names=("$@")
-[ $# -gt 0 ] || names=(hyperdflash2 hyperdflash dflash dflash_best dspark dflash2 mtp)
+[ $# -gt 0 ] || names=(hyperdflash2 hyperdflash dflash dspark dflash2 mtp)
 
 python "$example/own_answers.py" --out $out/answers
 for name in "${names[@]}"; do
@@ -31,7 +31,7 @@ for name in "${names[@]}"; do
         hyperdflash init --target "$example/target" --out $out/"$name"/new ${init[$name]}
     hyperdflash train --config "$here/$name.toml" --work $out/"$name"/work \
         --threads "${THREADS:-2}"
-    case $name in dflash | dflash_best) # for SGLang's own DFLASH
+    case $name in dflash | dflash_late) # for SGLang's own DFLASH
         python -c 'import pathlib, sys; from sglang_hyperdflash.training.drafter import name_for_dflash
 name_for_dflash(pathlib.Path(sys.argv[1]))' $out/"$name"/trained ;;
     esac

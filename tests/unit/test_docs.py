@@ -389,7 +389,7 @@ def test_the_headline_is_in_the_table(draw):
     ours = next(
         line
         for line in draw.table(json.loads(draw.RESULTS.read_text())).splitlines()
-        if "HyperDFlash-2" in line
+        if "HyperDFlash (6)" in line
     )
     numbers = re.findall(r"\d+\.\d+x?|\d+ of \d+", headline)
     assert len(numbers) == 3

@@ -282,10 +282,11 @@ class Page(HTMLParser):
             pass
 
 
-def test_the_page_stands_alone_and_its_tables_scroll_in_boxes(tmp_path):
+def test_the_page_stands_alone_and_its_tables_scroll_in_boxes(tmp_path, serving_study):
     committed = ROOT / "eval" / "results" / "tiny" / "results.json"
     content = json.loads(committed.read_text())
     content["rows"][1]["benchmark"] = "<b>&co"
+    content["serving"] = serving_study
     (tmp_path / "results.json").write_text(json.dumps(content))
     report.write(tmp_path)
     text = (tmp_path / "report.html").read_text()

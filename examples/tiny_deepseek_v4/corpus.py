@@ -6,10 +6,8 @@ the target nor a drafter was trained on.
 
 from __future__ import annotations
 
-from itertools import chain
-
 from exchanges import KINDS as FAMILIES
-from exchanges import Message, generate
+from exchanges import Message, in_turn
 
 KINDS = tuple(FAMILIES)
 TRAINING_SEED, HELD_OUT_SEED = 100, 2000
@@ -17,10 +15,7 @@ PER_FAMILY = {"train": 400, "held_out": 30}
 
 
 def load() -> dict[str, dict[str, list[list[Message]]]]:
-    """``{kind: {"train": [...], "held_out": [...]}}``, a kind's families in turn; always the same.
-
-    Families of few problems end early.
-    """
+    """``{kind: {"train": [...], "held_out": [...]}}``, families in turn, always the same."""
     return {
         kind: {
             "train": conversations(families, TRAINING_SEED, PER_FAMILY["train"]),
@@ -32,6 +27,4 @@ def load() -> dict[str, dict[str, list[list[Message]]]]:
 
 def conversations(families: tuple[str, ...], seed: int, per_family: int) -> list[list[Message]]:
     """``per_family`` conversations of each family, the families in turn."""
-    drawn = [list(generate(seed, per_family, (family,))) for family in families]
-    rounds = zip(*drawn, strict=True)
-    return [list(exchange.messages) for exchange in chain.from_iterable(rounds)]
+    return [list(exchange.messages) for exchange in in_turn(seed, per_family, families)]

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from exchanges import KINDS, Exchange, generate
+from exchanges import KINDS, Exchange, generate, in_turn
 
 GREEDY_SEED, SAMPLED_SEED = 100, 200
 CHOOSING_SEED, BENCHMARK_SEED, DEMO_SEED = 2000, 3000, 4000  # held out, and not one another's
@@ -53,9 +53,8 @@ def training(out: Path, per_family: int) -> None:
 def held_out(out: Path, per_family: int) -> None:
     """The families of a kind in turn, so that the first lines of a file hold all of them."""
     for kind, families in KINDS.items():
-        drawn = [list(generate(BENCHMARK_SEED, per_family, (family,))) for family in families]
-        mixed = (exchange for round_ in zip(*drawn, strict=True) for exchange in round_)
-        write(out / f"{kind}.jsonl", map(turns, mixed))
+        chosen = in_turn(BENCHMARK_SEED, per_family, families)
+        write(out / f"{kind}.jsonl", map(turns, chosen))
 
 
 def demo(out: Path, _per_family: int) -> None:

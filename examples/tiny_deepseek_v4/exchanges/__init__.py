@@ -11,6 +11,7 @@ Seeds below 1000 give training problems, all others held-out ones. No problem is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from random import Random
 
 from exchanges import arithmetic, lists, orders, programs, quantities, records, texts
@@ -24,6 +25,7 @@ __all__ = [
     "Family",
     "Message",
     "generate",
+    "in_turn",
     "is_held_out",
     "is_right",
     "stream",
@@ -64,6 +66,12 @@ def generate(seed: int, per_family: int, families: tuple[str, ...] = ()) -> Iter
             if not repeats:
                 seen.add(exchange.key)
                 yield exchange
+
+
+def in_turn(seed: int, per_family: int, families: tuple[str, ...]) -> Iterator[Exchange]:
+    """What ``generate`` yields, but the families in turn: the first few are of all of them."""
+    drawn = [list(generate(seed, per_family, (name,))) for name in families]
+    return chain.from_iterable(zip(*drawn, strict=True))
 
 
 def stream(seed: int, part: int = 0, weights: dict[str, float] | None = None) -> Iterator[Exchange]:

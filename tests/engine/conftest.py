@@ -170,14 +170,14 @@ def ids(answers: list[dict]) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def own_reference(target_server, own_prompts) -> list[list[int]]:
-    """Target-only greedy tokens of the demo prompts, one request at a time."""
-    return ids(greedy_all(target_server, own_prompts, 1))
+    """Target-only greedy tokens of the demo prompts."""
+    return ids(greedy_all(target_server, own_prompts, 4))
 
 
 @pytest.fixture(scope="session")
 def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
     """Target-only greedy tokens of the benchmark prompts."""
-    return ids(greedy_all(target_server, benchmark_prompts, 4))
+    return ids(greedy_all(target_server, benchmark_prompts, 8))
 
 
 def first_difference_gaps(

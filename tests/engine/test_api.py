@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import openai
 import pytest
 import requests
 
-from tests.engine.conftest import HOT, greedy
+from tests.engine.conftest import HOT, greedy, greedy_all
 
 SCHEMA = {
     "type": "object",
@@ -66,9 +67,9 @@ def test_json_schema(target_server, hyper_server, own_prompts, temperature):
 
 def test_logprobs_equal_target_only(target_server, hyper_server, own_prompts):
     options = {"return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": 0}
-    for prompt in own_prompts[::3]:
-        plain = greedy(target_server, prompt, 48, **options)["meta_info"]
-        drafted = greedy(hyper_server, prompt, 48, **options)["meta_info"]
+    ask = partial(greedy, max_new_tokens=48, **options)
+    both = [greedy_all(s, own_prompts[::3], 2, ask) for s in (target_server, hyper_server)]
+    for plain, drafted in ([a["meta_info"] for a in pair] for pair in zip(*both, strict=True)):
         for kind in ("output", "input"):
             a, b = plain[f"{kind}_token_logprobs"], drafted[f"{kind}_token_logprobs"]
             assert [x[1] for x in a] == [x[1] for x in b]
@@ -89,29 +90,26 @@ def test_stop_strings_and_tokens(target_server, hyper_server, own_prompts):
         {"stop": ["zebra", " of", "e", "a"], "stop_token_ids": [16, 18], "ignore_eos": False},
         {"stop": ["the"], "stop_regex": ["[0-9]+", "s t"]},
     ):
-        for prompt in own_prompts[::2]:
-            plain = greedy(target_server, prompt, sampling=sampling)
-            drafted = greedy(hyper_server, prompt, sampling=sampling)
-            assert drafted["text"] == plain["text"]
-            assert drafted["output_ids"] == plain["output_ids"]
-            reasons = [a["meta_info"]["finish_reason"] for a in (plain, drafted)]
-            assert reasons[0] == reasons[1]
+        assert_they_end_alike((target_server, hyper_server), own_prompts[::2], sampling)
 
 
 def test_eos_ends_the_answer(target_server, hyper_server, own_prompts):
-    for prompt in own_prompts:
-        sampling = {"ignore_eos": False}
-        plain = greedy(target_server, prompt, sampling=sampling)
-        drafted = greedy(hyper_server, prompt, sampling=sampling)
+    assert_they_end_alike((target_server, hyper_server), own_prompts, {"ignore_eos": False})
+
+
+def assert_they_end_alike(servers, prompts: list[list[int]], sampling: dict) -> None:
+    """Both servers' answers, and why each ended: for all prompts, several at a time."""
+    both = [greedy_all(s, prompts, 4, partial(greedy, sampling=sampling)) for s in servers]
+    for plain, drafted in zip(*both, strict=True):
+        assert drafted["text"] == plain["text"]
         assert drafted["output_ids"] == plain["output_ids"]
-        reasons = [a["meta_info"]["finish_reason"]["type"] for a in (plain, drafted)]
-        assert reasons[0] == reasons[1]
+        assert drafted["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 8, 9, 13])
 def test_length_limits_inside_a_block(hyper_server, own_prompts, own_reference, limit):
-    for prompt, reference in zip(own_prompts[:6], own_reference, strict=False):
-        answer = greedy(hyper_server, prompt, limit)
+    answers = greedy_all(hyper_server, own_prompts[:6], 3, partial(greedy, max_new_tokens=limit))
+    for answer, reference in zip(answers, own_reference, strict=False):
         assert answer["output_ids"] == reference[:limit]
         assert answer["meta_info"]["completion_tokens"] == limit
         assert answer["meta_info"]["finish_reason"]["type"] == "length"

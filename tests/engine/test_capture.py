@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +16,7 @@ from sglang_hyperdflash.training.captured import CapturedFeatures
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.samples import OnlineFeatures
 from tests.conftest import EXAMPLE
+from tests.warm_start.client import run_command
 
 ENGINE = {"chunked_prefill_size": 64, "max_total_tokens": 8192, "mem_fraction_static": 0.2}
 
@@ -38,10 +37,10 @@ def data(tmp_path_factory):
 
 
 def capture(target_dir, data, out) -> str:
-    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "capture"]
-    command += ["--target", str(target_dir), "--data", str(data), "--out", str(out)]
-    command += ["--dtype", "float32", "--shard-mib", "4", "--engine-args", json.dumps(ENGINE)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = ["capture", "--target", target_dir, "--data", data, "--out", out]
+    command += ["--dtype", "float32", "--shard-mib", 4, "--engine-args", json.dumps(ENGINE)]
+    # Without --verbose its processes start another environment than the template has.
+    ended = run_command(*command, "--verbose", timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 

@@ -6,15 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import greedy
-
-COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
+from tests.warm_start.client import COMMAND, run_command, start_command
 
 
 def test_demo(tmp_path):
@@ -43,7 +41,6 @@ def test_demo(tmp_path):
 def batch_command(source, output, drafter_dir, target_dir):
     engine = {"mem_fraction_static": 0.2, "max_total_tokens": 8192}
     return [
-        *COMMAND,
         "generate",
         *("--model", str(target_dir), "--draft", str(drafter_dir), "--dtype", "float32"),
         *("--input", str(source), "--output", str(output), "--max-new-tokens", "64"),
@@ -63,13 +60,15 @@ def wait_for_lines(path, count, process, seconds=180):
 
 def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_server, tokenizer):
     lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
-    records = [{"messages": line["messages"]} for line in lines] * 3
+    records = [{"messages": line["messages"]} for line in lines] * 2
     records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = batch_command(source, output, drafter_dir, target_dir)
 
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = start_command(
+        *command, "--verbose", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     wait_for_lines(output, 5, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -77,7 +76,7 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
         out.write(b'{"index": 3')
     before = output.read_bytes().rsplit(b"\n", 1)[0]
 
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert output.read_bytes().startswith(before)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
@@ -92,7 +91,7 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
     expected = greedy(target_server, prompt, 64, sampling={"ignore_eos": False})["text"]
     assert by_index[len(records) - 2]["outputs"] == [expected]
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    again = run_command(*command, timeout=120)
     assert again.returncode == 0
     assert f"{len(records)} already answered" in again.stdout
 

@@ -29,7 +29,7 @@ from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
 # Prompts and tokens of the plain decoder, which reads its prefix anew for every draft of a chain.
-COMPARED, COMPARED_TOKENS = 4, 64
+COMPARED, COMPARED_TOKENS = 3, 48
 SLOW = pytest.mark.slow
 # Stand-ins with a head: shape, objective, and what their stage sets.
 STAND_INS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
 # All that ``sglang.launch_server`` and the processes it spawns import before they load plugins.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
 LAUNCHER = [sys.executable, "-m", "sglang.launch_server"]
+# ``hyperdflash``, for its commands that start an engine.
+COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
 # As servers of tests have.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # What ``subprocess.Popen`` was given that a fork has no answer to, and its value when not given.
@@ -128,13 +131,13 @@ def why_ordinary(command: Sequence[str]) -> str | None:
         return "only Linux adopts orphans"
     if torch.accelerator.is_available():
         return "an accelerator's state does not survive a fork"
-    if list(command[:3]) == LAUNCHER or list(command[:2]) == [sys.executable, "-c"]:
+    if list(command[:3]) in (LAUNCHER, COMMAND) or list(command[:2]) == [sys.executable, "-c"]:
         return None
-    return f"it does not begin with {LAUNCHER}"
+    return f"it begins neither with {LAUNCHER} nor with {COMMAND}"
 
 
 def start(command: Sequence[str], **options) -> subprocess.Popen:
-    """Start a server, or a script that asks SGLang, from the template.
+    """Start a server, a command of ours or a script that asks SGLang, from the template.
 
     Where that would make a difference, it is started as ever, and noted in ``ordinary_starts``.
     """
@@ -145,3 +148,26 @@ def start(command: Sequence[str], **options) -> subprocess.Popen:
             reason = str(refused)
     ordinary_starts.append((list(command), reason))
     return subprocess.Popen(command, **options)
+
+
+def run_command(*arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
+    """``hyperdflash ARGUMENTS`` to its end, as ``subprocess.run`` with text captured.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; it was killed.
+    """
+    process = start_command(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_command(*arguments: object, **options) -> subprocess.Popen:
+    """``hyperdflash ARGUMENTS`` in a session of its own, with one thread as servers have."""
+    environment = {**os.environ, **ENVIRONMENT}
+    command = [*COMMAND, *map(str, arguments)]
+    return start(command, env=environment, start_new_session=True, **options)

@@ -1,0 +1,318 @@
+"""HyperDFlash-2 and its parts against the paper's drafter and stand-ins of rivals, any target.
+
+    python examples/tiny_deepseek_v4/own_answers.py --out build/own
+    python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
+    python examples/tiny_deepseek_v4/drafter_study.py train --part 1/2
+    python examples/tiny_deepseek_v4/drafter_study.py train --part 2/2
+    python examples/tiny_deepseek_v4/drafter_study.py serve
+    python examples/tiny_deepseek_v4/drafter_study.py report --out eval/results/drafters
+
+``train`` makes every variant with every seed through ``hyperdflash init`` and ``hyperdflash train``
+from the files of ``drafters``; ``--from DRAFTER`` starts those that can from a
+trained drafter. ``serve`` measures tau of each on held-out prompts at three temperatures. All
+resume: what is finished is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from drafter_report import write_report
+from sglang_hyperdflash.cli import main as hyperdflash
+from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
+from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+RECIPES = HERE / "drafters"
+SETTINGS = {
+    "0": {"temperature": 0.0},
+    "0.6": {"temperature": 0.6, "top_p": 0.95},
+    "1": {"temperature": 1.0},
+}
+HEAD = ("--dependency-rank", "128")
+LAYERS = ("--source", "layers", "--reducer", "fc", "--layer-ids")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A training file of ``drafters`` and what differs from it.
+
+    Attributes:
+        init: options of ``hyperdflash init``. top_k: serves the drafter ``of`` with another K.
+    """
+
+    recipe: str
+    init: tuple[str, ...] = HEAD
+    objective: dict[str, Any] = field(default_factory=dict)
+    stage: dict[str, Any] = field(default_factory=dict)
+    of: str | None = None
+    top_k: int | None = None
+
+    @property
+    def can_start_anywhere(self) -> bool:
+        """Whether ``--from`` may give it a trained drafter's weights."""
+        return not set(self.init) & {"--source", "--block-size"}
+
+
+VARIANTS = {
+    "hyperdflash2": Variant("hyperdflash2"),
+    "hyperdflash": Variant("hyperdflash", ()),
+    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD)),
+    "dflash2": Variant(
+        "dflash2",
+        (*LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
+    ),
+    "dflash": Variant("dflash", (*LAYERS, "1", "3", "5")),  # what SGLang chooses
+    # Acceptance against the depth of the captured layers.
+    **{
+        f"dflash {' '.join(depth)}": Variant("dflash", (*LAYERS, *depth))
+        for depth in ("012", "246", "456", "567")
+    },
+    # One choice against hyperdflash each.
+    "random gate": Variant("hyperdflash", ("--gate", "random")),
+    "fc": Variant("hyperdflash", ("--reducer", "fc")),
+    "no path norm": Variant("hyperdflash", ("--no-path-norm",)),
+    "no KL": Variant("hyperdflash", (), {"alpha": 0.0}),
+    "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),
+    # One choice against hyperdflash2 each.
+    "no head": Variant("hyperdflash2", ()),
+    "CE + KL": Variant("hyperdflash2", objective={"loss": "ce_kl"}),
+    "no gate of the head": Variant("hyperdflash2", stage={"dependency_gate": False}),
+    "overlap": Variant("hyperdflash2", objective={"distance": "overlap"}),
+    "D-PACE": Variant("hyperdflash2", objective={"weights": "dpace"}),
+    "argmax labels": Variant("hyperdflash2", objective={"labels": "argmax"}),
+    "causal": Variant("hyperdflash2", (*HEAD, "--causal")),
+    "random widths": Variant("hyperdflash2", stage={"widths": [2, 4, 7]}),
+    "late layers": Variant("hyperdflash2", (*LAYERS, "5", "6", "7", *HEAD)),
+    "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),
+    "K = 16": Variant("hyperdflash2", of="hyperdflash2", top_k=16),
+    "K = 64": Variant("hyperdflash2", of="hyperdflash2", top_k=64),
+    "block 5": Variant("hyperdflash2", (*HEAD, "--block-size", "5")),
+    "block 9": Variant("hyperdflash2", (*HEAD, "--block-size", "9")),
+}
+
+
+def run_folder(work: Path, name: str, seed: int) -> Path:
+    """Where a variant's run with a seed keeps everything."""
+    words = name.replace("=", "").replace("+", "and").split()
+    return work / "-".join(words) / f"seed-{seed}"
+
+
+def toml(values: dict[str, Any]) -> str:
+    """TOML of plain values, tables and lists of tables; JSON spells a value as TOML does."""
+
+    def lines(table: dict[str, Any]) -> str:
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+
+    plain = {k: v for k, v in values.items() if not isinstance(v, dict) and k != "stage"}
+    tables = (f"\n[{k}]\n{lines(v)}" for k, v in values.items() if isinstance(v, dict))
+    stages = (f"\n[[stage]]\n{lines(stage)}" for stage in values["stage"])
+    return "".join([lines(plain), *tables, *stages])
+
+
+def training_file(variant: Variant, seed: int, folder: Path, args: argparse.Namespace) -> Path:
+    """The variant's recipe with this run's target, data, length and seed."""
+    raw = tomllib.loads((RECIPES / f"{variant.recipe}.toml").read_text(encoding="utf-8"))
+    held = {p.stem.removeprefix("held_out_"): p for p in sorted(args.answers.glob("held_out_*"))}
+    raw |= {
+        "target": str(args.target.resolve()),
+        "draft": str(folder.resolve() / "draft"),
+        "out": str(folder.resolve() / "drafter"),
+        "held_out": {kind: str(path.resolve()) for kind, path in held.items()},
+        "objective": raw.get("objective", {}) | variant.objective,
+    }
+    parts = (args.answers.resolve() / f"{part}.jsonl" for part in ("greedy", "sampled"))
+    own = {"data": [str(path) for path in parts], "seed": seed}
+    own |= {} if args.steps is None else {"steps": args.steps, "every": args.steps}
+    own |= {} if args.lr is None else {"lr": args.lr}
+    raw["stage"] = [stage | variant.stage | own for stage in raw["stage"]]
+    path = folder / "train.toml"
+    write_text(path, toml(raw))
+    return path
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train this part's share of variants and seeds."""
+    part, parts = map(int, args.part.split("/"))
+    names = [name for name in args.variants if VARIANTS[name].of is None]
+    for name, seed in [(name, seed) for seed in args.seeds for name in names][part - 1 :: parts]:
+        variant, folder = VARIANTS[name], run_folder(args.work, name, seed)
+        if (folder / "trained.json").is_file():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        start = ["--target", str(args.target), "--out", str(folder / "draft"), "--seed", str(seed)]
+        if args.origin is not None and variant.can_start_anywhere:
+            start += ["--from", str(args.origin)]
+        config = training_file(variant, seed, folder, args)
+        work = ["--work", str(folder / "work"), "--threads", str(args.threads)]
+        for command in (["init", *start, *variant.init], ["train", "--config", str(config), *work]):
+            if hyperdflash(command):
+                raise SystemExit(f"{name}, seed {seed}: hyperdflash {command[0]} failed.")
+        log = (folder / "work" / "stage-1" / "training_log.jsonl").read_text().splitlines()
+        write_json(
+            folder / "trained.json", {"last": json.loads(log[-1]), "provenance": provenance()}
+        )
+
+
+def drafter_of(name: str, seed: int, work: Path) -> Path | None:
+    """A variant's trained drafter, its K changed where that is the variant; None before it is."""
+    variant, folder = VARIANTS[name], run_folder(work, name, seed)
+    if variant.of is None:
+        return folder / "drafter" if (folder / "trained.json").is_file() else None
+    source = drafter_of(variant.of, seed, work)
+    if source is None:
+        return None
+    (folder / "drafter").mkdir(parents=True, exist_ok=True)
+    raw = json.loads((source / "config.json").read_text())
+    raw["hyperdflash_config"]["dependency"]["top_k"] = variant.top_k
+    write_json(folder / "drafter" / "config.json", raw, indent=2)
+    shutil.copyfile(source / "model.safetensors", folder / "drafter" / "model.safetensors")
+    return folder / "drafter"
+
+
+def read_prompts(folder: Path, tokenizer, count: int) -> dict[str, list[list[int]]]:
+    """Prompts by kind of text, from a folder of ``{"turns": [...]}`` files."""
+    found = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        turns = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()[:count]]
+        found[path.stem] = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": turn}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            for turn in turns
+        ]
+    return found
+
+
+def ask(server: Server, prompts: list[list[int]], sampling: dict, concurrency: int) -> list[dict]:
+    """Every prompt's answer."""
+
+    def one(prompt: list[int]) -> dict:
+        return server.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(one, prompts))
+
+
+def nats(answers: list[dict]) -> float:
+    """Mean surprise of the answers' tokens: at temperature 1 an estimate of the text's entropy."""
+    values = [-x[0] for a in answers for x in a["meta_info"]["output_token_logprobs"]]
+    return sum(values) / len(values)
+
+
+def tau_of(answers: list[dict]) -> dict[str, Any]:
+    """tau, and the rounds by how many drafts each accepted."""
+    histogram = add_histograms(counters(answer["meta_info"])[2] for answer in answers)
+    return {"tau": accept_length_of(histogram), "histogram": histogram}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Serve target-only once and every trained drafter, one after another."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = read_prompts(args.prompts, tokenizer, args.num_prompts)
+    settings = {t: SETTINGS[t] | {"max_new_tokens": args.max_new_tokens} for t in SETTINGS}
+    log, path = args.work / "server.log", args.work / "target.json"
+
+    def measure(server: Server) -> dict[str, dict[str, list[dict]]]:
+        return {
+            t: {k: ask(server, p, s, args.concurrency) for k, p in prompts.items()}
+            for t, s in settings.items()
+        }
+
+    args.work.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        with Server(args.target, *comparable_arguments(), log=log).wait() as server:
+            found = measure(server)
+        greedy = {k: [a["output_ids"] for a in answers] for k, answers in found["0"].items()}
+        entropy = {t: {k: nats(a) for k, a in kinds.items()} for t, kinds in found.items()}
+        write_json(path, {"greedy": greedy, "nats": entropy})
+    expected = json.loads(path.read_text())["greedy"]
+    for name in args.variants:
+        for seed in args.seeds:
+            folder, drafter = run_folder(args.work, name, seed), drafter_of(name, seed, args.work)
+            if drafter is None or (folder / "served.json").is_file():
+                continue
+            arguments = (*comparable_arguments(), *hyperdflash_arguments(drafter))
+            with Server(args.target, *arguments, log=log).wait() as server:
+                found = measure(server)
+            taus = {t: {k: tau_of(a) for k, a in kinds.items()} for t, kinds in found.items()}
+            pairs = [
+                (answer["output_ids"], tokens)
+                for kind, answers in found["0"].items()
+                for answer, tokens in zip(answers, expected[kind], strict=True)
+            ]
+            same = sum(a == b for a, b in pairs)
+            record = {"served": taus, "identical": same, "answers": len(pairs)}
+            write_json(folder / "served.json", record | {"provenance": provenance()})
+            means = {t: sum(x["tau"] for x in k.values()) / len(k) for t, k in taus.items()}
+            shown = ", ".join(f"T {t} tau {tau:.3f}" for t, tau in means.items())
+            print(f"{name} seed {seed}: {shown}; {same} of {len(pairs)} answers are target-only's")
+
+
+def report(args: argparse.Namespace) -> None:
+    """Collect what was served into the report."""
+    runs = {
+        name: {
+            int(folder.name[5:]): json.loads((folder / "served.json").read_text())
+            for folder in sorted(run_folder(args.work, name, 0).parent.glob("seed-*"))
+            if (folder / "served.json").is_file()
+        }
+        for name in VARIANTS
+    }
+    target = json.loads((args.work / "target.json").read_text())
+    write_report({k: v for k, v in runs.items() if v}, target["nats"], args.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    for run in (train, serve, report):
+        command = commands.add_parser(run.__name__, help=run.__doc__)
+        command.add_argument("--work", type=Path, default=Path("build/drafter_study"))
+        command.set_defaults(run=run)
+        if run is report:
+            command.add_argument("--out", type=Path, default=Path("eval/results/drafters"))
+            continue
+        command.add_argument("--target", type=Path, default=HERE / "target")
+        command.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+        command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        if run is serve:
+            command.add_argument("--prompts", type=Path, default=Path("build/held_out"))
+            command.add_argument("--num-prompts", type=int, default=20, help="of each kind")
+            command.add_argument("--max-new-tokens", type=int, default=128)
+            command.add_argument("--concurrency", type=int, default=8)
+            continue
+        command.add_argument("--answers", type=Path, default=Path("build/own"))
+        command.add_argument("--from", dest="origin", type=Path, help="a trained drafter")
+        command.add_argument("--steps", type=int, help="default: the training file's")
+        command.add_argument("--lr", type=float, help="default: the training file's")
+        command.add_argument("--part", default="1/1", help="i/n: every n-th run from the i-th")
+        command.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The table of ``dependency_study.py``: served tau at each temperature, paired by seed."""
+"""The tables and the plot of ``drafter_study.py``: served tau at each temperature, by seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,28 @@ from typing import Any
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import provenance
 
-BASELINE = "hyperdflash"
+PAPERS, OURS = "hyperdflash", "hyperdflash2"
+# Title -> (what its rows are compared with, its rows).
+AXES = {
+    "The method and its rivals": (PAPERS, (OURS, PAPERS, "dspark", "dflash2", "dflash")),
+    "Depth of the layers that DFlash captures": (
+        PAPERS,
+        (PAPERS, "dflash 0 1 2", "dflash", "dflash 2 4 6", "dflash 4 5 6", "dflash 5 6 7"),
+    ),
+    "Parts of the paper's drafter": (
+        PAPERS,
+        (PAPERS, "random gate", "fc", "no path norm", "no KL", "mean teacher"),
+    ),
+    "Parts of HyperDFlash-2": (
+        OURS,
+        (
+            *(OURS, "no head", "CE + KL", "no gate of the head", "overlap", "D-PACE"),
+            *("argmax labels", "causal", "random widths", "late layers", "rank 64"),
+            *("K = 16", "K = 64", "block 5", "block 9"),
+        ),
+    ),
+}
+NAMES = {"dflash": "dflash 1 3 5, SGLang's choice"}
 Runs = dict[str, dict[int, dict[str, Any]]]
 
 
@@ -31,28 +52,82 @@ def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str) -> str
     return f"{mean(found):.2f}x ({min(found):.2f} to {max(found):.2f})"
 
 
+def table(title: str, runs: Runs, temperatures: list[str]) -> list[str]:
+    """One axis: tau of every variant that was served, and its ratio to the axis' baseline."""
+    baseline, names = AXES[title]
+    titles = [f"tau T {t}" for t in temperatures]
+    titles += [f"over {baseline}, T {t}" for t in temperatures]
+    lines = [f"## {title}", "", f"| variant | seeds | {' | '.join(titles)} |"]
+    lines.append("|---" * (len(titles) + 2) + "|")
+    for name in names:
+        seeds = runs.get(name, {})
+        if not seeds:
+            lines.append(f"| {NAMES.get(name, name)} | not run |{' |' * len(titles)}")
+            continue
+        cells = [f"{mean(tau(run, t) for run in seeds.values()):.2f}" for t in temperatures]
+        if name == baseline:
+            cells += ["1"] * len(temperatures)
+        else:
+            cells += [ratio(seeds, runs.get(baseline, {}), t) for t in temperatures]
+        lines.append(f"| {NAMES.get(name, name)} | {len(seeds)} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def plot(runs: Runs, temperature: str, path: Path) -> None:
+    """A dot for every drafter, a bar for the mean of each variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name, seeds in runs.items() if seeds][::-1]
+    figure, axes = pyplot.subplots(figsize=(7, 0.3 * len(names) + 1.2), layout="constrained")
+    for row, name in enumerate(names):
+        taus = [tau(run, temperature) for run in runs[name].values()]
+        colour = "tab:blue" if name in (PAPERS, OURS) else "tab:gray"
+        axes.plot(taus, [row] * len(taus), "o", color=colour, alpha=0.6)
+        axes.plot([mean(taus)], [row], "|", color=colour, markersize=14, markeredgewidth=2.5)
+    axes.set_yticks(range(len(names)), [NAMES.get(name, name) for name in names])
+    axes.set_xlabel(f"served tau at temperature {temperature}; a dot a seed, a bar the mean")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> None:
-    """``results.json`` and ``report.md`` in the folder ``out``."""
+    """``results.json``, ``report.md`` and ``tau.svg`` in the folder ``out``.
+
+    Args:
+        runs: variant -> seed -> ``{"served", "trained", "identical", "answers"}``.
+        nats: temperature -> kind of text -> surprise of target-only's tokens.
+    """
+    if not any(runs.values()):
+        raise SystemExit("no drafter was served yet: run train and serve first.")
     temperatures = list(nats)
     out.mkdir(parents=True, exist_ok=True)
+    every = [run for seeds in runs.values() for run in seeds.values()]
     write_json(
         out / "results.json", {"runs": runs, "nats": nats, "provenance": provenance()}, indent=1
     )
-    titles = [f"tau T {t}" for t in temperatures] + [
-        f"over {BASELINE}, T {t}" for t in temperatures
-    ]
-    lines = ["| variant | seeds | " + " | ".join([*titles, "identical at T 0"]) + " |"]
-    lines.append("|---" * (len(titles) + 3) + "|")
-    for name, seeds in runs.items():
-        taus = [f"{mean(tau(run, t) for run in seeds.values()):.2f}" for t in temperatures]
-        ratios = [ratio(seeds, runs.get(BASELINE, {}), t) for t in temperatures]
-        same = sum(run["identical"] for run in seeds.values())
-        of = sum(run["answers"] for run in seeds.values())
-        lines.append(f"| {name} | {len(seeds)} | {' | '.join(taus + ratios)} | {same} of {of} |")
+    plot(runs, temperatures[0], out / "tau.svg")
+    steps = sorted({run["trained"]["step"] for run in every})
+    same, of = (sum(run[key] for run in every) for key in ("identical", "answers"))
     text = ", ".join(
         f"T {t}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in kinds.items())
         for t, kinds in nats.items()
     )
-    lines += ["", f"Mean surprise of target-only's tokens, nats: {text}.", ""]
-    title = "# The dependency head and its parts, served\n\n"
-    write_text(out / "report.md", title + "\n".join(lines))
+    lines = [
+        "# Drafters that differ in one choice, served",
+        "",
+        f"{len(every)} drafters, {', '.join(map(str, steps))} steps each on the same samples; tau "
+        "through a real server, the mean over the kinds of text. "
+        f"{same} of {of} greedy answers were token for token target-only's.",
+        "",
+        f"Mean surprise of target-only's tokens, nats: {text}.",
+        "",
+        "![served tau of every drafter](tau.svg)",
+        "",
+    ]
+    for title in AXES:
+        lines += table(title, runs, temperatures)
+    write_text(out / "report.md", "\n".join(lines))

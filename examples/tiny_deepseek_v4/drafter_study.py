@@ -1,4 +1,4 @@
-"""HyperDFlash-2 and its parts against the paper's drafter and stand-ins of rivals, any target.
+"""Which choice pays: drafters of the tiny target, or another, that differ in one choice each.
 
     python examples/tiny_deepseek_v4/own_answers.py --out build/own
     python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
@@ -7,10 +7,11 @@
     python examples/tiny_deepseek_v4/drafter_study.py serve
     python examples/tiny_deepseek_v4/drafter_study.py report --out eval/results/drafters
 
-``train`` makes every variant with every seed through ``hyperdflash init`` and ``hyperdflash train``
-from the files of ``drafters``; ``--from DRAFTER`` starts those that can from a
-trained drafter. ``serve`` measures tau of each on held-out prompts at three temperatures. All
-resume: what is finished is not done again.
+The paper's drafter, HyperDFlash-2, stand-ins of rivals, the depth of captured layers, and the
+parts of each. ``train`` makes every variant with every seed through ``hyperdflash init`` and
+``hyperdflash train`` from the files of ``drafters``; ``--from DRAFTER`` starts those that can from
+a trained drafter. ``serve`` measures tau of each on held-out prompts at three temperatures, and
+that greedy answers are target-only's. All resume: what is finished is not done again.
 """
 
 from __future__ import annotations
@@ -190,6 +191,11 @@ def drafter_of(name: str, seed: int, work: Path) -> Path | None:
     return folder / "drafter"
 
 
+def trained(name: str, seed: int, work: Path) -> dict[str, Any]:
+    """The last line of a finished run's training log."""
+    return json.loads((run_folder(work, name, seed) / "trained.json").read_text())["last"]
+
+
 def read_prompts(folder: Path, tokenizer, count: int) -> dict[str, list[list[int]]]:
     """Prompts by kind of text, from a folder of ``{"turns": [...]}`` files."""
     found = {}
@@ -265,6 +271,7 @@ def serve(args: argparse.Namespace) -> None:
             ]
             same = sum(a == b for a, b in pairs)
             record = {"served": taus, "identical": same, "answers": len(pairs)}
+            record["trained"] = trained(VARIANTS[name].of or name, seed, args.work)
             write_json(folder / "served.json", record | {"provenance": provenance()})
             means = {t: sum(x["tau"] for x in k.values()) / len(k) for t, k in taus.items()}
             shown = ", ".join(f"T {t} tau {tau:.3f}" for t, tau in means.items())

@@ -1,11 +1,14 @@
-"""The head's study: every variant is a drafter and a training file that the commands take."""
+"""The drafters' study: every variant is a drafter and a training file that the commands take."""
 
 from __future__ import annotations
 
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.config import load_config
@@ -13,14 +16,23 @@ from sglang_hyperdflash.training.recipe import read_schedule
 from tests.conftest import EXAMPLE
 
 MADE = ("hyperdflash2", "hyperdflash", "dspark", "dflash2", "dflash", "causal", "block 5")
+# Against the paper's drafter: what differs in the draft config or the objective.
+PARTS = {
+    "random gate": {"gate"},
+    "fc": {"reducer"},
+    "no path norm": {"path_norm"},
+    "no KL": {"alpha"},
+    "mean teacher": {"teacher"},
+    "dflash": {"reducer", "source", "captured_layers"},
+}
 
 
 @pytest.fixture
 def study(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    import dependency_study
+    import drafter_study
 
-    return dependency_study
+    return drafter_study
 
 
 @pytest.fixture
@@ -61,6 +73,29 @@ def test_variants_are_made_and_their_objectives_fit_them(study, args, tmp_path, 
     assert (config.dependency is None) == (name in ("hyperdflash", "dflash"))
 
 
+def test_parts_differ_from_the_papers_drafter_in_one_choice(study, args, tmp_path):
+    def made(name: str) -> dict:
+        variant, folder = study.VARIANTS[name], tmp_path / name
+        folder.mkdir()
+        options = ["--target", str(args.target), "--out", str(folder / "draft"), *variant.init]
+        assert main(["init", *options]) == 0
+        config = load_config(folder / "draft")
+        objective = read_schedule(study.training_file(variant, 0, folder, args)).objective
+        fields = ("reducer", "source", "captured_layers", "path_norm", "block_size", "dependency")
+        gate = load_file(folder / "draft" / "model.safetensors").get("reducer.fn")
+        inherited = gate is not None and torch.equal(gate.float(), collapse)
+        found = {field: getattr(config, field) for field in fields} | msgspec.structs.asdict(
+            objective
+        )
+        return found | {"gate": "inherited" if inherited or gate is None else "random"}
+
+    collapse = load_file(args.target / "model.safetensors")["model.hc_head.hc_fn"].float()
+    base = made("hyperdflash")
+    for name, expected in PARTS.items():
+        found = made(name)
+        assert {field for field in base if base[field] != found[field]} == expected, name
+
+
 def test_a_drafter_is_served_with_another_k(study, tmp_path):
     work = tmp_path / "work"
     source = study.run_folder(work, "hyperdflash2", 1)
@@ -77,24 +112,35 @@ def test_a_drafter_is_served_with_another_k(study, tmp_path):
 
 
 def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
-    import dependency_report
+    import drafter_report
 
     def run(*taus: float) -> dict:
         served = {
             t: {"a": {"tau": tau}, "b": {"tau": tau}}
             for t, tau in zip(("0", "1"), taus, strict=True)
         }
-        return {"served": served, "identical": 4, "answers": 4}
+        return {"served": served, "trained": {"step": 400}, "identical": 4, "answers": 4}
 
     runs = {
         "hyperdflash2": {0: run(4.4, 3.0), 1: run(5.0, 3.0)},
         "hyperdflash": {0: run(4.0, 2.0), 1: run(4.0, 2.0)},
     }
     nats = {"0": {"a": 0.0}, "1": {"a": 1.5}}
-    dependency_report.write_report(runs, nats, tmp_path)
+    drafter_report.write_report(runs, nats, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    assert (
-        "| hyperdflash2 | 2 | 4.70 | 3.00 | 1.18x (1.10 to 1.25) | 1.50x (1.50 to 1.50) |" in text
-    )
-    assert "8 of 8" in text and "T 1: a 1.50" in text
+    row = "| 2 | 4.70 | 3.00 | 1.18x (1.10 to 1.25) | 1.50x (1.50 to 1.50) |"
+    assert f"| hyperdflash2 {row}" in text
+    assert "| random gate | not run |" in text
+    assert "16 of 16 greedy" in text and "4 drafters, 400 steps" in text and "T 1: a 1.50" in text
     assert json.loads((tmp_path / "results.json").read_text())["provenance"]["argv"]
+    assert (tmp_path / "tau.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_the_report_asks_for_variants_that_are_made(study, tmp_path):
+    import drafter_report
+
+    listed = {name for _, names in drafter_report.AXES.values() for name in names}
+    assert listed == set(study.VARIANTS)
+    with pytest.raises(SystemExit, match="run train and serve first"):
+        drafter_report.write_report({name: {} for name in study.VARIANTS}, {}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

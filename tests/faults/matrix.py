@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -100,10 +101,8 @@ class Runs:
         listen.join(SECONDS)
         text = b"".join(said).decode(errors="replace")
         self.cell.said.append(text)
-        # A launcher (torchrun) has tracebacks of its own; ours show files of ours.
-        ours = self.subject.launcher in (COMMAND, EVAL) or "/sglang_hyperdflash/" in text
-        if ours and not killed:
-            self.cell.tracebacks += text.count("Traceback (most recent call last)")
+        if not killed:
+            self.cell.tracebacks += tracebacks(text, self.subject.launcher)
         return code
 
     def until(self, process: subprocess.Popen, share: float) -> bool:
@@ -120,19 +119,29 @@ class Runs:
         raise AssertionError(f"{self.subject.name}: no {wanted} units after {SECONDS:.0f} s")
 
     def finish(self) -> None:
-        """Run until the command ends well, doing what its last line says where it names a file."""
+        """Run until the command ends well, doing what it says where it names a file to remove."""
         for _ in range(3):
             code = self.end(self.start())
             if code == 0:
                 return
-            last = self.cell.said[-1].strip().splitlines()[-1]
-            assert "Remove " in last, f"exit {code}: {self.cell.said[-1][-2000:]}"
+            # A launcher (torchrun) has the last word.
+            advice = [line for line in self.cell.said[-1].splitlines() if "Remove " in line]
+            assert advice, f"exit {code}: {self.cell.said[-1][-2000:]}"
+            last = advice[-1]
             place = Path(last.split("Remove ")[1].split(" and run")[0])
             if str(place) == "it":
                 place = Path(last.split(": ")[1].split(" is damaged")[0])
             assert self.folder in place.parents, last
             shutil.rmtree(place) if place.is_dir() else place.unlink()
         raise AssertionError(f"{self.subject.name} does not end: {self.cell.said[-1][-2000:]}")
+
+
+def tracebacks(said: str, launcher: tuple[str, ...]) -> int:
+    """How many a command printed; of another launcher's (torchrun's) those with frames of ours."""
+    blocks = said.split("Traceback (most recent call last)")[1:]
+    if launcher in (COMMAND, EVAL):
+        return len(blocks)
+    return sum(re.search(r'File "[^"]*/(sglang_hyperdflash|eval)/', b) is not None for b in blocks)
 
 
 def signal_all(process: subprocess.Popen, number: int) -> None:

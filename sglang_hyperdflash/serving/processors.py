@@ -6,8 +6,9 @@ gives all rows of a block the same, and under overlap scheduling an outdated, li
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,13 +16,26 @@ import torch
 
 REQUEST = "__req__"
 
+logger = logging.getLogger(__name__)
+
 
 class RequestAt:
-    """A request whose ``output_ids`` end at one position; everything else is the request's."""
+    """A request whose ``output_ids`` end at one position; everything else is the request's.
+
+    Raises:
+        AttributeError: an attribute is set. A position may be asked for several times, or for a
+            draft that is then refused: what a processor notes on it would count wrong.
+    """
 
     def __init__(self, request: Any, output_ids: array) -> None:
-        self._request = request
-        self.output_ids = output_ids
+        object.__setattr__(self, "_request", request)
+        object.__setattr__(self, "output_ids", output_ids)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"custom logit processor: __req__.{name} cannot be set under HYPERDFLASH, which calls "
+            "a processor for drafts, too. Compute it from __req__.output_ids."
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
@@ -67,19 +81,42 @@ def apply_processors(
 
     Args:
         drafts: ``[bs, B - 1]`` int64: row k of a block follows the first k.
+
+    Rows whose processor raises become NaN: a draft may be what the processor itself forbids, or
+    lie behind an answer's end. One that is reached ends its request, as any broken row does.
     """
     block = drafts.shape[1] + 1
     ahead = drafts.tolist()
     offsets = torch.arange(block, device=logits.device)
     for entry in sampling_info.custom_logit_processor.values():
         at = (entry.indices.unsqueeze(1) * block + offsets).flatten()
-        parameters = [
-            _at(sampling_info.custom_params[row], requests[row], outputs, ahead[row][:k])
-            for row in entry.rows
-            for k in range(block)
-        ]
-        result = entry.processor(logits.index_select(0, at), parameters)
+
+        def parameters(rows: Sequence[int] = entry.rows, places: Iterable[int] = range(block)):
+            given = sampling_info.custom_params
+            return [
+                _at(given[row], requests[row], outputs, ahead[row][:k])
+                for row in rows
+                for k in places
+            ]
+
+        try:
+            result = entry.processor(logits.index_select(0, at), parameters())
+        except Exception:
+            one_by_one = (([row], [k]) for row in entry.rows for k in range(block))
+            result = _by_row(entry.processor, logits, at, [parameters(*p) for p in one_by_one])
         logits.index_copy_(0, at, result.to(logits.dtype))
+
+
+def _by_row(processor: Any, logits: torch.Tensor, at: torch.Tensor, parameters: list) -> Any:
+    """Rows ``at`` of ``logits``, each by a call of its own; NaN where that raises."""
+    rows = []
+    for index, given in zip(at.tolist(), parameters, strict=True):
+        try:
+            rows.append(processor(logits[index : index + 1].clone(), given))
+        except Exception:
+            logger.debug("HYPERDFLASH: a custom logit processor raised", exc_info=True)
+            rows.append(torch.full_like(logits[index : index + 1], torch.nan))
+    return torch.cat(rows)
 
 
 def _at(parameters: Any, request: Any, outputs: Outputs, drafts: list[int]) -> Any:

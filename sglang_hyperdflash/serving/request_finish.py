@@ -14,11 +14,14 @@ def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:
     """Let SGLang look at the accepted tokens one at a time, and stop at the first that ends it.
 
     Seam: ``Req.update_finish_state``. Without stop strings and regexes SGLang's own check already
-    finds the earliest stop token. The cost is one decoded tail a token, as without speculation.
+    finds the earliest stop token, but a broken row's id, always a block's last, before any. The
+    cost is one decoded tail a token, as without speculation.
     """
     n, params = new_accepted_len, self.sampling_params
-    alone = n < 2 or self.finished() or self.to_finish
-    if alone or not worker_is_ours() or not (params.stop_strs or params.stop_regex_strs):
+    if n < 2 or self.finished() or self.to_finish or not worker_is_ours():
+        return original(self, n)
+    broken = self.vocab_size is not None and self.output_ids[-1] >= self.vocab_size
+    if not (broken or params.stop_strs or params.stop_regex_strs):
         return original(self, n)
     accepted = list(self.output_ids[-n:])
     del self.output_ids[-n:]
@@ -33,7 +36,10 @@ def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:
             if self.finished():
                 if self.finished_len is None:
                     self.finished_len = len(self.output_ids)
-                self.output_ids.extend(accepted[i:])
+                rest = accepted[i:]
+                if broken:
+                    rest[-1] = 0  # the impossible id of a row that nobody reads now
+                self.output_ids.extend(rest)
                 return None
     finally:
         self.grammar = grammar

@@ -109,6 +109,10 @@ class SampledWorker(WindowedWorker):
     def forward_batch_generation(self, batch, *args, **kwargs):
         """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
         extend = batch.forward_mode.is_extend() or bool(batch.is_extend_in_batch)
+        barrier = kwargs.get("grammar_barrier")
+        if extend and batch.decoding_reqs and batch.has_grammar and barrier is not None:
+            # A mixed batch draws the running requests' tokens under their grammars' masks.
+            barrier()
         self._begin(batch, extend)
         result = self.run_round(batch, *args, **kwargs)
         if self._broken is not None:

@@ -60,6 +60,12 @@ UNSUPPORTED = (
     ),
     ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
     (
+        "rl_on_policy_target",
+        bool,
+        "target-only then draws from probabilities rounded to bf16, and a block would not",
+        "drop --rl-on-policy-target",
+    ),
+    (
         "speculative_adaptive",
         bool,
         "it is for named algorithms; the width follows load by itself",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from sglang_hyperdflash.serving.processors import Outputs, apply_processors
+from sglang_hyperdflash.serving.processors import Outputs, _at, apply_processors
 
 
 class Request:
@@ -61,3 +62,42 @@ def test_outputs_are_the_committed_tokens_though_the_host_lags_behind():
     request.output_ids = array("q", [7, 11])
     outputs.enter(request)
     assert outputs.of(request).tolist() == [7, 11]
+
+
+def test_impossible_drafts_cannot_end_the_server():
+    """A processor walks its states over the tokens; a draft that it forbids is none of them."""
+    states = {7: 8, 8: 9}
+
+    class Walk:
+        def __call__(self, logits, parameters):
+            for row, given in zip(logits, parameters, strict=True):
+                for token in given["__req__"].output_ids:
+                    following = states[token]
+                row[:] = float("-inf")
+                row[following % 4] = 0.0
+            return logits
+
+    request, outputs = Request([7]), Outputs()
+    outputs.enter(request)
+    information_ = information([0], [{"__req__": request}], Walk())
+    logits = torch.zeros(3, 4)
+    apply_processors(logits, information_, [request], outputs, torch.tensor([[8, 5]]))
+    assert logits[0].argmax() == 0 and logits[1].argmax() == 1
+    assert logits[:2].isinf().sum() == 6
+    assert logits[2].isnan().all()
+
+
+def test_a_processor_may_not_note_things_on_the_request():
+    def counts(logits, parameters):
+        parameters[0]["__req__"]._calls = 1
+        return logits
+
+    request, outputs = Request([7]), Outputs()
+    outputs.enter(request)
+    given = [{"__req__": request}]
+    with pytest.raises(AttributeError, match="_calls cannot be set"):
+        counts(torch.zeros(1, 4), [_at(given[0], request, outputs, [])])
+    logits = torch.zeros(1, 4)
+    none = torch.empty(1, 0, dtype=torch.int64)
+    apply_processors(logits, information([0], given, counts), [request], outputs, none)
+    assert logits.isnan().all() and not hasattr(request, "_calls")

@@ -110,6 +110,22 @@ def test_what_the_block_held_behind_the_end_stays_for_the_cache(tokenizer):
     assert list(req.output_ids) == tokens and 0 < req.finished_len < len(tokens)
 
 
+def test_a_broken_row_behind_the_end_is_not_read(tokenizer):
+    """SGLang looks for an impossible id in the whole block before it looks for a stop token."""
+    tokens = [*tokenizer.encode("so the dog is", add_special_tokens=False), len(tokenizer)]
+    end = tokens[-3]
+    one_by_one = finished(tokenizer, tokens, [1] * len(tokens), original, stop_token_ids=[end])
+    assert one_by_one[0]["type"] == "stop"
+    found = finished(tokenizer, tokens, [len(tokens)], ours_check, stop_token_ids=[end])
+    assert found == one_by_one
+    wrong = finished(tokenizer, tokens, [len(tokens)], original, stop_token_ids=[end])
+    assert wrong != one_by_one
+    # In front of the end it still ends the request.
+    first = [len(tokenizer), *tokens]
+    broken = finished(tokenizer, first, [1], original, stop_token_ids=[end])
+    assert finished(tokenizer, first, [1], ours_check, stop_token_ids=[end]) == broken
+
+
 def test_other_algorithms_keep_sglangs_check(tokenizer, monkeypatch):
     monkeypatch.setattr(sampling_seams, "_worker", None)
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)

@@ -99,6 +99,7 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
         ("enable_hierarchical_cache", True, "enable_hierarchical_cache"),
         ("enable_lmcache", True, "enable_lmcache"),
         ("speculative_adaptive", True, "speculative_adaptive"),
+        ("rl_on_policy_target", "fsdp", "rl_on_policy_target='fsdp'"),
         ("speculative_use_block_verification", True, "speculative_use_block_verification"),
         ("speculative_accept_threshold_single", 0.9, "changes the output distribution"),
         ("speculative_accept_threshold_acc", 0.9, "changes the output distribution"),

@@ -202,7 +202,7 @@ def test_a_random_drafter_changes_nothing(
 
 @pytest.fixture(scope="module")
 def small_pool(servers, target_dir, drafter_dir):
-    """Requests do not fit, which is noticed late: some are retracted; mixed chunks."""
+    """Requests do not fit, which is noticed late: some are retracted."""
     yield servers.get(
         "exact-small-pool",
         target_dir,
@@ -211,7 +211,6 @@ def small_pool(servers, target_dir, drafter_dir):
         "1100",
         "--schedule-conservativeness",
         "0.01",
-        *("--enable-mixed-chunk", "--chunked-prefill-size", "32"),
         PROCESSORS,
         *hyperdflash_arguments(drafter_dir),
         environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"},
@@ -228,16 +227,22 @@ def test_retraction_changes_nothing(small_pool, hyper_server, own_prompts):
     assert "Retract requests" in small_pool.log.read_text(errors="replace")
 
 
-def test_grammars_hold_in_mixed_chunks(small_pool, deterministic, own_prompts):
+def test_grammars_hold_in_mixed_chunks(
+    servers, target_dir, drafter_dir, deterministic, own_prompts
+):
     """Running requests draw a token while others' prompts are computed, a chunk at a time."""
     setting = {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "max_new_tokens": 80}
     schemas = [sampled(i, **setting) for i in range(8)]
     expected = tokens_of(deterministic, own_prompts[:8], schemas, 4)
-    long = [sum(own_prompts[i:] + own_prompts[:i], []) for i in range(12)]
+    long = [[t for p in own_prompts[i:] + own_prompts[:i] for t in p] for i in range(12)]
     plain = [sampled(i, max_new_tokens=2) for i in range(12)]
     prompts = [p for pair in zip(own_prompts[:8], long, strict=False) for p in pair]
     parameters = [p for pair in zip(schemas, plain, strict=False) for p in pair]
-    assert tokens_of(small_pool, prompts, parameters, 6)[::2] == expected
+    mixed_chunks = ("--enable-mixed-chunk", "--chunked-prefill-size", "32")
+    arguments = (*FP32, *mixed_chunks, *hyperdflash_arguments(drafter_dir))
+    server = servers.get("exact-mixed", target_dir, *arguments)
+    assert tokens_of(server, prompts, parameters, 6)[::2] == expected
+    servers.stop("exact-mixed")
 
 
 def test_custom_processors_see_every_position(small_pool, deterministic, own_prompts):

@@ -53,17 +53,20 @@ def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str) -> str
 
 
 def table(title: str, runs: Runs, temperatures: list[str]) -> list[str]:
-    """One axis: tau of every variant that was served, and its ratio to the axis' baseline."""
+    """One axis: tau of every variant that was served, and its ratio to the axis' baseline.
+
+    Nothing of an axis of which no two were served.
+    """
     baseline, names = AXES[title]
+    names = tuple(name for name in names if runs.get(name))
+    if len(names) < 2:
+        return []
     titles = [f"tau T {t}" for t in temperatures]
     titles += [f"over {baseline}, T {t}" for t in temperatures]
     lines = [f"## {title}", "", f"| variant | seeds | {' | '.join(titles)} |"]
     lines.append("|---" * (len(titles) + 2) + "|")
     for name in names:
-        seeds = runs.get(name, {})
-        if not seeds:
-            lines.append(f"| {NAMES.get(name, name)} | not run |{' |' * len(titles)}")
-            continue
+        seeds = runs[name]
         cells = [f"{mean(tau(run, t) for run in seeds.values()):.2f}" for t in temperatures]
         if name == baseline:
             cells += ["1"] * len(temperatures)

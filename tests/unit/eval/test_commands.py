@@ -35,6 +35,8 @@ from tests.unit.eval.fake_server import run_command, run_options
         ("--methods target,dflash6 --target any", "needs --dflash-draft"),
         ("--methods target", "--target is needed"),
         ("--methods target --target any --benchmarks nothing", "nothing.jsonl does not exist"),
+        ("--methods target --target any --benchmarks hub:openai/gsm8k", "hub:OWNER/DATASET/FILE"),
+        ("--methods target --target any --benchmarks hub:openai//f.jsonl", "hub:OWNER/DATASET/"),
         ("--methods target --target any --server ours", "takes name=url"),
         ("--methods target --target any --rounds 0", "--rounds must be at least 1, found 0"),
         ("--methods target --target any --concurrency 4 0", "--concurrency must be at least 1"),

@@ -6,6 +6,8 @@ import argparse
 import json
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import requests
@@ -191,6 +193,43 @@ def test_a_load_client_that_fails_is_quoted_and_its_output_kept(tmp_path):
     assert sorted(log.read_text().splitlines()) == ["asking"] * 2 + ["refused: port 9"] * 2
     with pytest.raises(EvalError, match="code 3: it said nothing"):
         run_client([sys.executable, "-c", "import sys; sys.exit(3)"], log)
+
+
+CLIENT_NUMBERS = {"output_throughput": 10.0} | dict.fromkeys(
+    (name for pair in serving_study.LATENCIES.values() for name in pair), 1.0
+)
+
+
+def answering(monkeypatch, lost: int = 0) -> list[list[str]]:
+    """A client that asks each prompt of its file once at most; returns what each run asked."""
+    runs = []
+
+    def run_client(command: list[str], log) -> None:
+        options = dict(pairwise(command))
+        lines = Path(options["--dataset-path"]).read_text().splitlines()
+        asked = [json.loads(line)["conversations"][0]["content"] for line in lines]
+        runs.append(asked[: int(options["--num-prompts"])])
+        numbers = {**CLIENT_NUMBERS, "completed": len(runs[-1]) - lost}
+        Path(options["--output-file"]).write_text(json.dumps(numbers) + "\n")
+
+    monkeypatch.setattr(serving_study, "run_client", run_client)
+    return runs
+
+
+def test_a_load_larger_than_the_prompts_asks_them_again(tmp_path, monkeypatch):
+    """Found as: 256 requests were asked for, and as many were sent as there were prompts."""
+    runs = answering(monkeypatch)
+    few = study(tmp_path, prompts=[["one", "more"], ["two"], ["three"]])
+    assert serving_study.load(few, "http://any", 8)["requests"] == 8
+    assert runs == [["one", "two", "three", "one", "two", "three", "one", "two"]]
+    serving_study.load(few, "http://any", 2)
+    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_load_that_was_not_answered_whole_is_refused(tmp_path, monkeypatch):
+    answering(monkeypatch, lost=1)
+    with pytest.raises(EvalError, match=r"expected 4 answered requests, found 3.*client\.log"):
+        serving_study.load(study(tmp_path), "http://any", 4)
 
 
 def test_a_server_that_does_not_start_names_its_log(tmp_path, monkeypatch):

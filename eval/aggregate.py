@@ -51,10 +51,10 @@ def _throughput(unit: Entry) -> float:
 
 
 def _speed(row: Entry, pairs: Sequence[tuple[Entry, Entry]]) -> None:
-    """The ratio of throughputs to target-only's in the same rounds."""
-    if not pairs:
+    """The ratio of throughputs to target-only's in the same rounds, where that wrote anything."""
+    ratios = sorted(_throughput(u) / rate for u, t in pairs if (rate := _throughput(t)))
+    if not ratios:
         return
-    ratios = sorted(_throughput(u) / _throughput(t) for u, t in pairs)
     row["speedup"] = median(ratios)
     row["speedup_range"] = [ratios[0], ratios[-1]]
     if row["tau"] and row["speedup"]:

@@ -74,6 +74,15 @@ def test_speedup_is_against_target_of_the_same_round():
     assert missing["error"] == "not run" and missing["tau"] is None and samples is None
 
 
+def test_there_is_no_speedup_over_a_target_that_wrote_nothing():
+    """Found as: a division by zero in place of a report."""
+    nothing, some = unit(1.0, [[], []]), unit(1.0, [[1], [2]], 3, 2)
+    row, _ = row_of(CELL, method("mtp3", 3), [some], [nothing])
+    assert row["speedup"] is None and row["speedup_interval"] is None and row["tau"] == 2.5
+    row, _ = row_of(CELL, method("mtp3", 3), [some, some], [nothing, unit(2.0, [[1], [2]])])
+    assert row["speedup_range"] == [2.0, 2.0]
+
+
 def test_target_is_not_compared_with_itself_and_has_tau_one():
     ids = [[1, 2], [3, 4]]
     row, _ = row_of(CELL, method("target", 0), [unit(1.0, ids)], [unit(1.0, ids)])

@@ -11,7 +11,8 @@ from sglang_hyperdflash.tools.jsonl import read_lines
 BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 
 
-def _turns(value: dict, where: str) -> list[str]:
+def turns_of(value: dict, where: str) -> list[str]:
+    """The user turns of one line; raises ``EvalError`` for a line without any."""
     turns = value.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         found = f"turns {turns!r}" if "turns" in value else f"the fields {sorted(value)}"
@@ -81,5 +82,5 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
             raise EvalError(f"benchmark {name}: {path} is empty.")
         step = max(1, len(lines) // limit)
         chosen = lines[::step][:limit]
-        found[title(name)] = [_turns(value, f"{path}:{number}") for number, value in chosen]
+        found[title(name)] = [turns_of(value, f"{path}:{number}") for number, value in chosen]
     return found

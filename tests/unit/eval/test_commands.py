@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -26,6 +27,7 @@ from sglang_hyperdflash.tools.errors import (
     ServerFailed,
     UnsupportedTarget,
 )
+from sglang_hyperdflash.tools.ownership import lock
 from tests.unit.eval.fake_server import run_command, run_options
 
 
@@ -133,6 +135,21 @@ def test_a_report_of_nothing_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "results.json").write_text('{"rows": [')
     assert main(["report", "--out", str(tmp_path)]) == 2
     assert "results.json is damaged" in capsys.readouterr().err
+
+
+def test_a_report_is_not_written_into_a_folder_in_use(data, tmp_path, fake, capsys):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    (out / "report.md").write_text("as it was")
+    with lock(out, runner.KIND):
+        assert main(["report", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"in use by process {os.getpid()}" in error and error.count("\n") == 1
+        assert (out / "report.md").read_text() == "as it was"
+    assert main(["report", "--out", str(out)]) == 0
+    assert "Main results" in (out / "report.md").read_text()
+    assert main(["report", "--out", str(tmp_path / "typo")]) == 2
+    assert not (tmp_path / "typo").exists()
 
 
 def test_a_report_without_units_is_of_the_stored_results_and_keeps_them(data, tmp_path, fake):
@@ -306,6 +323,18 @@ def test_a_study_of_another_draft_than_the_run_s_is_refused(data, tmp_path, fake
     assert main(["serving", *options, "--out", str(out)]) == 2
     assert "run.json has hyperdflash6 with the draft /first" in capsys.readouterr().err
     assert not (out / serving_study.FOLDER).exists()
+
+
+def test_a_study_is_refused_while_its_run_s_folder_is_in_use(
+    data, tmp_path, fake, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    monkeypatch.setattr(serving_study, "run", lambda *_: pytest.fail("work was done"))
+    options = ["--target", "any", "--data-dir", str(data), "--benchmarks", "gsm8k"]
+    with lock(out, runner.KIND):
+        assert main(["serving", *options, "--methods", "target", "--out", str(out)]) == 2
+    assert "in use by process" in capsys.readouterr().err
 
 
 def test_a_slow_target_is_given_the_minutes_that_were_asked_for(data, tmp_path, monkeypatch):

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import argparse
 import signal
-import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
-import requests
-
 from eval import fetch, runner, serving_study
-from eval.errors import one_line
+from eval.errors import FAILED, INTERRUPTED, UNUSABLE, USER_ERRORS, one_line
 from eval.identity import measure_gaps
 from eval.methods import Method
 from eval.options import parser, plan_of, study_of
 from eval.report import read, write
 from eval.runner import Cell
-from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim, lock
-
-# What a user can mend. All else is a fault of ours and keeps its traceback.
-USER_ERRORS = (
-    HyperDFlashError,
-    subprocess.CalledProcessError,
-    requests.RequestException,
-    OSError,
-)
-FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 
 
 def _terminated(number: int, frame: Any) -> None:
@@ -68,7 +56,11 @@ def _serving(args: argparse.Namespace) -> int:
     if (run_file := args.out / runner.RUN).is_file():
         measured = runner.read_run(args.out).get("identities", {})
         serving_study.check_identities(study.methods, measured, run_file)
-    with claim(study.out, serving_study.KIND, study.settings()):
+    # The report at its end is written into the run's folder, so that is held as well.
+    with (
+        lock(args.out, runner.KIND),
+        claim(study.out, serving_study.KIND, study.settings()),
+    ):
         serving_study.run(study)
         _report(args)
     return 0
@@ -82,7 +74,10 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _report_again(args: argparse.Namespace) -> int:
-    _report(args)
+    # A lock makes its folder: where none is, the report refuses without one.
+    held = lock(args.out, runner.KIND) if args.out.exists() else nullcontext()
+    with held:
+        _report(args)
     return 0
 
 

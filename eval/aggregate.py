@@ -12,7 +12,12 @@ from eval.comparison import Samples, comparisons, interval, resampled, summaries
 from eval.identity import differences, key_of, verdict
 from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, read_run, read_sealed, unit_path
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import (
+    accept_length,
+    add_histograms,
+    drafted_positions,
+    position_acceptance,
+)
 from sglang_hyperdflash.tools.checksum import is_intact
 from sglang_hyperdflash.tools.jsonl import JsonlError, read_lines
 
@@ -27,6 +32,16 @@ def _tau(answers: Sequence[Entry], drafts: int) -> float | None:
     return accept_length(sum(a["correct_drafts"] for a in answers), rounds) if rounds else None
 
 
+def _positions(row: Entry, answers: Sequence[Entry], drafts: int) -> None:
+    """Acceptance of draft k over the rounds that had one, and how many those are."""
+    histogram = add_histograms(a["histogram"] for a in answers)
+    widths = add_histograms(a.get("widths", []) for a in answers)
+    rounds = sum(histogram)
+    row["position_acceptance"] = position_acceptance(histogram, drafts, widths) if rounds else []
+    drafted = drafted_positions(widths, drafts) if widths else [rounds] * drafts
+    row["drafted_rounds"] = drafted if rounds else []
+
+
 def _tokens(answer: Entry) -> int:
     return sum(map(len, answer["output_ids"]))
 
@@ -36,10 +51,10 @@ def _throughput(unit: Entry) -> float:
 
 
 def _speed(row: Entry, pairs: Sequence[tuple[Entry, Entry]]) -> None:
-    """The ratio of throughputs to target-only's in the same rounds."""
-    if not pairs:
+    """The ratio of throughputs to target-only's in the same rounds, where that wrote anything."""
+    ratios = sorted(_throughput(u) / rate for u, t in pairs if (rate := _throughput(t)))
+    if not ratios:
         return
-    ratios = sorted(_throughput(u) / _throughput(t) for u, t in pairs)
     row["speedup"] = median(ratios)
     row["speedup_range"] = [ratios[0], ratios[-1]]
     if row["tau"] and row["speedup"]:
@@ -102,17 +117,13 @@ def row_of(
     done = [units[i] for i in whole]
     pairs = [(units[i], t) for i in whole if (t := target[i]) is not None and "error" not in t]
     answers = [a for u in done for a in u["answers"]]
-    histogram = add_histograms(a["histogram"] for a in answers)
-    widths = add_histograms(a.get("widths", []) for a in answers)
     row["num_prompts"] = len(done[0]["answers"])
     row["rounds"] = len(done)
     row["output_tokens"] = sum(map(_tokens, answers))
     row["verify_rounds"] = sum(a["verify_rounds"] for a in answers)
     row["empty_answers"] = sum(_tokens(a) == 0 for a in answers)
     row["tau"] = _tau(answers, method["num_drafts"])
-    row["position_acceptance"] = (
-        position_acceptance(histogram, method["num_drafts"], widths) if sum(histogram) else []
-    )
+    _positions(row, answers, method["num_drafts"])
     row["tokens_per_s"] = median(map(_throughput, done))
     _speed(row, pairs)
     samples = Samples.of(done, pairs if cell["concurrency"] == 1 else [])

@@ -10,7 +10,12 @@ from typing import Any
 
 import requests
 
+from eval.errors import one_line
 from sglang_hyperdflash.tools.acceptance import add_histograms
+
+
+class Unanswered(requests.RequestException):
+    """A server that is up refused a request, or left out what its answer must hold."""
 
 
 @dataclass
@@ -44,8 +49,26 @@ class Sampling:
     timeout: float = 1800.0
 
 
+def _reason(reply: requests.Response) -> str:
+    """What a refusal says of itself, on one line."""
+    try:
+        said = reply.json()
+    except ValueError:
+        said = reply.text
+    if isinstance(said, dict):
+        said = said.get("error", said)
+    if isinstance(said, dict):
+        said = said.get("message") or said.get("detail") or said
+    return " ".join(str(said).split())[:500] or "no reason given"
+
+
 def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dict[str, Any]:
-    """One chat completion's JSON; raises ``requests.RequestException``."""
+    """One chat completion's JSON.
+
+    Raises:
+        Unanswered: the server refused; the message holds its reason.
+        requests.RequestException: the server died.
+    """
     payload = {
         "model": "default",
         "messages": messages,
@@ -55,7 +78,8 @@ def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dic
         **more,
     }
     reply = requests.post(f"{url}/v1/chat/completions", json=payload, timeout=sampling.timeout)
-    reply.raise_for_status()
+    if not reply.ok:
+        raise Unanswered(f"{url} refused with {reply.status_code}: {_reason(reply)}")
     return reply.json()
 
 
@@ -72,7 +96,8 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
     """Ask the turns one after another, each seeing the answers before it.
 
     Raises:
-        requests.RequestException: the server refused or died.
+        Unanswered: the server refused, or did not say which tokens it wrote.
+        requests.RequestException: the server died.
     """
     answer = Answer()
     for i in range(len(turns)):
@@ -88,7 +113,13 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
         answer.seconds += time.perf_counter() - started
         extension = content.get("sglext") or {}
         details = extension.get("spec_tokens_details") or {}
-        answer.output_ids.append((extension.get("output_ids") or [[]])[0])
+        written = extension.get("output_ids")
+        if not written:  # an empty answer is [[]]
+            raise Unanswered(
+                f"{url} answered without sglext.output_ids, so tokens cannot be counted or "
+                "compared. Expected a server of SGLang itself, not of something in front of it."
+            )
+        answer.output_ids.append(written[0])
         answer.correct_drafts += int(details.get("spec_num_correct_drafts", 0))
         answer.verify_rounds += int(details.get("spec_verify_ct", 0))
         histogram = details.get("spec_correct_drafts_histogram", [])
@@ -106,7 +137,8 @@ def converse_all(
     The threads are daemons: after Ctrl-C nobody waits for answers that are still being written.
 
     Raises:
-        requests.RequestException: the server refused or died; no other conversation is begun.
+        Unanswered: the server refused a prompt, whose number (from 1) the message holds.
+        requests.RequestException: the server died. After either no other conversation is begun.
     """
     waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     finished: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
@@ -131,6 +163,8 @@ def converse_all(
     try:
         while len(answers) < len(conversations):
             i, answer = finished.get()
+            if isinstance(answer, Unanswered):
+                raise Unanswered(f"prompt {i + 1}: {one_line(answer)}") from answer
             if isinstance(answer, BaseException):
                 raise answer
             answers[i] = answer

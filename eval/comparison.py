@@ -114,12 +114,18 @@ def pooled_tau(rows: Sequence[Row]) -> float | None:
 
 
 def pooled_positions(rows: Sequence[Row]) -> list[float]:
-    """Acceptance by drafted position over all verification rounds of several rows."""
+    """Acceptance of draft k over all rounds of several rows that had one; 0 where none had.
+
+    Rows of a release that did not store ``drafted_rounds`` count as of whole blocks.
+    """
     drafted = [r for r in rows if r.get("position_acceptance")]
     if not drafted:
         return []
     shares = np.array([r["position_acceptance"] for r in drafted])
-    return [float(v) for v in np.average(shares, 0, [r["verify_rounds"] for r in drafted])]
+    whole = ([r["verify_rounds"]] * shares.shape[1] for r in drafted)
+    rounds = np.array([r.get("drafted_rounds", w) for r, w in zip(drafted, whole, strict=True)])
+    totals = rounds.sum(0)
+    return [float(v) for v in (shares * rounds).sum(0) / np.maximum(totals, 1)]
 
 
 def _whole(rows: Sequence[Row], column: str) -> bool:

@@ -11,7 +11,8 @@ from sglang_hyperdflash.tools.jsonl import read_lines
 BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 
 
-def _turns(value: dict, where: str) -> list[str]:
+def turns_of(value: dict, where: str) -> list[str]:
+    """The user turns of one line; raises ``EvalError`` for a line without any."""
     turns = value.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         found = f"turns {turns!r}" if "turns" in value else f"the fields {sorted(value)}"
@@ -23,11 +24,21 @@ def _turns(value: dict, where: str) -> list[str]:
 
 
 def _file(data_dir: Path, name: str) -> Path:
-    """``DIR/name.jsonl``, a path of its own, or one file of a hub data set ``hub:owner/set/f``."""
+    """``DIR/name.jsonl``, a path of its own, or one file of a hub data set ``hub:owner/set/f``.
+
+    Raises:
+        EvalError: a name of the hub without its owner, data set or file.
+    """
     if name.startswith("hub:"):
+        parts = name.removeprefix("hub:").split("/", 2)
+        if len(parts) < 3 or not all(parts):
+            raise EvalError(
+                f"benchmark {name}: expected hub:OWNER/DATASET/FILE.jsonl, found no owner, data "
+                "set or file. Name the file as well."
+            )
         from huggingface_hub import hf_hub_download
 
-        owner, repository, file = name.removeprefix("hub:").split("/", 2)
+        owner, repository, file = parts
         return Path(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset"))
     own = Path(name)
     return own if own.suffix == ".jsonl" else data_dir / f"{name}.jsonl"
@@ -38,13 +49,25 @@ def title(name: str) -> str:
     return Path(name).stem if name.endswith(".jsonl") else name
 
 
+def _refuse_one_title(names: Sequence[str]) -> None:
+    """Two benchmarks of one title would be one row, and the last one's answers."""
+    known: dict[str, str] = {}
+    for name in names:
+        if (other := known.setdefault(title(name), name)) != name:
+            raise EvalError(
+                f"benchmarks {other} and {name} would both be called {title(name)}. Expected a "
+                "name of its own for each: rename or copy one of the files."
+            )
+
+
 def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[list[str]]]:
     """Up to ``limit`` conversations of every benchmark, evenly spread over its file.
 
     Raises:
-        EvalError: a missing or empty file, or a line without turns.
+        EvalError: a missing or empty file, a line without turns, or two benchmarks of one title.
         JsonlError: a line that is not a JSON object.
     """
+    _refuse_one_title(names)
     found = {}
     for name in names:
         path = _file(data_dir, name)
@@ -59,5 +82,5 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
             raise EvalError(f"benchmark {name}: {path} is empty.")
         step = max(1, len(lines) // limit)
         chosen = lines[::step][:limit]
-        found[title(name)] = [_turns(value, f"{path}:{number}") for number, value in chosen]
+        found[title(name)] = [turns_of(value, f"{path}:{number}") for number, value in chosen]
     return found

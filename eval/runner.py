@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +111,18 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
 def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
     """The methods, and ``target`` once more on the same server: what noise alone gives."""
     target = next(m for m in methods if m.name == BASELINE)
-    return (*methods, Method(NOISE, target.arguments, 0, target.url))
+    return (*methods, replace(target, name=NOISE))
 
 
 class Servers:
-    """Servers by their arguments: started on first use, again when they died, stopped at the end.
+    """Servers of methods: started on first use, again when they died, stopped at the end.
 
-    Methods with equal arguments share one.
+    Methods with equal arguments and environment share one.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.running: dict[tuple[str, ...], Server] = {}
+        self.running: dict[tuple[tuple[Any, ...], ...], Server] = {}
 
     def __enter__(self) -> Servers:
         return self
@@ -139,7 +139,8 @@ class Servers:
         """The address of a method's server, up and warm; raises ``ServerFailed``."""
         if method.url is not None:
             return method.url
-        key = method.arguments
+        # The verify width is set by environment alone: equal arguments are not one server yet.
+        key = (method.arguments, method.environment)
         server = self.running.get(key)
         if server is not None and server.process.poll() is not None:
             self.running.pop(key).stop()

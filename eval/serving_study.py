@@ -42,7 +42,8 @@ class Study:
     """What to load the servers with.
 
     rates: requests a second of the Poisson arrivals. prompts_per_level: requests of each load;
-    at least four times the concurrency are sent. out: the study's own folder.
+    at least four times the concurrency are sent, the prompts over again where there are fewer.
+    out: the study's own folder.
     """
 
     target: str
@@ -71,10 +72,14 @@ class Study:
         }
 
 
-def write_data(study: Study, path: Path) -> None:
-    """The prompts in the form of the client's ``custom`` data set."""
+def write_data(study: Study, path: Path, count: int) -> None:
+    """At least ``count`` prompts in the form of the client's ``custom`` data set.
+
+    The client draws requests from the file without repeating any, so prompts are repeated here.
+    """
     lines = []
-    for turns in study.prompts:
+    for i in range(max(count, len(study.prompts))):
+        turns = study.prompts[i % len(study.prompts)]
         pair = [{"content": turns[0]}, {"content": "-"}]
         lines.append(json.dumps({"conversations": pair}) + "\n")
     write_text(path, "".join(lines))
@@ -100,13 +105,15 @@ def run_client(command: list[str], log: Path) -> None:
         )
 
 
-def load(study: Study, url: str, data: Path, count: int, *load_options: str) -> dict[str, Any]:
-    """One run of the client; its numbers.
+def load(study: Study, url: str, count: int, *load_options: str) -> dict[str, Any]:
+    """One run of the client with ``count`` requests; its numbers.
 
     Raises:
-        EvalError: the client failed, or answered fewer requests than were sent.
+        EvalError: the client failed, or fewer requests were answered than asked for.
     """
     result, log = study.out / "client.jsonl", study.out / "logs" / "client.log"
+    data = study.out / "prompts.jsonl"
+    write_data(study, data, count)
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
     command += ["--base-url", url, "--model", study.target, "--dataset-name", "custom"]
@@ -115,6 +122,12 @@ def load(study: Study, url: str, data: Path, count: int, *load_options: str) -> 
     command += ["--output-file", str(result), "--disable-tqdm", "--seed", "0", *load_options]
     run_client(command, log)
     found = json.loads(result.read_text().splitlines()[-1])
+    if found["completed"] != count:
+        raise EvalError(
+            f"expected {count} answered requests, found {found['completed']}: the server refused "
+            f"or broke off the others, and their load was not measured. {log} says why. A prompt "
+            "longer than the target's context is refused: leave it out."
+        )
     numbers = {"requests": found["completed"], "tokens_per_s": found["output_throughput"]}
     for name, (middle, high) in LATENCIES.items():
         numbers[name] = [found[middle], found[high]]
@@ -124,20 +137,20 @@ def load(study: Study, url: str, data: Path, count: int, *load_options: str) -> 
 def measure(study: Study, method: Method) -> dict[str, Any]:
     """One method under every load, then its round's shares in a server of its own."""
     arguments = (*study.server_args, *method.arguments)
-    data, log = study.out / "prompts.jsonl", study.out / "logs" / f"{method.name}.log"
+    log = study.out / "logs" / f"{method.name}.log"
     found: dict[str, Any] = {"concurrency": [], "poisson": []}
     width = dict(method.environment)
     measured = Server(study.target, *arguments, log=log, threads=study.threads, environment=width)
     with measured as server:
         server.wait(60 * study.start_minutes)
-        load(study, server.url, data, 4, "--max-concurrency", "2")  # warm-up
+        load(study, server.url, 4, "--max-concurrency", "2")  # warm-up
         for level in study.levels:
             count = max(study.prompts_per_level, 4 * level)
-            numbers = load(study, server.url, data, count, "--max-concurrency", str(level))
+            numbers = load(study, server.url, count, "--max-concurrency", str(level))
             found["concurrency"].append({"concurrency": level, **numbers})
         for rate in study.rates:
             count = study.prompts_per_level
-            numbers = load(study, server.url, data, count, "--request-rate", str(rate))
+            numbers = load(study, server.url, count, "--request-rate", str(rate))
             found["poisson"].append({"rate": rate, **numbers})
     times = study.out / f"{method.name}-rounds.jsonl"
     times.unlink(missing_ok=True)
@@ -168,7 +181,6 @@ def run(study: Study, progress: Callable[[str], None] = print) -> dict[str, Any]
     check_identities(study.methods, identities, path)
     for part in PARTS:
         content.setdefault(part, {})
-    write_data(study, study.out / "prompts.jsonl")
     for method in study.methods:
         if method.name in content["round_ms"]:
             continue

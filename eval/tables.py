@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.comparison import SETTING, Row, pooled_positions, rows_in, settings_of
+from eval.comparison import SETTING, Row, pooled_positions, pooled_tau, rows_in, settings_of
 from eval.methods import BASELINE, drafting, is_ours, label
 
 GROUPS = {
@@ -129,7 +129,10 @@ def paper_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def acceptance_tables(rows: Sequence[Row]) -> list[Table]:
-    """Figure 1 as numbers: for each setting, acceptance by position over all its rounds."""
+    """Figure 1 as numbers: for each setting, acceptance by position over the rounds that had it.
+
+    tau is not one more than their sum: a round of a narrower width has no later drafts.
+    """
     tables = []
     for setting in settings_of(rows):
         means = {
@@ -143,8 +146,9 @@ def acceptance_tables(rows: Sequence[Row]) -> list[Table]:
         for method, values in means.items():
             cells = [f"{v:.2f}" for v in values] or [NOT_MEASURED]
             cells += ["-"] * (width - len(cells))
-            tau = f"{1 + sum(values):.2f}" if values else NOT_MEASURED
-            lines.append(Line((label(method), *cells, tau), is_ours(method)))
+            own = [r for r in rows_in(rows, setting, method) if r.get("position_acceptance")]
+            cells.append(number(pooled_tau(own)))
+            lines.append(Line((label(method), *cells), is_ours(method)))
         heads = ("Method", *map(str, range(1, width + 1)), "τ over all rounds")
         tables.append(Table(setting_words(setting), heads, tuple(lines)))
     return tables

@@ -4,7 +4,7 @@
 
 All servers are up for the whole run and are loaded in turn, so that what the machine does meanwhile
 falls on all of them. A load is a closed loop: ``c`` requests in flight, answers of one length. The
-first pass of a server at a load is not counted.
+first pass of a server at a load is not counted. The same command measures everything anew.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import argparse
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +26,16 @@ from typing import Any
 import aiohttp
 import requests
 
-from eval.errors import EvalError
+from eval.errors import INTERRUPTED, UNUSABLE, USER_ERRORS, EvalError, one_line
+from eval.prompts import turns_of
 from eval.width_report import ADAPTIVE, AGAIN, FULL, TARGET, UNTRAINED, write_report
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES
 from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.tools.checksum import short_hash
+from sglang_hyperdflash.tools.jsonl import read_lines
+from sglang_hyperdflash.tools.ownership import claim, location
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -37,6 +43,7 @@ from sglang_hyperdflash.tools.server_process import (
     hyperdflash_arguments,
 )
 
+KIND = "python -m eval.width_study"
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 # Requests of a pass: so many times the concurrency, and at least so many.
 WAVES, FEWEST = 2, 6
@@ -153,14 +160,20 @@ def run_steps(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
-    """Tokens of the first turns in a JSONL of ``{"turns": [...]}`` or ``{"messages": [...]}``."""
+    """Tokens of the first turns in a JSONL of ``{"turns": [...]}`` or ``{"messages": [...]}``.
+
+    Raises:
+        EvalError, JsonlError: a line without them, or no line. OSError: no file, or no tokenizer.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = []
-    for line in path.read_text().splitlines()[:count]:
-        entry = json.loads(line)
-        messages = entry.get("messages") or [{"role": "user", "content": entry["turns"][0]}]
+    for number, entry in islice(read_lines(path), count):
+        messages = entry.get("messages")
+        if not messages:
+            turns = turns_of(entry, f"{path}:{number}")
+            messages = [{"role": "user", "content": turns[0]}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer.encode(text, add_special_tokens=False))
     if not prompts:
@@ -187,11 +200,20 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
+def settings_of(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """All that makes another study of another folder."""
+    drafts = {name: getattr(args, name) for name in ("target", "draft", "untrained")}
+    names = ("levels", "temperature", "repeats", "tokens", "pool", "widths")
+    return {
+        **{name: value and location(value) for name, value in drafts.items()},
+        **{name: getattr(args, name) for name in names},
+        "prompts": short_hash(prompts),
+        "steps": not args.no_steps,
+    }
+
+
+def study(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
     """Measure, and write ``results.json``, ``report.md`` and the plots."""
-    args = parser().parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    prompts = read_prompts(args.target, args.prompts, args.num_prompts)
     content: dict[str, Any] = {"provenance": provenance()}
     with ExitStack() as stack:
         servers = {}
@@ -207,5 +229,21 @@ def main(argv: list[str] | None = None) -> None:
     print(f"report: {args.out / 'report.md'}")
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Run a study; 0, 2 for what the user must mend, 130 for Ctrl-C."""
+    args = parser().parse_args(argv)
+    try:
+        prompts = read_prompts(args.target, args.prompts, args.num_prompts)
+        with claim(args.out, KIND, settings_of(args, prompts)):
+            study(args, prompts)
+    except (*USER_ERRORS, aiohttp.ClientError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print("stopped: the same command begins anew.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

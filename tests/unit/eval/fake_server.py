@@ -25,6 +25,8 @@ class FakeServer:
         answer: token ids of a prompt, or their number. histogram: of every answer.
         logits: by token, what the target says of the position that it is asked for.
         die_after: requests that are answered; delay: seconds of each.
+        refuse: a prompt's last text that is refused, with its code and the refusal's body.
+        says_ids: whether answers hold their token ids.
     """
 
     def __init__(
@@ -36,18 +38,21 @@ class FakeServer:
         dtype: str = "bfloat16",
         die_after: int | None = None,
         delay: float = 0.0,
+        refuse: tuple[str, int, bytes] | None = None,
+        says_ids: bool = True,
     ) -> None:
         self.answer = lengths(answer) if isinstance(answer, int) else answer
         self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
         self.die_after, self.delay = die_after, delay
+        self.refuse, self.says_ids = refuse, says_ids
         self.requests: list[dict] = []
         self.generated: list[dict] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def reply(self, body: dict) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(200)
+            def reply(self, body: dict | bytes, code: int = 200) -> None:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -67,6 +72,10 @@ class FakeServer:
                     self.connection.close()
                     return
                 time.sleep(outer.delay)
+                if outer.refuse and asked["messages"][-1]["content"] == outer.refuse[0]:
+                    _, code, reason = outer.refuse
+                    self.reply(reason, code)
+                    return
                 self.reply(outer.chat(asked))
 
             def log_message(self, *args) -> None:
@@ -88,10 +97,10 @@ class FakeServer:
         if asked.get("return_prompt_token_ids"):
             choice["prompt_token_ids"] = [len(m["content"]) for m in asked["messages"]]
         ids = self.answer(text)[: asked["max_tokens"]]
-        return {
-            "choices": [choice],
-            "sglext": {"output_ids": [ids], "spec_tokens_details": details},
-        }
+        extension = {"spec_tokens_details": details}
+        if self.says_ids:
+            extension["output_ids"] = [ids]
+        return {"choices": [choice], "sglext": extension}
 
     def logprobs(self, asked: dict) -> dict:
         values = [[self.logits[t] - 30.0, t, None] for t in asked["token_ids_logprob"]]

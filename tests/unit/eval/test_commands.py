@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import requests
@@ -24,6 +27,7 @@ from sglang_hyperdflash.tools.errors import (
     ServerFailed,
     UnsupportedTarget,
 )
+from sglang_hyperdflash.tools.ownership import lock
 from tests.unit.eval.fake_server import run_command, run_options
 
 
@@ -35,6 +39,8 @@ from tests.unit.eval.fake_server import run_command, run_options
         ("--methods target,dflash6 --target any", "needs --dflash-draft"),
         ("--methods target", "--target is needed"),
         ("--methods target --target any --benchmarks nothing", "nothing.jsonl does not exist"),
+        ("--methods target --target any --benchmarks hub:openai/gsm8k", "hub:OWNER/DATASET/FILE"),
+        ("--methods target --target any --benchmarks hub:openai//f.jsonl", "hub:OWNER/DATASET/"),
         ("--methods target --target any --server ours", "takes name=url"),
         ("--methods target --target any --rounds 0", "--rounds must be at least 1, found 0"),
         ("--methods target --target any --concurrency 4 0", "--concurrency must be at least 1"),
@@ -131,6 +137,21 @@ def test_a_report_of_nothing_says_what_is_missing(tmp_path, capsys):
     assert "results.json is damaged" in capsys.readouterr().err
 
 
+def test_a_report_is_not_written_into_a_folder_in_use(data, tmp_path, fake, capsys):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    (out / "report.md").write_text("as it was")
+    with lock(out, runner.KIND):
+        assert main(["report", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"in use by process {os.getpid()}" in error and error.count("\n") == 1
+        assert (out / "report.md").read_text() == "as it was"
+    assert main(["report", "--out", str(out)]) == 0
+    assert "Main results" in (out / "report.md").read_text()
+    assert main(["report", "--out", str(tmp_path / "typo")]) == 2
+    assert not (tmp_path / "typo").exists()
+
+
 def test_a_report_without_units_is_of_the_stored_results_and_keeps_them(data, tmp_path, fake):
     out = tmp_path / "out"
     assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
@@ -189,6 +210,43 @@ def test_a_load_client_that_fails_is_quoted_and_its_output_kept(tmp_path):
     assert sorted(log.read_text().splitlines()) == ["asking"] * 2 + ["refused: port 9"] * 2
     with pytest.raises(EvalError, match="code 3: it said nothing"):
         run_client([sys.executable, "-c", "import sys; sys.exit(3)"], log)
+
+
+CLIENT_NUMBERS = {"output_throughput": 10.0} | dict.fromkeys(
+    (name for pair in serving_study.LATENCIES.values() for name in pair), 1.0
+)
+
+
+def answering(monkeypatch, lost: int = 0) -> list[list[str]]:
+    """A client that asks each prompt of its file once at most; returns what each run asked."""
+    runs = []
+
+    def run_client(command: list[str], log) -> None:
+        options = dict(pairwise(command))
+        lines = Path(options["--dataset-path"]).read_text().splitlines()
+        asked = [json.loads(line)["conversations"][0]["content"] for line in lines]
+        runs.append(asked[: int(options["--num-prompts"])])
+        numbers = {**CLIENT_NUMBERS, "completed": len(runs[-1]) - lost}
+        Path(options["--output-file"]).write_text(json.dumps(numbers) + "\n")
+
+    monkeypatch.setattr(serving_study, "run_client", run_client)
+    return runs
+
+
+def test_a_load_larger_than_the_prompts_asks_them_again(tmp_path, monkeypatch):
+    """Found as: 256 requests were asked for, and as many were sent as there were prompts."""
+    runs = answering(monkeypatch)
+    few = study(tmp_path, prompts=[["one", "more"], ["two"], ["three"]])
+    assert serving_study.load(few, "http://any", 8)["requests"] == 8
+    assert runs == [["one", "two", "three", "one", "two", "three", "one", "two"]]
+    serving_study.load(few, "http://any", 2)
+    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_load_that_was_not_answered_whole_is_refused(tmp_path, monkeypatch):
+    answering(monkeypatch, lost=1)
+    with pytest.raises(EvalError, match=r"expected 4 answered requests, found 3.*client\.log"):
+        serving_study.load(study(tmp_path), "http://any", 4)
 
 
 def test_a_server_that_does_not_start_names_its_log(tmp_path, monkeypatch):
@@ -265,6 +323,18 @@ def test_a_study_of_another_draft_than_the_run_s_is_refused(data, tmp_path, fake
     assert main(["serving", *options, "--out", str(out)]) == 2
     assert "run.json has hyperdflash6 with the draft /first" in capsys.readouterr().err
     assert not (out / serving_study.FOLDER).exists()
+
+
+def test_a_study_is_refused_while_its_run_s_folder_is_in_use(
+    data, tmp_path, fake, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
+    monkeypatch.setattr(serving_study, "run", lambda *_: pytest.fail("work was done"))
+    options = ["--target", "any", "--data-dir", str(data), "--benchmarks", "gsm8k"]
+    with lock(out, runner.KIND):
+        assert main(["serving", *options, "--methods", "target", "--out", str(out)]) == 2
+    assert "in use by process" in capsys.readouterr().err
 
 
 def test_a_slow_target_is_given_the_minutes_that_were_asked_for(data, tmp_path, monkeypatch):

@@ -74,6 +74,15 @@ def test_speedup_is_against_target_of_the_same_round():
     assert missing["error"] == "not run" and missing["tau"] is None and samples is None
 
 
+def test_there_is_no_speedup_over_a_target_that_wrote_nothing():
+    """Found as: a division by zero in place of a report."""
+    nothing, some = unit(1.0, [[], []]), unit(1.0, [[1], [2]], 3, 2)
+    row, _ = row_of(CELL, method("mtp3", 3), [some], [nothing])
+    assert row["speedup"] is None and row["speedup_interval"] is None and row["tau"] == 2.5
+    row, _ = row_of(CELL, method("mtp3", 3), [some, some], [nothing, unit(2.0, [[1], [2]])])
+    assert row["speedup_range"] == [2.0, 2.0]
+
+
 def test_target_is_not_compared_with_itself_and_has_tau_one():
     ids = [[1, 2], [3, 4]]
     row, _ = row_of(CELL, method("target", 0), [unit(1.0, ids)], [unit(1.0, ids)])
@@ -122,6 +131,35 @@ def test_tau_over_all_rounds_agrees_with_its_positions():
     assert pooled_tau(rows) == pytest.approx((30 * 2.0 + 10 * 1.5) / 40)
     assert 1 + sum(pooled_positions(rows)) == pytest.approx(pooled_tau(rows))
     assert pooled_tau([result("mtp3", "a", None, 1.0, verify_rounds=0)]) is None
+
+
+def widened(accepted: dict[int, int]) -> dict:
+    """A unit whose rounds, by width, accepted every draft that they had."""
+    widths, histogram = [0] * 8, [0] * 7
+    for width, rounds in accepted.items():
+        widths[width] = histogram[width - 1] = rounds
+    drafts = sum(k * n for k, n in enumerate(histogram))
+    found = unit(1.0, [[1] * 8], drafts, sum(widths))
+    found["answers"][0] |= {"histogram": histogram, "widths": widths}
+    return found
+
+
+def test_tau_of_changing_widths_is_over_all_rounds_and_positions_over_those_that_had_them():
+    """Found as: tau 7.00 of five rounds of width 1 and five of width 7, which give four a round."""
+    rows = []
+    for benchmark, accepted in (("a", {1: 5, 7: 5}), ("b", {4: 10})):
+        cell = CELL | {"benchmark": benchmark}
+        row, _ = row_of(cell, method("hyperdflash-adaptive", 6), [widened(accepted)], [None])
+        rows.append(row)
+    assert rows[0]["position_acceptance"] == [1.0] * 6 and rows[0]["tau"] == 4.0
+    assert rows[0]["drafted_rounds"] == [5] * 6 and rows[1]["drafted_rounds"] == [10] * 3 + [0] * 3
+    (table,) = tables.acceptance_tables(rows[:1])
+    assert table.lines[0].cells[1:] == ("1.00",) * 6 + ("4.00",)
+    # The second benchmark never drafted past the third: it says nothing of the rounds that did.
+    assert pooled_positions(rows) == [1.0] * 6
+    (table,) = tables.acceptance_tables(rows)
+    assert table.lines[0].cells[-1] == "4.00"
+    assert pooled_positions(rows[1:]) == [1.0] * 3 + [0.0] * 3
 
 
 def measured(better: int, seconds: float = 1.0):

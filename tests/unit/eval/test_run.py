@@ -12,6 +12,7 @@ import time
 import pytest
 
 from eval import client
+from eval.errors import EvalError
 from eval.identity import Difference, auto_dtype, first_difference, verdict
 from eval.methods import parse_urls, resolve
 from eval.prompts import load
@@ -353,6 +354,19 @@ def test_prompts_are_spread_over_the_file(tmp_path):
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
     found = load(tmp_path, [str(tmp_path / "own.jsonl")], 3)
     assert found == {"own": [["0"], ["3"], ["6"]]}
+
+
+def test_two_benchmarks_of_one_name_are_refused_by_both_paths(tmp_path):
+    """Found as: the last file's prompts were asked alone, under the one name."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test.jsonl").write_text(json.dumps({"turns": [folder]}) + "\n")
+    paths = [str(tmp_path / folder / "test.jsonl") for folder in ("one", "two")]
+    with pytest.raises(EvalError, match=rf"{paths[0]} and {paths[1]} .* called test"):
+        load(tmp_path, paths, 10)
+    assert load(tmp_path, paths[1:], 10) == {"test": [["two"]]}
+    with pytest.raises(EvalError, match=rf"benchmarks test and {paths[1]}"):
+        load(tmp_path / "one", ["test", paths[1]], 10)
 
 
 def test_methods_become_server_arguments():

@@ -11,6 +11,8 @@ from aiohttp import web
 from eval import width_plan, width_study
 from eval.width_plan import expected_tokens, measured, plan, roofline, touched
 from eval.width_report import settled_after, table, write_report
+from sglang_hyperdflash.tools.ownership import claim
+from tests.conftest import EXAMPLE
 
 ACCEPTANCE = [0.8] * 6
 RATES = {"target": (80, 1000), "target-again": (81, 990), "fixed 7": (140, 650)}
@@ -88,6 +90,69 @@ def test_a_closed_loop_keeps_its_number_in_flight_and_counts_tokens():
         "max_new_tokens": 16,
         "ignore_eos": True,
     }
+
+
+def study_options(out, *more: str) -> list[str]:
+    example = EXAMPLE / "target"
+    command = ["--target", str(example), "--draft", "d", "--out", str(out), *more]
+    return command if "--prompts" in more else [*command, "--prompts", str(EXAMPLE / "turns.jsonl")]
+
+
+@pytest.fixture
+def studied(monkeypatch) -> list[str]:
+    """Folders that a study was measured into, without a server."""
+    found = []
+
+    def run(args, prompts) -> None:
+        assert prompts and all(prompts)
+        (args.out / "results.json").write_text("{}")
+        found.append(args.out.name)
+
+    monkeypatch.setattr(width_study, "study", run)
+    return found
+
+
+def test_a_study_leaves_the_folder_of_another_command_as_it_is(tmp_path, studied, capsys):
+    """Found as: --out of a comparison, and its results and report were overwritten."""
+    out = tmp_path / "comparison"
+    with claim(out, "python -m eval run", {}):
+        (out / "results.json").write_text("the comparison's")
+    assert width_study.main(study_options(out)) == 2
+    error = capsys.readouterr().err
+    assert "found what `python -m eval run` wrote" in error and error.count("\n") == 1
+    assert (out / "results.json").read_text() == "the comparison's" and studied == []
+
+
+def test_a_study_is_measured_anew_by_the_same_command_alone(tmp_path, studied, capsys):
+    out = tmp_path / "width"
+    assert width_study.main(study_options(out)) == 0
+    assert width_study.main(study_options(out)) == 0
+    assert width_study.main(study_options(out, "--repeats", "4")) == 2
+    assert "repeats was 3, now 4" in capsys.readouterr().err and studied == ["width"] * 2
+    with claim(tmp_path / "held", width_study.KIND, {}):
+        assert width_study.main(study_options(tmp_path / "held")) == 2
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", "holds no prompt"),
+        ('{"text": "x"}\n', "p.jsonl:1: expected"),
+        ("{\n", "p.jsonl:1: expected a JSON object"),
+        (None, "No such file"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_one_line_before_any_work(
+    tmp_path, studied, capsys, content, words
+):
+    path = tmp_path / "p.jsonl"
+    if content is not None:
+        path.write_text(content)
+    out = tmp_path / "out"
+    assert width_study.main(study_options(out, "--prompts", str(path))) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("error: ") and error.count("\n") == 1
+    assert studied == [] and not out.exists()
 
 
 def test_experts_that_rows_touch_grow_to_all():

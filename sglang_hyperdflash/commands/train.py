@@ -68,6 +68,8 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
     return stages | {
         "target": location(schedule.target),
         "draft": _content(schedule.draft / "model.safetensors"),
+        # Drafters of another block size, window or mask token may have the same weights.
+        "draft_config": _content(schedule.draft / "config.json"),
         "max_length": schedule.max_length,
         "features": schedule.features,
         "held_out": {kind: _content(place) for kind, place in schedule.held_out.items()},

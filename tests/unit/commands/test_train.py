@@ -208,6 +208,21 @@ def test_a_run_resumes_its_own_work_and_no_other(tmp_path, target_dir, capsys):
     assert [json.loads(line)["step"] for line in log] == [1, 2, 3]
 
 
+def test_a_draft_of_equal_weights_and_another_window_is_another_run(tmp_path, target_dir, capsys):
+    """Found as: the run resumed, and published the first draft's config."""
+    command = ["train", "--config", str(small(tmp_path, target_dir)), "--work"]
+    command.append(str(tmp_path / "work"))
+    assert main(command) == 0
+    published = contents(tmp_path / "out")
+    path = tmp_path / "draft" / "config.json"
+    assert '"window": null' in (before := path.read_text())
+    path.write_text(before.replace('"window": null', '"window": 16'))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "other settings: draft_config was" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == published
+
+
 def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, capsys, monkeypatch):
     config = small(tmp_path, target_dir)
     whole = train.train

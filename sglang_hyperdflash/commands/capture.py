@@ -24,7 +24,7 @@ from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.commands.generate import engine_arguments
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
@@ -116,8 +116,6 @@ def check_space(folder: Path, needed: int) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Capture what is not captured yet."""
-    from transformers import AutoTokenizer
-
     if args.concurrency < 1 or args.shard_mib < 1:
         raise HyperDFlashConfigError("--concurrency and --shard-mib must be at least 1.")
     arguments = engine_arguments(args)
@@ -131,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {"max_length": limit, "shard_mib": args.shard_mib, "dtype": args.dtype}
     settings |= {"target": location(args.model), "data": [_content(name) for name in args.data]}
     with claim(args.out, KIND, settings):
-        loaded = load_samples(args.data, AutoTokenizer.from_pretrained(args.model), limit)
+        loaded = load_samples(args.data, load_tokenizer(args.model), limit)
         print(loaded)
         list_left_out(loaded, limit, args.out / LEFT_OUT)
         return _capture(args, arguments, files, facts, loaded)

@@ -21,6 +21,7 @@ from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
 from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
@@ -170,8 +171,6 @@ def check_draft(name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
-    from transformers import AutoTokenizer
-
     if args.max_new_tokens < 1 or args.concurrency < 1:
         raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
     arguments = engine_arguments(args)
@@ -187,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     with hold_answers(args.output, KIND, settings, digests) as answers:
         waiting = answers.waiting(prompts, "prompts", retry=args.retry_skipped)
         if any(prompt.text is None for prompt in waiting):
-            check_template(AutoTokenizer.from_pretrained(args.model))  # before the model is loaded
+            check_template(load_tokenizer(args.model))  # before the model is loaded
         if waiting:
             _with_engine(arguments, args, waiting, answers)
     return 0

@@ -23,6 +23,7 @@ import requests
 
 from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
 from sglang_hyperdflash.commands.generate import json_option
+from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
@@ -233,8 +234,6 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
-    from transformers import AutoTokenizer
-
     sampling = _sampling(args)
     template = json_option("--template-args", args.template_args)
     for name in (name for name in args.input if not name.startswith(HUB)):
@@ -245,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     with hold_answers(args.output, KIND, settings, digests) as answers:
         waiting = answers.waiting(tasks, "conversations", retry=args.retry_skipped)
         if waiting:
-            tokenizer = AutoTokenizer.from_pretrained(args.target)
+            tokenizer = load_tokenizer(args.target)
             check_template(tokenizer)
             client = Client(args.server, tokenizer, sampling, template)
             _answer(client, waiting, args.concurrency, answers)

@@ -83,7 +83,7 @@ def generator_seed(number: int) -> int:
     """A number from a recipe's seed as ``torch.Generator`` takes it; unchanged where it fits.
 
     Args:
-        number: of any size, at least 0. A prime modulus keeps apart what only differs in high bits.
+        number: of any size, at least 0.
     """
     return number % SEEDS
 

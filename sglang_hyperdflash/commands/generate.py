@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
+from sglang_hyperdflash.commands.answers import (
+    Answers,
+    Refused,
+    hold_answers,
+    rendered,
+    room_for,
+)
 from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
-from sglang_hyperdflash.tools.chat_template import check_template, render
+from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -273,10 +279,11 @@ class Asker:
         return record | counts | finish, reason
 
     def _tokens(self, prompt: Prompt, messages: Messages) -> list[int]:
+        """The input of the next answer; raises ``Refused``."""
         tokenizer = self.engine.tokenizer_manager.tokenizer
         if prompt.text is not None:
             return tokenizer.encode(prompt.text, add_special_tokens=True)
-        text = render(tokenizer, messages, prompt=True, where=prompt.where)
+        text = rendered(tokenizer, messages, prompt.where)
         return tokenizer.encode(text, add_special_tokens=False)
 
     async def _generate(self, tokens: list[int]) -> tuple[str, dict[str, Any]]:

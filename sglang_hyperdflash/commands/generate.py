@@ -37,6 +37,21 @@ from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.structs import shown
 
 KIND = "hyperdflash generate"
+# Options of the engine that change how much it holds and says, not what it answers.
+MEMORY_ONLY = frozenset(
+    {
+        "base_gpu_id",
+        "chunked_prefill_size",
+        "cpu_offload_gb",
+        "log_level",
+        "max_prefill_tokens",
+        "max_running_requests",
+        "max_total_tokens",
+        "mem_fraction_static",
+        "nccl_port",
+        "port",
+    }
+)
 Messages = list[dict[str, str]]
 
 
@@ -160,6 +175,17 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return arguments | extra
 
 
+def engine_settings(args: argparse.Namespace, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the engine's arguments must not change between two runs into one output.
+
+    Args:
+        arguments: :func:`engine_arguments` of the command line, where ``--engine-args`` win.
+    """
+    extra = json_option("--engine-args", args.engine_args)
+    shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
+    return {"dtype": arguments["dtype"]} | ({"engine_args": shaping} if shaping else {})
+
+
 def check_draft(name: str) -> None:
     """Refuse what no drafter can be read from, before SGLang tries.
 
@@ -185,8 +211,9 @@ def run(args: argparse.Namespace) -> int:
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "dtype")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     settings = {name: getattr(args, name) for name in names}
+    settings |= engine_settings(args, arguments)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     digests = {prompt.index: prompt.digest for prompt in prompts}
     with hold_answers(args.output, KIND, settings, digests) as answers:

@@ -5,15 +5,16 @@ Beside it lies the list of what the target refused to answer (:class:`Skipped`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
-from sglang_hyperdflash.tools.ownership import NotOurs, claim_file
+from sglang_hyperdflash.tools.ownership import NotOurs, claim_file, refuse_file
 
 SHOWN = 5  # lines of a list that are printed; the rest is in its file
 
@@ -45,23 +46,32 @@ def room_for(tokens: int, limit: int) -> int:
     return limit - tokens
 
 
+def skipped_path(output: Path) -> Path:
+    """Where the list of what was refused lies."""
+    return output.with_name(f"{output.stem}.skipped.jsonl")
+
+
+def rendered(tokenizer, messages: Sequence[dict[str, str]], where: str, **template: Any) -> str:
+    """A conversation's text up to its next answer; arguments as in ``chat_template.render``.
+
+    Raises:
+        Refused: the template does not take the conversation. HyperDFlashConfigError: there is none.
+    """
+    try:
+        return render(tokenizer, messages, prompt=True, where=where, **template)
+    except TemplateRefused as error:
+        raise Refused(error.reason) from error
+
+
 class Skipped:
     """The list of what the target refused, beside an output file that this run holds.
 
     Attributes:
         found: the entries, by the index of their prompt.
-
-    Raises:
-        NotOurs: a file of that name was there before the output file.
     """
 
-    def __init__(self, output: Path, resumed: bool, digests: Mapping[int, str]) -> None:
-        self.path = output.with_name(f"{output.stem}.skipped.jsonl")
-        if self.path.exists() and not resumed:
-            raise NotOurs(
-                f"{self.path} is there, but {output} is not: it is not this run's list. Choose "
-                "another --output, or remove it."
-            )
+    def __init__(self, output: Path, digests: Mapping[int, str]) -> None:
+        self.path = skipped_path(output)
         self.writer: ResumableWriter | None = None
         self.found: dict[int, dict[str, Any]] = {}
         self.new: list[dict[str, Any]] = []
@@ -120,7 +130,7 @@ class Skipped:
         if self.new and not answered:
             raise HyperDFlashConfigError(
                 f"the target refused all {noun}: {self.new[0]['where']}: {self.new[0]['reason']}. "
-                "Give a longer context, or shorter prompts."
+                "Mend or shorten them, or give a longer context."
             )
 
 
@@ -170,7 +180,14 @@ def hold_answers(
         NotOurs: the file is something else, or answers with other settings. InUse: another run
             writes it. HyperDFlashConfigError: it answers another input.
     """
-    with claim_file(output, kind, settings) as held, ResumableWriter(output, seal=True) as writer:
+    # Before the claim, whose marker would make a foreign list look like an earlier run's.
+    listed = skipped_path(output)
+    if refuse_file(output, kind, settings) is None and listed.exists():
+        raise NotOurs(
+            f"{listed} is there, but no run of these settings in {output}: it is not this run's "
+            "list. Nothing was written. Choose another --output, or remove it."
+        )
+    with claim_file(output, kind, settings), ResumableWriter(output, seal=True) as writer:
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         if writer.moved:
@@ -187,4 +204,4 @@ def hold_answers(
                     f"--output {output} holds answers to another input (index {index}). Choose "
                     "another --output, or remove the file."
                 )
-        yield Answers(output, writer, done, Skipped(output, held.resumed, digests))
+        yield Answers(output, writer, done, Skipped(output, digests))

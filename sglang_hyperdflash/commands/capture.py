@@ -21,10 +21,10 @@ import torch
 
 from sglang_hyperdflash.commands.answers import SHOWN
 from sglang_hyperdflash.commands.engine import quiet_engine
-from sglang_hyperdflash.commands.generate import engine_arguments
+from sglang_hyperdflash.commands.generate import engine_arguments, engine_settings
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
@@ -116,8 +116,6 @@ def check_space(folder: Path, needed: int) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Capture what is not captured yet."""
-    from transformers import AutoTokenizer
-
     if args.concurrency < 1 or args.shard_mib < 1:
         raise HyperDFlashConfigError("--concurrency and --shard-mib must be at least 1.")
     arguments = engine_arguments(args)
@@ -128,10 +126,11 @@ def run(args: argparse.Namespace) -> int:
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
     limit = length_limit(args.max_length, arguments, facts)
-    settings = {"max_length": limit, "shard_mib": args.shard_mib, "dtype": args.dtype}
+    settings = {"max_length": limit, "shard_mib": args.shard_mib}
+    settings |= engine_settings(args, arguments)
     settings |= {"target": location(args.model), "data": [_content(name) for name in args.data]}
     with claim(args.out, KIND, settings):
-        loaded = load_samples(args.data, AutoTokenizer.from_pretrained(args.model), limit)
+        loaded = load_samples(args.data, load_tokenizer(args.model), limit)
         print(loaded)
         list_left_out(loaded, limit, args.out / LEFT_OUT)
         return _capture(args, arguments, files, facts, loaded)
@@ -186,14 +185,15 @@ def _capture(
 ) -> int:
     final_state = FinalState(files, facts)
     m, d = facts.hc_mult, facts.hidden_size
-    itemsize = 4 if args.dtype == "float32" else 2
+    dtype = str(arguments["dtype"])
+    itemsize = 4 if dtype == "float32" else 2
     identity = CaptureIdentity(
         facts.architecture,
         final_state.fingerprint,
         tensors_fingerprint(final_state.norm),
         m,
         d,
-        args.dtype,
+        dtype,
         data_digest(loaded.samples),
     )
     writer = CaptureWriter(args.out, identity)

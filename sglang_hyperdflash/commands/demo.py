@@ -67,7 +67,7 @@ class PromptReport:
     streamed: bool
     text: str
     identical: bool
-    tau: float
+    tau: float | None  # None: the answer had no verification round
     tokens: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     speedup: float = 0.0
@@ -97,7 +97,13 @@ def add_parser(commands) -> None:
 
 
 def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> Answer:
-    """One chat completion at temperature 0 through the OpenAI client."""
+    """One chat completion at temperature 0 through the OpenAI client.
+
+    Raises:
+        HyperDFlashConfigError: the server refuses the request.
+    """
+    import openai
+
     extra = {"return_spec_tokens_details": True, "return_output_ids_in_sglext": True}
     options = {
         "model": "default",
@@ -107,16 +113,13 @@ def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> A
         "extra_body": extra,
     }
     started = time.perf_counter()
-    text, extension = "", {}
-    if stream:
-        for chunk in client.chat.completions.create(stream=True, **options):
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
-            extension |= (chunk.model_extra or {}).get("sglext") or {}
-    else:
-        reply = client.chat.completions.create(**options)
-        text = reply.choices[0].message.content or ""
-        extension = (reply.model_extra or {}).get("sglext") or {}
+    try:
+        text, extension = _complete(client, options, stream=stream)
+    except openai.BadRequestError as error:
+        raise HyperDFlashConfigError(
+            f"the server refuses the prompt {messages[-1]['content'][:60]!r} with --max-new-tokens "
+            f"{max_new_tokens}: {_first_line(error)} Give fewer tokens, or shorter prompts."
+        ) from error
     seconds = time.perf_counter() - started
     details = extension.get("spec_tokens_details") or {}
     return Answer(
@@ -127,6 +130,26 @@ def ask(client, messages: list[dict], max_new_tokens: int, *, stream: bool) -> A
         verify_rounds=int(details.get("spec_verify_ct", 0)),
         histogram=list(details.get("spec_correct_drafts_histogram", [])),
     )
+
+
+def _complete(client, options: dict, *, stream: bool) -> tuple[str, dict]:
+    """An answer's text, and SGLang's own fields of it."""
+    if not stream:
+        reply = client.chat.completions.create(**options)
+        text = reply.choices[0].message.content or ""
+        return text, (reply.model_extra or {}).get("sglext") or {}
+    text, extension = "", {}
+    for chunk in client.chat.completions.create(stream=True, **options):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+        extension |= (chunk.model_extra or {}).get("sglext") or {}
+    return text, extension
+
+
+def _first_line(error) -> str:
+    """What an ``openai`` error says, without the JSON around it."""
+    body = error.body if isinstance(error.body, dict) else {}
+    return str(body.get("message") or error.message).splitlines()[0]
 
 
 class _Message(msgspec.Struct):
@@ -274,7 +297,9 @@ def compare(
         streamed=stream,
         text=drafted.text,
         identical=all(ids == everything[0] for ids in everything),
-        tau=accept_length(drafted.correct_drafts, drafted.verify_rounds),
+        tau=accept_length(drafted.correct_drafts, drafted.verify_rounds)
+        if drafted.verify_rounds
+        else None,
         tokens=len(drafted.token_ids),
         seconds=seconds,
         speedup=statistics.median(seconds["target"]) / statistics.median(seconds["hyperdflash"]),
@@ -284,9 +309,12 @@ def compare(
 
 
 def summarise(reports: list[PromptReport], histograms: list[list[int]], num_drafts: int) -> dict:
-    """The whole of ``demo.json``; tau over all rounds, speedup as the median over prompts."""
+    """The whole of ``demo.json``; tau over all rounds, speedup as the median over prompts.
+
+    ``tau`` and ``round_cost`` are None where no answer had a verification round.
+    """
     total = add_histograms(histograms)
-    tau = accept_length_of(total)
+    tau = accept_length_of(total) if any(total) else None
     speedups = sorted(report.speedup for report in reports)
     judged = [report.right for report in reports if report.right is not None]
     return {
@@ -297,10 +325,14 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
         "speedup_range": [speedups[0], speedups[-1]],
-        "round_cost": tau / statistics.median(speedups),
+        "round_cost": None if tau is None else tau / statistics.median(speedups),
         "provenance": provenance(),
         "prompts": [asdict(report) for report in reports],
     }
+
+
+def _shown(number: float | None) -> str:
+    return "not measured" if number is None else f"{number:.2f}"
 
 
 def print_answer(index: int, report: PromptReport) -> None:
@@ -310,7 +342,7 @@ def print_answer(index: int, report: PromptReport) -> None:
     print(f"\n[{index + 1}] {report.kind}{streamed}: {report.prompt.strip()[:100]!r}")
     print(f"    {report.text.strip()[:240]!r}")
     print(
-        f"    tau {report.tau:.2f}, {report.tokens} tokens, speedup {report.speedup:.2f}x, "
+        f"    tau {_shown(report.tau)}, {report.tokens} tokens, speedup {report.speedup:.2f}x, "
         f"{mark}{verdict}",
         flush=True,
     )
@@ -321,10 +353,11 @@ def print_summary(result: dict, out: Path) -> None:
     for k, share in enumerate(result["position_acceptance"], start=1):
         print(f"  {k} {'#' * round(40 * share):<40} {share:.2f}")
     low, high = result["speedup_range"]
-    print(f"\ntau (accept length, bonus included): {result['tau']:.2f}")
+    print(f"\ntau (accept length, bonus included): {_shown(result['tau'])}")
     print(f"speedup over target-only, interleaved: {result['speedup']:.2f}x median over prompts")
     print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
-    print(f"round cost: {result['round_cost']:.2f} target-only steps")
+    steps = "" if result["round_cost"] is None else " target-only steps"
+    print(f"round cost: {_shown(result['round_cost'])}{steps}")
     print(f"outputs identical to target-only: {result['outputs_identical']}")
     if result.get("answers_judged"):  # reports of prompts without answers lack it
         print(f"right answers: {result['answers_right']} of {result['answers_judged']}")

@@ -18,11 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
+from sglang_hyperdflash.commands.answers import (
+    Answers,
+    Refused,
+    hold_answers,
+    rendered,
+    room_for,
+)
 from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
-from sglang_hyperdflash.tools.chat_template import check_template, render
+from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -30,6 +37,21 @@ from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.structs import shown
 
 KIND = "hyperdflash generate"
+# Options of the engine that change how much it holds and says, not what it answers.
+MEMORY_ONLY = frozenset(
+    {
+        "base_gpu_id",
+        "chunked_prefill_size",
+        "cpu_offload_gb",
+        "log_level",
+        "max_prefill_tokens",
+        "max_running_requests",
+        "max_total_tokens",
+        "mem_fraction_static",
+        "nccl_port",
+        "port",
+    }
+)
 Messages = list[dict[str, str]]
 
 
@@ -153,6 +175,17 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return arguments | extra
 
 
+def engine_settings(args: argparse.Namespace, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the engine's arguments must not change between two runs into one output.
+
+    Args:
+        arguments: :func:`engine_arguments` of the command line, where ``--engine-args`` win.
+    """
+    extra = json_option("--engine-args", args.engine_args)
+    shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
+    return {"dtype": arguments["dtype"]} | ({"engine_args": shaping} if shaping else {})
+
+
 def check_draft(name: str) -> None:
     """Refuse what no drafter can be read from, before SGLang tries.
 
@@ -170,8 +203,6 @@ def check_draft(name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
-    from transformers import AutoTokenizer
-
     if args.max_new_tokens < 1 or args.concurrency < 1:
         raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
     arguments = engine_arguments(args)
@@ -180,14 +211,15 @@ def run(args: argparse.Namespace) -> int:
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "dtype")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     settings = {name: getattr(args, name) for name in names}
+    settings |= engine_settings(args, arguments)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     digests = {prompt.index: prompt.digest for prompt in prompts}
     with hold_answers(args.output, KIND, settings, digests) as answers:
         waiting = answers.waiting(prompts, "prompts", retry=args.retry_skipped)
         if any(prompt.text is None for prompt in waiting):
-            check_template(AutoTokenizer.from_pretrained(args.model))  # before the model is loaded
+            check_template(load_tokenizer(args.model))  # before the model is loaded
         if waiting:
             _with_engine(arguments, args, waiting, answers)
     return 0
@@ -274,10 +306,11 @@ class Asker:
         return record | counts | finish, reason
 
     def _tokens(self, prompt: Prompt, messages: Messages) -> list[int]:
+        """The input of the next answer; raises ``Refused``."""
         tokenizer = self.engine.tokenizer_manager.tokenizer
         if prompt.text is not None:
             return tokenizer.encode(prompt.text, add_special_tokens=True)
-        text = render(tokenizer, messages, prompt=True, where=prompt.where)
+        text = rendered(tokenizer, messages, prompt.where)
         return tokenizer.encode(text, add_special_tokens=False)
 
     async def _generate(self, tokens: list[int]) -> tuple[str, dict[str, Any]]:

@@ -21,9 +21,16 @@ from typing import Any
 
 import requests
 
-from sglang_hyperdflash.commands.answers import Answers, Refused, hold_answers, room_for
+from sglang_hyperdflash.commands.answers import (
+    Answers,
+    Refused,
+    hold_answers,
+    rendered,
+    room_for,
+)
 from sglang_hyperdflash.commands.generate import json_option
-from sglang_hyperdflash.tools.chat_template import check_template, render
+from sglang_hyperdflash.targets.files import load_tokenizer
+from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
@@ -81,8 +88,12 @@ class Client:
             ) from error
 
     def prompt_tokens(self, messages: Messages, where: str) -> list[int]:
-        """The conversation so far, ready for the next answer; ``where`` names it in errors."""
-        text = render(self.tokenizer, messages, prompt=True, where=where, **self.template)
+        """The conversation so far, ready for the next answer; ``where`` names it in errors.
+
+        Raises:
+            Refused: the target's chat template does not take it.
+        """
+        text = rendered(self.tokenizer, messages, where, **self.template)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def generate(self, tokens: list[int]) -> tuple[list[int], str]:
@@ -122,8 +133,8 @@ class Client:
             messages.append(message)
             if message["role"] != "user":
                 continue
-            prompt = self.prompt_tokens(messages, task.where)
             try:
+                prompt = self.prompt_tokens(messages, task.where)
                 output, text = self.generate(prompt)
             except Refused as error:
                 refused = f"turn {len(samples) + 1}: {error}"
@@ -233,8 +244,6 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
-    from transformers import AutoTokenizer
-
     sampling = _sampling(args)
     template = json_option("--template-args", args.template_args)
     for name in (name for name in args.input if not name.startswith(HUB)):
@@ -245,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
     with hold_answers(args.output, KIND, settings, digests) as answers:
         waiting = answers.waiting(tasks, "conversations", retry=args.retry_skipped)
         if waiting:
-            tokenizer = AutoTokenizer.from_pretrained(args.target)
+            tokenizer = load_tokenizer(args.target)
             check_template(tokenizer)
             client = Client(args.server, tokenizer, sampling, template)
             _answer(client, waiting, args.concurrency, answers)

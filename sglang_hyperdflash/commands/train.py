@@ -17,7 +17,7 @@ import torch
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
 from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -29,6 +29,7 @@ from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
+from sglang_hyperdflash.training.replay import check_whole_blocks
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Source
 from sglang_hyperdflash.training.trainer import STATE, Trainer, check_widths
 
@@ -68,6 +69,8 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
     return stages | {
         "target": location(schedule.target),
         "draft": _content(schedule.draft / "model.safetensors"),
+        # Drafters of another block size, window or mask token may have the same weights.
+        "draft_config": _content(schedule.draft / "config.json"),
         "max_length": schedule.max_length,
         "features": schedule.features,
         "held_out": {kind: _content(place) for kind, place in schedule.held_out.items()},
@@ -125,27 +128,27 @@ def load_pair(schedule: Schedule):
 
 def train(schedule: Schedule, work: Path, world: ProcessGroup, device: torch.device) -> None:
     """Run every stage; finished ones are skipped, a cut one resumes."""
-    from transformers import AutoTokenizer
-
     target, drafter = load_pair(schedule)
+    captures = schedule.features == "captured"
+    tokenizer = None if captures else load_tokenizer(schedule.target)
     target.to(device)
-    tokenizer = None
-    if schedule.features != "captured":
-        tokenizer = AutoTokenizer.from_pretrained(schedule.target)
 
     def say(line: str) -> None:
         if world.is_main:
             print(line, flush=True)
 
     def source(files: tuple[Path | str, ...], title: str) -> Source:
-        if schedule.features == "captured":
+        if captures:
             return captured(files, drafter.config, target.norm)
         loaded = load_samples(files, tokenizer, schedule.max_length)
         say(f"{title}: {loaded}")
         kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
         return kind(target, loaded.samples, layer_ids=drafter.config.captured_layers)
 
-    held_out = {kind: source((file,), kind) for kind, file in schedule.held_out.items()}
+    held_out: dict[str, Source] = {}
+    for kind, file in schedule.held_out.items():
+        held_out[kind] = source((file,), kind)
+        check_whole_blocks(held_out[kind].samples, drafter.config.block_size, str(file))
     best, last = schedule.draft, ""
     for number, stage in enumerate(schedule.stages, 1):
         title, folder = f"stage {number}", work / f"stage-{number}"
@@ -243,8 +246,20 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
+def check_machine(args: argparse.Namespace) -> None:
+    """Raise ``HyperDFlashConfigError`` when torch cannot take ``--threads`` or ``--device``."""
+    if args.threads is not None and args.threads < 1:
+        raise HyperDFlashConfigError(f"--threads must be at least 1, found {args.threads}.")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise HyperDFlashConfigError(
+            "--device cuda: expected a GPU that torch sees, found none. Install a torch with CUDA, "
+            "or train with --device cpu."
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Train as the file says."""
+    check_machine(args)
     schedule = read_schedule(args.config)
     if args.threads is not None:
         torch.set_num_threads(args.threads)

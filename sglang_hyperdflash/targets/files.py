@@ -272,8 +272,13 @@ def read_tensor(file, name: str, where: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).view(entry["shape"]).clone()
 
 
-def mask_token_of(name: str, revision: str | None = None) -> int | None:
-    """Id of the target tokenizer's mask token, or None: then it must be given.
+def load_tokenizer(
+    name: str, revision: str | None = None, *, advice: str = "Add its tokenizer files."
+) -> Any:
+    """The target's tokenizer, of transformers.
+
+    Args:
+        name: folder or hub id. advice: what to do without one, for the error.
 
     Raises:
         HyperDFlashConfigError: there is no tokenizer that transformers reads.
@@ -281,9 +286,19 @@ def mask_token_of(name: str, revision: str | None = None) -> int | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision).mask_token_id
+        return AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
         raise HyperDFlashConfigError(
-            f"target {name} has no tokenizer that can be read ({str(error).splitlines()[0]}). Add "
-            "its tokenizer files, or pass --mask-token-id."
+            f"target {name} has no tokenizer that can be read ({str(error).splitlines()[0]}). "
+            f"{advice}"
         ) from error
+
+
+def mask_token_of(name: str, revision: str | None = None) -> int | None:
+    """Id of the target tokenizer's mask token, or None: then it must be given.
+
+    Raises:
+        HyperDFlashConfigError: there is no tokenizer that transformers reads.
+    """
+    advice = "Add its tokenizer files, or pass --mask-token-id."
+    return load_tokenizer(name, revision, advice=advice).mask_token_id

@@ -10,6 +10,14 @@ from jinja2 import TemplateError
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
+class TemplateRefused(HyperDFlashConfigError):
+    """The template refuses one conversation; ``reason`` says so without naming which."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}. Mend or remove it.")
+        self.reason = reason
+
+
 def check_template(tokenizer) -> None:
     """Refuse a tokenizer without a chat template.
 
@@ -39,7 +47,7 @@ def render(
         template: the template's own arguments (``thinking=True``).
 
     Raises:
-        HyperDFlashConfigError: there is no template, or it refuses the conversation.
+        HyperDFlashConfigError: there is no template. TemplateRefused: it refuses the conversation.
     """
     check_template(tokenizer)
     try:
@@ -47,7 +55,6 @@ def render(
             messages, tokenize=False, add_generation_prompt=prompt, **template
         )
     except (TemplateError, ValueError, TypeError) as error:
-        raise HyperDFlashConfigError(
-            f"{where}: the target's chat template refuses the conversation: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}. Mend or remove it."
-        ) from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = f"the target's chat template refuses the conversation: {said}"
+        raise TemplateRefused(where, reason) from error

@@ -341,7 +341,15 @@ def refuse(folder: Path, kind: str, settings: Mapping[str, Any]) -> str | None:
     Raises:
         NotOurs: as :func:`claim`.
     """
-    place = _Place(Path(folder), is_file=False)
+    return _refuse(_Place(Path(folder), is_file=False), kind, settings)
+
+
+def refuse_file(file: Path, kind: str, settings: Mapping[str, Any]) -> str | None:
+    """:func:`refuse` for :func:`claim_file`."""
+    return _refuse(_Place(Path(file), is_file=True), kind, settings)
+
+
+def _refuse(place: _Place, kind: str, settings: Mapping[str, Any]) -> str | None:
     marker = _check(place, kind, json.loads(json.dumps(settings, sort_keys=True)))
     return None if marker is None else marker["run_id"]
 

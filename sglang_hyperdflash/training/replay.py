@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
 from sglang_hyperdflash.tools.acceptance import accept_length, position_acceptance
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, before_drafts
 from sglang_hyperdflash.training.reducer_input import source_of
-from sglang_hyperdflash.training.samples import Rows, Source, States, collate
+from sglang_hyperdflash.training.samples import Rows, Sample, Source, States, collate
 
 # Blocks whose logits are in memory at a time.
 BLOCKS = 256
+
+
+def check_whole_blocks(samples: Sequence[Sample], block_size: int, name: str) -> None:
+    """Refuse held-out answers on which no tau can be measured: the replay counts whole blocks.
+
+    Args:
+        name: of where the samples come from, for the error.
+
+    Raises:
+        HyperDFlashConfigError: no answer is as long as a block.
+    """
+    longest = max((end - start for sample in samples for start, end in sample.spans), default=0)
+    if longest < block_size:
+        raise HyperDFlashConfigError(
+            f"[held_out] {name}: expected an answer of at least {block_size} tokens, the drafter's "
+            f"block size, found {longest} in the longest one: tau cannot be measured. Give longer "
+            "answers, or remove it from [held_out]."
+        )
 
 
 class Replay:

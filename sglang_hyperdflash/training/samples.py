@@ -8,6 +8,9 @@ from typing import Protocol
 import torch
 from typing_extensions import Self
 
+# The largest prime of 64 bits, all that a torch generator takes.
+SEEDS = 2**64 - 59
+
 
 class Tensors:
     """A dataclass of tensors that moves as one."""
@@ -76,6 +79,15 @@ class Source(Protocol):
         """The target's states of the samples at ``indices``, padded like :func:`collate`."""
 
 
+def generator_seed(number: int) -> int:
+    """A number from a recipe's seed as ``torch.Generator`` takes it; unchanged where it fits.
+
+    Args:
+        number: of any size, at least 0.
+    """
+    return number % SEEDS
+
+
 class Passes:
     """The samples of every step: passes over the data, each in an order of its own.
 
@@ -96,7 +108,8 @@ class Passes:
 
     def _order(self, epoch: int) -> list[int]:
         if self._drawn[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            seed = generator_seed(self.seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(seed)
             self._drawn = (epoch, torch.randperm(self.count, generator=generator).tolist())
         return self._drawn[1]
 

@@ -22,7 +22,14 @@ from sglang_hyperdflash.training.packing import first_fit, pack
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import LENGTHS, Recipe
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import Passes, Rows, Source, States, collate
+from sglang_hyperdflash.training.samples import (
+    Passes,
+    Rows,
+    Source,
+    States,
+    collate,
+    generator_seed,
+)
 
 STATE, HASHES, LOG = "state.pt", "state.sha256.json", "training_log.jsonl"
 WEIGHTS = "model.safetensors"
@@ -66,7 +73,8 @@ class Trainer:
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step, cut to the micro batch, with its anchors drawn."""
         indices = self.passes.batch(step)
-        seeds = [(self.recipe.seed + 1) * 2**40 + step * 2**16 + i for i in range(len(indices))]
+        first = (self.recipe.seed + 1) * 2**40 + step * 2**16
+        seeds = [generator_seed(first + i) for i in range(len(indices))]
         mine = list(zip(indices, seeds, strict=True))[self.world.rank :: self.world.size]
         block, parts = self.drafter.config.block_size, []
         for start in range(0, len(mine), self.recipe.micro_batch):

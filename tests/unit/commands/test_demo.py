@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import httpx
+import openai
 import pytest
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import EXAMPLE
 
 GOOD = {"kind": "math", "messages": [{"role": "user", "content": "1 + 1?"}]}
@@ -62,3 +66,46 @@ def test_only_a_demo_s_own_report_is_written_over(tmp_path, said, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="a server was started"):
         main(["demo", "--out", "demo.json"])
+
+
+def answer(rounds: int) -> demo.Answer:
+    return demo.Answer("a", [1], 1.0, rounds, rounds, [0, rounds])
+
+
+@pytest.mark.parametrize(
+    "rounds, tau, said",
+    [(0, None, "not measured"), (3, 2.0, "2.00")],
+)
+def test_without_a_verification_round_nothing_is_measured(
+    monkeypatch, capsys, tmp_path, rounds, tau, said
+):
+    """Found as: one token an answer, and a tau and a round cost of 0.00."""
+    monkeypatch.setattr(demo, "ask", lambda *_, **__: answer(rounds))
+    args = SimpleNamespace(rounds=1, max_new_tokens=1)
+    clients = dict.fromkeys(demo.METHODS)
+    report, histogram = demo.compare(clients, GOOD, args, stream=False)
+    result = demo.summarise([report], [histogram], 1)
+    demo.print_answer(0, report)
+    demo.print_summary(result, tmp_path / "demo.json")
+    printed = capsys.readouterr().out
+    assert [report.tau, result["tau"], result["round_cost"]] == [tau] * 3
+    assert f"    tau {said}, 1 tokens" in printed
+    assert f"bonus included): {said}\n" in printed
+    assert f"round cost: {said}" in printed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_server_refuses_is_one_line(stream):
+    """Found as: a traceback of openai, after both servers had loaded."""
+    message = "Requested 4096 tokens is longer than the context.\nMore."
+    refuse = lambda _: httpx.Response(400, json={"message": message})  # noqa: E731
+    client = openai.OpenAI(
+        base_url="http://test/v1",
+        api_key="none",
+        http_client=httpx.Client(transport=httpx.MockTransport(refuse)),
+    )
+    with pytest.raises(HyperDFlashConfigError) as caught:
+        demo.ask(client, GOOD["messages"], 4096, stream=stream)
+    said = str(caught.value)
+    assert "'1 + 1?' with --max-new-tokens 4096: Requested 4096 tokens is longer" in said
+    assert said.count("\n") == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import generate
@@ -127,6 +129,41 @@ def test_a_second_run_into_one_output_is_refused(tmp_path, capsys, target_dir, m
     monkeypatch.setattr(generate, "_with_engine", second)
     assert main(command) == 0
     assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_engine_arguments_that_shape_an_answer_are_settings(
+    tmp_path, capsys, target_dir, monkeypatch
+):
+    """Found as: a re-run with another dtype or model went on with the same file."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    command = ["generate", "--model", str(target_dir), "--input", str(source)]
+    command += ["--output", str(output)]
+
+    def one(arguments, args, waiting, answers):
+        answers.writer.append({"index": 0, "digest": waiting[0].digest, "outputs": ["x"]})
+
+    monkeypatch.setattr(generate, "_with_engine", one)
+
+    def run(**engine) -> tuple[int, str]:
+        options = ["--engine-args", json.dumps(engine)] if engine else []
+        return main([*command, *options]), capsys.readouterr().err
+
+    assert run(random_seed=3, max_total_tokens=64) == (0, "")
+    assert run(random_seed=3, mem_fraction_static=0.2) == (0, "")
+    for other, message in (
+        ({"random_seed": 4}, "engine_args.random_seed was 3, now 4"),
+        ({"random_seed": 3, "dtype": "half"}, 'dtype was "auto", now "half"'),
+        ({"random_seed": 3, "model_path": "b"}, 'engine_args.model_path was nothing, now "b"'),
+        ({}, "engine_args.random_seed was 3, now nothing"),
+    ):
+        code, said = run(**other)
+        assert code == 2 and message in said
+
+
+def test_memory_only_names_are_the_engine_s():
+    known = set(inspect.signature(ServerArgs).parameters)
+    assert known >= generate.MEMORY_ONLY
 
 
 def test_metrics_follow_their_definitions():

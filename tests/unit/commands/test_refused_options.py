@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from jinja2 import TemplateError
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import engine, generate
@@ -84,6 +85,26 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, caps
     assert len(engine.asked) == asked
     assert run(FakeEngine(limit=90), lines, "--retry-skipped") == 0
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 4
+
+
+def test_what_the_chat_template_refuses_is_skipped_and_listed(run, tmp_path, capsys, monkeypatch):
+    """Found as: one such line ended the whole run."""
+
+    def chat(messages, **_how) -> str:
+        if messages[-1]["content"] == "no":
+            raise TemplateError("roles must alternate")
+        return "text"
+
+    engine = FakeEngine(limit=50)
+    monkeypatch.setattr(engine.tokenizer_manager.tokenizer, "apply_chat_template", chat)
+    lines = [{"turns": ["no"]}, {"turns": ["yes", "no"]}, {"turns": ["yes"]}]
+    assert run(engine, lines) == 0
+    reason = "the target's chat template refuses the conversation: roles must alternate"
+    said = capsys.readouterr().out
+    source = tmp_path / "in.jsonl"
+    assert f"refused {source}:1: turn 1: {reason}\n" in said
+    assert f"refused {source}:2: turn 2: {reason}\n" in said
+    assert (tmp_path / "out.jsonl").read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize(

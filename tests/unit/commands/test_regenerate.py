@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,31 @@ def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
     assert not listed.exists()
 
 
+def test_a_conversation_that_the_chat_template_refuses_is_skipped_and_listed(
+    server, target_dir, data, tmp_path, capsys
+):
+    """Found as: the run ended at it, and without its line the next one was refused."""
+    target = tmp_path / "target"
+    shutil.copytree(target_dir, target)
+    path = target / "chat_template.jinja"
+    refusal = "{% if messages[-1]['content'] == 'Two?' %}{{ raise_exception('no two') }}{% endif %}"
+    path.write_text(refusal + path.read_text())
+    two = json.dumps({"turns": ["Two?", "More?"]})
+    data.write_text(f"{data.read_text()}{two}\n")
+    out = tmp_path / "out.jsonl"
+    assert call(server, target, data, out, "--concurrency", "1") == 0
+    said = capsys.readouterr().out
+    reason = "the target's chat template refuses the conversation: no two"
+    assert f"refused {data}:1: turn 2: {reason}\n" in said
+    assert f"refused {data}:4: turn 1: {reason}\n" in said
+    assert [len(r["samples"]) for r in records_of(out)] == [1, 1, 1]
+    listed = records_of(tmp_path / "out.skipped.jsonl")
+    assert [(e["index"], e["answered"]) for e in listed] == [(0, 1), (3, 0)]
+    asked = len(server.prompts)
+    assert call(server, target, data, out) == 0
+    assert len(server.prompts) == asked
+
+
 def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     server, target_dir, data, tmp_path, capsys
 ):
@@ -163,8 +189,12 @@ def test_other_settings_another_file_and_a_second_run_are_refused(
     assert "lies inside the target" in refused(target_dir / "out.jsonl")
     (tmp_path / "notes").write_text("mine")
     assert "expected no file" in refused(tmp_path / "notes")
-    (tmp_path / "new.skipped.jsonl").write_text("mine")
-    assert "it is not this run's list" in refused(tmp_path / "new.jsonl")
+    mine = tmp_path / "new.skipped.jsonl"
+    mine.write_text('{"mine": 1}\n')
+    for _ in range(2):  # found as: the second time it was moved away
+        assert "it is not this run's list" in refused(tmp_path / "new.jsonl")
+    assert mine.read_text() == '{"mine": 1}\n'
+    assert not list(tmp_path.glob("*new.jsonl*"))
     server.hold = threading.Event()
     first = threading.Thread(target=call, args=(server, target_dir, data, out))
     first.start()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.captured import CaptureIdentity, CaptureWriter, data_digest
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import Recipe, read_schedule
-from sglang_hyperdflash.training.samples import OnlineFeatures, Sample
+from sglang_hyperdflash.training.replay import check_whole_blocks
+from sglang_hyperdflash.training.samples import OnlineFeatures, Sample, collate
 from sglang_hyperdflash.training.trainer import Trainer
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
 from tests.conftest import EXAMPLE, ROOT
@@ -208,6 +210,22 @@ def test_a_run_resumes_its_own_work_and_no_other(tmp_path, target_dir, capsys):
     assert [json.loads(line)["step"] for line in log] == [1, 2, 3]
 
 
+def test_a_draft_of_equal_weights_and_another_window_is_another_run(tmp_path, target_dir, capsys):
+    """Found as: the run resumed, and published the first draft's config."""
+    command = ["train", "--config", str(small(tmp_path, target_dir)), "--work"]
+    command.append(str(tmp_path / "work"))
+    assert main(command) == 0
+    published = contents(tmp_path / "out")
+    path = tmp_path / "draft" / "config.json"
+    before = path.read_text()
+    assert '"window": null' in before
+    path.write_text(before.replace('"window": null', '"window": 16'))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "other settings: draft_config was" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == published
+
+
 def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, capsys, monkeypatch):
     config = small(tmp_path, target_dir)
     whole = train.train
@@ -295,6 +313,84 @@ def test_a_damaged_draft_is_one_line(tmp_path, target_dir, capsys, name, content
     assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1
+
+
+def test_held_out_answers_shorter_than_a_block_are_refused_before_training(
+    tmp_path, target_dir, capsys
+):
+    """Found as: tau 1.00 at every checkpoint, and the first one kept as the best."""
+    config, short = small(tmp_path, target_dir), tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"instruction": "Count", "output": "1"}) + "\n")
+    config.write_text(config.read_text().replace('count = "a', 'count = "short'))
+    assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 2
+    error = capsys.readouterr().err
+    assert f"[held_out] {short}: expected an answer of at least 7 tokens" in error
+    assert "remove it from [held_out]" in error and error.count("\n") == 1
+    assert not (tmp_path / "work" / "stage-1").exists()
+
+
+@pytest.mark.parametrize("length, whole", [(6, False), (7, True)])
+def test_a_held_out_answer_is_refused_exactly_where_the_replay_counts_no_round(length, whole):
+    samples = [Sample(list(range(20)), ((3, 3 + length), (18, 20)))]
+    rows = collate(samples)
+    blocks = Blocks.draw(rows, 20, 7, [0])
+    assert bool((blocks.keep & blocks.supervised.all(-1)).any()) == whole
+    with nullcontext() if whole else pytest.raises(HyperDFlashConfigError, match="found 6"):
+        check_whole_blocks(samples, 7, "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        (("--threads", "0"), "--threads must be at least 1, found 0"),
+        (("--device", "cuda"), "--device cuda: expected a GPU that torch sees, found none"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_one_line(
+    tmp_path, target_dir, capsys, monkeypatch, option, message
+):
+    """Found as: tracebacks of torch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = str(small(tmp_path, target_dir))
+    capsys.readouterr()
+    assert main(["train", "--config", config, "--work", str(tmp_path / "work"), *option]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("seed", [20260131, 2**62])
+def test_any_seed_trains(tmp_path, target_dir, seed):
+    """Found as: a date as the seed overflowed torch's."""
+    config = small(tmp_path, target_dir, steps=1, seed=seed)
+    assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 0
+
+
+def test_a_target_without_tokenizer_files_is_one_line(tmp_path, target_dir, capsys):
+    """Found as: a traceback of transformers in every command that reads conversations."""
+    target = tmp_path / "target"
+    target.mkdir()
+    for path in target_dir.iterdir():
+        if "token" not in path.name:
+            shutil.copyfile(path, target / path.name)
+    config = small(tmp_path, target_dir)
+    config.write_text(config.read_text().replace(str(target_dir), str(target)))
+    data, out = str(tmp_path / "a.jsonl"), str(tmp_path / "other.jsonl")
+    (tmp_path / "turns.jsonl").write_text('{"turns": ["One?"]}\n')
+    turns = ["--input", str(tmp_path / "turns.jsonl"), "--output", out]
+    place = ["--target", str(target)]
+    capsys.readouterr()
+    for command in (
+        ["train", "--config", str(config), "--work", str(tmp_path / "work")],
+        ["capture", *place, "--data", data, "--out", str(tmp_path / "states")],
+        ["regenerate", *place, *turns, "--server", "http://127.0.0.1:9"],
+        ["generate", "--model", str(target), *turns],
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert f"target {target} has no tokenizer that can be read (" in error
+        assert "Add its tokenizer files." in error and error.count("\n") == 1
+        Path(out).unlink(missing_ok=True)
 
 
 def test_training_needs_no_tensorboard(tmp_path, target_dir, capsys, monkeypatch):

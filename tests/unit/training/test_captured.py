@@ -187,6 +187,31 @@ def test_a_capture_refuses_what_is_not_its_own_before_any_model(
     assert "shard_mib was 1024, now 1" in run(tmp_path / "out", "--shard-mib", "1")
 
 
+def test_a_capture_is_of_the_dtype_that_its_engine_has(tmp_path, target_dir, capsys, monkeypatch):
+    """Found as: --engine-args changed the dtype between two runs, and the capture mixed both."""
+    data, found = tmp_path / "data.jsonl", []
+    data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
+
+    def stop(_folder, identity):
+        found.append(identity.dtype)
+        (tmp_path / "out" / "shard").write_text("x")
+        raise HyperDFlashConfigError("stop here")
+
+    monkeypatch.setattr(capture, "CaptureWriter", stop)
+    command = ["capture", "--target", str(target_dir), "--data", str(data)]
+    command += ["--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--engine-args"]
+
+    def run(**engine) -> str:
+        assert main([*command, json.dumps(engine)]) == 2
+        return capsys.readouterr().err
+
+    assert "stop here" in run(dtype="float32", max_total_tokens=4096)
+    assert "stop here" in run(dtype="float32", mem_fraction_static=0.2)
+    assert 'dtype was "float32", now "bfloat16"' in run()
+    assert "engine_args.model_path was nothing" in run(dtype="float32", model_path="other")
+    assert found == ["float32"] * 2
+
+
 def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     tmp_path, target_dir, capsys, monkeypatch
 ):

@@ -22,11 +22,23 @@ from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.losses import position_weights
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import Recipe
-from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Sample, collate
+from sglang_hyperdflash.training.samples import (
+    FeatureCache,
+    OnlineFeatures,
+    Sample,
+    collate,
+    generator_seed,
+)
 from sglang_hyperdflash.training.trainer import Trainer
 
 SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64)
 RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
+
+
+def test_seeds_that_fit_a_generator_stay_and_others_stay_apart():
+    assert generator_seed(41 * 2**40) == 41 * 2**40
+    seeds = {generator_seed((seed + 1) * 2**40) for seed in (0, 1, 2**24, 2**24 + 1, 20260131)}
+    assert len(seeds) == 5 and max(seeds) < 2**64
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import requests
 
 from eval.errors import one_line
 from sglang_hyperdflash.tools.acceptance import add_histograms
+from sglang_hyperdflash.tools.server_process import reason_of
 
 
 class Unanswered(requests.RequestException):
@@ -49,19 +50,6 @@ class Sampling:
     timeout: float = 1800.0
 
 
-def _reason(reply: requests.Response) -> str:
-    """What a refusal says of itself, on one line."""
-    try:
-        said = reply.json()
-    except ValueError:
-        said = reply.text
-    if isinstance(said, dict):
-        said = said.get("error", said)
-    if isinstance(said, dict):
-        said = said.get("message") or said.get("detail") or said
-    return " ".join(str(said).split())[:500] or "no reason given"
-
-
 def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dict[str, Any]:
     """One chat completion's JSON.
 
@@ -79,7 +67,8 @@ def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dic
     }
     reply = requests.post(f"{url}/v1/chat/completions", json=payload, timeout=sampling.timeout)
     if not reply.ok:
-        raise Unanswered(f"{url} refused with {reply.status_code}: {_reason(reply)}")
+        reason = " ".join(reason_of(reply).split())[:500] or "no reason given"
+        raise Unanswered(f"{url} refused with {reply.status_code}: {reason}")
     return reply.json()
 
 
@@ -154,6 +143,7 @@ def converse_all(
             try:
                 finished.put((i, converse(url, conversations[i], sampling)))
             except BaseException as error:
+                stop.set()  # here, before another thread takes the next conversation
                 finished.put((i, error))
 
     started = time.perf_counter()

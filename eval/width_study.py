@@ -32,6 +32,7 @@ from eval.width_report import ADAPTIVE, AGAIN, FULL, TARGET, UNTRAINED, write_re
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES
 from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -163,11 +164,10 @@ def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
     """Tokens of the first turns in a JSONL of ``{"turns": [...]}`` or ``{"messages": [...]}``.
 
     Raises:
-        EvalError, JsonlError: a line without them, or no line. OSError: no file, or no tokenizer.
+        EvalError, JsonlError: a line without them, or no line. OSError: no file.
+        HyperDFlashConfigError: no tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = load_tokenizer(target)
     prompts = []
     for number, entry in islice(read_lines(path), count):
         messages = entry.get("messages")

@@ -34,6 +34,7 @@ from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
+from sglang_hyperdflash.tools.server_process import reason_of
 from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
 
 KIND = "hyperdflash regenerate"
@@ -108,7 +109,7 @@ class Client:
             try:
                 answer = requests.post(f"{self.url}/generate", json=payload, timeout=3600)
                 if answer.status_code == 400:
-                    raise Refused(_reason(answer))
+                    raise Refused(reason_of(answer))
                 answer.raise_for_status()
                 body = answer.json()
                 return body["output_ids"], body["text"]
@@ -145,14 +146,6 @@ class Client:
             messages.append({"role": "assistant", "content": text})
         record = {"index": task.index, "digest": task.digest}
         return record | {"messages": messages, "samples": samples}, refused
-
-
-def _reason(answer: requests.Response) -> str:
-    """What a refusal says, without the JSON around it."""
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:300]
 
 
 def answer_all(

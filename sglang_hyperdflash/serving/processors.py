@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,33 +90,29 @@ def apply_processors(
     offsets = torch.arange(block, device=logits.device)
     for entry in sampling_info.custom_logit_processor.values():
         at = (entry.indices.unsqueeze(1) * block + offsets).flatten()
+        places = [(row, ahead[row][:k]) for row in entry.rows for k in range(block)]
 
-        def parameters(rows: Sequence[int] = entry.rows, places: Iterable[int] = range(block)):
-            given = sampling_info.custom_params
-            return [
-                _at(given[row], requests[row], outputs, ahead[row][:k])
-                for row in rows
-                for k in places
-            ]
+        def given(row: int, before: list[int]) -> Any:
+            return _at(sampling_info.custom_params[row], requests[row], outputs, before)
 
         try:
-            result = entry.processor(logits.index_select(0, at), parameters())
-        except Exception:
-            one_by_one = (([row], [k]) for row in entry.rows for k in range(block))
-            result = _by_row(entry.processor, logits, at, [parameters(*p) for p in one_by_one])
+            result = entry.processor(logits.index_select(0, at), [given(*p) for p in places])
+        except Exception:  # a client's own code; it may have written into rows and parameters
+            parameters = [given(*p) for p in places]
+            result = _by_row(entry.processor, logits.index_select(0, at), parameters)
         logits.index_copy_(0, at, result.to(logits.dtype))
 
 
-def _by_row(processor: Any, logits: torch.Tensor, at: torch.Tensor, parameters: list) -> Any:
-    """Rows ``at`` of ``logits``, each by a call of its own; NaN where that raises."""
-    rows = []
-    for index, given in zip(at.tolist(), parameters, strict=True):
+def _by_row(processor: Any, rows: torch.Tensor, parameters: list) -> torch.Tensor:
+    """Each of ``rows [n, V]`` by a call of its own; NaN where that raises."""
+    results = []
+    for row, given in zip(rows.split(1), parameters, strict=True):
         try:
-            rows.append(processor(logits[index : index + 1].clone(), given))
-        except Exception:
+            results.append(processor(row, [given]))
+        except Exception:  # as above
             logger.debug("HYPERDFLASH: a custom logit processor raised", exc_info=True)
-            rows.append(torch.full_like(logits[index : index + 1], torch.nan))
-    return torch.cat(rows)
+            results.append(torch.full_like(row, torch.nan))
+    return torch.cat(results)
 
 
 def _at(parameters: Any, request: Any, outputs: Outputs, drafts: list[int]) -> Any:

@@ -39,6 +39,19 @@ def free_port() -> int:
     raise OSError(f"found no free port in {SERVER_PORTS}")
 
 
+def reason_of(reply: requests.Response) -> str:
+    """What a server's refusal says, without the JSON around it."""
+    try:
+        said = reply.json()
+    except ValueError:
+        return reply.text[:300]
+    if isinstance(said, dict):
+        said = said.get("error", said)
+    if isinstance(said, dict):
+        said = said.get("message") or said.get("detail") or said
+    return str(said)
+
+
 class Server:
     """``python -m sglang.launch_server`` on loopback; a context manager.
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import psutil
 
+from tests.warm_start import client
+
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SECONDS = 600.0
-COMMAND = (sys.executable, "-m", "sglang_hyperdflash.cli")
+COMMAND = tuple(client.COMMAND)
 EVAL = (sys.executable, "-m", "eval")
 
 

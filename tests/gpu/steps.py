@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
-from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
@@ -102,7 +102,19 @@ def _check_graphs(v: Visit, log: str) -> None:
     """The graphs' memory against what ``hyperdflash plan`` counts of them."""
     stage, taken = v.stage, readings.graph_gib(log)
     v.found["graphs GiB"] = taken
-    indices = graph_index_bytes(stage.requests, stage.context, None, BLOCK, 256, 1)
+    draft = DraftGraphs(
+        requests=stage.requests,
+        captured=1,
+        context=stage.context,
+        window=None,
+        page=256,
+        block=BLOCK,
+        widths=[BLOCK],
+        heads=stage.draft.heads,
+        head_dim=stage.draft.head_dim,
+        workspace=384 << 20,
+    )
+    buffers = graph_bytes(draft)
     batches = Batches(
         stage.requests,
         [stage.requests],
@@ -110,11 +122,11 @@ def _check_graphs(v: Visit, log: str) -> None:
         int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
         int(stage.shape["vocab_size"]),
     )
-    v.found |= {"indices counted": indices, "beside K/V counted": beside_kv(batches)}
+    v.found |= {"draft attention counted": buffers, "beside K/V counted": beside_kv(batches)}
     if not stage.gpu:
         return
     v.check(len(taken) >= 2, "the log names no graphs of target and draft")
-    most = max(indices.values()) / 2**30 + SLACK_GIB
+    most = max(buffers.values()) / 2**30 + SLACK_GIB
     v.check(not taken or taken[-1] <= most, f"the draft's graphs take more than {most:.1f} GiB")
     v.check(not readings.fell_back(log), "a fused path fell back")
     ready = "reducer=hc_gate kernels=triton fused_kv=True"

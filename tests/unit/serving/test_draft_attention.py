@@ -174,8 +174,11 @@ def test_flashinfers_workspace_is_counted_once(monkeypatch, deterministic, size)
         monkeypatch.setattr(flashinfer_backend, name, lambda: settings)
     for name in ("should_use_tensor_core", "get_int_env_var", "DllmConfig"):
         monkeypatch.setattr(flashinfer_backend, name, mock.MagicMock())
+    runner = mock.MagicMock(sliding_window_size=None)
+    runner.model_config.is_encoder_decoder = False
+    runner.model_config.hf_config.architectures = []
     with pytest.raises(Stop):
-        flashinfer_backend.FlashInferAttnBackend(mock.MagicMock())
+        flashinfer_backend.FlashInferAttnBackend(runner)
     assert [(name, t.numel() * t.element_size()) for name, t in made] == [
         ("flashinfer_workspace", size)
     ]

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Servers
-from tests.engine.v4 import drafts
+from tests.engine.v4 import controls, drafts
 from tests.gpu import readings, steps, visit
 from tests.gpu.stage import CPU, GPU, WEIGHTS
 
@@ -226,3 +227,66 @@ def test_a_stage_s_files_are_what_servers_read(stage, tmp_path):
         assert found["hyperdflash_config"]["window"] == stage.window
     lengths = [len(prompt) for prompt in stage.prompts(4)]
     assert len(set(lengths)) == 4 and max(lengths) < stage.context
+
+
+def walked(step, tmp_path, monkeypatch, answer, blocks=None, stage=CPU) -> steps.Visit:
+    """A step whose servers are ``answer(name, environment) -> tokens of each prompt``."""
+    visit_ = steps.Visit(stage, Servers(), tmp_path, tmp_path, Path("t"), Path("d"))
+    caps = {"spec_cap_lens_histogram": [0, 3, 3, 0, 3, 0, 0, 3]}
+    caps["spec_correct_drafts_histogram"] = [1] * 7
+
+    @contextmanager
+    def server(self, name, *arguments, draft=None, **environment):
+        yield SimpleNamespace(name=name, environment=environment)
+
+    def asked(server, prompts, tokens, **sampling):
+        found = answer(server.name, server.environment)
+        return [{"output_ids": found[:tokens], "meta_info": caps} for _ in prompts]
+
+    monkeypatch.setattr(steps.Visit, "server", server)
+    monkeypatch.setattr(steps, "asked", asked)
+    monkeypatch.setattr(steps, "own_blocks", lambda path: blocks(path.stem))
+    step(visit_)
+    return visit_
+
+
+TEXT = list(range(200))
+FAULTY = controls.poison_an_accepted_state.__name__
+
+
+def test_poison_that_reaches_no_state_fails_its_step(tmp_path, monkeypatch):
+    def answer(name, environment):
+        return TEXT[::-1] if environment.get(controls.FAULT) == FAULTY else TEXT
+
+    assert not walked(steps.poison, tmp_path, monkeypatch, answer).failed
+    found = walked(steps.poison, tmp_path, monkeypatch, lambda *_: TEXT)
+    assert found.failed == [
+        "NaN in a state that is read changed nothing: the poison reaches no state"
+    ]
+
+
+def test_poison_that_is_read_fails_its_step(tmp_path, monkeypatch):
+    def answer(name, environment):
+        return TEXT[:9] if environment.get(controls.FAULT) else TEXT
+
+    failed = walked(steps.poison, tmp_path, monkeypatch, answer).failed
+    assert "an answer was cut short" in failed and "answers leave the target's at once" in failed
+
+
+def test_narrow_widths_that_draft_otherwise_in_graphs_fail_their_step(tmp_path, monkeypatch):
+    def blocks(name):
+        wrong = int(name == "widths-graphs" and same is False)
+        widths = (1, 3, 6)
+        return {
+            ("r0", 3 * at + i): (at, [at, *range(at, at + n)][:n] if n != 3 else [at + wrong] * 3)
+            for at in range(12)
+            for i, n in enumerate(widths)
+        }
+
+    for same in (True, False):
+        failed = walked(steps.widths, tmp_path, monkeypatch, lambda *_: TEXT, blocks).failed
+        wrong = ["graphs and eager rounds draft different blocks of width 4"]
+        assert failed == ([] if same else wrong)
+    settings = []
+    walked(steps.widths, tmp_path, monkeypatch, lambda _, e: settings.append(e) or TEXT, blocks)
+    assert [e.get("HYPERDFLASH_WIDTH") for e in settings] == [None, "random", "random"]

@@ -396,6 +396,27 @@ def test_the_headline_is_in_the_table(draw):
     assert all(number in ours for number in numbers)
 
 
+def test_the_readme_claims_no_more_than_the_report_s_verdicts(draw):
+    from eval.findings import speedup_verdict, tau_verdict
+
+    found = [
+        entry
+        for entry in json.loads(draw.RESULTS.read_text())["comparisons"]
+        if (entry["ours"], entry["temperature"]) == ("hyperdflash6", 0.0)
+    ]
+    speed = {entry["rival"]: speedup_verdict(entry) for entry in found}
+    alike = {name: "within the noise floor" for name in ("dflash6", "dspark6", "dflash2")}
+    assert speed == alike | {"mtp6": "higher"}
+    mtp = next(entry for entry in found if entry["rival"] == "mtp6")
+    assert tau_verdict(mtp["tau_difference_interval"]) == "lower"
+    ours, theirs = mtp["tau"]
+    text = README.read_text()
+    assert (
+        f"faster than MTP, though MTP accepts more there ({theirs:.2f} against {ours:.2f})" in text
+    )
+    assert text.count("It is faster than MTP;") == 1 and text.count("the noise floor") >= 3
+
+
 def test_the_demo_s_output_is_what_it_prints(capsys):
     from sglang_hyperdflash.commands.demo import print_summary
 

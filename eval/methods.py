@@ -72,8 +72,8 @@ def label(method: str) -> str:
     return KINDS[method].label if method in KINDS else method
 
 
-def is_ours(method: str) -> bool:
-    """Whether the method is HYPERDFLASH, whatever its number of drafts."""
+def is_hyperdflash(method: str) -> bool:
+    """Whether it is a drafter of HyperDFlash, not a rival; stand-ins of rivals are none."""
     return method.startswith("hyperdflash")
 
 

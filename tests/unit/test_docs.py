@@ -20,6 +20,7 @@ from tests.documents import (
     PAGES,
     Fence,
     commands,
+    commands_in_comments,
     fences,
     prose,
     shell_fences,
@@ -152,6 +153,28 @@ def test_every_command_parses(fence: Fence):
             pytest.fail(f"{fence.where}: {refused}")
 
 
+RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_commands_in_the_comments_of_a_training_file_parse(recipe: Path):
+    for words in commands_in_comments(recipe):
+        check(words)
+
+
+def test_commands_in_comments_are_found():
+    found = {path.stem: len(commands_in_comments(path)) for path in RECIPES}
+    assert found["v4_flash_two_stages"] == 3 and found["dspark"] == 1
+    two_lines = commands_in_comments(EXAMPLE / "drafters" / "dspark.toml")[0]
+    assert two_lines[:2] == ["hyperdflash", "init"] and two_lines[-1] == "128"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_block_is_indented_where_no_test_looks(page):
+    """Found as: commands that nothing parsed. A fence has a language, and a mark."""
+    assert re.findall(r"\n\n( {4,}\S.*)", prose(page)) == []
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
@@ -180,6 +203,13 @@ def test_marks_are_known_and_say_why_or_where():
                 assert len(fence.detail.split()) >= 2, f"{fence.where}: untested, and why?"
             if fence.kind in ("elsewhere", "file"):
                 assert (ROOT / fence.detail).is_file(), f"{fence.where}: {fence.detail}"
+
+
+def test_python_in_the_pages_is_python():
+    shown = [fence for page in PAGES for fence in fences(page) if fence.language == "python"]
+    assert shown
+    for fence in shown:
+        compile(fence.text, fence.where, "exec")
 
 
 def test_blocks_that_show_a_file_show_all_of_it():
@@ -336,9 +366,6 @@ def test_the_training_file_s_top_fields_are_listed():
     listed = table_rows(text[start : text.index("`[objective]`", start)])
     names = set(Schedule.__struct_fields__)
     assert set(listed) == names - {"objective", "stages", "base"}
-
-
-RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +69,25 @@ def test_no_import_climbs(module):
         other = room(name)
         climbs = other != own and LEVEL[other] >= LEVEL[own]
         assert not climbs, f"{module} ({own}) imports {name} ({other})"
+
+
+def needs() -> Iterator[tuple[list[str], set[str]]]:
+    """Folders of each row of CONTRIBUTING's table, and the libraries that it names."""
+    above: set[str] = set()
+    for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        if line.startswith("| `"):
+            folders, _, cell = line.strip("|").split("|")
+            own = set(re.findall(r"\w+", cell)) - {"all", "above", "its", "benchmark", "lazily"}
+            above |= own
+            yield re.findall(r"`([\w.]+)/?`", folders), set(above) if "all above" in cell else own
+
+
+@pytest.mark.parametrize("folders, named", needs(), ids=str)
+def test_the_table_of_layers_names_the_libraries_that_a_folder_imports(folders, named):
+    own = [path for path in FILES if set(path.relative_to(ROOT).parts[:2]) & set(folders)]
+    assert own
+    used = {name.split(".")[0] for path in own for name in imports(path)}
+    assert used - set(sys.stdlib_module_names) - {PRODUCT, "triton_ops", "eval"} <= named
 
 
 def test_no_circle_even_inside_a_package():

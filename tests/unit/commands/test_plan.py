@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,8 @@ from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.serving import draft_kv_size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.conftest import EXAMPLE
+from tests.conftest import EXAMPLE, ROOT
+from tests.documents import commands, fences, shell_fences
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
 
 NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
@@ -127,9 +129,27 @@ def planned(folder: Path, shape: dict) -> list[dict]:
     return json.loads(ended.stdout[ended.stdout.index("[\n") :])
 
 
-def test_the_shipped_sample_is_planned():
-    ended = run_plan(SAMPLE / "target", SAMPLE / "drafter")
+def test_the_shipped_sample_is_planned_as_the_pages_print_it():
+    page = ROOT / "docs" / "serving.md"
+    shell = shell_fences([page, SAMPLE / "README.md"])
+    (command,) = {fence.text for fence in shell if SAMPLE.name in fence.text}
+    (words,) = commands(next(fence for fence in shell if fence.text == command))
+    assert words[:2] == ["hyperdflash", "plan"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sglang_hyperdflash.cli", *words[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
+    shown = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
+    assert len(shown) == 2
+    for block in shown:
+        assert block in ended.stdout, ended.stdout
+    attention, together = re.findall(r"^ +(\S+)  (?:draft attention|together)", shown[1], re.M)
+    # fa3 and fa4 take nothing beside.
+    assert f"the sum is {float(together) - float(attention):.2f} GiB." in page.read_text()
     lines = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.strip()}
     none, hyper = lines["none"], lines["HYPERDFLASH"]
     total, own, rings, draft = map(int, hyper[1:5])

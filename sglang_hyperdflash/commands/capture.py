@@ -30,6 +30,7 @@ from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
+from sglang_hyperdflash.tools.structs import shown
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
@@ -140,12 +141,20 @@ def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> i
     """Tokens of a conversation at most: ``asked``, or what the engine's context takes.
 
     Raises:
-        HyperDFlashConfigError: ``asked`` is no length.
+        HyperDFlashConfigError: ``asked`` is no length, or the context none that SGLang takes.
     """
     if asked < 1:
         raise HyperDFlashConfigError(f"--max-length must be at least 1, found {asked}.")
-    context = arguments.get("context_length") or facts.max_position_embeddings
-    limit = min(asked, int(context) - KEPT)
+    context = arguments.get("context_length")
+    if context is None:
+        context = facts.max_position_embeddings
+    if type(context) is not int or context <= KEPT:
+        raise HyperDFlashConfigError(
+            f"expected a context of at least {KEPT + 1} tokens, of which SGLang keeps {KEPT}; "
+            f"found {shown(context)}. Mend context_length in --engine-args, or leave it out: then "
+            "it is max_position_embeddings of the target's config.json."
+        )
+    limit = min(asked, context - KEPT)
     if limit < asked:
         print(
             f"--max-length {asked} is cut to {limit}: the context is {context} tokens, of which "

@@ -234,3 +234,22 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     capture.check_fits(loaded, 10)
     with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* takes 8"):
         capture.check_fits(loaded, 9)
+
+
+@pytest.mark.parametrize("context", ["x", 5, 7, 0, True, 9.5])
+def test_a_context_that_sglang_cannot_take_is_one_line(
+    tmp_path, target_dir, capsys, monkeypatch, context
+):
+    """Found as: a ValueError's traceback, and a limit of -2 tokens."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
+    monkeypatch.setattr(capture, "_capture", lambda *_: 0)
+    command = ["capture", "--target", str(target_dir), "--data", str(data)]
+    command += ["--out", str(tmp_path / "out"), "--engine-args"]
+    assert main([*command, json.dumps({"context_length": context})]) == 2
+    said = capsys.readouterr().err
+    assert "expected a context of at least 8 tokens" in said and said.count("\n") == 1
+    assert f"found {json.dumps(context)}. Mend context_length in --engine-args" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*command, json.dumps({"context_length": 99})]) == 0
+    assert "cut to 92" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import generate
+from sglang_hyperdflash.commands import capture, generate
 from sglang_hyperdflash.commands.answers import hold_answers
 from sglang_hyperdflash.commands.generate import KIND, read_prompts
 from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
@@ -153,17 +153,22 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     assert run(random_seed=3, mem_fraction_static=0.2) == (0, "")
     for other, message in (
         ({"random_seed": 4}, "engine_args.random_seed was 3, now 4"),
-        ({"random_seed": 3, "dtype": "half"}, 'dtype was "auto", now "half"'),
-        ({"random_seed": 3, "model_path": "b"}, 'engine_args.model_path was nothing, now "b"'),
+        ({"random_seed": 3, "revision": "b"}, 'engine_args.revision was nothing, now "b"'),
         ({}, "engine_args.random_seed was 3, now nothing"),
     ):
         code, said = run(**other)
         assert code == 2 and message in said
+    for name, instead in generate.OWN.items():
+        code, said = run(**{name: "other"})
+        assert code == 2 and f"found {name}. {instead}" in said
+    assert main([*command, "--dtype", "half", "--engine-args", '{"random_seed": 3}']) == 2
+    assert 'dtype was "auto", now "half"' in capsys.readouterr().err
 
 
-def test_memory_only_names_are_the_engine_s():
+def test_names_of_engine_arguments_are_the_engine_s():
     known = set(inspect.signature(ServerArgs).parameters)
-    assert known >= generate.MEMORY_ONLY
+    assert known >= generate.MEMORY_ONLY | capture.CAPTURE_OWN.keys()
+    assert capture.CAPTURE_OWN.keys() >= generate.OWN.keys()
 
 
 def test_metrics_follow_their_definitions():

@@ -187,8 +187,8 @@ def test_a_capture_refuses_what_is_not_its_own_before_any_model(
     assert "shard_mib was 1024, now 1" in run(tmp_path / "out", "--shard-mib", "1")
 
 
-def test_a_capture_is_of_the_dtype_that_its_engine_has(tmp_path, target_dir, capsys, monkeypatch):
-    """Found as: --engine-args changed the dtype between two runs, and the capture mixed both."""
+def test_a_capture_is_of_what_its_options_say(tmp_path, target_dir, capsys, monkeypatch):
+    """Found as: --engine-args named another model or dtype, and the capture was labelled wrong."""
     data, found = tmp_path / "data.jsonl", []
     data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
 
@@ -199,16 +199,19 @@ def test_a_capture_is_of_the_dtype_that_its_engine_has(tmp_path, target_dir, cap
 
     monkeypatch.setattr(capture, "CaptureWriter", stop)
     command = ["capture", "--target", str(target_dir), "--data", str(data)]
-    command += ["--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--engine-args"]
+    command += ["--out", str(tmp_path / "out")]
 
-    def run(**engine) -> str:
-        assert main([*command, json.dumps(engine)]) == 2
+    def run(of: str, **engine) -> str:
+        assert main([*command, "--dtype", of, "--engine-args", json.dumps(engine)]) == 2
         return capsys.readouterr().err
 
-    assert "stop here" in run(dtype="float32", max_total_tokens=4096)
-    assert "stop here" in run(dtype="float32", mem_fraction_static=0.2)
-    assert 'dtype was "float32", now "bfloat16"' in run()
-    assert "engine_args.model_path was nothing" in run(dtype="float32", model_path="other")
+    for name, instead in capture.CAPTURE_OWN.items():
+        assert f"found {name}. {instead}" in run("float32", **{name: "other"})
+    assert not (tmp_path / "out").exists()
+    assert "stop here" in run("float32", max_total_tokens=4096)
+    assert "stop here" in run("float32", mem_fraction_static=0.2)
+    assert 'dtype was "float32", now "bfloat16"' in run("bfloat16")
+    assert "engine_args.quantization was nothing" in run("float32", quantization="fp8")
     assert found == ["float32"] * 2
 
 

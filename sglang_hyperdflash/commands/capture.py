@@ -24,7 +24,7 @@ from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
@@ -136,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
         keep_apart("--out", args.out, {"the data": name})
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
+    # In one word, so that the engine's dtype is what the capture says of itself.
+    arguments["dtype"] = model_dtype(args.dtype, files.config())
     limit = length_limit(args.max_length, arguments, facts)
     settings = {"max_length": limit, "shard_mib": args.shard_mib}
     settings |= engine_settings(args)
@@ -204,8 +206,8 @@ def _capture(
 ) -> int:
     final_state = FinalState(files, facts)
     m, d = facts.hc_mult, facts.hidden_size
-    dtype = str(arguments["dtype"])
-    itemsize = 4 if dtype == "float32" else 2
+    dtype = arguments["dtype"]
+    itemsize = getattr(torch, dtype).itemsize
     identity = CaptureIdentity(
         facts.architecture,
         final_state.fingerprint,

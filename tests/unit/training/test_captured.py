@@ -239,6 +239,32 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
         capture.check_fits(loaded, 9)
 
 
+@pytest.mark.parametrize(
+    "asked, dtype, itemsize",
+    [("float", "float32", 4), ("half", "float16", 2), ("auto", "bfloat16", 2)],
+)
+def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
+    tmp_path, target_dir, capsys, monkeypatch, asked, dtype, itemsize
+):
+    """Found as: --dtype float counted half of what it wrote, and auto was a label."""
+    data, found = tmp_path / "data.jsonl", []
+    data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
+    monkeypatch.setattr(capture, "_with_engine", lambda arguments, *_: found.append(arguments))
+    monkeypatch.setattr(capture, "check_space", lambda _, needed: found.append(needed))
+    whole = capture.CaptureWriter
+    write = lambda folder, identity: found.append(identity.dtype) or whole(folder, identity)  # noqa: E731
+    monkeypatch.setattr(capture, "CaptureWriter", write)
+    config = json.loads((target_dir / "config.json").read_text()) | {"dtype": "bfloat16"}
+    monkeypatch.setattr(capture.TargetFiles, "config", lambda _: config)
+    command = ["capture", "--target", str(target_dir), "--data", str(data)]
+    assert main([*command, "--out", str(tmp_path / "out"), "--dtype", asked]) == 0
+    label, needed, arguments = found
+    assert (label, arguments["dtype"]) == (dtype, dtype)
+    assert needed % (5 * 256 * itemsize + 4) == 0
+    assert main([*command, "--out", str(tmp_path / "new"), "--dtype", "int8"]) == 2
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("context", ["x", 5, 7, 0, True, 9.5])
 def test_a_context_that_sglang_cannot_take_is_one_line(
     tmp_path, target_dir, capsys, monkeypatch, context

@@ -24,6 +24,7 @@ from sglang_hyperdflash.commands.answers import (
     hold_answers,
     rendered,
     room_for,
+    sampling_of,
 )
 from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.draft.config import load_config
@@ -221,17 +222,14 @@ def check_draft(name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
-    if args.max_new_tokens < 1 or args.concurrency < 1:
-        raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
+    sampling = sampling_of(args, "min_p")
     arguments = engine_arguments(args)
     if args.draft:
         check_draft(args.draft)
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
-    settings = {name: getattr(args, name) for name in names}
-    settings |= engine_settings(args)
+    settings = sampling | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     digests = {prompt.index: prompt.digest for prompt in prompts}
     with hold_answers(args.output, KIND, settings, digests) as answers:
@@ -239,15 +237,17 @@ def run(args: argparse.Namespace) -> int:
         if any(prompt.text is None for prompt in waiting):
             check_template(load_tokenizer(args.model))  # before the model is loaded
         if waiting:
-            _with_engine(arguments, args, waiting, answers)
+            _with_engine(arguments, sampling, args, waiting, answers)
     return 0
 
 
 def _with_engine(
-    arguments: dict[str, Any], args: argparse.Namespace, waiting: list[Prompt], answers: Answers
+    arguments: dict[str, Any],
+    sampling: dict[str, Any],
+    args: argparse.Namespace,
+    waiting: list[Prompt],
+    answers: Answers,
 ) -> None:
-    names = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
-    sampling = {name: getattr(args, name) for name in names}
     with quiet_engine(arguments, verbose=args.verbose) as engine:
         asker = Asker(engine, sampling, engine.get_server_info()["max_req_input_len"])
         started = time.monotonic()

@@ -27,12 +27,13 @@ from sglang_hyperdflash.commands.answers import (
     hold_answers,
     rendered,
     room_for,
+    sampling_of,
 )
 from sglang_hyperdflash.commands.generate import json_option
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
+from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.server_process import reason_of
 from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
@@ -221,23 +222,9 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters; what no server takes is refused here, once, and not by prompt."""
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    sampling = {name: getattr(args, name) for name in names}
-    if args.concurrency < 1 or args.max_new_tokens < 1:
-        raise HyperDFlashConfigError("--concurrency and --max-new-tokens must be at least 1.")
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or not (args.top_k == -1 or args.top_k > 0):
-        raise HyperDFlashConfigError(
-            "--temperature must be at least 0, --top-p above 0 and at most 1, --top-k -1 or at "
-            f"least 1; found {args.temperature}, {args.top_p} and {args.top_k}."
-        )
-    return sampling
-
-
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
-    sampling = _sampling(args)
+    sampling = sampling_of(args)
     template = json_option("--template-args", args.template_args)
     for name in (name for name in args.input if not name.startswith(HUB)):
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})

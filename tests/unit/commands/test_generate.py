@@ -140,7 +140,7 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     command = ["generate", "--model", str(target_dir), "--input", str(source)]
     command += ["--output", str(output)]
 
-    def one(arguments, args, waiting, answers):
+    def one(_arguments, _sampling, _args, waiting, answers):
         answers.writer.append({"index": 0, "digest": waiting[0].digest, "outputs": ["x"]})
 
     monkeypatch.setattr(generate, "_with_engine", one)

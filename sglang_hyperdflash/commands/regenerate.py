@@ -33,7 +33,7 @@ from sglang_hyperdflash.commands.generate import json_option
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.server_process import reason_of
 from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
@@ -225,6 +225,10 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
     sampling = sampling_of(args)
+    if args.limit is not None and args.limit < 1:
+        raise HyperDFlashConfigError(
+            f"--limit must be at least 1, found {args.limit}. Leave it out to answer all."
+        )
     template = json_option("--template-args", args.template_args)
     for name in (name for name in args.input if not name.startswith(HUB)):
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})

@@ -232,6 +232,8 @@ def test_bad_options_are_named(server, target_dir, data, tmp_path, capsys):
         (["--template-args", "{"], "--template-args is not JSON"),
         (["--template-args", "[]"], "must be a JSON object"),
         (["--concurrency", "0"], "must be at least 1"),
+        (["--limit", "0"], "--limit must be at least 1, found 0. Leave it out to answer all"),
+        (["--limit", "-1"], "--limit must be at least 1, found -1"),
         (["--top-p", "0"], "--top-p must be above 0 and at most 1, found 0.0"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server answers"),
         (["--input", str(tmp_path / "none")], "does not exist"),

@@ -133,10 +133,19 @@ class TargetFiles:
         """The target's entry in the table; raises as :func:`target_kind` does."""
         return target_kind(self._config)
 
+    def index(self) -> dict[str, Any] | None:
+        """The ``model.safetensors.index.json``; None without one.
+
+        Raises:
+            HyperDFlashConfigError: it is damaged.
+        """
+        name = "model.safetensors.index.json"
+        return self._json(name) if self.filesystem.exists(f"{self.root}/{name}") else None
+
     def _tensor_files(self) -> dict[str, str]:
         """File of every tensor, from the index, or from the one file's own header."""
-        if self.filesystem.exists(f"{self.root}/model.safetensors.index.json"):
-            index = self._json("model.safetensors.index.json")
+        index = self.index()
+        if index is not None:
             if not isinstance(index.get("weight_map"), dict):
                 raise HyperDFlashConfigError(
                     f"target {self.name}: its model.safetensors.index.json has no weight_map. "

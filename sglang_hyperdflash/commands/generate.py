@@ -347,7 +347,7 @@ def summary(records: list[dict], seconds: float) -> str:
     tokens = sum(record["completion_tokens"] for record in records)
     rounds = sum(record["verify_rounds"] for record in records)
     line = f"{len(records)} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
-    if rounds:
-        tau = accept_length(sum(record["correct_drafts"] for record in records), rounds)
+    tau = accept_length(sum(record["correct_drafts"] for record in records), rounds)
+    if tau is not None:
         line += f", tau {tau:.2f} over {rounds} verification rounds"
     return line

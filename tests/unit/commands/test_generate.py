@@ -13,7 +13,12 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, generate
 from sglang_hyperdflash.commands.answers import hold_answers
 from sglang_hyperdflash.commands.generate import KIND, read_prompts
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import (
+    accept_length,
+    accept_length_of,
+    add_histograms,
+    position_acceptance,
+)
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 
 
@@ -175,5 +180,5 @@ def test_metrics_follow_their_definitions():
     histogram = add_histograms([[1, 2], [0, 1, 4], []])
     assert histogram == [1, 3, 4]
     assert accept_length(11, 8) == 1 + 11 / 8
-    assert accept_length(0, 0) == 0.0
+    assert accept_length(0, 0) is None and accept_length_of([]) is None
     assert position_acceptance(histogram, 3) == [7 / 8, 4 / 8, 0.0]

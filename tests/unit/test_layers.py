@@ -1,4 +1,4 @@
-"""Imports of the product go downwards only: a package may import those before it."""
+"""Imports go downwards only: a package may import those before it. Nothing is too long to read."""
 
 from __future__ import annotations
 
@@ -111,3 +111,32 @@ def test_no_circle_even_inside_a_package():
 def test_the_package_itself_holds_four_files():
     found = {path.name for path in (ROOT / PRODUCT).glob("*.py")}
     assert found == {"__init__.py", "cli.py", "plugin.py", "seams.py"}
+
+
+LINES, LINES_OF_A_FUNCTION = 500, 60
+WRITTEN = (PRODUCT, "eval", "triton_ops", "tests", "examples")
+
+
+def too_long(path: Path) -> list[str]:
+    """The file, and its functions, that have more lines than a reader takes in at once."""
+    text, name = path.read_text(), path.name
+    found = [name] if text.count("\n") > LINES else []
+    for node in ast.walk(ast.parse(text)):
+        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if function and node.end_lineno - node.lineno >= LINES_OF_A_FUNCTION:
+            found.append(f"{name}:{node.lineno} {node.name}")
+    return found
+
+
+def test_no_file_and_no_function_is_too_long():
+    files = [path for folder in WRITTEN for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 300
+    assert [place for path in files for place in too_long(path)] == []
+
+
+def test_what_is_too_long_is_found(tmp_path):
+    path = tmp_path / "long.py"
+    path.write_text("def f():\n" + "    x = 1\n" * 59)
+    assert too_long(path) == []
+    path.write_text("async def f():\n" + "    x = 1\n" * 60 + "\n" * 500)
+    assert too_long(path) == ["long.py", "long.py:1 f"]

@@ -67,6 +67,12 @@ def test_the_shipped_sample_is_the_published_dimensions():
     [
         ((), "--weights-gib is needed"),
         (("--weights-gib", "90"), "leaves nothing beside weights of 90 GiB"),
+        (("--weights-gib", "-1"), "--weights-gib must be a number of at least 0, found -1"),
+        (("--tp", "0"), "--tp must be at least 1, found 0"),
+        (("--context-length", "0"), "--context-length must be at least 1, found 0"),
+        (("--max-running-requests", "-2"), "--max-running-requests must be at least 1, found -2"),
+        (("--gpu-gib", "nan"), "--gpu-gib must be a number above 0, found nan"),
+        (("--mem-fraction-static", "85"), "--mem-fraction-static must be above 0 and at most 1"),
     ],
 )
 def test_what_a_plan_needs(tmp_path, capsys, extra, message):
@@ -74,6 +80,25 @@ def test_what_a_plan_needs(tmp_path, capsys, extra, message):
     arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
     assert cli.main([*arguments, *extra]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "its model.safetensors.index.json is not JSON"),
+        (b"[]", "its model.safetensors.index.json must hold a JSON object"),
+        (b'{"metadata": 3}', "--weights-gib is needed"),
+        (b'{"metadata": {"total_size": "9"}}', "--weights-gib is needed"),
+    ],
+)
+def test_a_damaged_index_is_one_line(tmp_path, capsys, content, message):
+    """Found as: a JSONDecodeError's traceback."""
+    target = target_folder(tmp_path, FLASH)
+    (target / "model.safetensors.index.json").write_bytes(content)
+    arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):

@@ -21,6 +21,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from sglang_hyperdflash.serving.exact import draw_rows, weights_of
 from sglang_hyperdflash.serving.rounds import sampling_of
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from triton_ops.gumbel_op import gumbel_argmax
 
 # Rows whose residuals wait: 2 MiB on DeepSeek-V4-Flash. A batch of so many is written at once: what
@@ -157,6 +158,8 @@ class OneRowWorker(SampledWorker):
             if self._can_skip_verify_logits(batch, info):
                 tokens = processor.deferred_argmax(output.next_token_logits).long()
                 output.next_token_logits = None
+                self._broken = tokens == BROKEN
+                tokens = tokens.masked_fill(self._broken, 0)
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, tokens)
                 return tokens
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)

@@ -34,6 +34,10 @@ class OneRowWorker(SampledWorker):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        # A decode node's slots are not its own between rounds: K/V arrive in those of a request
+        # that has ended, and a retraction backs up those of one that runs.
+        decode_node = server_args.disaggregation_mode == "decode"
+        self._most_pending = 1 if decode_node else PENDING_ROWS
         # Residuals, slots and positions of tokens whose draft K/V are not written yet.
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._pending_rows = 0
@@ -60,7 +64,7 @@ class OneRowWorker(SampledWorker):
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, shared: bool
     ) -> None:
         """Remember a round's rows. ``shared``: the next target pass overwrites ``hidden``."""
-        most = PENDING_ROWS
+        most = self._most_pending
         if self.window is not None:
             # A window's ring takes each of its slots once in a call.
             most = min(most, self.window.ring)

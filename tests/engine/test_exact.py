@@ -254,6 +254,38 @@ def test_custom_processors_see_every_position(small_pool, deterministic, own_pro
         assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
 
 
+class Notes(CustomLogitProcessor):
+    """Prefers a token that depends on how often it was called, noted in two places."""
+
+    stateful = True
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, parameters in zip(logits, custom_param_list, strict=True):
+            req = parameters["__req__"]
+            parameters["calls"] = parameters.get("calls", 0) + 1
+            req.noted = getattr(req, "noted", 0) + 2
+            row[40 + (parameters["calls"] + req.noted) % 7] += 6.0
+        return logits
+
+
+Notes.__module__ = "__main__"
+
+
+def test_a_processor_with_notes_is_called_as_without_speculation(
+    small_pool, deterministic, own_prompts
+):
+    """A draft, refused or not, would be one call more."""
+    options = {"custom_logit_processor": Notes.to_str()}
+    for temperature in (0, 1):
+        parameters = [sampled(i, temperature=temperature, custom_params={}) for i in range(4)]
+        prompts = own_prompts[:4]
+        expected = tokens_of(deterministic, prompts, parameters, 1, **options)
+        assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
+    # Without notes in the batch, drafts are back.
+    answer = small_pool.generate(input_ids=prompts[0], sampling_params=sampled(0, temperature=0))
+    assert answer["meta_info"]["spec_num_correct_drafts"] > 0
+
+
 def test_grammar_bias_penalties_and_logprobs_together(hyper_server, deterministic, own_prompts):
     setting = {
         "json_schema": json.dumps(SCHEMA),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
     make_draft_block_spec_info,
@@ -126,7 +126,8 @@ class WidthWorker(OneRowWorker):
         ranks = get_parallel().tp_size > 1
         self.width_control = WidthControl(setting, self.block, self._share if ranks else None)
         # A width for requests whose processors keep notes; ranks that differ cannot have it.
-        notes = server_args.enable_custom_logit_processor and not self._whole_blocks_only()
+        served = get_exec().features.enable_custom_logit_processor
+        notes = served and not self._whole_blocks_only()
         self._one_row_for_notes = bool(notes)
         self._states = WidthStates(self, (*setting.widths, *((1,) if notes else ())))
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)

@@ -254,6 +254,38 @@ def test_custom_processors_see_every_position(small_pool, deterministic, own_pro
         assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
 
 
+class Notes(CustomLogitProcessor):
+    """Prefers a token that depends on how often it was called, noted in two places."""
+
+    stateful = True
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, parameters in zip(logits, custom_param_list, strict=True):
+            req = parameters["__req__"]
+            parameters["calls"] = parameters.get("calls", 0) + 1
+            req.noted = getattr(req, "noted", 0) + 2
+            row[40 + (parameters["calls"] + req.noted) % 7] += 6.0
+        return logits
+
+
+Notes.__module__ = "__main__"
+
+
+def test_a_processor_with_notes_is_called_as_without_speculation(
+    small_pool, deterministic, own_prompts
+):
+    """A draft, refused or not, would be one call more."""
+    options = {"custom_logit_processor": Notes.to_str()}
+    for temperature in (0, 1):
+        parameters = [sampled(i, temperature=temperature, custom_params={}) for i in range(4)]
+        prompts = own_prompts[:4]
+        expected = tokens_of(deterministic, prompts, parameters, 1, **options)
+        assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
+    # Without notes in the batch, drafts are back.
+    answer = small_pool.generate(input_ids=prompts[0], sampling_params=sampled(0, temperature=0))
+    assert answer["meta_info"]["spec_num_correct_drafts"] > 0
+
+
 def test_grammar_bias_penalties_and_logprobs_together(hyper_server, deterministic, own_prompts):
     setting = {
         "json_schema": json.dumps(SCHEMA),
@@ -295,8 +327,11 @@ def test_openais_seed_is_the_seed(hyper_server):
     assert text(frequency_penalty=0.5, presence_penalty=0.5)
 
 
+@pytest.mark.parametrize("grammar", [{}, {"json_schema": json.dumps(SCHEMA)}], ids=["", "json"])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_broken_row_ends_its_request_with_an_error(hyper_server, own_prompts, temperature):
+def test_a_broken_row_ends_its_request_with_an_error(
+    hyper_server, own_prompts, temperature, grammar
+):
     def broken_rows() -> float:
         text = requests.get(f"{hyper_server.url}/metrics", timeout=30).text
         rows = [r for r in text.splitlines() if r.startswith("hyperdflash:broken_rows_total{")]
@@ -304,17 +339,54 @@ def test_a_broken_row_ends_its_request_with_an_error(hyper_server, own_prompts, 
 
     before = broken_rows()
     # 1e39 is infinite in fp32.
-    setting = sampled(0, temperature=temperature, logit_bias={"20": 1e39})
+    setting = sampled(0, temperature=temperature, logit_bias={"20": 1e39}, **grammar)
     payload = {"input_ids": own_prompts[0], "sampling_params": setting}
     # The text of a broken row's token is asked for too: an id that no tokenizer has would end it.
     text = {"return_logprob": True, "return_text_in_logprobs": True, "top_logprobs_num": 2}
-    for options in ({}, text):
+    for number, options in enumerate(({}, text), 1):
         answer = requests.post(f"{hyper_server.url}/generate", json=payload | options, timeout=60)
         assert answer.status_code == 500, answer.text
         assert "NaN or infinity" in answer.text
+        assert broken_rows() == before + number
     good = sampled(0, temperature=temperature)
     assert len(hyper_server.generate(input_ids=own_prompts[0], sampling_params=good)["output_ids"])
-    assert broken_rows() > before
+
+
+class BreaksAt(CustomLogitProcessor):
+    """NaN from the output token on that ``custom_params`` name."""
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, parameters in zip(logits, custom_param_list, strict=True):
+            if len(parameters["__req__"].output_ids) >= parameters["at"]:
+                row[:] = float("nan")
+        return logits
+
+
+BreaksAt.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("grammar", [{}, {"regex": r"[\s\S]*"}], ids=["", "regex"])
+def test_a_broken_row_behind_an_answers_end_is_not_told(small_pool, own_prompts, grammar):
+    """Ends of any kind inside a block, in front of a row that nobody reads without speculation."""
+    whole = sampled(0, temperature=0, max_new_tokens=24)
+    (expected,) = tokens_of(small_pool, own_prompts[:1], [whole], 1)
+    processor = {"custom_logit_processor": BreaksAt.to_str()}
+    reached = 0
+    for end in range(2, 14):
+        setting = sampled(0, temperature=0, custom_params={"at": end}, **grammar)
+        ends = [{"max_new_tokens": end}]
+        if expected[end - 1] not in expected[: end - 1]:
+            ends.append({"stop_token_ids": [expected[end - 1]], "ignore_eos": False})
+        for options in ends:
+            payload = {"input_ids": own_prompts[0], "sampling_params": setting | options}
+            answer = small_pool.generate(**payload, **processor)
+            assert answer["output_ids"] == expected[:end]
+            histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
+            reached += sum(histogram[1:])
+        url = f"{small_pool.url}/generate"
+        answer = requests.post(url, json=payload | processor | {"sampling_params": setting})
+        assert answer.status_code == 500 and "NaN or infinity" in answer.text
+    assert reached, "no block had a draft before its broken row"
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,21 @@ class Linked(Markov):
         return 0.5 * self.table[previous].gather(-1, ids)
 
 
+class Penalising(Protocol):
+    """What a worker does about the penalties of N requests: the three places of a round."""
+
+    def adjust(
+        self, k: int, ids: torch.Tensor, scores: torch.Tensor, so_far: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores of draft k's candidates."""
+
+    def penalise(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Target logits ``[N, B, V]`` that follow ``drafts [N, B - 1]``, in place."""
+
+    def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The first ``lengths [N]`` of ``tokens [N, B]`` were generated."""
+
+
 def same(sampling: Sampling, rows: int) -> Sampling:
     """One request's parameters for ``rows`` requests."""
     return sampling.repeated(rows)
@@ -63,6 +79,7 @@ def decode(
     change: Change | None = None,
     verify: Callable[..., Verdict] = verify_block,
     widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
+    penalties: Penalising | None = None,
 ) -> tuple[torch.Tensor, float]:
     """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
@@ -81,12 +98,16 @@ def decode(
         width = next(widths)
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
         positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
+        open_ = length <= tokens
         if width == 1:
             logits = model.table[anchor]
+            if penalties is not None:
+                penalties.penalise(logits.unsqueeze(1), anchor.new_empty(count, 0))
             weights = weights_of(logits, sampling)
             token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
-            open_ = length <= tokens
             out[open_, length[open_]] = token[open_]
+            if penalties is not None:
+                penalties.count(token.unsqueeze(1), open_.long())
             rounds += float(open_.sum())
             length = length + open_.long()
             continue
@@ -103,38 +124,58 @@ def decode(
             seeds,
             positions[:, :-1],
             t,
+            None if penalties is None else penalties.adjust,
         )
         told = proposal if change is None else change(proposal)
         block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
-        logits = model.table[block].view(-1, VOCAB)
+        logits = model.table[block]
+        if penalties is not None:
+            penalties.penalise(logits, proposal.tokens)
+        logits = logits.view(-1, VOCAB)
         weights = weights_of(logits, sampling.repeated(width))
         verdict = verify(told, logits, weights, sampling, draws, positions)
         if isinstance(sharpness, Sharpness):
             sharpness.learn(proposal, sampling, draws.seeded, verdict)
         # Requests that are done stay as they are.
-        open_ = length <= tokens
         accept = verdict.accept_len.long()
         emitted = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
         emitted.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1))
         for k in range(width):
             write = open_ & (k <= accept) & (length + k < out.shape[1])
             out[write, (length + k)[write]] = emitted[write, k]
+        if penalties is not None:
+            penalties.count(emitted, torch.where(open_, accept + 1, 0))
         accepted += float(accept[open_].sum())
         rounds += float(open_.sum())
         length = torch.where(open_, length + accept + 1, length)
     return out[:, 1 : tokens + 1], accepted / rounds
 
 
-def alone(model: Markov, sampling: Sampling, seeds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``[N, tokens]`` of target-only decoding with the same noise: one token a step."""
+def alone(
+    model: Markov,
+    sampling: Sampling,
+    seeds: torch.Tensor,
+    tokens: int,
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``[N, tokens]`` of target-only decoding with the same noise: one token a step.
+
+    Args:
+        change: the logits ``[N, V]`` to use instead, given what was generated ``[N, step]``.
+    """
     sampling = same(sampling, len(seeds))
     last = torch.full_like(seeds, START)
     made = []
     for step in range(tokens):
-        weights = weights_of(model.table[last], sampling)
+        logits = model.table[last]
+        if change is not None:
+            logits = change(
+                logits, torch.stack(made, 1) if made else seeds.new_empty(len(seeds), 0)
+            )
+        weights = weights_of(logits, sampling)
         positions = torch.full_like(seeds, FIRST_POSITION + step)
         drawn = gumbel_argmax_reference(weights, seeds, positions)
-        last = torch.where(sampling.greedy, model.table[last].argmax(-1), drawn)
+        last = torch.where(sampling.greedy, logits.argmax(-1), drawn)
         made.append(last)
     return torch.stack(made, 1)
 

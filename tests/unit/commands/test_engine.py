@@ -10,10 +10,6 @@ SCRIPT = """
 import multiprocessing, os, signal, sys
 from unittest import mock
 
-import sglang
-
-from sglang_hyperdflash.commands.engine import quiet_engine
-
 
 def noisy(ready):
     import warnings
@@ -43,6 +39,10 @@ class Engine:
 
 
 if __name__ == "__main__":
+    # Here, for the spawned child imports all that stands above.
+    import sglang
+    from sglang_hyperdflash.commands.engine import quiet_engine
+
     with mock.patch.object(sglang, "Engine", Engine, create=True):
         with quiet_engine({}, verbose=len(sys.argv) > 1) as engine:
             child = engine.child

@@ -29,7 +29,7 @@ def _tau(answers: Sequence[Entry], drafts: int) -> float | None:
     if not drafts:
         return 1.0
     rounds = sum(a["verify_rounds"] for a in answers)
-    return accept_length(sum(a["correct_drafts"] for a in answers), rounds) if rounds else None
+    return accept_length(sum(a["correct_drafts"] for a in answers), rounds)
 
 
 def _positions(row: Entry, answers: Sequence[Entry], drafts: int) -> None:

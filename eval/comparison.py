@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.methods import BASELINE, NOISE, drafting, is_ours
+from eval.methods import BASELINE, NOISE, drafting, is_hyperdflash
 from eval.runner import Cell
 
 RESAMPLES = 1000
@@ -227,8 +227,8 @@ def comparisons(rows: Sequence[Row], samples: AllSamples) -> list[Row]:
     methods = drafting(r["method"] for r in rows)
     found = []
     for setting in settings_of(rows):
-        for ours in filter(is_ours, methods):
-            for rival in (m for m in methods if not is_ours(m)):
+        for ours in filter(is_hyperdflash, methods):
+            for rival in (m for m in methods if not is_hyperdflash(m)):
                 entry = _compare(
                     rows_in(rows, setting, ours), rows_in(rows, setting, rival), samples
                 )

@@ -63,7 +63,7 @@ def rival_tables(comparisons: Sequence[Row]) -> list[Table]:
             heads = ("against", "measure", label(ours), "rival", "difference (95 %)", "verdict")
             own = (entry for entry in part if entry["ours"] == ours)
             lines = tuple(line for entry in own for line in _rival_lines(entry))
-            tables.append(Table(setting_words(setting), heads, lines))
+            tables.append(Table(f"{label(ours)}: {setting_words(setting)}", heads, lines))
     return tables
 
 

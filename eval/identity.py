@@ -8,7 +8,7 @@ may change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from eval.client import Sampling, chat, messages_before
 from eval.errors import one_line
 from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, Plan, Servers, read_sealed
+from sglang_hyperdflash.targets.files import model_dtype
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
 
@@ -76,35 +77,23 @@ def key_of(cell: Cell, difference: Difference) -> list[Any]:
     return [cell.folder, d.prompt, d.turn, d.position, d.expected, d.found]
 
 
-def auto_dtype(config: Mapping[str, Any]) -> str:
-    """What SGLang's ``--dtype auto`` makes of a checkpoint's ``config.json``."""
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    stored = stored.removeprefix("torch.")
-    if stored == "float32":
-        return "bfloat16" if str(config.get("model_type", "")).startswith("gemma") else "float16"
-    return stored
-
-
 def data_type(url: str) -> str:
     """The data type of a server's model, a key of ``TIE_GAPS``.
 
     Raises:
         requests.RequestException: the server does not answer.
-        OSError, KeyError: the config of a model started with ``--dtype auto`` cannot be read, or
-            the type is another.
+        OSError, KeyError: the config of a model started with ``--dtype auto`` cannot be read.
+        HyperDFlashConfigError: the type is another.
     """
     reply = requests.get(f"{url}/server_info", timeout=60)
     reply.raise_for_status()
-    info = reply.json()
-    found = str(info["dtype"])
-    if found == "auto":
+    info, config = reply.json(), {}
+    asked = str(info["dtype"])
+    if asked == "auto":
         from transformers import PretrainedConfig
 
-        found = auto_dtype(PretrainedConfig.get_config_dict(info["model_path"])[0])
-    found = {"half": "float16", "float": "float32"}.get(found, found)
-    if found not in TIE_GAPS:
-        raise KeyError(f"no tie gap is known for the data type {found}")
-    return found
+        config = PretrainedConfig.get_config_dict(info["model_path"])[0]
+    return model_dtype(asked, config)
 
 
 def logit_gap(

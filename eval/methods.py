@@ -11,6 +11,7 @@ from eval.errors import EvalError
 from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.checksum import file_hash, short_hash
 from sglang_hyperdflash.tools.ownership import location
+from sglang_hyperdflash.tools.provenance import without_machine
 
 BASELINE = "target"
 DRAFT_OPTION = "--speculative-draft-model-path"
@@ -71,8 +72,8 @@ def label(method: str) -> str:
     return KINDS[method].label if method in KINDS else method
 
 
-def is_ours(method: str) -> bool:
-    """Whether the method is HYPERDFLASH, whatever its number of drafts."""
+def is_hyperdflash(method: str) -> bool:
+    """Whether it is a drafter of HyperDFlash, not a rival; stand-ins of rivals are none."""
     return method.startswith("hyperdflash")
 
 
@@ -94,8 +95,8 @@ class Method:
     def identity(self) -> dict[str, Any]:
         """What two runs must share for their numbers to be of one method.
 
-        A draft folder counts by its full path and by its files: one that was trained again is
-        another drafter.
+        A draft folder counts by its path (``without_machine``) and by its files: one that was
+        trained again is another drafter.
         """
         arguments, drafts = list(self.arguments), []
         while DRAFT_OPTION in arguments:
@@ -106,7 +107,7 @@ class Method:
         for draft in drafts:
             files = [*Path(draft).glob("*.safetensors"), *Path(draft).glob("config.json")]
             hashes = sorted([path.name, file_hash(path)] for path in files)
-            found |= {"draft": location(draft), "draft files": short_hash(hashes)}
+            found |= {"draft": without_machine(location(draft)), "draft files": short_hash(hashes)}
         return found
 
 

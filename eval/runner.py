@@ -22,7 +22,7 @@ from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.ownership import location
-from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.provenance import provenance, without_machine
 from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval run"
@@ -183,6 +183,11 @@ def order(plan: Plan) -> Iterator[tuple[int, Cell, Method]]:
                     yield round_index, cell, method
 
 
+def _shown(method: Method) -> dict[str, Any]:
+    """A method for a file that others read."""
+    return asdict(method) | {"arguments": [without_machine(word) for word in method.arguments]}
+
+
 def write_run(plan: Plan) -> None:
     """Write ``run.json``, what the report says of the run, unless it is there and whole."""
     path = plan.out / RUN
@@ -191,12 +196,12 @@ def write_run(plan: Plan) -> None:
     content = {
         "rounds": plan.rounds,
         "provenance": provenance(),
-        "methods": [asdict(method) for method in plan.methods],
+        "methods": [_shown(method) for method in plan.methods],
         "identities": {method.name: method.identity() for method in plan.methods},
         "cells": [asdict(cell) for cell in plan.cells],
         "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
         "max_new_tokens": plan.max_new_tokens,
-        "server_args": list(plan.server_args),
+        "server_args": [without_machine(word) for word in plan.server_args],
     }
     write_json(path, sealed(content), indent=1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.comparison import SETTING, Row, pooled_positions, pooled_tau, rows_in, settings_of
-from eval.methods import BASELINE, drafting, is_ours, label
+from eval.methods import BASELINE, drafting, is_hyperdflash, label
 
 GROUPS = {
     "MATH": ("gsm8k", "math500", "aime25"),
@@ -83,7 +83,7 @@ def _main_line(
         value = summary and summary[column]
         text = spread(value, summary and summary[f"{column}_interval"])
         cells.append("not whole" if value is None else text)
-    return Line(tuple(cells), is_ours(method))
+    return Line(tuple(cells), is_hyperdflash(method))
 
 
 def main_tables(rows: Sequence[Row], summaries: Sequence[Row]) -> list[Table]:
@@ -122,7 +122,7 @@ def paper_tables(rows: Sequence[Row]) -> list[Table]:
             own = {r["benchmark"]: r for r in part if r["method"] == method}
             chosen = [own[name] for name in (*benchmarks, "average")]
             cells = [f"{row[column]:.2f}" for row in chosen for column in ("speedup", "tau")]
-            lines.append(Line((label(method), *cells), is_ours(method)))
+            lines.append(Line((label(method), *cells), is_hyperdflash(method)))
         title = f"DeepSeek-V4-Flash, thinking {thinking}, temperature {temperature:g}"
         tables.append(Table(title, _heads(benchmarks, "average"), tuple(lines), paper["source"]))
     return tables
@@ -148,7 +148,7 @@ def acceptance_tables(rows: Sequence[Row]) -> list[Table]:
             cells += ["-"] * (width - len(cells))
             own = [r for r in rows_in(rows, setting, method) if r.get("position_acceptance")]
             cells.append(number(pooled_tau(own)))
-            lines.append(Line((label(method), *cells), is_ours(method)))
+            lines.append(Line((label(method), *cells), is_hyperdflash(method)))
         heads = ("Method", *map(str, range(1, width + 1)), "τ over all rounds")
         tables.append(Table(setting_words(setting), heads, tuple(lines)))
     return tables
@@ -169,7 +169,7 @@ def identity_table(rows: Sequence[Row]) -> Table | None:
         gaps = [d["gap"] for d in found if d["gap"] is not None]
         cells = (f"{compared}", f"{same}", f"{count['tie']}", f"{count['fault']}", f"{unknown}")
         largest = f"{max(gaps):.4g}" if gaps else "-"
-        lines.append(Line((label(method), *cells, largest), is_ours(method)))
+        lines.append(Line((label(method), *cells, largest), is_hyperdflash(method)))
     heads = ("Method", "compared", "identical", "ties", "faults", "gap not measured", "largest gap")
     return Table("Greedy answers against target-only's", heads, tuple(lines)) if lines else None
 
@@ -187,7 +187,7 @@ def difference_table(rows: Sequence[Row]) -> Table | None:
         tokens = ("end" if d[name] is None else str(d[name]) for name in ("expected", "found"))
         gap = number(d["gap"], ".4g")
         cells = (label(row["method"]), row["benchmark"], *place, *tokens, gap, d["verdict"])
-        lines.append(Line(cells, is_ours(row["method"])))
+        lines.append(Line(cells, is_hyperdflash(row["method"])))
     heads = ("Method", "benchmark", "prompt", "turn", "token", "target-only's", "found", "gap")
     more = len(found) - len(lines)
     note = f"{more} more are in results.json." if more else ""
@@ -216,7 +216,7 @@ def cell_table(rows: Sequence[Row]) -> Table:
                 if r.get("compared_answers") and r["method"] != BASELINE
                 else "-",
             )
-        lines.append(Line((*head, *cells), is_ours(r["method"])))
+        lines.append(Line((*head, *cells), is_hyperdflash(r["method"])))
     return Table("Every cell", heads, tuple(lines))
 
 
@@ -235,7 +235,7 @@ def round_table(round_ms: Mapping[str, Any]) -> Table:
             parts = [times["target"], times["draft"], times["scheduler"]]
             step = NOT_MEASURED if not base else f"{sum(parts) / base:.2f}"
             cells = (*(f"{v:.2f}" for v in parts), step)
-        lines.append(Line((label(method), *cells), is_ours(method)))
+        lines.append(Line((label(method), *cells), is_hyperdflash(method)))
     heads = ("Method", "target pass, ms", "drafting and the rest, ms", "scheduling, ms")
     return Table(
         "A round at concurrency 1", (*heads, "whole round, target-only passes"), tuple(lines)
@@ -250,7 +250,7 @@ def serving_tables(content: Mapping[str, Any]) -> list[Table]:
     for method, entries in content["concurrency"].items():
         own = {e["concurrency"]: e["tokens_per_s"] for e in entries}
         cells = tuple(number(own.get(level), ".0f") for level in levels)
-        lines.append(Line((label(method), *cells), is_ours(method)))
+        lines.append(Line((label(method), *cells), is_hyperdflash(method)))
     heads = ("Method", *(f"concurrency {level}" for level in levels))
     tables.append(Table("Output tokens a second by concurrency", heads, tuple(lines)))
     for rate in dict.fromkeys(e["rate"] for v in content["poisson"].values() for e in v):
@@ -258,7 +258,7 @@ def serving_tables(content: Mapping[str, Any]) -> list[Table]:
         for method, entries in content["poisson"].items():
             for entry in (e for e in entries if e["rate"] == rate):
                 cells = (_pair(entry[name]) for name in ("ttft_ms", "tpot_ms", "e2e_ms"))
-                lines.append(Line((label(method), *cells), is_ours(method)))
+                lines.append(Line((label(method), *cells), is_hyperdflash(method)))
         heads = ("Method", "TTFT p50 / p99", "TPOT p50 / p99", "end to end p50 / p99")
         tables.append(Table(f"Poisson arrivals, {rate:g} a second, in ms", heads, tuple(lines)))
     return tables

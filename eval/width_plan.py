@@ -18,6 +18,7 @@ from pathlib import Path
 from eval.width_report import FULL, TARGET, rate
 from eval.width_simulator import Seconds, replay
 from sglang_hyperdflash.serving.width_policy import WidthPolicy
+from sglang_hyperdflash.tools.command_line import Parser
 
 LEVELS = tuple(2**n for n in range(11))
 WIDTHS = (1, 2, 4, 7)
@@ -158,12 +159,15 @@ def as_table(rows: Sequence[dict]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m eval.width_plan", description=__doc__)
-    found.add_argument("--study", type=Path, help="results.json of eval.width_study")
+    found = Parser(prog="python -m eval.width_plan", description=__doc__.splitlines()[0])
+    text = "results.json of eval.width_study (default: a roofline of DeepSeek-V4-Flash)"
+    found.add_argument("--study", type=Path, help=text)
     found.add_argument("--context", type=int, default=4096, help="tokens of a request")
     text = "acceptance of each draft where those before it were accepted"
     found.add_argument("--acceptance", type=float, nargs="+", default=[0.8] * 6, help=text)
-    found.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    found.add_argument(
+        "--widths", type=int, nargs="+", default=list(WIDTHS), help="widths there may be"
+    )
     return found
 
 

@@ -35,6 +35,7 @@ from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import short_hash
+from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import claim, location
 from sglang_hyperdflash.tools.provenance import provenance
@@ -183,20 +184,21 @@ def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m eval.width_study", description=__doc__)
-    found.add_argument("--target", required=True)
-    found.add_argument("--draft", required=True)
-    found.add_argument("--untrained", help="a drafter of random weights")
-    found.add_argument("--prompts", required=True, type=Path)
-    found.add_argument("--num-prompts", type=int, default=64)
-    found.add_argument("--out", required=True, type=Path)
-    found.add_argument("--levels", type=int, nargs="+", default=list(LEVELS))
-    found.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    found.add_argument("--repeats", type=int, default=3)
-    found.add_argument("--tokens", type=int, default=128)
-    found.add_argument("--pool", type=int, default=32768, help="K/V slots of every server")
-    found.add_argument("--widths", help="as HYPERDFLASH_WIDTHS; unset leaves the default")
-    found.add_argument("--no-steps", action="store_true", help="leave the stepped load out")
+    found = Parser(prog="python -m eval.width_study", description=__doc__.splitlines()[0])
+    add = found.add_argument
+    add("--target", required=True, help="target folder or hub id")
+    add("--draft", required=True, help="its drafter")
+    add("--untrained", help="a drafter of random weights (default: none is measured)")
+    add("--prompts", required=True, type=Path, help="JSONL with turns or messages in each line")
+    add("--num-prompts", type=int, default=64, help="prompts, the file's first")
+    add("--out", required=True, type=Path, help="new folder of results, report and plots")
+    add("--levels", type=int, nargs="+", default=list(LEVELS), help="requests in flight")
+    add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="of sampling")
+    add("--repeats", type=int, default=3, help="counted passes of each server at each load")
+    add("--tokens", type=int, default=128, help="new tokens of every answer")
+    add("--pool", type=int, default=32768, help="K/V slots of every server")
+    add("--widths", help=f"as {WIDTHS} (default: the server's)")
+    add("--no-steps", action="store_true", help="leave the stepped load out")
     return found
 
 

@@ -7,26 +7,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 # Each is a module of its own under commands/.
 COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "plan")
-
-
-class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds ``(default: X)`` to every option that has one and does not say it itself."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        said = "default" in (action.help or "")
-        switch = action.nargs == 0
-        if said or switch or action.required or action.default is None:
-            return action.help
-        return super()._get_help_string(action)
-
-
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options) -> None:
-        super().__init__(**{"formatter_class": _WithDefaults, **options})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+        dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
     for name in COMMANDS:
         importlib.import_module(f"sglang_hyperdflash.commands.{name}").add_parser(commands)

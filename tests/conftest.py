@@ -28,7 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"
-BENCHMARKS = ROOT.parent / "shared" / "data" / "benchmarks"
+# A folder with the benchmarks/*.jsonl of ``python -m eval fetch``; without it tests take prompts
+# of this repository.
+DATA = os.environ.get("HYPERDFLASH_TEST_DATA")
+BENCHMARKS = Path(DATA) / "benchmarks" if DATA else None
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ The line before a fence may hold a mark:
 ``<!-- elsewhere: TEST -->``      another test runs them;
 ``<!-- background -->``           a server, which the blocks behind it ask;
 ``<!-- file: PATH -->``           the block is that file's content;
-``<!-- output of PATH -->``       the block was printed; a test of its own compares.
+``<!-- output of WHAT -->``       the block was printed; a test of its own compares.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *GUIDES,
-    ROOT / "examples" / "tiny_deepseek_v4" / "README.md",
+    *sorted((ROOT / "examples").glob("*/README.md")),
+    *sorted((ROOT / "eval" / "results").glob("*/README.md")),
 ]
 SHELL = "bash"
 _FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
+_IN_COMMENT = re.compile(r"^# +((?:hyperdflash|python) (?:.*\\\n# +)*.*)$", re.M)
 _ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 
 
@@ -98,6 +100,12 @@ def commands(fence: Fence) -> Iterator[list[str]]:
             yield words
     if lines:
         raise ValueError(f"{fence.where}: a quote is not closed: {lines!r}")
+
+
+def commands_in_comments(path: Path) -> list[list[str]]:
+    """Commands that the comments of a TOML file show, as words."""
+    found = _IN_COMMENT.findall(path.read_text())
+    return [shlex.split(re.sub(r"\\\n# +", "", command)) for command in found]
 
 
 def split_environment(words: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -5,6 +5,8 @@ Beside it lies the list of what the target refused to answer (:class:`Skipped`).
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
+from sglang_hyperdflash.tools.checksum import is_intact
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.jsonl import ResumableWriter
+from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, claim_file, refuse_file
 
 SHOWN = 5  # lines of a list that are printed; the rest is in its file
+ENTRY = {"index", "digest", "where", "reason", "answered"}  # of the list of what was refused
 
 
 class Asked(Protocol):
@@ -29,6 +33,33 @@ class Asked(Protocol):
 
 class Refused(Exception):
     """The target does not take a prompt; the text says why."""
+
+
+def sampling_of(args: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """SGLang's sampling parameters; what no target takes is refused once, and not by prompt.
+
+    Args:
+        args: of a command line with ``--concurrency``. more: parameters beside the usual four.
+
+    Raises:
+        HyperDFlashConfigError: a number out of range.
+    """
+    names = ("temperature", "top_p", "top_k", "max_new_tokens", *more)
+    sampling = {name: getattr(args, name) for name in names}
+    if args.concurrency < 1 or args.max_new_tokens < 1:
+        raise HyperDFlashConfigError("--concurrency and --max-new-tokens must be at least 1.")
+    ranges = {
+        "temperature": (0 <= args.temperature < math.inf, "a number of at least 0"),
+        "top_p": (0 < args.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (args.top_k == -1 or args.top_k >= 1, "-1 or at least 1"),
+        "min_p": (0 <= sampling.get("min_p", 0) <= 1, "from 0 to 1"),
+    }
+    for name, (holds, expected) in ranges.items():
+        if not holds:
+            raise HyperDFlashConfigError(
+                f"--{name.replace('_', '-')} must be {expected}, found {sampling[name]}."
+            )
+    return sampling
 
 
 def room_for(tokens: int, limit: int) -> int:
@@ -164,6 +195,14 @@ class Answers:
         return [one for one in asked if one.index not in known]
 
 
+def _is_list(path: Path) -> bool:
+    """Whether every line is an entry as :class:`Skipped` writes them."""
+    try:
+        return all(is_intact(e) and e.keys() >= ENTRY for _, e in read_lines(path))
+    except JsonlError:
+        return False
+
+
 @contextmanager
 def hold_answers(
     output: Path, kind: str, settings: Mapping[str, Any], digests: Mapping[int, str]
@@ -182,12 +221,16 @@ def hold_answers(
     """
     # Before the claim, whose marker would make a foreign list look like an earlier run's.
     listed = skipped_path(output)
-    if refuse_file(output, kind, settings) is None and listed.exists():
+    left_over = refuse_file(output, kind, settings) is None and listed.exists()
+    if left_over and not _is_list(listed):
         raise NotOurs(
             f"{listed} is there, but no run of these settings in {output}: it is not this run's "
             "list. Nothing was written. Choose another --output, or remove it."
         )
     with claim_file(output, kind, settings), ResumableWriter(output, seal=True) as writer:
+        if left_over:
+            print(f"{listed}: removed, the list of a run with other settings that has no answers")
+            listed.unlink()
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         if writer.moved:

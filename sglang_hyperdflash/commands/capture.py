@@ -21,15 +21,16 @@ import torch
 
 from sglang_hyperdflash.commands.answers import SHOWN
 from sglang_hyperdflash.commands.engine import quiet_engine
-from sglang_hyperdflash.commands.generate import engine_arguments, engine_settings
+from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
+from sglang_hyperdflash.tools.structs import shown
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
@@ -42,6 +43,16 @@ from sglang_hyperdflash.training.samples import Sample, States
 
 KIND = "hyperdflash capture"
 LEFT_OUT = "left_out.jsonl"
+# A prefix hit would leave its rows out; the whole row must be computed.
+FIXED = {"enable_return_hidden_states": True, "disable_radix_cache": True}
+NO_DRAFTER = "Leave it out: a capture is of the target alone."
+CAPTURE_OWN = OWN | {
+    "model_path": "Use --target.",
+    "revision": "Leave it out: a capture is of a hub id's main revision.",
+    "speculative_algorithm": NO_DRAFTER,
+    "speculative_draft_model_path": NO_DRAFTER,
+    **dict.fromkeys(FIXED, "Leave it out: a capture sets it."),
+}
 # What SGLang keeps of a context: its worker takes inputs shorter than the context less 6
 # (managers/tp_worker.py, ``max_req_input_len``).
 KEPT = 7
@@ -118,16 +129,18 @@ def run(args: argparse.Namespace) -> int:
     """Capture what is not captured yet."""
     if args.concurrency < 1 or args.shard_mib < 1:
         raise HyperDFlashConfigError("--concurrency and --shard-mib must be at least 1.")
-    arguments = engine_arguments(args)
+    arguments = engine_arguments(args, CAPTURE_OWN)
     local = [name for name in args.data if not name.startswith(HUB)]
     keep_apart("--out", args.out, {"the target": args.model})
     for name in local:
         keep_apart("--out", args.out, {"the data": name})
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
+    # In one word, so that the engine's dtype is what the capture says of itself.
+    arguments["dtype"] = model_dtype(args.dtype, files.config())
     limit = length_limit(args.max_length, arguments, facts)
     settings = {"max_length": limit, "shard_mib": args.shard_mib}
-    settings |= engine_settings(args, arguments)
+    settings |= engine_settings(args)
     settings |= {"target": location(args.model), "data": [_content(name) for name in args.data]}
     with claim(args.out, KIND, settings):
         loaded = load_samples(args.data, load_tokenizer(args.model), limit)
@@ -140,12 +153,20 @@ def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> i
     """Tokens of a conversation at most: ``asked``, or what the engine's context takes.
 
     Raises:
-        HyperDFlashConfigError: ``asked`` is no length.
+        HyperDFlashConfigError: ``asked`` is no length, or the context none that SGLang takes.
     """
     if asked < 1:
         raise HyperDFlashConfigError(f"--max-length must be at least 1, found {asked}.")
-    context = arguments.get("context_length") or facts.max_position_embeddings
-    limit = min(asked, int(context) - KEPT)
+    context = arguments.get("context_length")
+    if context is None:
+        context = facts.max_position_embeddings
+    if type(context) is not int or context <= KEPT:
+        raise HyperDFlashConfigError(
+            f"expected a context of at least {KEPT + 1} tokens, of which SGLang keeps {KEPT}; "
+            f"found {shown(context)}. Mend context_length in --engine-args, or leave it out: then "
+            "it is max_position_embeddings of the target's config.json."
+        )
+    limit = min(asked, context - KEPT)
     if limit < asked:
         print(
             f"--max-length {asked} is cut to {limit}: the context is {context} tokens, of which "
@@ -185,8 +206,8 @@ def _capture(
 ) -> int:
     final_state = FinalState(files, facts)
     m, d = facts.hc_mult, facts.hidden_size
-    dtype = str(arguments["dtype"])
-    itemsize = 4 if dtype == "float32" else 2
+    dtype = arguments["dtype"]
+    itemsize = getattr(torch, dtype).itemsize
     identity = CaptureIdentity(
         facts.architecture,
         final_state.fingerprint,
@@ -231,10 +252,8 @@ def _with_engine(arguments, scratch: Path, args, loaded, waiting, final_state, w
     from tqdm import tqdm
 
     os.environ[CAPTURE_FOLDER] = str(scratch.resolve())
-    # A prefix hit would leave its rows out; the whole row must be computed.
-    fixed = {"enable_return_hidden_states": True, "disable_radix_cache": True}
     try:
-        with quiet_engine(arguments | fixed, verbose=args.verbose) as engine:
+        with quiet_engine(arguments | FIXED, verbose=args.verbose) as engine:
             check_fits(loaded, engine.get_server_info()["max_req_input_len"])
             for start, end in tqdm(waiting, unit="shard"):
                 chosen = loaded.samples[start:end]

@@ -32,7 +32,7 @@ from sglang_hyperdflash.tools.acceptance import (
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
-from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart
+from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart, lock
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -44,6 +44,7 @@ from sglang_hyperdflash.tools.structs import checked
 # Of a checkout; an installed package does not carry it.
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
 METHODS = ("target", "hyperdflash")
+KIND = "hyperdflash demo"
 
 
 @dataclass
@@ -240,8 +241,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts)
     check_out(args)
     logs = args.out.parent / "demo-logs"
-    print(f"starting two servers of {args.target} (logs in {logs}) ...", flush=True)
     with ExitStack() as stack:
+        stack.enter_context(lock(logs, KIND))  # a second demo beside would mix both
+        print(f"starting two servers of {args.target} (logs in {logs}) ...", flush=True)
         servers = {
             method: stack.enter_context(
                 Server(
@@ -297,9 +299,7 @@ def compare(
         streamed=stream,
         text=drafted.text,
         identical=all(ids == everything[0] for ids in everything),
-        tau=accept_length(drafted.correct_drafts, drafted.verify_rounds)
-        if drafted.verify_rounds
-        else None,
+        tau=accept_length(drafted.correct_drafts, drafted.verify_rounds),
         tokens=len(drafted.token_ids),
         seconds=seconds,
         speedup=statistics.median(seconds["target"]) / statistics.median(seconds["hyperdflash"]),
@@ -314,7 +314,7 @@ def summarise(reports: list[PromptReport], histograms: list[list[int]], num_draf
     ``tau`` and ``round_cost`` are None where no answer had a verification round.
     """
     total = add_histograms(histograms)
-    tau = accept_length_of(total) if any(total) else None
+    tau = accept_length_of(total)
     speedups = sorted(report.speedup for report in reports)
     judged = [report.right for report in reports if report.right is not None]
     return {

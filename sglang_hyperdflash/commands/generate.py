@@ -24,6 +24,7 @@ from sglang_hyperdflash.commands.answers import (
     hold_answers,
     rendered,
     room_for,
+    sampling_of,
 )
 from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.draft.config import load_config
@@ -37,13 +38,23 @@ from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.structs import shown
 
 KIND = "hyperdflash generate"
-# Options of the engine that change how much it holds and says, not what it answers.
+# Arguments of the engine that --engine-args may not name, as their options would say another thing
+# than what ran, and what to do instead.
+OWN = {
+    "model_path": "Use --model.",
+    "tokenizer_path": "Leave it out: the tokenizer is the target's own.",
+    "dtype": "Use --dtype.",
+    "tp_size": "Use --tp.",
+    "log_level": "Use --verbose.",
+    "speculative_algorithm": "Use --draft.",
+    "speculative_draft_model_path": "Use --draft.",
+}
+# Options of the engine that change how much it holds, not what it answers.
 MEMORY_ONLY = frozenset(
     {
         "base_gpu_id",
         "chunked_prefill_size",
         "cpu_offload_gb",
-        "log_level",
         "max_prefill_tokens",
         "max_running_requests",
         "max_total_tokens",
@@ -162,11 +173,23 @@ def json_option(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The ``sgl.Engine`` keyword arguments of a command line."""
+def engine_arguments(args: argparse.Namespace, own: Mapping[str, str] = OWN) -> dict[str, Any]:
+    """The ``sgl.Engine`` keyword arguments of a command line.
+
+    Args:
+        own: those that ``--engine-args`` may not name, and what to do instead.
+
+    Raises:
+        HyperDFlashConfigError: it names one of them.
+    """
     extra = json_option("--engine-args", args.engine_args)
+    for name in sorted(own.keys() & extra.keys()):
+        raise HyperDFlashConfigError(
+            "--engine-args: expected arguments that the command does not set itself, found "
+            f"{name}. {own[name]}"
+        )
     arguments = {"model_path": args.model, "dtype": args.dtype, "tp_size": args.tp}
-    arguments |= {"log_level": "error"}
+    arguments |= {"log_level": "info" if args.verbose else "error"}
     if args.draft:
         arguments |= {
             "speculative_algorithm": ALGORITHM,
@@ -175,15 +198,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return arguments | extra
 
 
-def engine_settings(args: argparse.Namespace, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the engine's arguments must not change between two runs into one output.
-
-    Args:
-        arguments: :func:`engine_arguments` of the command line, where ``--engine-args`` win.
-    """
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What of the engine's arguments must not change between two runs into one output."""
     extra = json_option("--engine-args", args.engine_args)
     shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
-    return {"dtype": arguments["dtype"]} | ({"engine_args": shaping} if shaping else {})
+    return {"dtype": args.dtype} | ({"engine_args": shaping} if shaping else {})
 
 
 def check_draft(name: str) -> None:
@@ -203,17 +222,14 @@ def check_draft(name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
-    if args.max_new_tokens < 1 or args.concurrency < 1:
-        raise HyperDFlashConfigError("--max-new-tokens and --concurrency must be at least 1.")
+    sampling = sampling_of(args, "min_p")
     arguments = engine_arguments(args)
     if args.draft:
         check_draft(args.draft)
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = read_prompts(args.input)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
-    settings = {name: getattr(args, name) for name in names}
-    settings |= engine_settings(args, arguments)
+    settings = sampling | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     digests = {prompt.index: prompt.digest for prompt in prompts}
     with hold_answers(args.output, KIND, settings, digests) as answers:
@@ -221,15 +237,17 @@ def run(args: argparse.Namespace) -> int:
         if any(prompt.text is None for prompt in waiting):
             check_template(load_tokenizer(args.model))  # before the model is loaded
         if waiting:
-            _with_engine(arguments, args, waiting, answers)
+            _with_engine(arguments, sampling, args, waiting, answers)
     return 0
 
 
 def _with_engine(
-    arguments: dict[str, Any], args: argparse.Namespace, waiting: list[Prompt], answers: Answers
+    arguments: dict[str, Any],
+    sampling: dict[str, Any],
+    args: argparse.Namespace,
+    waiting: list[Prompt],
+    answers: Answers,
 ) -> None:
-    names = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
-    sampling = {name: getattr(args, name) for name in names}
     with quiet_engine(arguments, verbose=args.verbose) as engine:
         asker = Asker(engine, sampling, engine.get_server_info()["max_req_input_len"])
         started = time.monotonic()
@@ -329,7 +347,7 @@ def summary(records: list[dict], seconds: float) -> str:
     tokens = sum(record["completion_tokens"] for record in records)
     rounds = sum(record["verify_rounds"] for record in records)
     line = f"{len(records)} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
-    if rounds:
-        tau = accept_length(sum(record["correct_drafts"] for record in records), rounds)
+    tau = accept_length(sum(record["correct_drafts"] for record in records), rounds)
+    if tau is not None:
         line += f", tau {tau:.2f} over {rounds} verification rounds"
     return line

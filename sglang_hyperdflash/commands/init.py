@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,11 +48,28 @@ def add_parser(commands) -> None:
         description="Make an untrained draft checkpoint whose gate starts as the target's own "
         "collapse, where it has one. Reads the target's config.json and gate only.",
     )
-    default = DrafterShape()
     add = parser.add_argument
     add("--target", required=True, help="target folder or hub id")
     add("--revision", help="branch, tag or commit of a hub id (default: its main one)")
     add("--out", type=Path, required=True, help="new folder for the draft checkpoint")
+    default = DrafterShape()
+    _add_sizes(add, default)
+    _add_reducer(add)
+    _add_dependency(add, default)
+    add(
+        "--from",
+        dest="origin",
+        type=Path,
+        help="a drafter of this target whose weights and sizes are taken; the dependency head and "
+        "--causal are added to it (default: new weights)",
+    )
+    add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
+    add("--seed", type=int, default=0, help="of the new weights")
+    parser.set_defaults(run=run)
+
+
+def _add_sizes(add: Callable[..., Any], default: DrafterShape) -> None:
+    """Sizes of the drafter's layers and blocks; ``add`` is ``parser.add_argument``."""
     add("--layers", type=int, default=default.layers, help="transformer layers")
     add("--heads", type=int, default=default.heads, help="attention heads")
     add("--kv-heads", type=int, default=default.kv_heads, help="K/V heads")
@@ -59,6 +78,15 @@ def add_parser(commands) -> None:
     add("--block-size", type=int, default=default.block_size, help="anchor plus drafts")
     add("--window", type=int, help="context tokens that a block may see (default: all)")
     add("--rope-theta", type=float, default=default.rope_theta, help="base of RoPE")
+    add(
+        "--causal",
+        action="store_true",
+        help="a block's row sees no later row: the first drafts are the same at every verify width",
+    )
+
+
+def _add_reducer(add: Callable[..., Any]) -> None:
+    """How the paths become one state, and what is read of the target."""
     add(
         "--reducer",
         choices=("hc_gate", "fc"),
@@ -85,6 +113,10 @@ def add_parser(commands) -> None:
         help="target layers of --source layers, from 0 (default: none)",
     )
     add("--no-path-norm", action="store_true", help="gate the raw residual paths")
+
+
+def _add_dependency(add: Callable[..., Any], default: DrafterShape) -> None:
+    """The dependency head, and its form."""
     add(
         "--dependency-rank",
         type=int,
@@ -103,21 +135,6 @@ def add_parser(commands) -> None:
         default=default.dependency_form,
         help="product: DFlash 2's selector, to compare with",
     )
-    add(
-        "--causal",
-        action="store_true",
-        help="a block's row sees no later row: the first drafts are the same at every verify width",
-    )
-    add(
-        "--from",
-        dest="origin",
-        type=Path,
-        help="a drafter of this target whose weights and sizes are taken; the dependency head and "
-        "--causal are added to it (default: new weights)",
-    )
-    add("--mask-token-id", type=int, help="default: the target tokenizer's mask token")
-    add("--seed", type=int, default=0, help="of the new weights")
-    parser.set_defaults(run=run)
 
 
 def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,23 +358,48 @@ def _beside_lines(b: Budget, node: Node) -> list[str]:
 
 
 def _weights_gib(target: str, tp: int) -> float | None:
-    """Bytes of a local checkpoint's tensors, split over ``tp`` GPUs, or None without an index."""
-    index = Path(target) / "model.safetensors.index.json"
-    if not index.is_file():
-        return None
-    size = json.loads(index.read_text()).get("metadata", {}).get("total_size")
-    return None if size is None else float(size) / tp / GIB
+    """Bytes of a local checkpoint's tensors, split over ``tp`` GPUs, or None without an index.
+
+    Raises:
+        HyperDFlashConfigError: the index is damaged.
+    """
+    index = TargetFiles(target).index() if Path(target).is_dir() else None
+    metadata = (index or {}).get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return size / tp / GIB if isinstance(size, (int, float)) else None
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raise ``HyperDFlashConfigError`` for a count or a size that no node has."""
+    for name in ("tp", "context_length", "max_running_requests"):
+        found = getattr(args, name)
+        if found is not None and found < 1:
+            raise HyperDFlashConfigError(
+                f"--{name.replace('_', '-')} must be at least 1, found {found}."
+            )
+    if not 0 < args.gpu_gib < math.inf:
+        raise HyperDFlashConfigError(f"--gpu-gib must be a number above 0, found {args.gpu_gib:g}.")
+    if args.weights_gib is not None and not 0 <= args.weights_gib < math.inf:
+        raise HyperDFlashConfigError(
+            f"--weights-gib must be a number of at least 0, found {args.weights_gib:g}."
+        )
+    if not 0 < args.mem_fraction_static <= 1:
+        raise HyperDFlashConfigError(
+            "--mem-fraction-static must be above 0 and at most 1, found "
+            f"{args.mem_fraction_static:g}."
+        )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
+    _check_numbers(args)
     weights = args.weights_gib
     if weights is None:
         weights = _weights_gib(args.target, args.tp)
     if weights is None:
         raise HyperDFlashConfigError(
-            "--weights-gib is needed: the target's folder has no safetensors index to read the "
-            "weights' size from."
+            "--weights-gib is needed: the target's folder has no safetensors index that says the "
+            "weights' size."
         )
     node = Node(
         gpu_gib=args.gpu_gib,

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -27,9 +28,11 @@ from sglang_hyperdflash.commands.answers import (
     hold_answers,
     rendered,
     room_for,
+    sampling_of,
 )
 from sglang_hyperdflash.commands.generate import json_option
-from sglang_hyperdflash.targets.files import load_tokenizer
+from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
+from sglang_hyperdflash.targets.files import TargetFiles, load_tokenizer
 from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
@@ -63,30 +66,75 @@ def read_tasks(paths: list[str], limit: int | None) -> list[Task]:
     return tasks
 
 
-class Client:
-    """A running SGLang server, asked with token ids.
+@dataclass(frozen=True)
+class Served:
+    """What a running SGLang server says of itself (its ``/server_info``).
 
-    Args:
-        url: its address. sampling: SGLang sampling parameters; ``max_new_tokens`` is cut to what
-            the server's context leaves beside a prompt.
-
-    Raises:
-        ServerFailed: nothing answers there.
+    Attributes:
+        model: its ``--model-path``, as it was given. context: tokens of an input, less one, that it
+            takes at most; SGLang keeps a few of its context and of its K/V pool for itself.
     """
 
-    def __init__(self, url: str, tokenizer, sampling: dict[str, Any], template: dict) -> None:
-        self.url, self.tokenizer = url.rstrip("/"), tokenizer
-        self.sampling, self.template = sampling, template
+    url: str
+    model: str
+    context: int
+
+    @classmethod
+    def at(cls, url: str) -> Served:
+        """Ask a server; raises ``ServerFailed`` where nothing answers."""
+        url = url.rstrip("/")
         try:
-            answer = requests.get(f"{self.url}/server_info", timeout=30)
+            answer = requests.get(f"{url}/server_info", timeout=30)
             answer.raise_for_status()
-            # SGLang keeps a few tokens of its context and of its K/V pool for itself.
-            self.context = int(answer.json()["max_req_input_len"])
+            info = answer.json()
+            return cls(url, str(info["model_path"]), int(info["max_req_input_len"]))
         except (requests.RequestException, KeyError, TypeError, ValueError) as error:
             raise ServerFailed(
                 f"no SGLang server answers at {url}: {error!r}. Start one with "
                 "`python -m sglang.launch_server --model-path TARGET`."
             ) from error
+
+    def check(self, target: str) -> None:
+        """Refuse what is surely another model than ``target``.
+
+        That is a folder of this machine with another final norm. A relative path, a path of another
+        machine, a hub id and a copy of the target, quantised or not, may be the target.
+
+        Raises:
+            HyperDFlashConfigError: the server serves another model.
+        """
+        here = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
+        if not here or not Path(self.model).is_absolute():
+            return
+        norms = _norm(self.model), _norm(target)
+        if None not in norms and norms[0] != norms[1]:
+            raise HyperDFlashConfigError(
+                f"the server at {self.url} serves {self.model}, expected --target {target}: their "
+                "final norms differ. Give the --target that it serves, or a server of this one."
+            )
+
+
+def _norm(name: str) -> str | None:
+    """A hash of a local target's final norm; None where it cannot be read."""
+    if not Path(name).is_dir():
+        return None
+    try:
+        return tensors_fingerprint(TargetFiles(name).tensor("norm"))
+    except (FileNotFoundError, HyperDFlashConfigError):
+        return None
+
+
+class Client:
+    """A running SGLang server, asked with token ids.
+
+    Args:
+        sampling: SGLang sampling parameters; ``max_new_tokens`` is cut to what the server's context
+            leaves beside a prompt.
+    """
+
+    def __init__(self, served: Served, tokenizer, sampling: dict[str, Any], template: dict) -> None:
+        self.url, self.context, self.tokenizer = served.url, served.context, tokenizer
+        self.sampling, self.template = sampling, template
 
     def prompt_tokens(self, messages: Messages, where: str) -> list[int]:
         """The conversation so far, ready for the next answer; ``where`` names it in errors.
@@ -221,27 +269,21 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters; what no server takes is refused here, once, and not by prompt."""
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    sampling = {name: getattr(args, name) for name in names}
-    if args.concurrency < 1 or args.max_new_tokens < 1:
-        raise HyperDFlashConfigError("--concurrency and --max-new-tokens must be at least 1.")
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or not (args.top_k == -1 or args.top_k > 0):
-        raise HyperDFlashConfigError(
-            "--temperature must be at least 0, --top-p above 0 and at most 1, --top-k -1 or at "
-            f"least 1; found {args.temperature}, {args.top_p} and {args.top_k}."
-        )
-    return sampling
-
-
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
-    sampling = _sampling(args)
+    sampling = sampling_of(args)
+    if args.limit is not None and args.limit < 1:
+        raise HyperDFlashConfigError(
+            f"--limit must be at least 1, found {args.limit}. Leave it out to answer all."
+        )
     template = json_option("--template-args", args.template_args)
     for name in (name for name in args.input if not name.startswith(HUB)):
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
+    served = Served.at(args.server)
+    served.check(args.target)
+    print(f"{served.url} serves {served.model}")
     settings = sampling | {"target": location(args.target), "template": template}
+    settings |= {"served": served.model}
     tasks = read_tasks(args.input, args.limit)
     digests = {task.index: task.digest for task in tasks}
     with hold_answers(args.output, KIND, settings, digests) as answers:
@@ -249,7 +291,7 @@ def run(args: argparse.Namespace) -> int:
         if waiting:
             tokenizer = load_tokenizer(args.target)
             check_template(tokenizer)
-            client = Client(args.server, tokenizer, sampling, template)
+            client = Client(served, tokenizer, sampling, template)
             _answer(client, waiting, args.concurrency, answers)
     return 0
 

@@ -21,6 +21,9 @@ from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What SGLang's --dtype and a config.json call them, besides auto.
+DTYPE_NAMES = {name: name for name in ("float32", "float16", "bfloat16")}
+DTYPE_NAMES |= {"float": "float32", "half": "float16"}
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,19 @@ class TargetFiles:
         """The target's entry in the table; raises as :func:`target_kind` does."""
         return target_kind(self._config)
 
+    def index(self) -> dict[str, Any] | None:
+        """The ``model.safetensors.index.json``; None without one.
+
+        Raises:
+            HyperDFlashConfigError: it is damaged.
+        """
+        name = "model.safetensors.index.json"
+        return self._json(name) if self.filesystem.exists(f"{self.root}/{name}") else None
+
     def _tensor_files(self) -> dict[str, str]:
         """File of every tensor, from the index, or from the one file's own header."""
-        if self.filesystem.exists(f"{self.root}/model.safetensors.index.json"):
-            index = self._json("model.safetensors.index.json")
+        index = self.index()
+        if index is not None:
             if not isinstance(index.get("weight_map"), dict):
                 raise HyperDFlashConfigError(
                     f"target {self.name}: its model.safetensors.index.json has no weight_map. "
@@ -270,6 +282,30 @@ def read_tensor(file, name: str, where: str) -> torch.Tensor:
     if len(data) != end - begin:
         raise HyperDFlashConfigError(f"{where} is cut short inside tensor {name}.")
     return torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).view(entry["shape"]).clone()
+
+
+def model_dtype(asked: str, config: Mapping[str, Any]) -> str:
+    """What SGLang's ``--dtype`` makes of a target: ``float32``, ``float16`` or ``bfloat16``.
+
+    Args:
+        asked: the option, ``auto`` included. config: the target's ``config.json``, for ``auto``
+            (SGLang's ``configs/model_config.py``, ``_get_and_verify_dtype``).
+
+    Raises:
+        HyperDFlashConfigError: SGLang has no such type.
+    """
+    if asked != "auto":
+        if asked.lower() not in DTYPE_NAMES:
+            raise HyperDFlashConfigError(
+                f"--dtype must be one of auto, {', '.join(DTYPE_NAMES)}; found {asked}."
+            )
+        return DTYPE_NAMES[asked.lower()]
+    fields = text_fields(config)
+    stored = str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch.")
+    found = DTYPE_NAMES.get(stored, "float32")
+    if found == "float32":
+        return "bfloat16" if str(fields.get("model_type", "")).startswith("gemma") else "float16"
+    return found
 
 
 def load_tokenizer(

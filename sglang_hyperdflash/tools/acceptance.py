@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def accept_length(correct_drafts: int, rounds: int) -> float:
-    """tau, bonus token included: ``1 + accepted drafts / verification rounds``; 0 without any."""
-    return 1.0 + correct_drafts / rounds if rounds else 0.0
+def accept_length(correct_drafts: int, rounds: int) -> float | None:
+    """tau, bonus token included: ``1 + accepted drafts / rounds``; None without a round."""
+    return 1.0 + correct_drafts / rounds if rounds else None
 
 
-def accept_length_of(histogram: Sequence[int]) -> float:
-    """tau of rounds of which ``histogram[i]`` accepted i drafts each; 0 without any."""
+def accept_length_of(histogram: Sequence[int]) -> float | None:
+    """tau of rounds of which ``histogram[i]`` accepted i drafts each; None without any."""
     return accept_length(sum(i * n for i, n in enumerate(histogram)), sum(histogram))
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from sglang_hyperdflash.tools.atomic import write_failed, write_json
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.structs import shown
 
 MARKER, LOCK = ".hyperdflash.json", ".hyperdflash.lock"
 VERSION = 1
@@ -102,11 +103,6 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as ``{"section.name": value}``."""
     flat: dict[str, Any] = {}
@@ -128,7 +124,7 @@ def _differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     ]
 
     def value(settings: Mapping[str, Any], name: str) -> str:
-        return _shown(settings[name]) if name in settings else "nothing"
+        return shown(settings[name]) if name in settings else "nothing"
 
     parts = [f"{n} was {value(before, n)}, now {value(now, n)}" for n in names[:3]]
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -14,14 +15,33 @@ import torch
 
 from sglang_hyperdflash import __version__
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+# A path that starts at the root, at a home, or at a folder named by dots; not the path of a URL.
+_PATH = re.compile(r"""(?<![\w./:~-])(?:~|\.\.?)?/[^\s,:='"]+""")
+
+
+def without_machine(text: str) -> str:
+    """A text whose paths say nothing of this machine, for files that are shown to others.
+
+    Paths inside the checkout become relative to it. Of a path elsewhere ``.../`` and its last part
+    stay: ``.../benchmarks``. Paths without a leading ``/``, ``~`` or ``.``, and URLs, stay as they
+    are.
+    """
+
+    def shown(match: re.Match[str]) -> str:
+        path = Path(match[0]).expanduser().resolve()
+        inside = path.is_relative_to(CHECKOUT)
+        return str(path.relative_to(CHECKOUT)) if inside else f".../{path.name}"
+
+    return _PATH.sub(shown, text)
+
 
 def _commit() -> str | None:
     """The commit of this checkout, with ``+changes`` when files differ from it; else None."""
-    here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:
@@ -53,9 +73,10 @@ def _version(package: str) -> str | None:
 
 
 def provenance() -> dict[str, str | None]:
-    """Facts to store beside every measured result."""
+    """Facts to store beside every measured result; paths without this machine's folders."""
+    arguments = [without_machine(word) for word in sys.argv[1:]]
     return {
-        "argv": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "argv": shlex.join([Path(sys.argv[0]).name, *arguments]),
         "commit": _commit(),
         "sglang_hyperdflash": __version__,
         "sglang": _version("sglang"),

@@ -118,8 +118,9 @@ class Trainer:
         ce, distance = totals[:2].tolist()
         if not math.isfinite(ce + distance):
             raise FloatingPointError(
-                f"the loss is not finite (CE {ce}, {term} {distance}) at step {step}; lower "
-                f"the learning rate and resume from {self.folder / 'state.pt'}."
+                f"the loss is not finite (CE {ce}, {term} {distance}) at step {step}. Lower the "
+                f"stage's lr, now {self.recipe.lr:g}, and train anew, with a new --work and a new "
+                "out: a run keeps its lr."
             )
         self.world.sum_gradients(self.drafter.parameters())
         hits, rows = totals[2 : 2 + drafts], totals[2 + drafts :]

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -100,18 +101,29 @@ def own_prompts(tokenizer) -> list[list[int]]:
     return [chat_ids(tokenizer, json.loads(line)["messages"]) for line in lines]
 
 
+def first_turns(folder: Path) -> list[list[dict]]:
+    """The first turns of twenty prompts each of gsm8k, humaneval and mt-bench."""
+    names = ("gsm8k", "humaneval", "mt-bench")
+    lines = [(folder / f"{name}.jsonl").read_text().splitlines()[:20] for name in names]
+    texts = [json.loads(line)["turns"][0] for line in chain.from_iterable(lines)]
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def held_out_problems(count: int) -> list[list[dict]]:
+    """Problems that the tiny target was never trained on, of every family."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        from exchanges import FAMILIES, FIRST_HELD_OUT_SEED, generate
+
+        per_family = -(-count // len(FAMILIES))
+        return [e.prompt for e in generate(FIRST_HELD_OUT_SEED, per_family)][:count]
+
+
 @pytest.fixture(scope="session")
 def benchmark_prompts(tokenizer) -> list[list[int]]:
-    """Twenty prompts each of gsm8k, humaneval and mt-bench, as tokens."""
-    if not BENCHMARKS.is_dir():
-        pytest.skip(f"benchmark prompts are not at {BENCHMARKS}")
-    prompts = []
-    for name in ("gsm8k", "humaneval", "mt-bench"):
-        lines = (BENCHMARKS / f"{name}.jsonl").read_text().splitlines()[:20]
-        for line in lines:
-            message = {"role": "user", "content": json.loads(line)["turns"][0]}
-            prompts.append(chat_ids(tokenizer, [message]))
-    return prompts
+    """Sixty prompts as tokens: of benchmarks, or held-out problems where there are none."""
+    chats = held_out_problems(60) if BENCHMARKS is None else first_turns(BENCHMARKS)
+    return [chat_ids(tokenizer, messages) for messages in chats]
 
 
 def install_plugin(folder: Path, name: str, source: str) -> dict[str, str]:

@@ -6,17 +6,22 @@ import argparse
 
 import pytest
 
+from eval import width_plan, width_study
 from sglang_hyperdflash.cli import COMMANDS, build_parser
 
+MODULES = {"eval.width_plan": width_plan.parser, "eval.width_study": width_study.parser}
 
-def subparser(name: str) -> argparse.ArgumentParser:
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    if name in MODULES:
+        return MODULES[name]()
     groups = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     return groups[0].choices[name]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *MODULES])
 def test_help_says_what_every_option_is_and_its_default(command):
-    parser = subparser(command)
+    parser = parser_of(command)
     text = "".join(parser.format_help().split())
     for action in parser._actions:
         name = action.option_strings[-1]
@@ -26,4 +31,6 @@ def test_help_says_what_every_option_is_and_its_default(command):
         if action.default is None or "default" in action.help:
             assert "default" in action.help, f"{name} does not say what happens without it"
         else:
-            assert f"(default:{action.default})".replace(" ", "") in text, name
+            several = isinstance(action.default, list)
+            shown = "".join(map(str, action.default)) if several else str(action.default)
+            assert f"(default:{shown})".replace(" ", "") in text, name

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.documents import (
     PAGES,
     Fence,
     commands,
+    commands_in_comments,
     fences,
     prose,
     shell_fences,
@@ -151,6 +153,28 @@ def test_every_command_parses(fence: Fence):
             pytest.fail(f"{fence.where}: {refused}")
 
 
+RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_commands_in_the_comments_of_a_training_file_parse(recipe: Path):
+    for words in commands_in_comments(recipe):
+        check(words)
+
+
+def test_commands_in_comments_are_found():
+    found = {path.stem: len(commands_in_comments(path)) for path in RECIPES}
+    assert found["v4_flash_two_stages"] == 3 and found["dspark"] == 1
+    two_lines = commands_in_comments(EXAMPLE / "drafters" / "dspark.toml")[0]
+    assert two_lines[:2] == ["hyperdflash", "init"] and two_lines[-1] == "128"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_block_is_indented_where_no_test_looks(page):
+    """Found as: commands that nothing parsed. A fence has a language, and a mark."""
+    assert re.findall(r"\n\n( {4,}\S.*)", prose(page)) == []
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
@@ -179,6 +203,13 @@ def test_marks_are_known_and_say_why_or_where():
                 assert len(fence.detail.split()) >= 2, f"{fence.where}: untested, and why?"
             if fence.kind in ("elsewhere", "file"):
                 assert (ROOT / fence.detail).is_file(), f"{fence.where}: {fence.detail}"
+
+
+def test_python_in_the_pages_is_python():
+    shown = [fence for page in PAGES for fence in fences(page) if fence.language == "python"]
+    assert shown
+    for fence in shown:
+        compile(fence.text, fence.where, "exec")
 
 
 def test_blocks_that_show_a_file_show_all_of_it():
@@ -337,9 +368,6 @@ def test_the_training_file_s_top_fields_are_listed():
     assert set(listed) == names - {"objective", "stages", "base"}
 
 
-RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_shipped_training_files_are_valid(path):
     from sglang_hyperdflash.training.recipe import read_schedule
@@ -394,6 +422,39 @@ def test_the_headline_is_in_the_table(draw):
     numbers = re.findall(r"\d+\.\d+x?|\d+ of \d+", headline)
     assert len(numbers) == 3
     assert all(number in ours for number in numbers)
+
+
+def test_the_readme_claims_no_more_than_the_report_s_verdicts(draw):
+    from eval.findings import speedup_verdict, tau_verdict
+
+    found = [
+        entry
+        for entry in json.loads(draw.RESULTS.read_text())["comparisons"]
+        if (entry["ours"], entry["temperature"]) == ("hyperdflash6", 0.0)
+    ]
+    speed = {entry["rival"]: speedup_verdict(entry) for entry in found}
+    alike = {name: "within the noise floor" for name in ("dflash6", "dspark6", "dflash2")}
+    assert speed == alike | {"mtp6": "higher"}
+    mtp = next(entry for entry in found if entry["rival"] == "mtp6")
+    assert tau_verdict(mtp["tau_difference_interval"]) == "lower"
+    ours, theirs = mtp["tau"]
+    text = README.read_text()
+    assert f"though MTP accepts more there ({theirs:.2f} against {ours:.2f})" in text
+    for said in ("It is faster than MTP;", "differs by less than the noise floor"):
+        assert said in text
+
+
+def test_every_committed_result_is_listed_and_says_when_its_target_is_the_earlier_one():
+    command = ["git", "-C", str(ROOT), "ls-files", "eval/results"]
+    files = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    text = (ROOT / "docs" / "evaluation.md").read_text()
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("| `eval/results/"))
+    listed = dict(re.findall(r"`eval/results/(\w+)/`(\*?)", rows))
+    assert set(listed) == {file.split("/")[2] for file in files}
+    for name, star in listed.items():
+        pages = (ROOT / "eval" / "results" / name).glob("*.md")
+        earlier = any("earlier tiny target" in page.read_text() for page in pages)
+        assert earlier == bool(star), name
 
 
 def test_the_demo_s_output_is_what_it_prints(capsys):

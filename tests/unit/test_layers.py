@@ -1,8 +1,10 @@
-"""Imports of the product go downwards only: a package may import those before it."""
+"""Imports go downwards only: a package may import those before it. Nothing is too long to read."""
 
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +71,25 @@ def test_no_import_climbs(module):
         assert not climbs, f"{module} ({own}) imports {name} ({other})"
 
 
+def needs() -> Iterator[tuple[list[str], set[str]]]:
+    """Folders of each row of CONTRIBUTING's table, and the libraries that it names."""
+    above: set[str] = set()
+    for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        if line.startswith("| `"):
+            folders, _, cell = line.strip("|").split("|")
+            own = set(re.findall(r"\w+", cell)) - {"all", "above", "its", "benchmark", "lazily"}
+            above |= own
+            yield re.findall(r"`([\w.]+)/?`", folders), set(above) if "all above" in cell else own
+
+
+@pytest.mark.parametrize("folders, named", needs(), ids=str)
+def test_the_table_of_layers_names_the_libraries_that_a_folder_imports(folders, named):
+    own = [path for path in FILES if set(path.relative_to(ROOT).parts[:2]) & set(folders)]
+    assert own
+    used = {name.split(".")[0] for path in own for name in imports(path)}
+    assert used - set(sys.stdlib_module_names) - {PRODUCT, "triton_ops", "eval"} <= named
+
+
 def test_no_circle_even_inside_a_package():
     arrows = {
         module: {n for n in map(target, imports(path)) if n and n != module}
@@ -90,3 +111,32 @@ def test_no_circle_even_inside_a_package():
 def test_the_package_itself_holds_four_files():
     found = {path.name for path in (ROOT / PRODUCT).glob("*.py")}
     assert found == {"__init__.py", "cli.py", "plugin.py", "seams.py"}
+
+
+LINES, LINES_OF_A_FUNCTION = 500, 60
+WRITTEN = (PRODUCT, "eval", "triton_ops", "tests", "examples")
+
+
+def too_long(path: Path) -> list[str]:
+    """The file, and its functions, that have more lines than a reader takes in at once."""
+    text, name = path.read_text(), path.name
+    found = [name] if text.count("\n") > LINES else []
+    for node in ast.walk(ast.parse(text)):
+        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if function and node.end_lineno - node.lineno >= LINES_OF_A_FUNCTION:
+            found.append(f"{name}:{node.lineno} {node.name}")
+    return found
+
+
+def test_no_file_and_no_function_is_too_long():
+    files = [path for folder in WRITTEN for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 300
+    assert [place for path in files for place in too_long(path)] == []
+
+
+def test_what_is_too_long_is_found(tmp_path):
+    path = tmp_path / "long.py"
+    path.write_text("def f():\n" + "    x = 1\n" * 59)
+    assert too_long(path) == []
+    path.write_text("async def f():\n" + "    x = 1\n" * 60 + "\n" * 500)
+    assert too_long(path) == ["long.py", "long.py:1 f"]

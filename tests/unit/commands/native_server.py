@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Answers(ThreadingHTTPServer):
     """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
 
-    ``context``: what ``/server_info`` says. ``refuses``: prompts of so many tokens get 400.
+    ``context``, ``model``: what ``/server_info`` says. ``refuses``: prompts of so many
+    tokens get 400.
 
     Args:
         delay: seconds of each answer.
@@ -22,6 +23,7 @@ class Answers(ThreadingHTTPServer):
         self.prompts: list[dict] = []
         self.failures: list[int] = []
         self.context, self.refuses = 4096, -1
+        self.model = "owner/target"
         self.hold: threading.Event | None = None
         self.delay = delay
         super().__init__(("127.0.0.1", 0), Handler)
@@ -42,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def do_GET(self):
-        self.reply(200, {"max_req_input_len": self.server.context})
+        info = {"max_req_input_len": self.server.context, "model_path": self.server.model}
+        self.reply(200, info)
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

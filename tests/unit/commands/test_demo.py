@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import lock
 from tests.conftest import EXAMPLE
 
 GOOD = {"kind": "math", "messages": [{"role": "user", "content": "1 + 1?"}]}
@@ -66,6 +68,22 @@ def test_only_a_demo_s_own_report_is_written_over(tmp_path, said, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="a server was started"):
         main(["demo", "--out", "demo.json"])
+
+
+def test_a_second_demo_beside_is_refused(tmp_path, said):
+    """Found as: two demos wrote into one folder of logs and one report."""
+    with lock(tmp_path / "demo-logs", demo.KIND):
+        assert f"{tmp_path / 'demo-logs'} is in use by process {os.getpid()}" in said()
+
+
+def test_an_installed_package_says_that_the_example_is_not_there(tmp_path, said, monkeypatch):
+    missing = tmp_path / "examples" / "tiny_deepseek_v4"
+    monkeypatch.setattr(demo, "EXAMPLE", missing)
+    message = said()
+    expected = f"the tiny DeepSeek-V4 is not part of the installed package (expected {missing}"
+    assert f"--target: {expected}/target). Run the demo in a checkout" in message
+    mine = ["--target", str(tmp_path), "--draft", str(tmp_path)]
+    assert f"--prompts: {expected}/prompts.jsonl)" in said(*mine)
 
 
 def answer(rounds: int) -> demo.Answer:

@@ -10,10 +10,15 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import generate
+from sglang_hyperdflash.commands import capture, generate
 from sglang_hyperdflash.commands.answers import hold_answers
 from sglang_hyperdflash.commands.generate import KIND, read_prompts
-from sglang_hyperdflash.tools.acceptance import accept_length, add_histograms, position_acceptance
+from sglang_hyperdflash.tools.acceptance import (
+    accept_length,
+    accept_length_of,
+    add_histograms,
+    position_acceptance,
+)
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 
 
@@ -140,7 +145,7 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     command = ["generate", "--model", str(target_dir), "--input", str(source)]
     command += ["--output", str(output)]
 
-    def one(arguments, args, waiting, answers):
+    def one(_arguments, _sampling, _args, waiting, answers):
         answers.writer.append({"index": 0, "digest": waiting[0].digest, "outputs": ["x"]})
 
     monkeypatch.setattr(generate, "_with_engine", one)
@@ -153,22 +158,27 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     assert run(random_seed=3, mem_fraction_static=0.2) == (0, "")
     for other, message in (
         ({"random_seed": 4}, "engine_args.random_seed was 3, now 4"),
-        ({"random_seed": 3, "dtype": "half"}, 'dtype was "auto", now "half"'),
-        ({"random_seed": 3, "model_path": "b"}, 'engine_args.model_path was nothing, now "b"'),
+        ({"random_seed": 3, "revision": "b"}, 'engine_args.revision was nothing, now "b"'),
         ({}, "engine_args.random_seed was 3, now nothing"),
     ):
         code, said = run(**other)
         assert code == 2 and message in said
+    for name, instead in generate.OWN.items():
+        code, said = run(**{name: "other"})
+        assert code == 2 and f"found {name}. {instead}" in said
+    assert main([*command, "--dtype", "half", "--engine-args", '{"random_seed": 3}']) == 2
+    assert 'dtype was "auto", now "half"' in capsys.readouterr().err
 
 
-def test_memory_only_names_are_the_engine_s():
+def test_names_of_engine_arguments_are_the_engine_s():
     known = set(inspect.signature(ServerArgs).parameters)
-    assert known >= generate.MEMORY_ONLY
+    assert known >= generate.MEMORY_ONLY | capture.CAPTURE_OWN.keys()
+    assert capture.CAPTURE_OWN.keys() >= generate.OWN.keys()
 
 
 def test_metrics_follow_their_definitions():
     histogram = add_histograms([[1, 2], [0, 1, 4], []])
     assert histogram == [1, 3, 4]
     assert accept_length(11, 8) == 1 + 11 / 8
-    assert accept_length(0, 0) == 0.0
+    assert accept_length(0, 0) is None and accept_length_of([]) is None
     assert position_acceptance(histogram, 3) == [7 / 8, 4 / 8, 0.0]

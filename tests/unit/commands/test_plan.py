@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,8 @@ from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.serving import draft_kv_size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.conftest import EXAMPLE
+from tests.conftest import EXAMPLE, ROOT
+from tests.documents import commands, fences, shell_fences
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
 
 NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
@@ -65,6 +67,12 @@ def test_the_shipped_sample_is_the_published_dimensions():
     [
         ((), "--weights-gib is needed"),
         (("--weights-gib", "90"), "leaves nothing beside weights of 90 GiB"),
+        (("--weights-gib", "-1"), "--weights-gib must be a number of at least 0, found -1"),
+        (("--tp", "0"), "--tp must be at least 1, found 0"),
+        (("--context-length", "0"), "--context-length must be at least 1, found 0"),
+        (("--max-running-requests", "-2"), "--max-running-requests must be at least 1, found -2"),
+        (("--gpu-gib", "nan"), "--gpu-gib must be a number above 0, found nan"),
+        (("--mem-fraction-static", "85"), "--mem-fraction-static must be above 0 and at most 1"),
     ],
 )
 def test_what_a_plan_needs(tmp_path, capsys, extra, message):
@@ -72,6 +80,25 @@ def test_what_a_plan_needs(tmp_path, capsys, extra, message):
     arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
     assert cli.main([*arguments, *extra]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "its model.safetensors.index.json is not JSON"),
+        (b"[]", "its model.safetensors.index.json must hold a JSON object"),
+        (b'{"metadata": 3}', "--weights-gib is needed"),
+        (b'{"metadata": {"total_size": "9"}}', "--weights-gib is needed"),
+    ],
+)
+def test_a_damaged_index_is_one_line(tmp_path, capsys, content, message):
+    """Found as: a JSONDecodeError's traceback."""
+    target = target_folder(tmp_path, FLASH)
+    (target / "model.safetensors.index.json").write_bytes(content)
+    arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
@@ -127,9 +154,27 @@ def planned(folder: Path, shape: dict) -> list[dict]:
     return json.loads(ended.stdout[ended.stdout.index("[\n") :])
 
 
-def test_the_shipped_sample_is_planned():
-    ended = run_plan(SAMPLE / "target", SAMPLE / "drafter")
+def test_the_shipped_sample_is_planned_as_the_pages_print_it():
+    page = ROOT / "docs" / "serving.md"
+    shell = shell_fences([page, SAMPLE / "README.md"])
+    (command,) = {fence.text for fence in shell if SAMPLE.name in fence.text}
+    (words,) = commands(next(fence for fence in shell if fence.text == command))
+    assert words[:2] == ["hyperdflash", "plan"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sglang_hyperdflash.cli", *words[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
+    shown = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
+    assert len(shown) == 2
+    for block in shown:
+        assert block in ended.stdout, ended.stdout
+    attention, together = re.findall(r"^ +(\S+)  (?:draft attention|together)", shown[1], re.M)
+    # fa3 and fa4 take nothing beside.
+    assert f"the sum is {float(together) - float(attention):.2f} GiB." in page.read_text()
     lines = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.strip()}
     none, hyper = lines["none"], lines["HYPERDFLASH"]
     total, own, rings, draft = map(int, hyper[1:5])

@@ -126,9 +126,47 @@ def test_a_draft_that_is_none_is_one_line(run, tmp_path, capsys, config, message
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        ("--temperature", "-1", "a number of at least 0, found -1.0"),
+        ("--temperature", "nan", "a number of at least 0, found nan"),
+        ("--temperature", "inf", "a number of at least 0, found inf"),
+        ("--top-p", "0", "above 0 and at most 1, found 0.0"),
+        ("--top-k", "0", "-1 or at least 1, found 0"),
+        ("--min-p", "1.5", "from 0 to 1, found 1.5"),
+    ],
+)
+def test_sampling_that_no_target_takes_is_refused_once(
+    run, tmp_path, capsys, option, value, expected
+):
+    """Found as: SGLang refused every prompt, after the model was loaded."""
+    assert run(None, [{"prompt": "a"}], option, value) == 2
+    assert f"{option} must be {expected}" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_a_target_that_refuses_everything_is_an_error(run, capsys):
     assert run(FakeEngine(limit=3), [{"prompt": "long"}]) == 2
     assert "the target refused all prompts: " in capsys.readouterr().err
+
+
+def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, tmp_path, capsys):
+    """Found as: "it is not this run's list", of the list that the command itself had left."""
+    lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.skipped.jsonl"
+    assert run(FakeEngine(limit=1), lines) == 2
+    assert listed.read_text().count("\n") == 2
+    longer = FakeEngine(limit=50)
+    assert run(longer, lines, "--temperature", "0.5") == 0
+    said = capsys.readouterr().out
+    assert f"{listed}: removed, the list of a run with other settings that has no answers" in said
+    assert sorted(longer.asked) == [(1, 49), (4, 46)]
+    assert not listed.exists()
+    (tmp_path / "out.jsonl").unlink()
+    listed.write_text('{"index": 0, "digest": "a", "where": "b", "reason": "c", "answered": 0}\n')
+    assert run(None, lines) == 2
+    assert "it is not this run's list" in capsys.readouterr().err
+    assert listed.exists()
 
 
 def test_a_target_without_a_chat_template_is_one_line_before_it_is_loaded(

@@ -12,10 +12,13 @@ import threading
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import regenerate
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
 from tests.unit.commands.native_server import Answers
 
@@ -207,6 +210,51 @@ def test_other_settings_another_file_and_a_second_run_are_refused(
     assert [r["index"] for r in records_of(out)] == [0, 1, 2]
 
 
+def test_answers_of_another_model_are_refused(server, target_dir, data, tmp_path, capsys):
+    """Found as: another model at the address gave its answers as the target's own, exit 0."""
+    other, copy, out = tmp_path / "other", tmp_path / "copy", tmp_path / "out.jsonl"
+    for folder in (other, copy):
+        shutil.copytree(target_dir, folder)
+    tensors = load_file(other / "model.safetensors")
+    (norm,) = (name for name in tensors if name in ("norm.weight", "model.norm.weight"))
+    save_file(tensors | {norm: tensors[norm] + 1}, other / "model.safetensors")
+    server.model = str(other)
+    assert call(server, target_dir, data, out) == 2
+    said = capsys.readouterr().err
+    assert f"serves {other}, expected --target {target_dir}: their final norms differ" in said
+    assert not server.prompts and not out.exists()
+    server.model = str(copy)
+    assert call(server, target_dir, data, out, "--limit", "1") == 0
+    assert f"{server.url} serves {copy}" in capsys.readouterr().out
+    server.model = "owner/other"
+    assert call(server, target_dir, data, out) == 2
+    said = capsys.readouterr().err
+    assert 'other settings: served was "' in said and 'now "owner/other"' in said
+    assert len(records_of(out)) == 1
+
+
+@pytest.mark.parametrize(
+    "url, model",
+    [
+        ("http://gpu7:30000", "{other}"),
+        ("http://127.0.0.1:1", "other"),
+        ("http://127.0.0.1:1", "/no/such/folder"),
+        ("http://127.0.0.1:1", "{tmp_path}"),
+    ],
+)
+def test_only_what_is_surely_another_model_is_refused(
+    target_dir, tmp_path, monkeypatch, url, model
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"model.norm.weight": torch.ones(256)}, other / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HyperDFlashConfigError, match="final norms differ"):
+        regenerate.Served("http://localhost:1", str(other), 9).check(str(target_dir))
+    served = model.format(other=other, tmp_path=tmp_path)
+    regenerate.Served(url, served, 9).check(str(target_dir))
+
+
 def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):
     """Found as: Ctrl-C hung until the server had answered all that was asked."""
     server.hold = threading.Event()
@@ -232,7 +280,9 @@ def test_bad_options_are_named(server, target_dir, data, tmp_path, capsys):
         (["--template-args", "{"], "--template-args is not JSON"),
         (["--template-args", "[]"], "must be a JSON object"),
         (["--concurrency", "0"], "must be at least 1"),
-        (["--top-p", "0"], "--top-p above 0 and at most 1"),
+        (["--limit", "0"], "--limit must be at least 1, found 0. Leave it out to answer all"),
+        (["--limit", "-1"], "--limit must be at least 1, found -1"),
+        (["--top-p", "0"], "--top-p must be above 0 and at most 1, found 0.0"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server answers"),
         (["--input", str(tmp_path / "none")], "does not exist"),
     ]

@@ -210,6 +210,19 @@ def test_a_run_resumes_its_own_work_and_no_other(tmp_path, target_dir, capsys):
     assert [json.loads(line)["step"] for line in log] == [1, 2, 3]
 
 
+def test_what_a_loss_that_is_not_finite_advises_can_be_done(tmp_path, target_dir, capsys):
+    """Found as: it said to lower lr and resume, which is refused."""
+
+    def run(out: str, lr: float) -> tuple[int, str]:
+        config = small(tmp_path, target_dir, out, lr=lr, warmup_steps=0)
+        command = ["train", "--config", str(config), "--work", str(tmp_path / f"{out}-work")]
+        return main(command), capsys.readouterr().err
+
+    said = run("out", 1e20)[1]
+    assert "Lower the stage's lr, now 1e+20, and train anew, with a new --work and" in said
+    assert [run("out", 1e-3)[0], run("new", 1e-3)[0]] == [2, 0]
+
+
 def test_a_draft_of_equal_weights_and_another_window_is_another_run(tmp_path, target_dir, capsys):
     """Found as: the run resumed, and published the first draft's config."""
     command = ["train", "--config", str(small(tmp_path, target_dir)), "--work"]

@@ -356,4 +356,7 @@ def test_a_markdown_table_is_one_line_a_row_with_one_width(tmp_path):
     for block in blocks:
         lines = block.split("\n")
         assert set(lines[1]) == {"|", "-"} and len({line.count("|") for line in lines}) == 1
+    for section in text.split("\n## "):
+        titles = re.findall(r"^### .*", section, re.M)
+        assert len(set(titles)) == len(titles), titles
     assert "\n\n\n" not in text

@@ -13,7 +13,7 @@ import pytest
 
 from eval import client
 from eval.errors import EvalError
-from eval.identity import Difference, auto_dtype, first_difference, verdict
+from eval.identity import Difference, first_difference, verdict
 from eval.methods import parse_urls, resolve
 from eval.prompts import load
 from eval.runner import read_sealed
@@ -257,23 +257,6 @@ def test_first_differences_are_found_in_any_turn_and_at_ends():
     assert first_difference(0, [[1, 2]], [[1]]) == Difference(0, 0, 1, 2, None)
     assert verdict(0.1, 0.25) == "tie" and verdict(0.3, 0.25) == "fault"
     assert verdict(None, 0.25) == "not measured"
-
-
-@pytest.mark.parametrize(
-    "config, dtype",
-    [
-        ({"torch_dtype": "bfloat16"}, "bfloat16"),
-        ({"dtype": "float16"}, "float16"),
-        ({"torch_dtype": "float32"}, "float16"),
-        ({}, "float16"),
-        ({"torch_dtype": "float32", "model_type": "gemma3"}, "bfloat16"),
-    ],
-)
-def test_the_automatic_data_type_is_sglang_s(config, dtype):
-    from sglang.srt.configs.model_config import _get_and_verify_dtype
-
-    assert auto_dtype(config) == dtype
-    assert str(_get_and_verify_dtype(config, "auto")) == f"torch.{dtype}"
 
 
 def parting(text: str) -> list[int]:

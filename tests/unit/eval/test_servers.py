@@ -9,7 +9,7 @@ import pytest
 from eval import runner
 from eval.client import Answer
 from eval.methods import Method, resolve
-from eval.runner import Plan, Servers, with_noise_floor
+from eval.runner import Plan, Servers, with_noise_floor, write_run
 
 METHODS = ["target", "hyperdflash6", "hyperdflash-adaptive"]
 
@@ -67,3 +67,12 @@ def test_the_noise_floor_is_of_target_only_s_own_server(tmp_path, started):
         assert [m.name for m in asked.methods] == ["target", "target-again"]
         assert len({servers.url(m) for m in asked.methods}) == 1
     assert started == [{"NAME": "value"}]
+
+
+def test_a_run_s_file_names_no_folder_of_the_machine(tmp_path):
+    (tmp_path / "drafter").mkdir()
+    methods = resolve(("target", "hyperdflash6"), {"hyperdflash_draft": tmp_path / "drafter"}, {})
+    write_run(plan(tmp_path, methods, server_args=("--log", str(tmp_path / "x.log"))))
+    text = (tmp_path / "run.json").read_text()
+    assert str(tmp_path) not in text
+    assert text.count('".../drafter"') == 2 and '".../x.log"' in text

@@ -69,6 +69,50 @@ def same(sampling: Sampling, rows: int) -> Sampling:
     return sampling.repeated(rows)
 
 
+def one_round(
+    model: Markov,
+    anchor: torch.Tensor,
+    positions: torch.Tensor,
+    sampling: Sampling,
+    draws: Draws,
+    sharpness: float | Sharpness,
+    change: Change | None,
+    verify: Callable[..., Verdict],
+    penalties: Penalising | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens ``[N, width]`` of a round at ``positions [N, width]``, and accepted drafts ``[N]``.
+
+    Of the tokens those up to the bonus count: one more than are accepted.
+    """
+    count, width = positions.shape
+    if width == 1:
+        logits = model.table[anchor]
+        if penalties is not None:
+            penalties.penalise(logits.unsqueeze(1), anchor.new_empty(count, 0))
+        weights = weights_of(logits, sampling)
+        token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
+        return token.unsqueeze(1), torch.zeros_like(anchor)
+    learns = isinstance(sharpness, Sharpness)
+    t = sharpness.of(draws.seeded) if learns else torch.full((count,), float(sharpness))
+    candidates = model.candidates(anchor, width - 1)
+    adjust = None if penalties is None else penalties.adjust
+    before = positions[:, :-1]
+    proposal = propose(candidates, anchor, model.head, sampling, draws.seeds, before, t, adjust)
+    told = proposal if change is None else change(proposal)
+    block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
+    logits = model.table[block]
+    if penalties is not None:
+        penalties.penalise(logits, proposal.tokens)
+    logits = logits.view(-1, VOCAB)
+    weights = weights_of(logits, sampling.repeated(width))
+    verdict = verify(told, logits, weights, sampling, draws, positions)
+    if learns:
+        sharpness.learn(proposal, sampling, draws.seeded, verdict)
+    accept = verdict.accept_len.long()
+    tokens = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
+    return tokens.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1)), accept
+
+
 def decode(
     model: Markov,
     sampling: Sampling,
@@ -98,48 +142,11 @@ def decode(
         width = next(widths)
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
         positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
-        open_ = length <= tokens
-        if width == 1:
-            logits = model.table[anchor]
-            if penalties is not None:
-                penalties.penalise(logits.unsqueeze(1), anchor.new_empty(count, 0))
-            weights = weights_of(logits, sampling)
-            token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
-            out[open_, length[open_]] = token[open_]
-            if penalties is not None:
-                penalties.count(token.unsqueeze(1), open_.long())
-            rounds += float(open_.sum())
-            length = length + open_.long()
-            continue
-        t = (
-            sharpness.of(draws.seeded)
-            if isinstance(sharpness, Sharpness)
-            else torch.full((count,), float(sharpness))
+        emitted, accept = one_round(
+            model, anchor, positions, sampling, draws, sharpness, change, verify, penalties
         )
-        proposal = propose(
-            model.candidates(anchor, width - 1),
-            anchor,
-            model.head,
-            sampling,
-            seeds,
-            positions[:, :-1],
-            t,
-            None if penalties is None else penalties.adjust,
-        )
-        told = proposal if change is None else change(proposal)
-        block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
-        logits = model.table[block]
-        if penalties is not None:
-            penalties.penalise(logits, proposal.tokens)
-        logits = logits.view(-1, VOCAB)
-        weights = weights_of(logits, sampling.repeated(width))
-        verdict = verify(told, logits, weights, sampling, draws, positions)
-        if isinstance(sharpness, Sharpness):
-            sharpness.learn(proposal, sampling, draws.seeded, verdict)
         # Requests that are done stay as they are.
-        accept = verdict.accept_len.long()
-        emitted = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
-        emitted.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1))
+        open_ = length <= tokens
         for k in range(width):
             write = open_ & (k <= accept) & (length + k < out.shape[1])
             out[write, (length + k)[write]] = emitted[write, k]

@@ -187,8 +187,8 @@ def test_a_capture_refuses_what_is_not_its_own_before_any_model(
     assert "shard_mib was 1024, now 1" in run(tmp_path / "out", "--shard-mib", "1")
 
 
-def test_a_capture_is_of_the_dtype_that_its_engine_has(tmp_path, target_dir, capsys, monkeypatch):
-    """Found as: --engine-args changed the dtype between two runs, and the capture mixed both."""
+def test_a_capture_is_of_what_its_options_say(tmp_path, target_dir, capsys, monkeypatch):
+    """Found as: --engine-args named another model or dtype, and the capture was labelled wrong."""
     data, found = tmp_path / "data.jsonl", []
     data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
 
@@ -199,16 +199,19 @@ def test_a_capture_is_of_the_dtype_that_its_engine_has(tmp_path, target_dir, cap
 
     monkeypatch.setattr(capture, "CaptureWriter", stop)
     command = ["capture", "--target", str(target_dir), "--data", str(data)]
-    command += ["--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--engine-args"]
+    command += ["--out", str(tmp_path / "out")]
 
-    def run(**engine) -> str:
-        assert main([*command, json.dumps(engine)]) == 2
+    def run(of: str, **engine) -> str:
+        assert main([*command, "--dtype", of, "--engine-args", json.dumps(engine)]) == 2
         return capsys.readouterr().err
 
-    assert "stop here" in run(dtype="float32", max_total_tokens=4096)
-    assert "stop here" in run(dtype="float32", mem_fraction_static=0.2)
-    assert 'dtype was "float32", now "bfloat16"' in run()
-    assert "engine_args.model_path was nothing" in run(dtype="float32", model_path="other")
+    for name, instead in capture.CAPTURE_OWN.items():
+        assert f"found {name}. {instead}" in run("float32", **{name: "other"})
+    assert not (tmp_path / "out").exists()
+    assert "stop here" in run("float32", max_total_tokens=4096)
+    assert "stop here" in run("float32", mem_fraction_static=0.2)
+    assert 'dtype was "float32", now "bfloat16"' in run("bfloat16")
+    assert "engine_args.quantization was nothing" in run("float32", quantization="fp8")
     assert found == ["float32"] * 2
 
 
@@ -234,3 +237,48 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     capture.check_fits(loaded, 10)
     with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* takes 8"):
         capture.check_fits(loaded, 9)
+
+
+@pytest.mark.parametrize(
+    "asked, dtype, itemsize",
+    [("float", "float32", 4), ("half", "float16", 2), ("auto", "bfloat16", 2)],
+)
+def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
+    tmp_path, target_dir, capsys, monkeypatch, asked, dtype, itemsize
+):
+    """Found as: --dtype float counted half of what it wrote, and auto was a label."""
+    data, found = tmp_path / "data.jsonl", []
+    data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
+    monkeypatch.setattr(capture, "_with_engine", lambda arguments, *_: found.append(arguments))
+    monkeypatch.setattr(capture, "check_space", lambda _, needed: found.append(needed))
+    whole = capture.CaptureWriter
+    write = lambda folder, identity: found.append(identity.dtype) or whole(folder, identity)  # noqa: E731
+    monkeypatch.setattr(capture, "CaptureWriter", write)
+    config = json.loads((target_dir / "config.json").read_text()) | {"dtype": "bfloat16"}
+    monkeypatch.setattr(capture.TargetFiles, "config", lambda _: config)
+    command = ["capture", "--target", str(target_dir), "--data", str(data)]
+    assert main([*command, "--out", str(tmp_path / "out"), "--dtype", asked]) == 0
+    label, needed, arguments = found
+    assert (label, arguments["dtype"]) == (dtype, dtype)
+    assert needed % (5 * 256 * itemsize + 4) == 0
+    assert main([*command, "--out", str(tmp_path / "new"), "--dtype", "int8"]) == 2
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("context", ["x", 5, 7, 0, True, 9.5])
+def test_a_context_that_sglang_cannot_take_is_one_line(
+    tmp_path, target_dir, capsys, monkeypatch, context
+):
+    """Found as: a ValueError's traceback, and a limit of -2 tokens."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
+    monkeypatch.setattr(capture, "_capture", lambda *_: 0)
+    command = ["capture", "--target", str(target_dir), "--data", str(data)]
+    command += ["--out", str(tmp_path / "out"), "--engine-args"]
+    assert main([*command, json.dumps({"context_length": context})]) == 2
+    said = capsys.readouterr().err
+    assert "expected a context of at least 8 tokens" in said and said.count("\n") == 1
+    assert f"found {json.dumps(context)}. Mend context_length in --engine-args" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*command, json.dumps({"context_length": 99})]) == 0
+    assert "cut to 92" in capsys.readouterr().out

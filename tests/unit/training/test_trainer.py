@@ -197,7 +197,7 @@ def test_resuming_with_another_recipe_is_refused(target, cache, tmp_path):
 def test_a_loss_that_is_not_finite_stops_before_the_step(target, cache, tmp_path):
     trainer = new_trainer(target, cache, tmp_path)
     trainer.drafter.norm.weight.data[0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"not finite .* at step 0; lower the learning"):
+    with pytest.raises(FloatingPointError, match=r"not finite .* at step 0\. Lower the stage's lr"):
         trainer.step()
     assert trainer.state["step"] == 0
 

@@ -279,6 +279,8 @@ def run(args: argparse.Namespace) -> int:
     template = json_option("--template-args", args.template_args)
     for name in (name for name in args.input if not name.startswith(HUB)):
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
+    tokenizer = load_tokenizer(args.target)
+    check_template(tokenizer)
     served = Served.at(args.server)
     served.check(args.target)
     print(f"{served.url} serves {served.model}")
@@ -289,8 +291,6 @@ def run(args: argparse.Namespace) -> int:
     with hold_answers(args.output, KIND, settings, digests) as answers:
         waiting = answers.waiting(tasks, "conversations", retry=args.retry_skipped)
         if waiting:
-            tokenizer = load_tokenizer(args.target)
-            check_template(tokenizer)
             client = Client(served, tokenizer, sampling, template)
             _answer(client, waiting, args.concurrency, answers)
     return 0

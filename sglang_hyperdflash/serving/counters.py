@@ -64,7 +64,7 @@ class PositionCounters:
         )
         self._rounds = rounds.labels(**labels)
         self._broken = broken.labels(**labels)
-        # Every position has its series from the first round on: a missing one breaks sums.
+        # Every position has its series from the start: a missing one breaks sums.
         positions = [{POSITION: str(k)} for k in range(1, drafts + 1)]
         self._accepted = [accepted.labels(**labels, **at) for at in positions]
         self._drafted = [drafted.labels(**labels, **at) for at in positions]
@@ -84,22 +84,35 @@ class PositionCounters:
                 break
             counter.inc(reached)
 
-    def add_broken(self, count: int) -> None:
-        """Count requests that a broken row ended."""
-        if count:
-            self._broken.inc(count)
+    def add_broken(self) -> None:
+        """Count a request that a broken row ended."""
+        self._broken.inc()
 
 
+# None in a scheduler that exports nothing.
 _counters: PositionCounters | None = None
 _widths: width_metrics.WidthMetrics | None = None
-# Broken rows not exported yet: the counters exist from the first round on.
-_broken = 0
+
+
+def start_counting(_, self) -> None:
+    """Create the families, so that the first request's end is counted too.
+
+    Seam: ``Scheduler.init_batch_result_processor``, the first that has the worker and the metrics.
+    Nothing is exported without ``--enable-metrics``, and in schedulers whose metrics SGLang leaves
+    out (tensor-parallel ranks other than 0).
+    """
+    global _counters
+    if is_ours(self.spec_algorithm) and self.metrics_reporter.current_scheduler_metrics_enabled:
+        # A class set by SGLang's stat_loggers, which send its metrics elsewhere.
+        own = getattr(self.metrics_collector, "_counter_cls", None)
+        block = self.model_worker.width_control.block
+        _counters = PositionCounters(self.metrics_collector.labels, block - 1, own)
 
 
 def count_broken() -> None:
-    """Remember a request that a broken row ended; :func:`count_round` exports it."""
-    global _broken
-    _broken += 1
+    """Count a request that a broken row ended."""
+    if _counters is not None:
+        _counters.add_broken()
 
 
 def count_round(tokens, self, result, batch) -> None:
@@ -107,9 +120,7 @@ def count_round(tokens, self, result, batch) -> None:
 
     Seam: ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``, once a batch and round, when
     the lengths are Python numbers already. The result names its own width: another may be set by
-    now. Does nothing for other algorithms, exports nothing without ``--enable-metrics``, and in
-    schedulers whose metrics SGLang leaves out (tensor-parallel ranks other than 0). Never changes
-    the tokens.
+    now. Does nothing for other algorithms. Never changes the tokens.
     """
     if not is_ours(batch.spec_algorithm):
         return
@@ -119,24 +130,28 @@ def count_round(tokens, self, result, batch) -> None:
     width = int(result.speculative_num_draft_tokens)
     control = self.model_worker.width_control
     control.learn(width, live)
-    if self.metrics_reporter.current_scheduler_metrics_enabled:
-        _export(self.metrics_collector, control, width, [n for _, n in live])
+    if _counters is not None:
+        _counters.add([n for _, n in live], width)
+        _export_width(self.metrics_collector, control, width)
 
 
-def _export(collector, control: WidthControl, width: int, accepted: list[int]) -> None:
-    global _counters, _widths, _broken
-    if _counters is None:
-        # Set by SGLang's stat_loggers, which send its metrics elsewhere.
+def _export_width(collector, control: WidthControl, width: int) -> None:
+    global _widths
+    if _widths is None:  # before the first round there is no width to show
         classes = [getattr(collector, name, None) for name in ("_counter_cls", "_gauge_cls")]
-        _counters = PositionCounters(collector.labels, control.block - 1, classes[0])
         _widths = width_metrics.WidthMetrics(collector.labels, control.setting.widths, *classes)
-    _counters.add_broken(_broken)
-    _broken = 0
-    _counters.add(accepted, width)
     _widths.add(width, control)
 
 
 SEAMS = (
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor",
+        "after",
+        start_counting,
+        ("self",),
+        "de5d77fb9b95",
+        "what ends the first request is counted too",
+    ),
     Seam(
         "sglang.srt.managers.scheduler_components.batch_result_processor"
         ":SchedulerBatchResultProcessor._resolve_spec_v2_tokens",

@@ -21,6 +21,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from sglang_hyperdflash.serving.exact import draw_rows, weights_of
 from sglang_hyperdflash.serving.rounds import sampling_of
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from triton_ops.gumbel_op import gumbel_argmax
 
 # Rows whose residuals wait: 2 MiB on DeepSeek-V4-Flash. A batch of so many is written at once: what
@@ -33,6 +34,10 @@ class OneRowWorker(SampledWorker):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        # A decode node's slots are not its own between rounds: K/V arrive in those of a request
+        # that has ended, and a retraction backs up those of one that runs.
+        decode_node = server_args.disaggregation_mode == "decode"
+        self._most_pending = 1 if decode_node else PENDING_ROWS
         # Residuals, slots and positions of tokens whose draft K/V are not written yet.
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._pending_rows = 0
@@ -59,7 +64,7 @@ class OneRowWorker(SampledWorker):
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, shared: bool
     ) -> None:
         """Remember a round's rows. ``shared``: the next target pass overwrites ``hidden``."""
-        most = PENDING_ROWS
+        most = self._most_pending
         if self.window is not None:
             # A window's ring takes each of its slots once in a call.
             most = min(most, self.window.ring)
@@ -157,6 +162,8 @@ class OneRowWorker(SampledWorker):
             if self._can_skip_verify_logits(batch, info):
                 tokens = processor.deferred_argmax(output.next_token_logits).long()
                 output.next_token_logits = None
+                self._broken = tokens == BROKEN
+                tokens = tokens.masked_fill(self._broken, 0)
                 self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, tokens)
                 return tokens
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)

@@ -2,11 +2,15 @@
 
 A processor that asks for ``__req__`` sees the request as it would be there: SGLang's own call
 gives all rows of a block the same, and under overlap scheduling an outdated, list of tokens.
+
+One whose class says ``stateful = True`` keeps notes between calls. It must be called once a token,
+as without speculation, so a batch with such a request has rounds of one row (``WidthWorker``).
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +38,29 @@ class RequestAt:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
             f"custom logit processor: __req__.{name} cannot be set under HYPERDFLASH, which calls "
-            "a processor for drafts, too. Compute it from __req__.output_ids."
+            "a processor for drafts, too. Compute it from __req__.output_ids, or set stateful = "
+            "True in the processor's class to be called once a token, without drafts."
         )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
+
+
+class RequestNow(RequestAt):
+    """The same for a processor that keeps notes: what it sets is set on the request."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._request, name, value)
+
+
+def keeps_notes(sampling_info: Any) -> bool:
+    """Whether a batch has a request whose processor must be called once a token."""
+    entries = (sampling_info.custom_logit_processor or {}).values()
+    return any(_stateful(entry) for entry in entries)
+
+
+def _stateful(entry: Any) -> bool:
+    return bool(getattr(entry.processor, "stateful", False))
 
 
 class Outputs:
@@ -90,6 +112,14 @@ def apply_processors(
     offsets = torch.arange(block, device=logits.device)
     for entry in sampling_info.custom_logit_processor.values():
         at = (entry.indices.unsqueeze(1) * block + offsets).flatten()
+        if block == 1 and _stateful(entry):
+            # Once a row, whatever raises: a second call would count twice.
+            parameters = [
+                _now(sampling_info.custom_params[row], requests[row], outputs) for row in entry.rows
+            ]
+            result = _by_row(entry.processor, logits.index_select(0, at), parameters)
+            logits.index_copy_(0, at, result.to(logits.dtype))
+            continue
         places = [(row, ahead[row][:k]) for row in entry.rows for k in range(block)]
 
         def given(row: int, before: list[int]) -> Any:
@@ -119,3 +149,11 @@ def _at(parameters: Any, request: Any, outputs: Outputs, drafts: list[int]) -> A
     if not isinstance(parameters, dict) or REQUEST not in parameters:
         return parameters
     return {**parameters, REQUEST: RequestAt(request, outputs.of(request) + array("q", drafts))}
+
+
+def _now(parameters: Any, request: Any, outputs: Outputs) -> Any:
+    """The client's own ``parameters``, which keep what the processor notes there."""
+    if isinstance(parameters, dict) and REQUEST in parameters:
+        # Weak, as SGLang's own: the request holds these parameters.
+        parameters[REQUEST] = RequestNow(weakref.proxy(request), outputs.of(request)[:])
+    return parameters

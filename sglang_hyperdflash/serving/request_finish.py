@@ -1,7 +1,8 @@
 """Where a request ends inside a block: at the token where decoding one by one would end it.
 
 SGLang looks at a whole accepted block at once: for the first *listed* stop string in it, not the
-earliest, and for strings before stop tokens, whichever came first.
+earliest, and for strings before stop tokens, whichever came first. A grammar looks at it before
+either, and takes a broken row's id for a token that it forbids.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:
                 if self.finished_len is None:
                     self.finished_len = len(self.output_ids)
                 rest = accepted[i:]
-                if broken:
+                if broken and rest:
                     rest[-1] = 0  # the impossible id of a row that nobody reads now
                 self.output_ids.extend(rest)
                 return None
@@ -46,7 +47,35 @@ def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:
     return None
 
 
+def keep_broken_from_grammar(original, self, req, tokens) -> list[int]:
+    """Advance a grammar to a broken row's id, which is then left to :func:`finish_token_by_token`.
+
+    Seam: ``SchedulerBatchResultProcessor._accept_grammar_tokens``. It would abort the request for a
+    token that is not in the grammar, though a stop before it may have ended the answer.
+
+    Returns:
+        the tokens to commit, the broken row's id among them unless the grammar ended before it.
+    """
+    run = [tokens] if isinstance(tokens, int) else tokens
+    at = next((i for i, token in enumerate(run) if token >= req.vocab_size), None)
+    if at is None or not worker_is_ours():
+        return original(self, req, tokens)
+    retained = original(self, req, run[:at])
+    if len(retained) < at or req.grammar.is_terminated():
+        return retained
+    return [*retained, run[at]]
+
+
 SEAMS = (
+    Seam(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ":SchedulerBatchResultProcessor._accept_grammar_tokens",
+        "around",
+        keep_broken_from_grammar,
+        ("self", "req", "tokens"),
+        "60c296460025",
+        "a broken row in a grammar's request must be told as such, and not before a stop",
+    ),
     Seam(
         "sglang.srt.managers.schedule_batch:Req.update_finish_state",
         "around",

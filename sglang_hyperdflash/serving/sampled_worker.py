@@ -44,13 +44,11 @@ from sglang_hyperdflash.serving.exact import (
 from sglang_hyperdflash.serving.penalties import UNLIKELY, GeneratedCounts
 from sglang_hyperdflash.serving.processors import Outputs, apply_processors
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
+from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
 logger = logging.getLogger(__name__)
-
-# Equals no draft. SGLang is told an id just past the vocabulary instead, which it can detokenise.
-BROKEN = -1
 
 
 def renorm_kernels() -> tuple | None:
@@ -333,12 +331,10 @@ class SampledWorker(WindowedWorker):
         if target_predict is None:
             self._adjust_block(logits, candidates)
         if self._proposal is None or sampling_info.is_all_greedy or SIMULATE_ACC_LEN > 0:
-            broken = None
             if target_predict is None:
                 largest, target_predict = logits.max(-1)
-                broken = ~largest.isfinite().view(bs, -1)
-                # No draft equals it: the block ends there.
-                target_predict = target_predict.masked_fill(broken.view(-1), BROKEN)
+                target_predict = target_predict.masked_fill(~largest.isfinite(), BROKEN)
+            broken = target_predict.view(bs, -1) == BROKEN
             accept_len, commit_lens, bonus, tokens, new_seq_lens = super()._accept_block(
                 candidates=candidates,
                 next_token_logits=logits,
@@ -348,10 +344,9 @@ class SampledWorker(WindowedWorker):
                 bs=bs,
                 target_predict=target_predict,
             )
-            if broken is not None:
-                self._broken = broken.gather(1, accept_len.long().unsqueeze(1)).squeeze(1)
-                bonus.clamp_(min=0)
-                tokens.clamp_(min=0)
+            self._broken = broken.gather(1, accept_len.long().unsqueeze(1)).squeeze(1)
+            bonus.clamp_(min=0)
+            tokens.clamp_(min=0)
         else:
             sampling = sampling_of(sampling_info)
             verdict = self._verify(logits, sampling, self._proposal, self.requests.draws)

@@ -17,6 +17,9 @@ from sglang_hyperdflash.seams import Seam
 # The SampledWorker of this process.
 _worker: Any = None
 
+# A broken row's token inside a round: equals no draft, so the block ends there. SGLang is told an
+# id just past the vocabulary instead, which it can detokenise.
+BROKEN = -1
 BROKEN_MESSAGE = (
     "the target's logits at output token {at} hold a NaN or infinity, or nothing finite; the "
     "request was ended there. Look at the target's precision and quantisation, and at custom logit "
@@ -83,6 +86,27 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
         _, capture = original(self, probs.clone(), unseeded, positions, simple_sampling_case)
         capture = capture._replace(selected_weight=None)
     return _worker.draw_prefill(probs, sampling_info, positions), capture
+
+
+def argmax_of_shards(original, self, logits):
+    """Tokens ``[rows]`` int64 of vocabulary shards ``[rows, V / ranks]``; BROKEN at broken rows.
+
+    SGLang gathers each rank's row maxima and skips a NaN. All such logits are softcapped after,
+    which makes infinities finite, so a NaN is all that can break a row.
+    """
+    tokens = original(self, logits)
+    if _worker is None:
+        return tokens
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    rows, shard = logits.shape
+    own = max(0, min(shard, self.vocab_size - group.rank_in_group * shard))
+    # Padding behind the vocabulary may hold anything; the last rank may hold nothing else.
+    found = logits[:, :own].amax(1).isnan() if own else logits.new_zeros(rows)
+    every = logits.new_empty(group.world_size, rows)
+    group.all_gather_into_tensor(every, found.to(logits.dtype))
+    return tokens.masked_fill(every.any(0), BROKEN)
 
 
 def end_broken(original, self, new_accepted_tokens=None):
@@ -154,6 +178,14 @@ SEAMS = (
         ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
         "c90023f0fa9c",
         _NOISE,
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor:LogitsProcessor.deferred_argmax",
+        "around",
+        argmax_of_shards,
+        ("self", "logits"),
+        "48c47052cdb6",
+        "SGLang looks for no broken row in logits that it does not gather",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch:Req._check_vocab_boundary_finish",

@@ -68,8 +68,8 @@ UNSUPPORTED = (
     (
         "speculative_adaptive",
         bool,
-        "it is for named algorithms; the width follows load by itself",
-        "drop the flag, or see HYPERDFLASH_WIDTH",
+        "it is for named algorithms; HYPERDFLASH_WIDTH says whether the width follows load",
+        "drop the flag",
     ),
     (
         "speculative_use_block_verification",

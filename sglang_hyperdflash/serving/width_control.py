@@ -103,8 +103,10 @@ class WidthControl:
         """A round's result: requests that go on, with the drafts accepted of each."""
         if self.policy is None or not live:
             return
-        greedy = [n for req, n in live if req.sampling_params.top_k <= 1]
-        sampled = [n for req, n in live if req.sampling_params.top_k > 1]
+        greedy: list[int] = []
+        sampled: list[int] = []
+        for req, accepted in live:
+            (greedy if req.sampling_params.top_k <= 1 else sampled).append(accepted)
         self.policy.learn(width, greedy, sampled)
         self._requests = KEEP * self._requests + len(live)
         self._tokens = KEEP * self._tokens + len(live) + sum(greedy) + sum(sampled)

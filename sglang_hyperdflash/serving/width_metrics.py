@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sglang_hyperdflash.serving.width_control import WidthControl
 
@@ -12,6 +13,8 @@ GAIN = "hyperdflash:width_gain"
 SECONDS = "hyperdflash:round_seconds"
 FAMILIES = frozenset((WIDTH_NOW, WIDTH_ROUNDS, GAIN, SECONDS))
 LABEL, KIND, REQUESTS = "width", "kind", "requests"
+# Rounds; a scrape comes once in hundreds.
+GAUGES_EVERY = 8
 
 
 class WidthMetrics:
@@ -54,16 +57,28 @@ class WidthMetrics:
         gain = new_gauge(GAIN, "Tokens a second over those of width 1, by the cost table.", KIND)
         self._gains = [gain.labels(**labels, **{KIND: kind}) for kind in ("predicted", "measured")]
         self._seconds = new_gauge(SECONDS, "Measured seconds of a round.", REQUESTS, LABEL)
+        self._cells: dict[tuple[int, int], Any] = {}
+        self._turn = self._exported = 0
 
     def add(self, width: int, control: WidthControl) -> None:
-        """Export one round's result and what the policy thinks now."""
-        self._now.set(width)
+        """Export one round's result and what the policy thinks now.
+
+        Gains and seconds follow every few rounds only: each value is written to a file.
+        """
+        if width != self._exported:
+            self._exported = width
+            self._now.set(width)
         if width in self._rounds:
             self._rounds[width].inc()
+        self._turn += 1
+        if self._turn % GAUGES_EVERY != 1:
+            return
         gains = control.predicted_gain(), control.measured_gain()
         for gauge, value in zip(self._gains, gains, strict=True):
             if value is not None:
                 gauge.set(value)
-        for (requests, at), seconds in control.take_new_cells():
-            names = {REQUESTS: str(requests), LABEL: str(at)}
-            self._seconds.labels(**self._labels, **names).set(seconds)
+        for cell, seconds in control.take_new_cells():
+            if cell not in self._cells:
+                names = {REQUESTS: str(cell[0]), LABEL: str(cell[1])}
+                self._cells[cell] = self._seconds.labels(**self._labels, **names)
+            self._cells[cell].set(seconds)

@@ -11,7 +11,7 @@ server's own rounds; what was not measured comes from a fit over what was, else 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -46,24 +46,32 @@ class Acceptance:
     def learn(self, width: int, accepted: Sequence[int]) -> None:
         """Count a round of ``width`` with so many drafts accepted of each request."""
         keep = 0.5 ** (len(accepted) / HALF_LIFE)
-        reached, stopped = len(accepted), Counter(accepted)
+        reached = len(accepted)
         for k in range(width - 1):
             if not reached:
                 return
-            passed = reached - stopped[k]
+            passed = reached - accepted.count(k)
             self.trials[k] = keep * self.trials[k] + reached
             self.successes[k] = keep * self.successes[k] + passed
             reached = passed
 
-    def tokens(self, width: int) -> float:
-        """Expected tokens of one request in a round; an unseen draft is as good as its last."""
+    def expected(self) -> list[float]:
+        """Expected tokens of one request in a round of every width, from 1 on.
+
+        An unseen draft is as good as its last.
+        """
         total = survives = 1.0
-        a = FIRST_PRIOR
-        for passed, tried in zip(self.successes[: width - 1], self.trials, strict=False):
+        found, a = [total], FIRST_PRIOR
+        for passed, tried in zip(self.successes, self.trials, strict=True):
             a = (passed + PRIOR_TRIALS * a) / (tried + PRIOR_TRIALS)
             survives *= a
             total += survives
-        return total
+            found.append(total)
+        return found
+
+    def tokens(self, width: int) -> float:
+        """Expected tokens of one request in a round of one width."""
+        return self.expected()[width - 1]
 
 
 def _features(bucket: int, width: int) -> tuple[float, ...]:
@@ -180,9 +188,9 @@ class WidthPolicy:
                 self._burst = [w] * EXPLORE
                 return
         kinds = zip(self.classes, (greedy, sampled), strict=True)
-        present = [(kind, count) for kind, count in kinds if count]
+        present = [(kind.expected(), count) for kind, count in kinds if count]
         self.rates = {
-            w: sum(count * kind.tokens(w) for kind, count in present) / s
+            w: sum([count * tokens[w - 1] for tokens, count in present]) / s
             for w, s in seconds.items()
             if s is not None
         }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
     make_draft_block_spec_info,
@@ -24,6 +24,7 @@ from sglang.srt.speculative.draft_worker_common import (
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
+from sglang_hyperdflash.serving.processors import keeps_notes
 from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_policy import Table
 from sglang_hyperdflash.serving.width_settings import FULL, WidthSetting, read_setting
@@ -124,7 +125,11 @@ class WidthWorker(OneRowWorker):
         setting = self._allowed(read_setting(self.block, self._drafts_causally()))
         ranks = get_parallel().tp_size > 1
         self.width_control = WidthControl(setting, self.block, self._share if ranks else None)
-        self._states = WidthStates(self, setting.widths)
+        # A width for requests whose processors keep notes; ranks that differ cannot have it.
+        served = get_exec().features.enable_custom_logit_processor
+        notes = served and not self._whole_blocks_only()
+        self._one_row_for_notes = bool(notes)
+        self._states = WidthStates(self, (*setting.widths, *((1,) if notes else ())))
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
     def _share(self, table: Table) -> Table:
@@ -140,11 +145,12 @@ class WidthWorker(OneRowWorker):
         return all(kind == AttentionType.DECODER for kind in kinds)
 
     def _allowed(self, setting: WidthSetting) -> WidthSetting:
-        """The whole block alone where ranks run different rounds, or states follow each row."""
+        return WidthSetting(FULL, (self.block,)) if self._whole_blocks_only() else setting
+
+    def _whole_blocks_only(self) -> bool:
+        """Whether ranks run different rounds, or states follow each row."""
         states = mambaish_config(self.model_runner.model_config) is not None
-        if get_parallel().attn_dp_enabled or states:
-            return WidthSetting(FULL, (self.block,))
-        return setting
+        return bool(get_parallel().attn_dp_enabled or states)
 
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""
@@ -158,6 +164,9 @@ class WidthWorker(OneRowWorker):
         if idle or self.requests is None:
             self.width_control.pause()
             width = self.block
+        elif self._one_row_for_notes and keeps_notes(self._info):
+            self.width_control.pause()
+            width = 1
         else:
             width = self.width_control.next(*self.requests.classes)
         if width > 1 or self._pending_of is not self.requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 
@@ -23,6 +24,29 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CONTEXT = 2048
+WORD = {"type": "regex", "pattern": "[a-f]{3}"}
+TAG = {"type": "tag", "begin": "<order>", "content": WORD, "end": "</order>"}
+END = "<｜end▁of▁sentence｜>"
+# What is sent, and what an answer then is and would not be without; None: nothing is to be seen.
+PARAMETERS = {
+    "regex": ({"regex": "[a-f]{3}-[0-9]{2,5}"}, "[a-f]{3}-[0-9]{2,5}"),
+    "ebnf": ({"ebnf": 'root ::= ("yes" | "no") ", " [a-z] [a-z] "."'}, r"(yes|no), [a-z][a-z]\."),
+    "structural_tag": (
+        {"structural_tag": json.dumps({"type": "structural_tag", "format": TAG})},
+        "<order>[a-f]{3}</order>",
+    ),
+    "no_stop_trim": ({"stop": ["e"], "no_stop_trim": True}, "(?s)[^e]*e"),
+    "skip_special_tokens": ({"skip_special_tokens": False, "ignore_eos": True}, f"(?s).*{END}.*"),
+    # Fast tokenizers never put a space there.
+    "spaces_between_special_tokens": (
+        {
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "ignore_eos": True,
+        },
+        None,
+    ),
+}
 
 
 def is_idle(server) -> bool:
@@ -104,6 +128,112 @@ def assert_they_end_alike(servers, prompts: list[list[int]], sampling: dict) -> 
         assert drafted["text"] == plain["text"]
         assert drafted["output_ids"] == plain["output_ids"]
         assert drafted["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_masks_and_texts_are_target_onlys(target_server, hyper_server, own_prompts, name):
+    parameters, expected = PARAMETERS[name]
+    assert name in parameters
+    sampling = {"temperature": 0, "max_new_tokens": 64, **parameters}
+    payload = {"input_ids": own_prompts[:2], "sampling_params": sampling}
+    plain, drafted = (s.generate(**payload) for s in (target_server, hyper_server))
+    for a, b in zip(plain, drafted, strict=True):
+        assert (b["text"], b["output_ids"]) == (a["text"], a["output_ids"])
+        assert b["meta_info"]["finish_reason"] == a["meta_info"]["finish_reason"]
+    if expected is not None:
+        assert all(re.fullmatch(expected, a["text"]) for a in drafted), drafted
+        without = {key: value for key, value in sampling.items() if key != name}
+        others = hyper_server.generate(**{**payload, "sampling_params": without})
+        assert not any(re.fullmatch(expected, a["text"]) for a in others)
+
+
+def test_a_stream_interval_holds_back_tokens_and_changes_no_text(
+    target_server, hyper_server, own_prompts
+):
+    for server in (target_server, hyper_server):
+        texts, counts = {}, {}
+        for interval in (1, 17):
+            sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+            sampling |= {"stream_interval": interval}
+            chunks = streamed(server, input_ids=own_prompts[0], sampling_params=sampling)
+            texts[interval] = chunks[-1]["text"]
+            counts[interval] = [c["meta_info"]["completion_tokens"] for c in chunks]
+            assert all(texts[interval].startswith(c["text"]) for c in chunks)
+        whole = greedy(target_server, own_prompts[0], 64)["text"]
+        assert texts == {1: whole, 17: whole}
+        # The first token is sent at once, and the last ones with the end.
+        steps = [b - a for a, b in zip(counts[17], counts[17][1:], strict=False)]
+        assert len(steps) > 1 and min(steps[:-1]) >= 17, counts
+        assert len(counts[1]) > 2 * len(counts[17]), counts
+
+
+def streamed(server, **payload) -> list[dict]:
+    """Every chunk of a stream of SGLang's native API."""
+    url = f"{server.url}/generate"
+    with requests.post(url, json={**payload, "stream": True}, stream=True, timeout=120) as answer:
+        answer.raise_for_status()
+        lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+REFUSED = {
+    "beams": ({"beam_width": 2}, "Beam search is not supported with speculative decoding"),
+    "watermarks": ({"watermark": {"enabled": True}}, "watermark"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sglang_itself_refuses_beams_and_watermarks(hyper_server, own_prompts, name):
+    parameters, said = REFUSED[name]
+    sampling = {"temperature": 0, "max_new_tokens": 8, **parameters}
+    payload = {"input_ids": own_prompts[0], "sampling_params": sampling}
+    answer = requests.post(f"{hyper_server.url}/generate", json=payload, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.text
+
+
+LEGACY = {
+    "text": {"echo": True, "suffix": " end", "best_of": 2, "n": 2, "max_tokens": 24},
+    "logprobs": {"logprobs": 2, "max_tokens": 24, "stop": ["."], "extra_body": {"min_tokens": 9}},
+}
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_openais_legacy_completions_are_target_onlys(clients, name):
+    prompt = "Can I get a small coffee with milk?"
+    options = {"model": "m", "prompt": prompt, "temperature": 0, "user": "u", **LEGACY[name]}
+    plain, drafted = (c.completions.create(**options).choices for c in clients)
+    assert [c.text for c in drafted] == [c.text for c in plain]
+    assert [c.finish_reason for c in drafted] == [c.finish_reason for c in plain]
+    assert len(plain) == options.get("n", 1)
+    if name == "text":
+        assert all(c.text.startswith(prompt) for c in plain)
+        return
+    a, b = plain[0].logprobs, drafted[0].logprobs
+    assert a.tokens == b.tokens and b.token_logprobs == pytest.approx(a.token_logprobs, abs=1e-3)
+    assert [list(top) for top in a.top_logprobs] == [list(top) for top in b.top_logprobs]
+    assert all(len(top) == 2 for top in b.top_logprobs)
+
+
+def test_openais_own_names_of_chat_parameters_are_target_onlys(clients):
+    messages = [{"role": "user", "content": "Can I get a small coffee with milk?"}]
+    schema = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
+    options = {
+        "model": "m",
+        "messages": messages,
+        "temperature": 0,
+        "max_completion_tokens": 90,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "response_format": schema,
+    }
+    plain, drafted = (c.chat.completions.create(**options).choices[0] for c in clients)
+    assert drafted.message.content == plain.message.content
+    assert set(json.loads(plain.message.content)) == set(SCHEMA["required"])
+    for a, b in zip(plain.logprobs.content, drafted.logprobs.content, strict=True):
+        assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-3
+        assert [t.token for t in a.top_logprobs] == [t.token for t in b.top_logprobs]
+        assert len(b.top_logprobs) == 3
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 8, 9, 13])

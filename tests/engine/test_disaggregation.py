@@ -15,6 +15,7 @@ from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import assert_lengths_vary
+from tests.engine.test_exact import sampled, tokens_of
 
 pytestmark = pytest.mark.disaggregation
 # SGLang copies the page list to pinned memory behind a CUDA event, unless the sender asks not to.
@@ -33,8 +34,12 @@ class Pair:
         self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
         self.rooms = count(1)
 
-    def ask(self, _, prompt: list[int]) -> dict:
-        """Both are sent the request at once; the decode node's answer is the whole one."""
+    def ask(self, _, prompt: list[int], **sampling) -> dict:
+        """Both are sent the request at once; the decode node's answer is the whole one.
+
+        Args:
+            sampling: parameters other than those of a greedy answer.
+        """
         options = {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap,
@@ -42,7 +47,8 @@ class Pair:
         }
         with ThreadPoolExecutor(2) as pool:
             first, whole = pool.map(
-                lambda server: greedy(server, prompt, **options), (self.prefill, self.decode)
+                lambda server: greedy(server, prompt, sampling=sampling, **options),
+                (self.prefill, self.decode),
             )
         assert whole["output_ids"][:1] == first["output_ids"]
         return whole
@@ -88,6 +94,15 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
 def test_answers_are_target_only_s(pair, own_prompts, own_reference, concurrency):
     assert ids(greedy_all(pair.decode, own_prompts, concurrency, pair.ask)) == own_reference
     assert len(own_reference[0]) == NEW_TOKENS
+
+
+def test_seeded_penalised_answers_are_one_server_s(pair, hyper_server, own_prompts):
+    """The decode node counts the token that the prefill node drew, and goes on with its noise."""
+    setting = {"top_p": 0.8, "frequency_penalty": 0.6, "presence_penalty": 0.3}
+    every = [sampled(i, **setting) for i in range(6)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda i: pair.ask(None, own_prompts[i], **every[i]), range(6)))
+    assert ids(found) == tokens_of(hyper_server, own_prompts[:6], every, 3)
 
 
 def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts):

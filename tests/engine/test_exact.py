@@ -59,6 +59,7 @@ SETTINGS = {
     "bias": {"logit_bias": {"20": 2.0, "31": -4.0}},
     "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
     "repetition": {"repetition_penalty": 1.3},
+    "min_new_tokens": {"min_new_tokens": 24, "ignore_eos": False, "logit_bias": {"1": 12.0}},
 }
 GREEDY = {
     "frequency and presence": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
@@ -70,13 +71,16 @@ PROCESSORS = "--enable-custom-logit-processor"
 
 
 class OutputDependent(CustomLogitProcessor):
-    """Forbids the last token again and prefers one that depends on how many are out."""
+    """Forbids the last token again and prefers one that depends on how many are out.
+
+    ``again``: what the last token loses instead, where a grammar may leave no other.
+    """
 
     def __call__(self, logits, custom_param_list=None):
         for row, parameters in zip(logits, custom_param_list, strict=True):
             out = parameters["__req__"].output_ids
             if len(out):
-                row[out[-1]] = float("-inf")
+                row[out[-1]] -= parameters.get("again", float("inf"))
             row[40 + len(out) % 7] += 4.0
         return logits
 
@@ -128,6 +132,8 @@ def references(deterministic, own_prompts) -> dict[str, list[list[int]]]:
     )
     same = [a == b for a, b in zip(found["unfiltered"], again, strict=True)]
     assert not any(same), "other seeds must give other tokens, or seeds are not seen"
+    lengths = [len(answer) for answer in found["min_new_tokens"]]
+    assert 24 <= min(lengths) < TOKENS, "an end must be likely, or nothing is forbidden"
     return found
 
 
@@ -224,25 +230,31 @@ def test_retraction_changes_nothing(small_pool, hyper_server, own_prompts):
     parameters = [{**p, "max_new_tokens": 96} for _, p in named]
     expected = tokens_of(hyper_server, own_prompts, parameters, 2)
     assert tokens_of(small_pool, own_prompts, parameters, 12) == expected
-    assert "Retract requests" in small_pool.log.read_text(errors="replace")
+    assert retractions(small_pool)
 
 
-def test_grammars_hold_in_mixed_chunks(
-    servers, target_dir, drafter_dir, deterministic, own_prompts
+def test_requests_hold_in_mixed_chunks(
+    servers, target_dir, drafter_dir, deterministic, own_prompts, references
 ):
     """Running requests draw a token while others' prompts are computed, a chunk at a time."""
     setting = {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "max_new_tokens": 80}
-    schemas = [sampled(i, **setting) for i in range(8)]
-    expected = tokens_of(deterministic, own_prompts[:8], schemas, 4)
-    long = [[t for p in own_prompts[i:] + own_prompts[:i] for t in p] for i in range(12)]
-    plain = [sampled(i, max_new_tokens=2) for i in range(12)]
-    prompts = [p for pair in zip(own_prompts[:8], long, strict=False) for p in pair]
-    parameters = [p for pair in zip(schemas, plain, strict=False) for p in pair]
+    schemas = [sampled(i, **setting) for i in range(4)]
+    expected = tokens_of(deterministic, own_prompts[:4], schemas, 4)
+    names = ("unfiltered", "penalties", "repetition", "min_new_tokens")
+    kinds = [sampled(i, **SETTINGS[name]) for i, name in enumerate(names, 4)]
+    expected += [references[name][i] for i, name in enumerate(names, 4)]
+    long = [[t for p in own_prompts[i:] + own_prompts[:i] for t in p] for i in range(8)]
+    plain = [sampled(i, max_new_tokens=2) for i in range(8)]
+    # A schema's and another kind's by turns, each beside a long prompt.
+    order = [i // 2 + i % 2 * 4 for i in range(8)]
+    short = [(own_prompts[:8][i], (schemas + kinds)[i]) for i in order]
+    asked = [one for pair in zip(short, zip(long, plain, strict=True), strict=True) for one in pair]
     mixed_chunks = ("--enable-mixed-chunk", "--chunked-prefill-size", "32")
     arguments = (*FP32, *mixed_chunks, *hyperdflash_arguments(drafter_dir))
     server = servers.get("exact-mixed", target_dir, *arguments)
-    assert tokens_of(server, prompts, parameters, 6)[::2] == expected
+    found = tokens_of(server, *zip(*asked, strict=True), 6)[::2]
     servers.stop("exact-mixed")
+    assert found == [expected[i] for i in order]
 
 
 def test_custom_processors_see_every_position(small_pool, deterministic, own_prompts):
@@ -254,18 +266,66 @@ def test_custom_processors_see_every_position(small_pool, deterministic, own_pro
         assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
 
 
-def test_grammar_bias_penalties_and_logprobs_together(hyper_server, deterministic, own_prompts):
+class Notes(CustomLogitProcessor):
+    """Prefers a token that depends on how often it was called, noted in two places."""
+
+    stateful = True
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, parameters in zip(logits, custom_param_list, strict=True):
+            req = parameters["__req__"]
+            parameters["calls"] = parameters.get("calls", 0) + 1
+            req.noted = getattr(req, "noted", 0) + 2
+            row[40 + (parameters["calls"] + req.noted) % 7] += 6.0
+        return logits
+
+
+Notes.__module__ = "__main__"
+
+
+def test_a_processor_with_notes_is_called_as_without_speculation(
+    small_pool, deterministic, own_prompts
+):
+    """A draft, refused or not, would be one call more."""
+    options = {"custom_logit_processor": Notes.to_str()}
+    for temperature in (0, 1):
+        parameters = [sampled(i, temperature=temperature, custom_params={}) for i in range(4)]
+        prompts = own_prompts[:4]
+        expected = tokens_of(deterministic, prompts, parameters, 1, **options)
+        assert tokens_of(small_pool, prompts, parameters, 4, **options) == expected
+    # Without notes in the batch, drafts are back.
+    answer = small_pool.generate(input_ids=prompts[0], sampling_params=sampled(0, temperature=0))
+    assert answer["meta_info"]["spec_num_correct_drafts"] > 0
+
+
+@pytest.mark.parametrize("temperature", [HOT, 0])
+def test_grammar_bias_penalties_and_logprobs_together(
+    small_pool, deterministic, own_prompts, temperature
+):
+    """At once; every other request has a custom processor too."""
     setting = {
         "json_schema": json.dumps(SCHEMA),
         "frequency_penalty": 0.4,
         "logit_bias": {"20": 1.5},
         "ignore_eos": False,
         "max_new_tokens": 120,
+        "temperature": temperature,
     }
     options = {"return_logprob": True, "top_logprobs_num": 3}
-    for i, prompt in enumerate(own_prompts[8:]):
-        payload = {"input_ids": prompt, "sampling_params": sampled(i, **setting), **options}
-        plain, drafted = deterministic.generate(**payload), hyper_server.generate(**payload)
+
+    def ask(pair):
+        i, server = pair
+        processor = {"custom_logit_processor": OutputDependent.to_str()} if i % 2 else {}
+        parameters = sampled(i, **setting, custom_params={"again": 2.0} if i % 2 else None)
+        payload = {"input_ids": own_prompts[8 + i], "sampling_params": parameters}
+        return server.generate(**payload, **options, **processor)
+
+    with ThreadPoolExecutor(4) as pool:
+        both = [
+            list(pool.map(ask, [(i, server) for i in range(4)]))
+            for server in (deterministic, small_pool)
+        ]
+    for plain, drafted in zip(*both, strict=True):
         assert drafted["output_ids"] == plain["output_ids"]
         for kind in ("output_token_logprobs", "output_top_logprobs"):
             a, b = plain["meta_info"][kind], drafted["meta_info"][kind]
@@ -295,8 +355,11 @@ def test_openais_seed_is_the_seed(hyper_server):
     assert text(frequency_penalty=0.5, presence_penalty=0.5)
 
 
+@pytest.mark.parametrize("grammar", [{}, {"json_schema": json.dumps(SCHEMA)}], ids=["", "json"])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_broken_row_ends_its_request_with_an_error(hyper_server, own_prompts, temperature):
+def test_a_broken_row_ends_its_request_with_an_error(
+    hyper_server, own_prompts, temperature, grammar
+):
     def broken_rows() -> float:
         text = requests.get(f"{hyper_server.url}/metrics", timeout=30).text
         rows = [r for r in text.splitlines() if r.startswith("hyperdflash:broken_rows_total{")]
@@ -304,17 +367,54 @@ def test_a_broken_row_ends_its_request_with_an_error(hyper_server, own_prompts, 
 
     before = broken_rows()
     # 1e39 is infinite in fp32.
-    setting = sampled(0, temperature=temperature, logit_bias={"20": 1e39})
+    setting = sampled(0, temperature=temperature, logit_bias={"20": 1e39}, **grammar)
     payload = {"input_ids": own_prompts[0], "sampling_params": setting}
     # The text of a broken row's token is asked for too: an id that no tokenizer has would end it.
     text = {"return_logprob": True, "return_text_in_logprobs": True, "top_logprobs_num": 2}
-    for options in ({}, text):
+    for number, options in enumerate(({}, text), 1):
         answer = requests.post(f"{hyper_server.url}/generate", json=payload | options, timeout=60)
         assert answer.status_code == 500, answer.text
         assert "NaN or infinity" in answer.text
+        assert broken_rows() == before + number
     good = sampled(0, temperature=temperature)
     assert len(hyper_server.generate(input_ids=own_prompts[0], sampling_params=good)["output_ids"])
-    assert broken_rows() > before
+
+
+class BreaksAt(CustomLogitProcessor):
+    """NaN from the output token on that ``custom_params`` name."""
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, parameters in zip(logits, custom_param_list, strict=True):
+            if len(parameters["__req__"].output_ids) >= parameters["at"]:
+                row[:] = float("nan")
+        return logits
+
+
+BreaksAt.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("grammar", [{}, {"regex": r"[\s\S]*"}], ids=["", "regex"])
+def test_a_broken_row_behind_an_answers_end_is_not_told(small_pool, own_prompts, grammar):
+    """Ends of any kind inside a block, in front of a row that nobody reads without speculation."""
+    whole = sampled(0, temperature=0, max_new_tokens=24)
+    (expected,) = tokens_of(small_pool, own_prompts[:1], [whole], 1)
+    processor = {"custom_logit_processor": BreaksAt.to_str()}
+    reached = 0
+    for end in range(2, 14):
+        setting = sampled(0, temperature=0, custom_params={"at": end}, **grammar)
+        ends = [{"max_new_tokens": end}]
+        if expected[end - 1] not in expected[: end - 1]:
+            ends.append({"stop_token_ids": [expected[end - 1]], "ignore_eos": False})
+        for options in ends:
+            payload = {"input_ids": own_prompts[0], "sampling_params": setting | options}
+            answer = small_pool.generate(**payload, **processor)
+            assert answer["output_ids"] == expected[:end]
+            histogram = answer["meta_info"]["spec_correct_drafts_histogram"]
+            reached += sum(histogram[1:])
+        url = f"{small_pool.url}/generate"
+        answer = requests.post(url, json=payload | processor | {"sampling_params": setting})
+        assert answer.status_code == 500 and "NaN or infinity" in answer.text
+    assert reached, "no block had a draft before its broken row"
 
 
 @pytest.fixture(scope="module")
@@ -338,9 +438,36 @@ def long_runs(deterministic, benchmark_prompts) -> list[tuple[list[dict], list[l
     ]
 
 
+@pytest.fixture
+def served(request, servers, target_dir, drafter_dir):
+    """The server of one form; only what the form needs is started."""
+    if request.param != "exact-no-overlap":
+        yield request.getfixturevalue(request.param)
+        return
+    arguments = (*FP32, "--disable-overlap-schedule", *hyperdflash_arguments(drafter_dir))
+    yield servers.get(request.param, target_dir, *arguments)
+    servers.stop(request.param)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrency", [8, 1])
-def test_sixty_benchmark_prompts(hyper_server, benchmark_prompts, long_runs, concurrency):
+@pytest.mark.parametrize(
+    ("served", "concurrency"),
+    [
+        pytest.param("hyper_server", 8, id="eight"),
+        pytest.param("hyper_server", 1, id="one"),
+        pytest.param("exact-no-overlap", 8, id="no-overlap"),
+        pytest.param("small_pool", 12, id="retraction"),
+    ],
+    indirect=["served"],
+)
+def test_sixty_benchmark_prompts(request, served, benchmark_prompts, long_runs, concurrency):
+    before = retractions(served)
     for parameters, expected in long_runs:
         prompts = benchmark_prompts[: len(parameters)]
-        assert tokens_of(hyper_server, prompts, parameters, concurrency) == expected
+        assert tokens_of(served, prompts, parameters, concurrency) == expected
+    small = request.node.callspec.id == "retraction"
+    assert (retractions(served) > before) == small
+
+
+def retractions(server: Server) -> int:
+    return server.log.read_text(errors="replace").count("Retract requests")

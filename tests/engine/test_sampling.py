@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving.verify import target_probabilities
+from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, install_plugin
@@ -110,16 +111,32 @@ def p_values(contexts: Contexts, server: Server, index: int, setting: dict, coun
     ]
 
 
-@pytest.mark.parametrize("each", [1, pytest.param(CONTEXTS_EACH, marks=pytest.mark.slow)])
-def test_engine_draws_follow_the_targets_law(hyper_server, contexts, each):
+def assert_the_law_holds(contexts: Contexts, server: Server, each: int) -> None:
+    """At every setting, at ``each`` contexts of its own."""
     values = {}
     for s, (name, setting) in enumerate(SETTINGS.items()):
         for c in range(each):
             index = s * CONTEXTS_EACH + c
-            values[name, c] = p_values(contexts, hyper_server, index, setting, DRAWS)
+            values[name, c] = p_values(contexts, server, index, setting, DRAWS)
     tests = [value for pair in values.values() for value in pair]
     print(f"{len(tests)} chi-square tests, smallest p {min(tests):.2e}")
     assert min(tests) > 0.001 / len(tests), values
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(CONTEXTS_EACH, marks=pytest.mark.slow)])
+def test_engine_draws_follow_the_targets_law(hyper_server, contexts, each):
+    assert_the_law_holds(contexts, hyper_server, each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", ["1", "2", "4", "7"])
+def test_engine_draws_of_a_forced_width_follow_the_targets_law(
+    servers, contexts, target_dir, drafter_dir, width
+):
+    name, arguments = f"law-width-{width}", (*FP32, *hyperdflash_arguments(drafter_dir))
+    server = servers.get(name, target_dir, *arguments, environment={WIDTH: width})
+    assert_the_law_holds(contexts, server, 1)
+    servers.stop(name)
 
 
 ARGMAX_PLUGIN = '''

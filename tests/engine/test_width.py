@@ -22,6 +22,7 @@ from tests.engine.test_metrics import samples
 EVERY = {WIDTHS: "1,2,4,7"}
 RANDOM = {WIDTH: "random", **EVERY}
 SMALL_POOL = ("--max-total-tokens", "1400", "--schedule-conservativeness", "0.01")
+SCHEMA_ONLY = {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "max_new_tokens": 80}
 PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
 
 
@@ -36,6 +37,12 @@ def random_server(servers, target_dir, drafter_dir):
     chunks = ("--chunked-prefill-size", "64")
     yield start(servers, "width-random", target_dir, drafter_dir, *chunks, **RANDOM)
     servers.stop("width-random")
+
+
+def seeded_kinds() -> list[dict]:
+    """Parameters of eight requests: plain, filtered, penalised and with a grammar by turns."""
+    kinds = ({}, {"top_p": 0.8}, PENALTIES, SCHEMA_ONLY)
+    return [sampled(i, **kinds[i % 4]) for i in range(8)]
 
 
 def by_label(server: Server, family: str, label: str) -> dict[str, float]:
@@ -93,7 +100,9 @@ def test_grammar_and_penalties(random_server, hyper_server, target_server, own_p
     assert found[0] == found[1]
 
 
-def test_logprobs_of_narrow_rounds_are_target_onlys(random_server, target_server, own_prompts):
+def test_logprobs_of_narrow_rounds_are_target_onlys(
+    random_server, target_server, hyper_server, own_prompts
+):
     options = {"return_logprob": True, "top_logprobs_num": 3}
     for prompt in own_prompts[:2]:
         plain, found = (
@@ -101,6 +110,14 @@ def test_logprobs_of_narrow_rounds_are_target_onlys(random_server, target_server
             for s in (target_server, random_server)
         )
         assert found == pytest.approx(plain, abs=2e-4)
+    for i, prompt in enumerate(own_prompts[:2]):
+        payload = {"input_ids": prompt, "sampling_params": sampled(i, top_p=0.8), **options}
+        whole, found = (
+            s.generate(**payload)["meta_info"]["output_token_logprobs"]
+            for s in (hyper_server, random_server)
+        )
+        assert [t[1] for t in found] == [t[1] for t in whole]
+        assert [t[0] for t in found] == pytest.approx([t[0] for t in whole], abs=2e-4)
 
 
 def test_counters_are_right_when_widths_change(random_server, own_prompts):
@@ -147,7 +164,7 @@ def test_a_forced_width(
     "variant", ["retraction", "overlap off", "window", "two ranks", "adaptive"]
 )
 def test_other_ways_to_serve(
-    servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path, variant
+    servers, hyper_server, target_dir, drafter_dir, own_prompts, own_reference, tmp_path, variant
 ):
     draft, arguments, environment = drafter_dir, (), dict(RANDOM)
     if variant == "retraction":
@@ -160,13 +177,15 @@ def test_other_ways_to_serve(
         environment[POOL_RATIO] = "0.0068"
     elif variant == "two ranks":
         arguments = ("--tp-size", "2")
-        environment = dict(EVERY)
     else:
         environment = {WIDTH: "adaptive", **EVERY}
     name = f"width-{variant.replace(' ', '-')}"
+    kinds = seeded_kinds()
+    expected = tokens_of(hyper_server, own_prompts[:8], kinds, 4)
     server = start(servers, name, target_dir, draft, *arguments, **environment)
     try:
         for _ in range(2):
+            assert tokens_of(server, own_prompts[:8], kinds, 8) == expected
             answers = greedy_all(server, own_prompts, 8)
             assert ids(answers) == own_reference
         assert len({width for a in answers for width, n in enumerate(caps_of(a)) if n}) > 1

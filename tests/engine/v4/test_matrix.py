@@ -207,8 +207,30 @@ def test_two_ranks(servers, target, drafter, texts, tmp_path):
     note("two ranks", answers="6 of 6", rounds=accepted(found))
 
 
+def ask_seeded(server) -> Answers:
+    """Sampled answers to prompts that no oracle knows: the drafts are the drafter's own."""
+    asked = prompts(*LENGTHS[:6], seed=3)
+    sampling = [
+        {"temperature": 1, "top_p": 0.9, "sampling_seed": i, "max_new_tokens": TURN_TOKENS}
+        for i in range(len(asked))
+    ]
+    sampling = [one | {"ignore_eos": True} for one in sampling]
+    rids = [f"s{len(prompt)}" for prompt in asked]
+    return ids(server.generate(timeout=1800, input_ids=asked, sampling_params=sampling, rid=rids))
+
+
+@pytest.fixture(scope="module")
+def seeded(servers, target, drafter, tmp_path_factory) -> Answers:
+    """The same without any draft."""
+    folder, arguments = tmp_path_factory.mktemp("v4-seeded"), hyperdflash_arguments(drafter)
+    server = start(servers, "seeded", target, folder, *arguments, **{WIDTH: "1"})
+    answers = ask_seeded(server)
+    servers.stop("v4-seeded")
+    return answers
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_a_random_width_every_round(servers, target, drafter, texts, tmp_path, overlap):
+def test_a_random_width_every_round(servers, target, drafter, texts, seeded, tmp_path, overlap):
     """Rings and pages hold after rounds of 1, 2, 4 and 7 rows in any order."""
     path = tmp_path / "rows.jsonl"
     more = {ROWS: str(path), WIDTH: "random", WIDTHS: "1,2,4,7"}
@@ -219,10 +241,11 @@ def test_a_random_width_every_round(servers, target, drafter, texts, tmp_path, o
     turns = ask(server, texts.second[0], TURN_TOKENS, "t")
     assert ids(turns) == texts.second[1]
     assert_long(server, texts)
+    assert ask_seeded(server) == seeded
     servers.stop("v4-widths")
     caps = [a["meta_info"]["spec_cap_lens_histogram"] for a in answers]
     assert all(min(cap[w] for w in (1, 2, 4, 7)) > 0 for cap in caps), caps
     rows = assert_rows_are_bit_equal(read_rows(path), texts.rows)
     assert rows > 10000
     what = f"a random width every round, overlap {'on' if overlap else 'off'}"
-    note(what, answers="21 of 21", rows=rows)
+    note(what, answers="21 of 21, seeded 6 of 6", rows=rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,21 @@ class Linked(Markov):
         return 0.5 * self.table[previous].gather(-1, ids)
 
 
+class Penalising(Protocol):
+    """What a worker does about the penalties of N requests: the three places of a round."""
+
+    def adjust(
+        self, k: int, ids: torch.Tensor, scores: torch.Tensor, so_far: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores of draft k's candidates."""
+
+    def penalise(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Target logits ``[N, B, V]`` that follow ``drafts [N, B - 1]``, in place."""
+
+    def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The first ``lengths [N]`` of ``tokens [N, B]`` were generated."""
+
+
 def same(sampling: Sampling, rows: int) -> Sampling:
     """One request's parameters for ``rows`` requests."""
     return sampling.repeated(rows)
@@ -62,6 +78,7 @@ def one_round(
     sharpness: float | Sharpness,
     change: Change | None,
     verify: Callable[..., Verdict],
+    penalties: Penalising | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens ``[N, width]`` of a round at ``positions [N, width]``, and accepted drafts ``[N]``.
 
@@ -70,16 +87,23 @@ def one_round(
     count, width = positions.shape
     if width == 1:
         logits = model.table[anchor]
+        if penalties is not None:
+            penalties.penalise(logits.unsqueeze(1), anchor.new_empty(count, 0))
         weights = weights_of(logits, sampling)
         token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
         return token.unsqueeze(1), torch.zeros_like(anchor)
     learns = isinstance(sharpness, Sharpness)
     t = sharpness.of(draws.seeded) if learns else torch.full((count,), float(sharpness))
     candidates = model.candidates(anchor, width - 1)
-    proposal = propose(candidates, anchor, model.head, sampling, draws.seeds, positions[:, :-1], t)
+    adjust = None if penalties is None else penalties.adjust
+    before = positions[:, :-1]
+    proposal = propose(candidates, anchor, model.head, sampling, draws.seeds, before, t, adjust)
     told = proposal if change is None else change(proposal)
     block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
-    logits = model.table[block].view(-1, VOCAB)
+    logits = model.table[block]
+    if penalties is not None:
+        penalties.penalise(logits, proposal.tokens)
+    logits = logits.view(-1, VOCAB)
     weights = weights_of(logits, sampling.repeated(width))
     verdict = verify(told, logits, weights, sampling, draws, positions)
     if learns:
@@ -99,6 +123,7 @@ def decode(
     change: Change | None = None,
     verify: Callable[..., Verdict] = verify_block,
     widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
+    penalties: Penalising | None = None,
 ) -> tuple[torch.Tensor, float]:
     """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
@@ -118,29 +143,46 @@ def decode(
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
         positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
         emitted, accept = one_round(
-            model, anchor, positions, sampling, draws, sharpness, change, verify
+            model, anchor, positions, sampling, draws, sharpness, change, verify, penalties
         )
         # Requests that are done stay as they are.
         open_ = length <= tokens
         for k in range(width):
             write = open_ & (k <= accept) & (length + k < out.shape[1])
             out[write, (length + k)[write]] = emitted[write, k]
+        if penalties is not None:
+            penalties.count(emitted, torch.where(open_, accept + 1, 0))
         accepted += float(accept[open_].sum())
         rounds += float(open_.sum())
         length = torch.where(open_, length + accept + 1, length)
     return out[:, 1 : tokens + 1], accepted / rounds
 
 
-def alone(model: Markov, sampling: Sampling, seeds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``[N, tokens]`` of target-only decoding with the same noise: one token a step."""
+def alone(
+    model: Markov,
+    sampling: Sampling,
+    seeds: torch.Tensor,
+    tokens: int,
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``[N, tokens]`` of target-only decoding with the same noise: one token a step.
+
+    Args:
+        change: the logits ``[N, V]`` to use instead, given what was generated ``[N, step]``.
+    """
     sampling = same(sampling, len(seeds))
     last = torch.full_like(seeds, START)
     made = []
     for step in range(tokens):
-        weights = weights_of(model.table[last], sampling)
+        logits = model.table[last]
+        if change is not None:
+            logits = change(
+                logits, torch.stack(made, 1) if made else seeds.new_empty(len(seeds), 0)
+            )
+        weights = weights_of(logits, sampling)
         positions = torch.full_like(seeds, FIRST_POSITION + step)
         drawn = gumbel_argmax_reference(weights, seeds, positions)
-        last = torch.where(sampling.greedy, model.table[last].argmax(-1), drawn)
+        last = torch.where(sampling.greedy, logits.argmax(-1), drawn)
         made.append(last)
     return torch.stack(made, 1)
 

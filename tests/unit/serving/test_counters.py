@@ -12,11 +12,14 @@ import pytest
 from sglang_hyperdflash.serving import counters as position_metrics
 from sglang_hyperdflash.serving.counters import (
     ACCEPTED,
+    BROKEN,
     DRAFTED,
     FAMILIES,
     POSITION,
     ROUNDS,
+    count_broken,
     count_round,
+    start_counting,
 )
 from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_metrics import KIND, LABEL, WIDTH_NOW, WIDTH_ROUNDS
@@ -69,15 +72,23 @@ def adaptive() -> WidthControl:
     return WidthControl(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
 
 
-def one_round(
-    counter, accepted, reqs=None, algorithm="HYPERDFLASH", enabled=True, width=7, control=None
-):
-    reqs = reqs or [request() for _ in accepted]
-    processor = SimpleNamespace(
+def scheduler(counter, algorithm="HYPERDFLASH", enabled=True, control=None):
+    """As far as it is read; its result processor has the same attributes."""
+    return SimpleNamespace(
+        spec_algorithm=SimpleNamespace(name=algorithm),
         model_worker=SimpleNamespace(width_control=control or adaptive()),
         metrics_collector=SimpleNamespace(labels=LABELS, _counter_cls=counter, _gauge_cls=counter),
         metrics_reporter=SimpleNamespace(current_scheduler_metrics_enabled=enabled),
     )
+
+
+def one_round(
+    counter, accepted, reqs=None, algorithm="HYPERDFLASH", enabled=True, width=7, control=None
+):
+    reqs = reqs or [request() for _ in accepted]
+    processor = scheduler(counter, algorithm, enabled, control)
+    if position_metrics._counters is None:
+        assert start_counting(None, processor) is None
     batch = SimpleNamespace(reqs=reqs, spec_algorithm=SimpleNamespace(name=algorithm))
     result = SimpleNamespace(
         num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=width
@@ -144,6 +155,22 @@ def test_finished_and_retracted_requests_are_left_out(counter):
     one_round(counter, [6, 1, 6], reqs)
     assert counter.values[ROUNDS, None] == 1
     assert positions(counter) == [1, 0, 0, 0, 0, 0]
+
+
+def test_every_series_is_there_before_the_first_round_and_a_broken_row_counts_at_once(counter):
+    """The first request may break in its prefill, and be the last."""
+    start_counting(None, scheduler(counter))
+    assert counter.values[BROKEN, None] == counter.values[ROUNDS, None] == 0
+    assert positions(counter) == [0] * 6
+    count_broken()
+    assert counter.values[BROKEN, None] == 1
+
+
+def test_a_broken_row_harms_no_scheduler_without_metrics(counter):
+    for other in (scheduler(counter, enabled=False), scheduler(counter, algorithm="DFLASH")):
+        start_counting(None, other)
+        count_broken()
+    assert counter.values == {}
 
 
 def test_a_batch_with_nothing_to_count_counts_nothing(counter):

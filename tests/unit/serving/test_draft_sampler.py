@@ -35,6 +35,7 @@ def lm_head():
 
 @pytest.fixture
 def worker():
+    torch.manual_seed(1)
     head = DependencyHead(V, D, R, "residual").requires_grad_(False)
     for parameter in head.parameters():
         parameter.copy_(torch.randn_like(parameter))
@@ -66,11 +67,13 @@ def test_greedy_drafts_come_out_of_the_graph_and_buffers_stay_where_they_are(wor
     sampler = draft_sampler.CandidateSampler(worker, None, MOST)
     buffers = (sampler.ids, sampler.scores, sampler.gates, sampler.first)
     places = [buffer.data_ptr() for buffer in buffers]
+    changed = 0
     for bs in (MOST, 3, 1):
         found, anchor = replay(sampler, bs)
         drafts = propose_greedy(found, anchor, worker.dependency)
         assert torch.equal(sampler.out[: bs * (BLOCK - 1)].view(bs, -1), drafts)
-        assert not torch.equal(drafts, propose_greedy(found, anchor, None))
+        changed += int((drafts != propose_greedy(found, anchor, None)).sum())
+    assert changed, "the head moved no draft: the test says nothing"
     assert [buffer.data_ptr() for buffer in buffers] == places
     assert not worker.drawn
 

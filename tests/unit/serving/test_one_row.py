@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from sglang_hyperdflash.serving import one_row
 from sglang_hyperdflash.serving.one_row import OneRowWorker
+from sglang_hyperdflash.serving.sampled_worker import SampledWorker
 
 BATCH, WIDE = 3, 4
 
@@ -16,8 +18,10 @@ BATCH, WIDE = 3, 4
 class Recorded(OneRowWorker):
     """The part of a worker that keeps rows, and what it would have written."""
 
-    def __init__(self, ring: int | None = None) -> None:
-        self._pending, self._pending_rows, self._pending_of = [], 0, None
+    def __init__(self, ring: int | None = None, mode: str = "null") -> None:
+        arguments = SimpleNamespace(disaggregation_mode=mode)
+        with mock.patch.object(SampledWorker, "__init__", lambda *inputs: None):
+            super().__init__(arguments, 0, 0, None)
         self.requests = object()
         self.window = None if ring is None else SimpleNamespace(ring=ring)
         self.calls = []
@@ -75,3 +79,21 @@ def test_a_large_batch_is_written_at_once(monkeypatch):
     worker = Recorded()
     keep_rounds(worker, 2)
     assert len(worker.calls) == 2 and worker._pending == []
+
+
+def test_a_decode_node_writes_every_round_so_that_nothing_is_written_over_what_arrives():
+    """A request ends, its slots go to another, whose K/V arrive before its first round."""
+    pool = torch.zeros(1000, WIDE)
+    worker = Recorded(mode="decode")
+    hidden = keep_rounds(worker, 4)
+    for call in worker.calls:
+        pool[call["cache_loc"]] = call["target_hidden"]
+    slots = torch.cat([call["cache_loc"] for call in worker.calls])
+    assert torch.equal(pool[slots], hidden), "a backup would miss what is still to be written"
+    pool[slots] = arrived = torch.full_like(hidden, -1.0)
+    written = len(worker.calls)
+    worker.requests = object()
+    worker.write_pending()
+    for call in worker.calls[written:]:
+        pool[call["cache_loc"]] = call["target_hidden"]
+    assert torch.equal(pool[slots], arrived)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.processors import Outputs, _at, apply_processors
+from sglang_hyperdflash.serving.processors import Outputs, _at, apply_processors, keeps_notes
 
 
 class Request:
@@ -101,3 +102,45 @@ def test_a_processor_may_not_note_things_on_the_request():
     none = torch.empty(1, 0, dtype=torch.int64)
     apply_processors(logits, information([0], given, counts), [request], outputs, none)
     assert logits.isnan().all() and not hasattr(request, "_calls")
+
+
+class Notes:
+    """Counts its calls in both places that a client's request has."""
+
+    stateful = True
+
+    def __call__(self, logits, parameters):
+        for row, given in zip(logits, parameters, strict=True):
+            req = given["__req__"]
+            given["calls"] = given.get("calls", 0) + 1
+            req._calls = getattr(req, "_calls", 0) + 1
+            if given.get("fails"):
+                raise ValueError("a client's own error")
+            row[0], row[1], row[2] = given["calls"], req._calls, len(req.output_ids)
+        return logits
+
+
+def test_a_processor_with_notes_is_called_once_a_token_and_its_notes_stay():
+    requests, outputs = [Request([7]), Request([8]), Request([9])], Outputs()
+    parameters = [{"__req__": weakref.proxy(request)} for request in requests]
+    parameters[1]["fails"] = True
+    information_ = information([0, 1, 2], parameters, Notes())
+    none = torch.empty(3, 0, dtype=torch.int64)
+    for call in (1, 2, 3):
+        logits = torch.zeros(3, 4)
+        apply_processors(logits, information_, requests, outputs, none)
+        # The host's tokens lag behind; what the worker has committed does not.
+        assert logits[[0, 2], :3].tolist() == [[call, call, call]] * 2
+        assert logits[1].isnan().all(), "one client's error is another's"
+        outputs.add(requests, torch.full((3, 1), 11), torch.ones(3, dtype=torch.int64))
+    assert [request._calls for request in requests] == [3, 3, 3]
+    assert requests[0].output_ids.tolist() == [7]
+    # Nothing that the notes hold keeps a request alive.
+    gone = weakref.ref(requests.pop(0))
+    assert gone() is None
+
+
+def test_only_a_class_that_says_so_keeps_notes():
+    assert keeps_notes(information([0], [{}], Notes()))
+    assert not keeps_notes(information([0], [{}], Recorder()))
+    assert not keeps_notes(SimpleNamespace(custom_logit_processor=None))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
+from functools import partial
+from types import SimpleNamespace
 
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.values import MultiProcessValue
 
 from eval.width_simulator import replay
+from sglang_hyperdflash.serving.width_control import WidthControl
+from sglang_hyperdflash.serving.width_metrics import WidthMetrics
 from sglang_hyperdflash.serving.width_policy import (
     Acceptance,
     Costs,
@@ -15,6 +24,7 @@ from sglang_hyperdflash.serving.width_policy import (
     bucket_of,
     fit,
 )
+from sglang_hyperdflash.serving.width_settings import WidthSetting
 
 WIDTHS = (1, 2, 4, 7)
 GOOD, HOPELESS = [0.8] * 6, [0.02] * 6
@@ -201,18 +211,31 @@ def test_buckets_grow_by_the_square_root_of_two():
     assert [bucket_of(n) for n in (1, 2, 3, 4, 6, 8, 64)] == [0, 2, 3, 4, 5, 6, 12]
 
 
-def test_a_round_costs_the_host_less_than_50_microseconds():
-    policy, requests = WidthPolicy(WIDTHS), 64
-    accepted = [i % 7 for i in range(requests)]
+def test_a_round_costs_the_host_less_than_50_microseconds(tmp_path, monkeypatch):
+    """All that a round does on the host: its width, its result, its metrics, as a server does it.
+
+    A server's metrics lie in files that its processes share, which is slower than memory.
+    """
+    requests, clock = 64, itertools.count(step=0.01)
+    control = WidthControl(WidthSetting("adaptive", WIDTHS), 7, now=lambda: next(clock))
     for c in (1, 2, 4, 8, 16, 32, 64):
         for w in WIDTHS:
-            policy.costs.add(bucket_of(c), w, machine(c, w) / 1e3)
+            control.policy.costs.add(bucket_of(c), w, machine(c, w) / 1e3)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(prometheus_client.values, "ValueClass", MultiProcessValue())
+    registry = CollectorRegistry()
+    counter, gauge = (partial(kind, registry=registry) for kind in (Counter, Gauge))
+    metrics = WidthMetrics({"model_name": "m", "tp_rank": 0}, WIDTHS, counter, gauge)
+    kinds = [SimpleNamespace(sampling_params=SimpleNamespace(top_k=k)) for k in (1, 50)]
+    results = {w: [(kinds[i % 2], min(i % 7, w - 1)) for i in range(requests)] for w in WIDTHS}
     times = []
-    for _ in range(5):
+    for _ in range(9):
         started = time.process_time()
-        for _ in range(400):
-            width = policy.next(requests, 0)
-            policy.costs.add(bucket_of(requests), width, 0.01)
-            policy.learn(width, [min(a, width - 1) for a in accepted], ())
-        times.append((time.process_time() - started) / 400)
-    assert min(times) < 50e-6, times
+        for _ in range(200):
+            width = control.next(requests // 2, requests // 2)
+            control.learn(width, results[width])
+            metrics.add(width, control)
+        times.append((time.process_time() - started) / 200)
+    assert control.measured_gain() and list(tmp_path.iterdir())
+    print(f"{1e6 * statistics.median(times):.1f} microseconds a round")
+    assert statistics.median(times) < 50e-6, times

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving import width_graphs
+from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.width_settings import WIDTHS as WIDTHS_VARIABLE
 from sglang_hyperdflash.serving.width_settings import read_setting
-from sglang_hyperdflash.serving.width_worker import BUFFERS, SIZED, WidthStates
+from sglang_hyperdflash.serving.width_worker import BUFFERS, SIZED, WidthStates, WidthWorker
 from sglang_hyperdflash.tools.errors import SeamError
 
 WIDTHS = (1, 2, 7)
@@ -274,3 +275,29 @@ def test_sglang_s_own_check_of_a_draft_graph_is_the_same():
     source = inspect.getsource(DFlashWorkerV2.init_cuda_graphs)
     assert f"available_mem < {width_graphs.LEAST_FREE}" in source
     assert "SpecTpSyncSite.DFLASH_MEM" in source and "get_parallel().tp_group" in source
+
+
+def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeypatch):
+    """Whatever the server's widths are; a batchmate without notes goes along."""
+    monkeypatch.setattr(OneRowWorker, "run_round", lambda worker, batch: "block")
+    worker = object.__new__(WidthWorker)
+    asked = []
+    worker.width_control = SimpleNamespace(
+        pause=lambda: asked.append("pause"),
+        next=lambda *classes: asked.append("next") or 7,
+        setting=SimpleNamespace(fixed=True),
+    )
+    worker.block, worker.requests, worker._pending_of = 7, SimpleNamespace(classes=(1, 1)), None
+    worker._pending, widths = [], []
+    worker._states = SimpleNamespace(activate=widths.append)
+    worker.one_row_round = lambda batch: "one row"
+    entries = {n: SimpleNamespace(processor=SimpleNamespace(stateful=n == 1)) for n in range(2)}
+    mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
+    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=False)
+    worker._info = SimpleNamespace(custom_logit_processor=entries)
+    worker._one_row_for_notes = True
+    assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]
+    worker._info = SimpleNamespace(custom_logit_processor={0: entries[0]})
+    assert worker.run_round(batch) == "block" and widths == [1, 7] and asked[1:] == ["next"]
+    worker._info = SimpleNamespace(custom_logit_processor=None)
+    assert worker.run_round(batch) == "block" and widths == [1, 7, 7]

@@ -1,0 +1,110 @@
+"""Penalised requests at temperature 1: tokens follow the penalised law, by the served code."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang_hyperdflash.serving.exact import weights_of
+from sglang_hyperdflash.serving.penalties import GeneratedCounts, Penalties
+from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, alone, decode, one, same
+from tests.unit.statistics_help import chi_square_p_value
+
+SEEDS = torch.arange(8000) * 7919 + 13
+FREQUENCY, PRESENCE, REPETITION = 0.9, 0.5, 1.6
+SETTINGS = {"temperature 1": {}, "all filters": {"top_k": 6, "top_p": 0.9, "min_p": 0.05}}
+
+
+class Worker:
+    """The served worker's three methods, on equal requests without prompts."""
+
+    def __init__(self, count: int) -> None:
+        rows = torch.arange(count)
+        values = (torch.full((count, 1), v) for v in (FREQUENCY, PRESENCE, REPETITION))
+        worker = self.worker = object.__new__(SampledWorker)
+        worker.requests = SimpleNamespace(penalties=Penalties(rows, rows, *values), ends=None)
+        worker._counts = GeneratedCounts(count, VOCAB, "cpu")
+        worker._info = SimpleNamespace(logit_bias=None, has_custom_logit_processor=False)
+        worker._contexts = None
+        self.adjust, self.penalise = worker._adjust_candidates, worker._penalise
+        self.count = worker._count
+
+
+def penalised(logits: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
+    """``logits [N, V]`` after ``generated [N, n]``, written down from the formulas."""
+    counts = F.one_hot(generated, VOCAB).sum(1)
+    x = logits - FREQUENCY * counts - PRESENCE * (counts > 0)
+    scaled = torch.where(x < 0, x * REPETITION, x / REPETITION)
+    return torch.where(counts > 0, scaled, x)
+
+
+def p_values(tokens: torch.Tensor, model: Markov, setting: dict) -> list[float]:
+    """The laws of the first two tokens and of the second two; a third depends on both before it."""
+    sampling = one(**setting)
+
+    def step(*before: int) -> torch.Tensor:
+        logits = model.table[before[-1] if before else 0].unsqueeze(0)
+        logits = penalised(logits, torch.tensor([before], dtype=torch.long))
+        weights = weights_of(logits, same(sampling, 1))[0]
+        return weights / weights.sum()
+
+    first = step()
+    pair = torch.stack([first[a] * step(a) for a in range(VOCAB)])
+    second = torch.zeros(VOCAB, VOCAB)
+    for a, b in itertools.product(range(VOCAB), repeat=2):
+        if pair[a, b] > 0:
+            second[b] += pair[a, b] * step(a, b)
+    return [
+        chi_square_p_value(tokens[:, 0] * VOCAB + tokens[:, 1], pair.flatten()),
+        chi_square_p_value(tokens[:, 1] * VOCAB + tokens[:, 2], second.flatten()),
+    ]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_penalised_tokens_follow_the_penalised_law(seeded):
+    """Whole blocks, and another width every round."""
+    model, values = Markov(3), []
+    for setting in SETTINGS.values():
+        for widths in ((DRAFTS + 1,), (2, 1, DRAFTS + 1)):
+            tokens, accepted = decode(
+                model,
+                one(**setting),
+                SEEDS,
+                seeded,
+                3,
+                widths=itertools.cycle(widths),
+                penalties=Worker(len(SEEDS)),
+            )
+            values += p_values(tokens, model, setting)
+            assert accepted > 0.05
+            if seeded:
+                expected = alone(model, one(**setting), SEEDS, 3, penalised)
+                assert torch.equal(tokens, expected)
+    assert min(values) > 0.001 / len(values), sorted(values)[:4]
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_long_penalised_answers_by_seed_are_target_only(setting):
+    seeds, model = SEEDS[:100], Markov(7)
+    worker = Worker(len(seeds))
+    found, accepted = decode(model, one(**setting), seeds, True, 30, penalties=worker)
+    assert torch.equal(found, alone(model, one(**setting), seeds, 30, penalised))
+    assert accepted > 0.2
+    # The control: penalties change the answers.
+    assert not torch.equal(found, alone(model, one(**setting), seeds, 30))
+
+
+def test_a_block_penalised_by_what_came_before_it_alone_is_caught(monkeypatch):
+    """What SGLang does: one row of penalties for a whole block."""
+
+    def frozen(self, logits, counts, drafts):
+        return self.applied(logits, counts.unsqueeze(1)).to(logits.dtype)
+
+    monkeypatch.setattr(Penalties, "apply_to_block", frozen)
+    tokens, _ = decode(Markov(3), one(), SEEDS, False, 3, penalties=Worker(len(SEEDS)))
+    assert min(p_values(tokens, Markov(3), {})) < 1e-9

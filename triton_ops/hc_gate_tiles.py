@@ -6,10 +6,17 @@ and path. An *apply* item multiplies the tile by those coefficients. The gate ma
 per tile instead of once per token, and an apply item finds its tile in L2, because it runs only
 ``lag`` tiles behind the stats items that brought it there.
 
-Apply items wait for a flag of an item with a *lower* program id. Programs start in the order of
-their ids (CUB's single-pass scan relies on the same), so what an item waits for runs or is done.
-(Numbers drawn from a counter would not rely on it, but are no constants of a warp: compiled for
-sm_90 they cost 16 registers a thread, and with those the second CTA of a multiprocessor.)
+Apply items wait for a flag of an item with a *lower* program id, and stats items for nothing. On
+NVIDIA's GPUs programs start in the order of their ids (no document promises it; CUB's single-pass
+scan has relied on it), and one that has started keeps its multiprocessor until it ends or comes
+back to one. So what an item waits for runs or is done, and some item always gets on. Were ids
+started in another order, a launch could hang; it could not give a wrong answer. That is why AMD's
+GPUs, which deal programs out to several dies, are not supported. (Numbers drawn from a counter
+would not rely on the order, but are no constants of a warp: compiled for sm_90 they cost 16
+registers a thread, and with those the second CTA of a multiprocessor. Two launches would read the
+residual from DRAM twice.) A wait costs its CTA's place on the multiprocessor and one atomic read of
+L2 a turn; ``lag`` keeps it short. The last slice of a tile alone finishes it, while the other items
+of its step go on; only what follows ``lag`` tiles later reads its flag.
 All sums have a fixed order: a result does not change from run to run. Formulas:
 :mod:`triton_ops.hc_gate`.
 

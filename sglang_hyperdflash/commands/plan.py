@@ -119,18 +119,13 @@ def resolved_arguments(target: str, node: Node, **options: Any):
     return arguments
 
 
-def pool_configurator(arguments):
-    """SGLang's ``DSV4PoolConfigurator`` of the target's worker, our hooks included.
+def _models(arguments):
+    """The target's ``ModelConfig``, the algorithm, and what SGLang reads of the draft's model.
 
-    Seams: ``create_context``/``use_context`` (must surround this call), ``ModelConfig``,
-    ``resolve_spec_aux_hidden_state_config`` and the attributes of ``KVCacheConfigurator`` that the
-    configurator reads.
+    Seams: ``ModelConfig``, ``resolve_spec_aux_hidden_state_config``.
     """
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.draft_kv_budget import resolve_dflash_draft_cell_size
-    from sglang.srt.model_executor import pool_configurator as pools
     from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
-    from sglang.srt.runtime_context import draft_attn_tp_size, get_model, get_parallel, get_schedule
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     model = ModelConfig.from_server_args(arguments)
@@ -138,6 +133,20 @@ def pool_configurator(arguments):
     aux = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
         server_args=arguments, model_config=model, spec_algorithm=algorithm, is_draft_worker=False
     )
+    return model, algorithm, aux
+
+
+def pool_configurator(arguments):
+    """SGLang's ``DSV4PoolConfigurator`` of the target's worker, our hooks included.
+
+    Seams: ``create_context``/``use_context`` (must surround this call) and the attributes of
+    ``KVCacheConfigurator`` that the configurator reads.
+    """
+    from sglang.srt.mem_cache.draft_kv_budget import resolve_dflash_draft_cell_size
+    from sglang.srt.model_executor import pool_configurator as pools
+    from sglang.srt.runtime_context import draft_attn_tp_size, get_model, get_parallel, get_schedule
+
+    model, algorithm, aux = _models(arguments)
     cell = None
     if algorithm.is_dflash_family() and aux.draft_model_config is not None:
         cell = resolve_dflash_draft_cell_size(
@@ -221,19 +230,20 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         Those of draft attention by its backend, and all others.
     """
     from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
 
     from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
-    from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+    from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
     from sglang_hyperdflash.serving.start_checks import load_draft_config
     from sglang_hyperdflash.serving.width_settings import read_setting
 
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
-    model = ModelConfig.from_server_args(arguments)
-    block = int(resolved["speculative_num_draft_tokens"])
+    model, _, aux = _models(arguments)
+    draft, block = aux.draft_model_config, int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
     text = model.hf_text_config
-    widths = read_setting(block, drafter.causal).widths
+    widths = read_setting(block, drafter.causal).built(block)
     batches = Batches(
         requests,
         captured,
@@ -243,18 +253,23 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         drafter.candidates,
         widths,
         drafter.dependency.rank if drafter.dependency else 0,
+        1 if resolved["enable_dp_attention"] else int(resolved["tp_size"]),
     )
-    graphs = graph_index_bytes(
-        requests,
-        int(model.context_len),
-        resolved["speculative_draft_window_size"],
-        block,
-        int(resolved["page_size"]),
-        len(captured),
+    graphs = DraftGraphs(
+        requests=requests,
+        captured=len(captured),
+        context=int(model.context_len),
+        window=resolved["speculative_draft_window_size"],
+        page=int(resolved["page_size"]),
+        block=block,
+        widths=widths,
+        heads=draft.get_max_num_attention_heads() // draft_attn_tp_size(),
+        head_dim=int(draft.v_head_dim),
+        splits=int(get_exec().kernel.triton_attention_num_kv_splits),
+        # DeepSeek-V4's own attention has none.
+        workspace=int(envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()),
     )
-    # Every width that drafts has a backend and graphs of its own.
-    drafting = sum(width > 1 for width in widths)
-    return {name: size * drafting for name, size in graphs.items()}, beside_kv(batches)
+    return graph_bytes(graphs), beside_kv(batches)
 
 
 def _is_v4(target: str) -> bool:

@@ -26,6 +26,7 @@ class Batches:
         block: tokens of a request that are verified at once, at most; widths: all that may be.
         residual: width of the target's residual, streams x hidden size; vocabulary: tokens.
         candidates: of each draft row; rank: of the dependency head, 0 without one.
+        shards: GPUs that share the LM head's rows.
     """
 
     requests: int
@@ -36,14 +37,16 @@ class Batches:
     candidates: int = 64
     widths: Sequence[int] = ()
     rank: int = 0
+    shards: int = 1
 
 
 def beside_kv(b: Batches) -> dict[str, int]:
-    """Bytes on one GPU by what they are for; draft attention's indices: ``draft_attention``.
+    """Bytes on one GPU by what they are for; draft attention's: ``draft_attention``.
 
     The residual is bf16, and every captured size of every width keeps one of its own: it is an
-    output of SGLang's graph. Probabilities and counts are those of sampled requests and of
-    requests with penalties.
+    output of SGLang's graph. The draft's graph projects all of its rows at once, in bf16, before
+    it takes their candidates; captures share that memory, so it is counted of the largest alone.
+    Probabilities and counts are those of sampled requests and of requests with penalties.
     """
     rows = b.requests * b.block
     drafts = max(b.captured, default=0) * (b.block - 1)
@@ -51,6 +54,7 @@ def beside_kv(b: Batches) -> dict[str, int]:
     draft = b.candidates * CANDIDATE_BYTES + FIRST_BYTES + 4 * b.rank
     return {
         "residual of the captured batches": 2 * sum(b.captured) * widths * b.residual,
+        "drafts' logits": 2 * drafts * -(-b.vocabulary // b.shards),
         "drafts' candidates": drafts * draft,
         "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * b.vocabulary),
         "counts of requests with penalties": 4 * (b.requests + 1) * b.vocabulary,

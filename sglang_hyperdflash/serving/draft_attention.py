@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 # Draft attention backends whose K/V indices are slots, not pages.
 TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
-# Backends whose graphs hold one index for every token that a request may have.
 # Blocks beyond its context that a request's list of indices may hold: SGLang's host bound counts
 # the drafted block twice, and a finished request runs once more under overlap scheduling.
 BLOCKS = 3
+# Backends whose graphs hold one index for every token that a request may have.
 INDEX_DTYPES = {"FlashInferAttnBackend": torch.int32, "TritonAttnBackend": torch.int64}
 # FlashInfer's wrapper of one captured batch size: its plan and its K/V lengths.
 WRAPPER_BYTES = (8 << 20) + 4 * 32768
@@ -98,20 +99,49 @@ def graph_context(context: int, window: int | None, block: int) -> int:
     return context if window is None else window + 2 * block
 
 
-def graph_index_bytes(
-    requests: int, context: int, window: int | None, block: int, page: int, captured: int
-) -> dict[str, int]:
-    """What a draft's graphs hold to find K/V, by backend, for one GPU.
+@dataclass(frozen=True)
+class DraftGraphs:
+    """What sizes the buffers of a draft's graphs on one GPU.
 
-    Args:
-        requests: of the largest captured batch. context: the server's, in tokens. page: tokens.
-        captured: how many batch sizes have a graph.
+    Attributes:
+        requests: of the largest captured batch; captured: how many batch sizes have a graph.
+        context: the server's, in tokens; window: the drafter's; page: tokens.
+        block: rows of a whole block; widths: all that are verified, those that draft above 1.
+        heads, head_dim: the drafter's query heads on this GPU, and of a value.
+        splits: parts that Triton cuts a context's K/V into, at most.
+        workspace: bytes of FlashInfer's, 0 where the target has one already.
     """
-    context = graph_context(context, window, block)
-    slots = requests * (context + BLOCKS * block)
-    found = {"triton": 8 * slots, "flashinfer": 4 * slots + captured * WRAPPER_BYTES}
-    pages = 4 * requests * -(-context // page)
-    return found if window is not None else {"fa3": pages, "fa4": pages, **found}
+
+    requests: int
+    captured: int
+    context: int
+    window: int | None
+    page: int
+    block: int
+    widths: Sequence[int]
+    heads: int
+    head_dim: int
+    splits: int = 8
+    workspace: int = 0
+
+
+def graph_bytes(g: DraftGraphs) -> dict[str, int]:
+    """What a draft's attention keeps for its graphs, by backend.
+
+    Every width that drafts has a backend of its own, with indices for a whole block's contexts.
+    Triton keeps an fp32 output and its logarithm of every row, head and split; FlashInfer one
+    workspace for all backends of a process.
+    """
+    context, widths = graph_context(g.context, g.window, g.block), [w for w in g.widths if w > 1]
+    slots = g.requests * (context + BLOCKS * g.block)
+    partial = 4 * g.requests * sum(widths) * g.heads * g.splits * (g.head_dim + 1)
+    plans = g.captured * WRAPPER_BYTES
+    found = {
+        "triton": len(widths) * 8 * slots + partial,
+        "flashinfer": len(widths) * (4 * slots + plans) + g.workspace,
+    }
+    pages = len(widths) * 4 * g.requests * -(-context // g.page)
+    return found if g.window is not None else {"fa3": pages, "fa4": pages, **found}
 
 
 def bound_graph_buffers(backend, block: int) -> None:

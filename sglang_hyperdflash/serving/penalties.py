@@ -98,13 +98,16 @@ class EndTokens:
         return out.unsqueeze(1) + ahead < self.minimum.unsqueeze(1)
 
     def forbid(self, logits: torch.Tensor, contexts: torch.Tensor) -> None:
-        """Make early end tokens of ``logits [bs, B, V]`` impossible, in place."""
+        """Make early end tokens of ``logits [bs, B, V]`` impossible, in place.
+
+        No other entry is touched or copied: the rows of a large batch have gigabytes.
+        """
         block = logits.shape[1]
-        at = self.ids.unsqueeze(1).expand(-1, block, -1)
-        mine = logits[self.rows]
+        order = torch.arange(block, device=logits.device)
+        at = self.rows.view(-1, 1, 1), order.view(1, -1, 1), self.ids.unsqueeze(1)
         early = self.too_early(contexts, block).unsqueeze(2)
-        ended = mine.gather(2, at).masked_fill(early, float("-inf"))
-        logits[self.rows] = mine.scatter(2, at, ended)
+        # An end token that is repeated is written twice with one value.
+        logits[at] = logits[at].masked_fill(early, float("-inf"))
 
 
 class GeneratedCounts:

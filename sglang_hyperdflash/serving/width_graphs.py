@@ -7,16 +7,23 @@ theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.draft_worker_common import make_draft_sampler_capture_hook
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.tools.errors import SeamError
 
+logger = logging.getLogger(__name__)
+
+# Free memory, GB, below which SGLang captures no draft graph (``DFlashWorkerV2.init_cuda_graphs``).
+LEAST_FREE = 1.0
 # Of a ``ModelRunner``.
 SWAPPED = ("attn_backend", "decode_cuda_graph_runner")
 # What one width has of a runner.
@@ -45,8 +52,14 @@ def _settings(width: int) -> AbstractContextManager:
     return get_spec().override(speculative_num_draft_tokens=width)
 
 
-def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
-    """A backend of its own, and a decode graph if the runner has one at full width."""
+def _build(
+    runner: Any, width: int, bound_to: int | None = None, capture: bool = True
+) -> RunnerState:
+    """A backend of its own, and a decode graph if the runner has one at full width.
+
+    Args:
+        bound_to: the block whose contexts its graphs' indices hold. capture: False for no graph.
+    """
     # FlashInfer's workspace (384 MiB; 2 GiB under deterministic inference) is the first backend's:
     # passes follow one another on one stream, and nothing in it outlives its pass.
     backend = runner._get_attention_backend(init_new_workspace=runner.init_new_workspace)
@@ -55,7 +68,9 @@ def _build(runner: Any, width: int, bound_to: int | None = None) -> RunnerState:
     if bound_to is not None:
         bound_graph_buffers(backend, bound_to)
     graphs = runner.decode_cuda_graph_runner
-    if captured(runner):
+    if captured(runner) and not capture:
+        graphs = runner.eager_runner
+    elif captured(runner):
         graphs = runner._decode_cuda_graph_runner_cls()(
             runner,
             attn_backend=backend,
@@ -71,20 +86,47 @@ def target_state(worker: Any, width: int) -> RunnerState:
         return _build(worker.target_worker.model_runner, width)
 
 
+def _room_for_graph(worker: Any, width: int) -> bool:
+    """Whether SGLang would still capture a draft graph; the least of all ranks' free memory.
+
+    Seam: ``SpecTpSync.available_memory_gb``, as ``DFlashWorkerV2.init_cuda_graphs`` asks it.
+    """
+    if not (is_cuda() and captured(worker.draft_model_runner)):
+        return True
+    free = worker._tp_sync.available_memory_gb(
+        SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=get_parallel().tp_group
+    )
+    if free < LEAST_FREE:
+        logger.warning(
+            "HYPERDFLASH: width %d drafts without a CUDA graph: %.2f GB of GPU memory are free. "
+            "Lower --mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths.",
+            width,
+            free,
+        )
+    return free >= LEAST_FREE
+
+
 def draft_state(worker: Any, width: int) -> RunnerState:
-    """The drafter's; the worker's width is ``width``, its sampler is captured with the graph."""
+    """The drafter's; the worker's width is ``width``, its sampler is captured with the graph.
+
+    Without memory for a graph the width drafts eagerly, and the worker has no sampler.
+    """
     runner = worker.draft_model_runner
     hooks = runner.capture_tail_hooks
     runner.capture_tail_hooks = []
-    if worker._draft_sampler is not None:
-        runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(worker._draft_sampler))
     try:
         with (
             _settings(width),
             worker._own_context(),
             draft_tp_context(worker.draft_parallel_layout),
         ):
+            capture = _room_for_graph(worker, width)
+            if not capture:
+                worker._draft_sampler = None
+            if worker._draft_sampler is not None:
+                hook = make_draft_sampler_capture_hook(worker._draft_sampler)
+                runner.capture_tail_hooks.append(hook)
             # A wide round may have just moved a request past its context's end.
-            return _build(runner, width, bound_to=worker.block)
+            return _build(runner, width, bound_to=worker.block, capture=capture)
     finally:
         runner.capture_tail_hooks = hooks

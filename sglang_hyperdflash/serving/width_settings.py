@@ -33,6 +33,10 @@ class WidthSetting:
     def fixed(self) -> bool:
         return len(self.widths) == 1
 
+    def built(self, block: int) -> tuple[int, ...]:
+        """Widths with buffers, backends and graphs: the block's too, which every start has."""
+        return tuple(sorted({*self.widths, block}))
+
 
 def read_setting(
     block: int, causal: bool, environment: Mapping[str, str] = os.environ

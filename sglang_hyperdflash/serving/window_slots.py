@@ -29,6 +29,11 @@ class DraftWindow:
     ) -> None:
         if ring < window:
             raise ValueError(f"a ring of {ring} slots cannot hold one window of {window} tokens")
+        if ring < batch * block:
+            # Two tokens of one call would get one slot, and whose K/V it holds were left to chance.
+            raise ValueError(
+                f"a ring of {ring} slots cannot take a round of {batch} blocks of {block} tokens"
+            )
         self.ring, self.window, self.block = ring, window, block
         self.slot_of = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         # One more owner than slots: tokens that do not enter write there.

@@ -15,10 +15,11 @@ import torch
 
 from sglang_hyperdflash.cpu.pool_log import logged_pools
 
-# Calls of the host that wait for the device.
+# Calls of the host that wait for the device. A value that is read back is among them; torch's own
+# names of a read, as aten::item, are recorded of tensors on the host too.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-# What torch calls a value that is read back.
-READS = ("aten::_local_scalar_dense", "aten::nonzero")
+# How SGLang's profiler names a target's pass over drafts: one a round.
+ROUND = "step[VERIFY"
 CUDA_POOL = r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB"
 GRAPH = r"[Cc]apture.*graph.*end.*mem usage=([\d.]+) GB"
 
@@ -44,25 +45,74 @@ def draft_attention(log: str) -> str | None:
     return found[1] if found else None
 
 
+def fell_back(log: str) -> list[str]:
+    """Lines of a log that say that a fused path of DFLASH's or ours fell back.
+
+    SGLang says so of other parts, as the target's einsum, which are none of ours.
+    """
+    return [line for line in log.splitlines() if re.search(r"DFLASH.*\bfalling back", line)]
+
+
 def trace_events(folder: Path) -> list[dict]:
-    """All events of the traces that SGLang's profiler left in a folder."""
+    """All events of the traces of decoding that SGLang's profiler left in a folder."""
     events = []
-    for path in sorted(folder.rglob("*.json.gz")):
+    for path in sorted(folder.rglob("*DECODE*.json.gz")):
         with gzip.open(path, "rt") as file:
             events += json.load(file)["traceEvents"]
     return events
 
 
+def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
+    """How many rounds a trace has, and what its host did from the first one's start on.
+
+    The profiler itself waits for the device before it starts and when it stops.
+
+    Returns:
+        The rounds; events of their thread, until the last one's pass has been launched.
+    """
+    passes = [
+        event
+        for event in events
+        if str(event.get("name")).startswith(ROUND) and event.get("cat") == "user_annotation"
+    ]
+    if not passes:
+        return 0, []
+    begin = min(event["ts"] for event in passes)
+    end = max(event["ts"] + event["dur"] for event in passes)
+    threads = {(event["pid"], event["tid"]) for event in passes}
+    return len(passes), [
+        event
+        for event in events
+        if (event.get("pid"), event.get("tid")) in threads
+        and begin <= event.get("ts", begin - 1) <= end
+    ]
+
+
 def waits(events: list[dict]) -> dict[str, int]:
-    """How often a trace's host waited for the device, or read a value back, by its name."""
+    """How often a trace's host waited for the device, by the call's name."""
     names = Counter(event.get("name") for event in events)
-    return {name: names[name] for name in (*WAITS, *READS) if names[name]}
+    return {name: names[name] for name in WAITS if names[name]}
 
 
-def same_drafts(one: dict, other: dict) -> tuple[int, int]:
-    """Blocks that two runs proposed for the same request, length and anchor; and the equal ones."""
+def same_drafts(one: dict, other: dict, drafts: int | None = None) -> tuple[int, int]:
+    """Blocks that two runs proposed for the same request, length and anchor; and the equal ones.
+
+    Args:
+        drafts: only blocks of so many; None takes all, which must then have as many in both runs.
+    """
     both = [key for key in one.keys() & other.keys() if one[key][0] == other[key][0]]
+    if drafts is not None:
+        both = [key for key in both if len(one[key][1]) == len(other[key][1]) == drafts]
     return len(both), sum(one[key][1] == other[key][1] for key in both)
+
+
+def rounds_by_width(answers: list[dict]) -> dict[int, int]:
+    """How many rounds of each width some answers had."""
+    total: Counter[int] = Counter()
+    for answer in answers:
+        for width, rounds in enumerate(answer["meta_info"]["spec_cap_lens_histogram"]):
+            total[width] += rounds
+    return {width: rounds for width, rounds in sorted(total.items()) if rounds}
 
 
 def used_bytes(process_id: int) -> int:

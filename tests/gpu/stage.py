@@ -47,8 +47,9 @@ def draw(model, *args, **kwargs):
 def load():
     from sglang.srt.model_loader import loader
     loader.initialize_dummy_weights = draw
-    from tests.engine.v4 import drafts
-    drafts.install()
+    from tests.engine.v4 import controls, drafts
+    controls.install()
+    drafts.install_if_asked()
 """
 
 
@@ -59,7 +60,8 @@ class Stage:
     Attributes:
         shape: the target's ``config.json``; draft: the drafter's; mask_token: its mask.
         context: tokens; requests: at once; long_prompt: tokens of the one long prompt.
-        window: of the windowed drafter; tokens: of an answer.
+        window: of the windowed drafter, so small that an answer slides it; tokens: of an answer.
+        first: tokens of the shortest prompt; boundary: with an answer, they pass a multiple of 128.
         arguments: of every server; environment, source: of its plugin.
         write_target: makes the checkpoint. gpu: whether kernels, graphs and traces are there.
     """
@@ -72,6 +74,8 @@ class Stage:
     long_prompt: int
     window: int
     tokens: int
+    first: int
+    boundary: int
     arguments: tuple[str, ...]
     environment: dict[str, str]
     source: str
@@ -101,10 +105,10 @@ class Stage:
         options = {"environment": environment, "threads": None if self.gpu else 1}
         return servers.get(f"visit-{name}", target, *self.arguments, *arguments, **options)
 
-    def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
-        """Random prompts, all of different lengths."""
+    def prompts(self, count: int, seed: int = 0, first: int | None = None) -> list[list[int]]:
+        """Random prompts, all of different lengths, the shortest of ``first`` tokens."""
         draw, most = random.Random(seed), int(self.shape["vocab_size"]) - 50
-        first = 300 if self.gpu else 20
+        first = self.first if first is None else first
         return [[draw.randrange(5, most) for _ in range(first + 3 * i)] for i in range(count)]
 
 
@@ -115,8 +119,10 @@ GPU = Stage(
     context=1 << 20,
     requests=256,
     long_prompt=200_000,
-    window=512,
+    window=128,
     tokens=160,
+    first=300,
+    boundary=300,
     arguments=ARGUMENTS,
     environment={},
     source=WEIGHTS,
@@ -130,8 +136,10 @@ CPU = Stage(
     context=4096,
     requests=4,
     long_prompt=300,
-    window=64,
+    window=16,
     tokens=32,
+    first=20,
+    boundary=115,
     arguments=serve.ARGUMENTS,
     environment=dict(plugin.ENVIRONMENT),
     source=serve.PLUGIN,

@@ -13,17 +13,20 @@ from typing import Any
 import requests
 
 from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
-from sglang_hyperdflash.serving.draft_attention import graph_index_bytes
+from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
 from tests.engine.conftest import Servers, greedy, ids
+from tests.engine.v4 import controls
 from tests.engine.v4.drafts import OWN_DRAFTS
 from tests.engine.v4.serve import accepted, known, own_blocks
 from tests.gpu import readings
 from tests.gpu.stage import Stage
 
 BLOCK, SHORT = 7, 16
+EVERY_WIDTH = (1, 2, 4, 7)
 # What an allocator and kernels take beside the buffers that are counted, GiB.
 SLACK_GIB = 1.5
 
@@ -99,7 +102,19 @@ def _check_graphs(v: Visit, log: str) -> None:
     """The graphs' memory against what ``hyperdflash plan`` counts of them."""
     stage, taken = v.stage, readings.graph_gib(log)
     v.found["graphs GiB"] = taken
-    indices = graph_index_bytes(stage.requests, stage.context, None, BLOCK, 256, 1)
+    draft = DraftGraphs(
+        requests=stage.requests,
+        captured=1,
+        context=stage.context,
+        window=None,
+        page=256,
+        block=BLOCK,
+        widths=[BLOCK],
+        heads=stage.draft.heads,
+        head_dim=stage.draft.head_dim,
+        workspace=384 << 20,
+    )
+    buffers = graph_bytes(draft)
     batches = Batches(
         stage.requests,
         [stage.requests],
@@ -107,13 +122,13 @@ def _check_graphs(v: Visit, log: str) -> None:
         int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
         int(stage.shape["vocab_size"]),
     )
-    v.found |= {"indices counted": indices, "beside K/V counted": beside_kv(batches)}
+    v.found |= {"draft attention counted": buffers, "beside K/V counted": beside_kv(batches)}
     if not stage.gpu:
         return
     v.check(len(taken) >= 2, "the log names no graphs of target and draft")
-    most = max(indices.values()) / 2**30 + SLACK_GIB
+    most = max(buffers.values()) / 2**30 + SLACK_GIB
     v.check(not taken or taken[-1] <= most, f"the draft's graphs take more than {most:.1f} GiB")
-    v.check("falling back" not in log, "a fused path fell back")
+    v.check(not readings.fell_back(log), "a fused path fell back")
     ready = "reducer=hc_gate kernels=triton fused_kv=True"
     v.check(ready in log, f"the log does not say: {ready}")
 
@@ -129,26 +144,58 @@ def bench(v: Visit) -> None:
     v.check(ended.returncode == 0, f"the benchmark failed: {ended.stderr[-500:]}")
 
 
+# With CUDA graphs and without.
+GRAPHS = {"graphs": (), "eager": ("--disable-cuda-graph",)}
+
+
 def windowed(v: Visit) -> None:
     """A windowed drafter proposes the same blocks with CUDA graphs and without."""
     draft = v.stage.write_drafter(v.folder / "windowed", v.stage.window)
-    prompts, blocks = v.stage.prompts(4), []
+    prompts = v.stage.prompts(4)
     with v.server("windowed-none") as server:
         answers = ids(asked(server, prompts, v.stage.tokens))
-    for name, options in (("graphs", ()), ("eager", ("--disable-cuda-graph",))):
-        path = v.folder / f"windowed-{name}.jsonl"
-        environment = known(v.folder, prompts, answers) | {OWN_DRAFTS: str(path)}
-        with v.server(f"windowed-{name}", *options, draft=draft, **environment) as server:
-            found = asked(server, prompts, v.stage.tokens)
-        v.found[f"rounds by accepted drafts, {name}"] = accepted(found)
-        blocks.append(own_blocks(path))
-    compared, same = readings.same_drafts(*blocks)
-    distinct = len({tuple(block) for _, block in blocks[0].values()})
-    v.found |= {"blocks compared": compared, "equal": same, "distinct": distinct}
-    v.check(compared >= 10, "too few blocks of the same text to compare")
-    v.check(3 * distinct > len(blocks[0]), "the drafter repeats its blocks")
+    backends = {"": ()}
+    if v.stage.gpu:  # not the default for a window, and planned by host lengths
+        backends[" flashinfer"] = ("--speculative-draft-attention-backend", "flashinfer")
+    for backend, named in backends.items():
+        blocks = []
+        for name, options in GRAPHS.items():
+            path = v.folder / f"windowed-{name}{backend.strip()}.jsonl"
+            oracle = known(v.folder, prompts, answers) | {OWN_DRAFTS: str(path)}
+            name = f"{name}{backend.replace(' ', '-')}"
+            arguments = (*named, *options)
+            with v.server(f"windowed-{name}", *arguments, draft=draft, **oracle) as server:
+                found = asked(server, prompts, v.stage.tokens)
+            v.found[f"rounds by accepted drafts, {name}"] = accepted(found)
+            blocks.append(own_blocks(path))
+        _check_same_drafts(v, *blocks, kind=backend)
+
+
+def _check_same_drafts(v: Visit, one: dict, other: dict, drafts=None, kind: str = "") -> None:
+    """Two runs, with graphs and without, propose the same blocks for the same text."""
+    compared, same = readings.same_drafts(one, other, drafts)
+    blocks = [tuple(b) for _, b in one.values() if drafts is None or len(b) == drafts]
+    distinct = len(set(blocks))
+    v.found[f"blocks{kind}"] = {"compared": compared, "equal": same, "distinct": distinct}
+    v.check(compared >= 10, f"too few blocks of the same text to compare{kind}")
+    v.check(3 * distinct > len(blocks), f"the drafter repeats its blocks{kind}")
     # bf16 rounds by the number of rows, so a near-tie may differ; garbage differs everywhere.
-    v.check(same >= 0.8 * compared, "graphs and eager rounds draft different blocks")
+    v.check(same >= 0.8 * compared, f"graphs and eager rounds draft different blocks{kind}")
+
+
+def _check_tokens(v: Visit, found: list[list[int]], expected: list[list[int]], kind: str) -> None:
+    """Answers are the expected ones, on a GPU until a tie of one bf16 step."""
+    same = [
+        next(
+            (i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b),
+            min(len(x), len(y)),
+        )
+        for x, y in zip(found, expected, strict=True)
+    ]
+    v.found[f"tokens until the first difference{kind}"] = same
+    most = min(len(answer) for answer in expected)
+    needed = 8 if v.stage.gpu else most
+    v.check(sorted(same)[len(same) // 2] >= needed, f"answers leave the target's at once{kind}")
 
 
 def residual(v: Visit) -> None:
@@ -162,14 +209,53 @@ def residual(v: Visit) -> None:
         found = asked(server, prompts, tokens)
     blocks = [tuple(block) for _, block in own_blocks(path).values()]
     v.check(3 * len(set(blocks)) > len(blocks), "the drafter repeats its blocks")
-    same = [
-        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), tokens)
-        for x, y in zip(ids(found), expected, strict=True)
-    ]
-    v.found |= {"tokens until the first difference": same, "rounds by drafts": accepted(found)}
-    v.check(sorted(same)[len(same) // 2] >= 8, "answers leave the target's at once")
+    _check_tokens(v, ids(found), expected, "")
+    v.found["rounds by drafts"] = accepted(found)
     # Then most blocks are the drafter's own: the oracle no longer knows the text.
     v.check(sum(map(bool, accepted(found))) >= 3, "too few lengths of acceptance")
+
+
+def widths(v: Visit) -> None:
+    """A width drawn every round: tokens of no speculation; each width drafts alike in graphs."""
+    prompts, tokens, blocks = v.stage.prompts(4), 2 * v.stage.tokens, []
+    with v.server("widths-none") as server:
+        expected = ids(asked(server, prompts, tokens))
+    drawn = {WIDTH: RANDOM, WIDTHS: ",".join(map(str, EVERY_WIDTH))}
+    for name, options in GRAPHS.items():
+        path = v.folder / f"widths-{name}.jsonl"
+        environment = drawn | known(v.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
+        with v.server(f"widths-{name}", *options, draft=v.drafter, **environment) as server:
+            found = asked(server, prompts, tokens)
+        _check_tokens(v, ids(found), expected, f", {name}")
+        rounds = readings.rounds_by_width(found)
+        v.found[f"rounds by width, {name}"] = rounds
+        v.check(set(rounds) == set(EVERY_WIDTH), f"not every width ran, {name}")
+        blocks.append(own_blocks(path))
+    for width in EVERY_WIDTH[1:]:
+        _check_same_drafts(v, *blocks, drafts=width - 1, kind=f" of width {width}")
+
+
+def poison(v: Visit) -> None:
+    """Nothing reads what rejected drafts left in the target's states: they are set to NaN."""
+    prompts, tokens = v.stage.prompts(4, first=v.stage.boundary), v.stage.tokens
+    with v.server("poison-none") as server:
+        expected = ids(asked(server, prompts, tokens))
+    oracle = known(v.folder, prompts, expected)
+    fault = {controls.FAULT: controls.poison_rejected_states.__name__}
+    with v.server("poison-rejected", draft=v.drafter, **oracle, **fault) as server:
+        found = asked(server, prompts, tokens)
+    v.found["rounds by drafts"] = accepted(found)
+    v.check(all(len(answer) == tokens for answer in ids(found)), "an answer was cut short")
+    _check_tokens(v, ids(found), expected, "")
+    # The control: what a boundary does read, set to NaN too, must be seen.
+    fault = {controls.FAULT: controls.poison_an_accepted_state.__name__}
+    with v.server("poison-accepted", draft=v.drafter, **oracle, **fault) as server:
+        try:
+            seen = ids(asked(server, prompts, tokens)) != ids(found)
+        except requests.RequestException:
+            seen = True
+    v.found["an accepted state set to NaN is seen"] = seen
+    v.check(seen, "NaN in a state that is read changed nothing: the poison reaches no state")
 
 
 def trace(v: Visit) -> None:
@@ -180,16 +266,18 @@ def trace(v: Visit) -> None:
     with v.server("trace", draft=v.drafter) as server:
         asked(server, v.stage.prompts(4), SHORT)
         options = {"output_dir": str(folder), "num_steps": rounds, "activities": activities}
+        # Prefills, which wait, get a trace of their own.
+        options["profile_by_stage"] = True
         requests.post(f"{server.url}/start_profile", json=options, timeout=60).raise_for_status()
         asked(server, v.stage.prompts(4), v.stage.tokens)
-    events = readings.trace_events(folder)
+    seen, events = readings.rounds_of(readings.trace_events(folder))
     found = readings.waits(events)
-    v.found |= {"rounds": rounds, "events": len(events), "waits": found}
-    v.check(bool(events), "the profiler left no trace")
-    if v.stage.gpu:
-        # The scheduler itself waits once a round, for the tokens of the round before.
-        own = {k: n for k, n in found.items() if k != "cudaEventSynchronize"}
-        v.check(not own, f"the host waits inside a round: {own}")
+    v.found |= {"rounds": seen, "events": len(events), "waits": found}
+    v.check(rounds - 1 <= seen <= rounds + 1, f"the trace has not {rounds} rounds")
+    # The scheduler itself waits once a round, for the tokens of the round before.
+    own = found | {"cudaEventSynchronize": max(0, found.get("cudaEventSynchronize", 0) - seen)}
+    own = {name: count for name, count in own.items() if count}
+    v.check(not own, f"the host waits inside a round: {own}")
 
 
 def sampled(v: Visit) -> None:
@@ -242,7 +330,10 @@ def tests(v: Visit) -> None:
 
 STEPS: dict[str, Callable[[Visit], None]] = {
     step.__name__: step
-    for step in (million, bench, windowed, residual, trace, sampled, round_cost, tests)
+    for step in (
+        *(million, bench, windowed, residual, widths, poison),
+        *(trace, sampled, round_cost, tests),
+    )
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.beside_kv import VERIFY_MATRICES, Batches, beside_kv
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
-from sglang_hyperdflash.serving.penalties import Penalties
+from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
 from tests.conftest import ROOT
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
@@ -105,3 +107,38 @@ def test_every_width_keeps_residuals_of_its_own_and_a_head_its_gates():
     name = "residual of the captured batches"
     assert (one[name], more[name]) == (2 * 12 * 7 * 64, 2 * 12 * 8 * 64)
     assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4
+
+
+def test_a_draft_s_graph_projects_its_rows_at_once():
+    """Found as: 0.4 GB at 256 requests that nobody had counted."""
+    from sglang.srt.models.dflash import _project_candidate_logits
+
+    drafts, hidden = BATCH * (BLOCK - 1), 16
+    head = SimpleNamespace(weight=torch.randn(VOCABULARY, hidden, dtype=torch.bfloat16))
+    rows = torch.randn(drafts, hidden, dtype=torch.bfloat16)
+
+    def project() -> None:
+        _project_candidate_logits(rows, head, num_org=VOCABULARY, use_quant_head=False)
+
+    batches = Batches(BATCH, [1, BATCH], BLOCK, 64, VOCABULARY)
+    counted = beside_kv(batches)["drafts' logits"]
+    assert counted == 2 * drafts * VOCABULARY
+    # A product on a CPU has some KiB of scratch.
+    assert peak_bytes(project) == pytest.approx(counted, rel=0.01)
+    shared = beside_kv(replace(batches, shards=8))["drafts' logits"]
+    assert shared == 2 * drafts * VOCABULARY / 8
+    assert beside_kv(replace(batches, captured=[]))["drafts' logits"] == 0
+
+
+def test_forbidding_an_end_token_copies_no_logits():
+    """Found as: two copies of every row of a batch, to change a few columns of it."""
+    logits = torch.randn(BATCH, BLOCK, VOCABULARY)
+    rows, ends = torch.arange(BATCH), torch.tensor([[1, 2], [3, 3], [4, 5]])
+    tokens = EndTokens(rows, torch.full((BATCH,), 9), torch.full((BATCH,), 3), ends)
+    contexts = torch.full((BATCH,), 5)
+    expected = logits.clone()
+    for row, chosen in enumerate(ends.tolist()):
+        expected[row, :, chosen] = float("-inf")  # 2 tokens are out, and 8 behind the last row
+    found = peak_bytes(lambda: tokens.forbid(logits, contexts))
+    assert torch.equal(logits, expected)
+    assert found < 4 * BATCH * VOCABULARY / 50, found

@@ -9,6 +9,8 @@ import torch
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
+from sglang_hyperdflash.serving.width_settings import WIDTHS as WIDTHS_VARIABLE
+from sglang_hyperdflash.serving.width_settings import read_setting
 from sglang_hyperdflash.serving.width_worker import BUFFERS, SIZED, WidthStates, WidthWorker
 from sglang_hyperdflash.tools.errors import SeamError
 
@@ -72,6 +74,14 @@ def test_nothing_else_changes_and_the_same_width_changes_nothing():
     states.activate(1)
     states.activate(7)
     assert worker.other is other and set(vars(worker)) == set(before)
+
+
+@pytest.mark.parametrize("text", ["2", "1,2,4", "1,7", "7"])
+def test_widths_that_are_planned_are_those_that_are_built(text):
+    """Found as: a setting without the block was planned without the block's graphs."""
+    setting = read_setting(7, causal=False, environment={WIDTHS_VARIABLE: text})
+    assert setting.built(7) == tuple(sorted(WidthStates(Worker(), setting.widths).states))
+    assert 7 in setting.built(7)
 
 
 def test_an_attribute_that_sglang_lost_is_named():
@@ -206,6 +216,65 @@ def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left_behind(monkeypatch
     monkeypatch.setattr(width_graphs, "draft_tp_context", lambda layout: nullcontext())
     assert width_graphs.draft_state(worker, 2)["decode_cuda_graph_runner"] == "graphs"
     assert sizes == [4 * (100 + 3 * 7)]
+
+
+@pytest.mark.parametrize(
+    "free, cuda, graph", [(0.9, True, False), (1.0, True, True), (0.9, False, True)]
+)
+def test_a_width_without_memory_for_a_graph_drafts_without_one(
+    monkeypatch, caplog, free, cuda, graph
+):
+    """SGLang asks so of the whole block's; a narrow one's capture would have ended the server."""
+    from contextlib import nullcontext
+
+    hooks, asked = [], []
+
+    def graphs(runner, **options):
+        hooks.append(len(runner.capture_tail_hooks))
+        return "graphs of 2"
+
+    draft = SimpleNamespace(
+        init_new_workspace=False,
+        _get_attention_backend=lambda init_new_workspace: "backend",
+        decode_cuda_graph_runner="graphs of 7",
+        eager_runner="eager",
+        _decode_cuda_graph_runner_cls=lambda: graphs,
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
+        capture_tail_hooks=["the whole block's"],
+    )
+    worker = SimpleNamespace(
+        draft_model_runner=draft,
+        block=7,
+        device="cuda",
+        gpu_id=0,
+        _draft_sampler=lambda *a, **k: None,
+        _own_context=nullcontext,
+        draft_parallel_layout=None,
+        _tp_sync=SimpleNamespace(available_memory_gb=lambda *a, **k: asked.append(k) or free),
+    )
+    monkeypatch.setattr(width_graphs, "get_spec", lambda: SimpleNamespace(speculative_num_steps=1))
+    monkeypatch.setattr(width_graphs, "_settings", lambda width: nullcontext())
+    monkeypatch.setattr(width_graphs, "draft_tp_context", lambda layout: nullcontext())
+    monkeypatch.setattr(width_graphs, "get_parallel", lambda: SimpleNamespace(tp_group="ranks"))
+    monkeypatch.setattr(width_graphs, "is_cuda", lambda: cuda)
+    found = width_graphs.draft_state(worker, 2)
+    runner = "graphs of 2" if graph else "eager"
+    assert found == {"attn_backend": "backend", "decode_cuda_graph_runner": runner}
+    # Its sampler lives in the graph; without one the worker projects the rows itself.
+    assert (worker._draft_sampler is not None) == graph and hooks == ([1] if graph else [])
+    assert draft.capture_tail_hooks == ["the whole block's"]
+    assert asked == ([{"group": "ranks"}] if cuda else [])
+    assert ("width 2 drafts without a CUDA graph: 0.90 GB" in caplog.text) == (not graph)
+
+
+def test_sglang_s_own_check_of_a_draft_graph_is_the_same():
+    import inspect
+
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    source = inspect.getsource(DFlashWorkerV2.init_cuda_graphs)
+    assert f"available_mem < {width_graphs.LEAST_FREE}" in source
+    assert "SpecTpSyncSite.DFLASH_MEM" in source and "get_parallel().tp_group" in source
 
 
 def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeypatch):

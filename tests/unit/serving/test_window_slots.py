@@ -124,3 +124,12 @@ def test_a_prompt_longer_than_the_ring_keeps_its_share():
 def test_a_ring_smaller_than_a_window_is_refused():
     with pytest.raises(ValueError, match="cannot hold one window"):
         window(ring=7)
+
+
+def test_a_round_of_whole_blocks_takes_every_slot_at_most_once():
+    """Found as: a ring smaller than a round, whose tokens wrote one slot in no certain order."""
+    made = window(ring=12)  # 4 requests, blocks of 3
+    slots = made.enter(torch.arange(1, 13), torch.ones(12, dtype=torch.bool))
+    assert sorted(slots.tolist()) == list(range(1, 13))
+    with pytest.raises(ValueError, match="ring of 11 slots cannot take a round of 4 blocks of 3"):
+        window(ring=11)

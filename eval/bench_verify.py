@@ -27,7 +27,14 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.exact import Draw, Draws, Verdict, verify_block, weights_of
+from sglang_hyperdflash.serving.exact import (
+    Draw,
+    Draws,
+    Sharpness,
+    Verdict,
+    verify_block,
+    weights_of,
+)
 from sglang_hyperdflash.serving.verify import accept_sampled, target_probabilities
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.gumbel_op import gumbel_argmax
@@ -92,15 +99,18 @@ class Case:
         self.block = torch.cat([anchor.unsqueeze(1), self.proposal.tokens], 1)
         self.coins = torch.rand(requests, BLOCK - 1, **new)
         self.bonus_coins = torch.rand(requests, **new)
+        self.sharpness = Sharpness(device)
 
     def ours(self, seeded: bool) -> Verdict:
         """A whole verification as a server runs it."""
         mine = torch.full((self.requests,), seeded, device=self.device)
         draws = Draws(self.seeds, mine, seeded, not seeded)
         weights = weights_of(self.logits, self.sampling.repeated(BLOCK), self.renorm)
-        return verify_block(
+        verdict = verify_block(
             self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw
         )
+        self.sharpness.learn(self.proposal, self.sampling, mine, verdict)
+        return verdict
 
     def before(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Argmax drafts over sorted rows; with top-k only so many columns were sorted."""

@@ -73,11 +73,16 @@ class Served:
     Attributes:
         model: its ``--model-path``, as it was given. context: tokens of an input, less one, that it
             takes at most; SGLang keeps a few of its context and of its K/V pool for itself.
+        name: the last part of ``model``: what a path spelled otherwise has too.
     """
 
     url: str
     model: str
     context: int
+
+    @property
+    def name(self) -> str:
+        return self.model.rstrip("/").rpartition("/")[-1]
 
     @classmethod
     def at(cls, url: str) -> Served:
@@ -94,8 +99,8 @@ class Served:
                 "`python -m sglang.launch_server --model-path TARGET`."
             ) from error
 
-    def check(self, target: str) -> None:
-        """Refuse what is surely another model than ``target``.
+    def check(self, target: str, answers: Answers) -> None:
+        """Refuse what is surely another model than ``target``, or than gave earlier answers.
 
         That is a folder of this machine with another final norm. A relative path, a path of another
         machine, a hub id and a copy of the target, quantised or not, may be the target.
@@ -103,6 +108,13 @@ class Served:
         Raises:
             HyperDFlashConfigError: the server serves another model.
         """
+        for record in answers.done.values():
+            if record.get("served", self.name) != self.name:
+                raise HyperDFlashConfigError(
+                    f"{answers.path} holds answers of {record['served']}, and the server at "
+                    f"{self.url} serves {self.model}. Start the server of those answers, or choose "
+                    "another --output."
+                )
         here = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
         if not here or not Path(self.model).is_absolute():
             return
@@ -116,11 +128,11 @@ class Served:
 
 def _norm(name: str) -> str | None:
     """A hash of a local target's final norm; None where it cannot be read."""
-    if not Path(name).is_dir():
-        return None
     try:
+        if not Path(name).is_dir():
+            return None
         return tensors_fingerprint(TargetFiles(name).tensor("norm"))
-    except (FileNotFoundError, HyperDFlashConfigError):
+    except (OSError, HyperDFlashConfigError):  # a server of another user may read what we may not
         return None
 
 
@@ -133,7 +145,8 @@ class Client:
     """
 
     def __init__(self, served: Served, tokenizer, sampling: dict[str, Any], template: dict) -> None:
-        self.url, self.context, self.tokenizer = served.url, served.context, tokenizer
+        self.url, self.context, self.served = served.url, served.context, served.name
+        self.tokenizer = tokenizer
         self.sampling, self.template = sampling, template
 
     def prompt_tokens(self, messages: Messages, where: str) -> list[int]:
@@ -192,7 +205,7 @@ class Client:
             end = len(prompt) + len(output)
             samples.append({"tokens": prompt + output, "spans": [[len(prompt), end]]})
             messages.append({"role": "assistant", "content": text})
-        record = {"index": task.index, "digest": task.digest}
+        record = {"index": task.index, "digest": task.digest, "served": self.served}
         return record | {"messages": messages, "samples": samples}, refused
 
 
@@ -281,16 +294,15 @@ def run(args: argparse.Namespace) -> int:
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
     tokenizer = load_tokenizer(args.target)
     check_template(tokenizer)
-    served = Served.at(args.server)
-    served.check(args.target)
-    print(f"{served.url} serves {served.model}")
     settings = sampling | {"target": location(args.target), "template": template}
-    settings |= {"served": served.model}
     tasks = read_tasks(args.input, args.limit)
     digests = {task.index: task.digest for task in tasks}
     with hold_answers(args.output, KIND, settings, digests) as answers:
         waiting = answers.waiting(tasks, "conversations", retry=args.retry_skipped)
         if waiting:
+            served = Served.at(args.server)
+            served.check(args.target, answers)
+            print(f"{served.url} serves {served.model}")
             client = Client(served, tokenizer, sampling, template)
             _answer(client, waiting, args.concurrency, answers)
     return 0

@@ -180,14 +180,16 @@ class OneRowWorker(SampledWorker):
                 mask.apply(logits)
         self._adjust_block(logits, anchors)
         largest, tokens = logits.max(-1)
-        self._broken = ~largest.isfinite()
+        broken = ~largest.isfinite()
         if not info.is_all_greedy:
             sampling, at = sampling_of(info), self._contexts - 1
             weights = weights_of(logits, sampling, self.renorm)
             tokens = draw_rows(logits, weights, sampling, self.requests.draws, at, gumbel_argmax)
-        tokens = tokens.masked_fill(self._broken, 0)
+        # Rank 0's: all ranks end the same requests.
+        tokens = tokens.masked_fill(broken, BROKEN)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, tokens)
-        return tokens
+        self._broken = tokens == BROKEN
+        return tokens.clamp_(min=0)
 
     def _describe(self, batch, draft_input, output, tokens, ones) -> None:
         """Sampling masks and logprobs of the round's ``tokens``, where a request asked for them."""

@@ -334,7 +334,6 @@ class SampledWorker(WindowedWorker):
             if target_predict is None:
                 largest, target_predict = logits.max(-1)
                 target_predict = target_predict.masked_fill(~largest.isfinite(), BROKEN)
-            broken = target_predict.view(bs, -1) == BROKEN
             accept_len, commit_lens, bonus, tokens, new_seq_lens = super()._accept_block(
                 candidates=candidates,
                 next_token_logits=logits,
@@ -344,15 +343,20 @@ class SampledWorker(WindowedWorker):
                 bs=bs,
                 target_predict=target_predict,
             )
+            # Rank 0's by now: all ranks end the same requests.
+            broken = target_predict.view(bs, -1) == BROKEN
             self._broken = broken.gather(1, accept_len.long().unsqueeze(1)).squeeze(1)
             bonus.clamp_(min=0)
             tokens.clamp_(min=0)
         else:
             sampling = sampling_of(sampling_info)
             verdict = self._verify(logits, sampling, self._proposal, self.requests.draws)
-            accept_len, bonus, self._broken = verdict.accept_len, verdict.bonus, verdict.broken
+            accept_len = verdict.accept_len
+            bonus = verdict.bonus.masked_fill(verdict.broken, BROKEN)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, accept_len)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, bonus)
+            self._broken = bonus == BROKEN
+            bonus.clamp_(min=0)
             tokens, commit_lens = _commit_accept(candidates, accept_len, bonus)
             new_seq_lens = None
         self._count(tokens, commit_lens)

@@ -80,10 +80,10 @@ def _build(
     return {"attn_backend": backend, "decode_cuda_graph_runner": graphs}
 
 
-def target_state(worker: Any, width: int) -> RunnerState:
-    """The target's backend and graph of ``width`` rows a request."""
+def target_state(worker: Any, width: int, capture: bool = True) -> RunnerState:
+    """The target's backend and, if told to capture, graph of ``width`` rows a request."""
     with _settings(width):
-        return _build(worker.target_worker.model_runner, width)
+        return _build(worker.target_worker.model_runner, width, capture=capture)
 
 
 def _room_for_graph(worker: Any, width: int) -> bool:

@@ -62,19 +62,21 @@ class WidthStates:
 
     Args:
         worker: a ``DFlashWorkerV2``, at its full width. widths: all that it may be set to.
+        eager: more widths, too seldom for graphs, which take memory.
 
     Raises:
         SeamError: an attribute is gone.
     """
 
-    def __init__(self, worker: Any, widths: tuple[int, ...]) -> None:
+    def __init__(self, worker: Any, widths: tuple[int, ...], eager: tuple[int, ...] = ()) -> None:
         missing = [name for name in (*SIZED, *BUFFERS) if name not in vars(worker)]
         if missing:
             raise SeamError(f"SGLang seam DFlashWorkerV2 lost {', '.join(missing)}")
         self.worker = worker
+        self.graphed = {*widths, int(worker.block_size)}
         self.states: dict[int, dict[str, Any]] = {}
         self.runners: dict[int, list[tuple[Any, width_graphs.RunnerState]]] = {}
-        for width in {*widths, int(worker.block_size)}:
+        for width in self.graphed | {*eager}:
             self.states[width] = {
                 **BUFFERS,
                 "block_size": width,
@@ -107,7 +109,8 @@ class WidthStates:
             if width == full:
                 continue
             self.activate(width)
-            built = [(target, width_graphs.target_state(worker, width))]
+            capture = width in self.graphed
+            built = [(target, width_graphs.target_state(worker, width, capture))]
             if width > 1:
                 if width_graphs.captured(draft):
                     worker._draft_sampler = worker._maybe_build_draft_sampler()
@@ -128,8 +131,8 @@ class WidthWorker(OneRowWorker):
         # A width for requests whose processors keep notes; ranks that differ cannot have it.
         served = get_exec().features.enable_custom_logit_processor
         notes = served and not self._whole_blocks_only()
-        self._one_row_for_notes = bool(notes)
-        self._states = WidthStates(self, (*setting.widths, *((1,) if notes else ())))
+        self._one_row_for_notes, self._told = bool(notes), False
+        self._states = WidthStates(self, setting.widths, eager=(1,) if notes else ())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
     def _share(self, table: Table) -> Table:
@@ -152,6 +155,17 @@ class WidthWorker(OneRowWorker):
         states = mambaish_config(self.model_runner.model_config) is not None
         return bool(get_parallel().attn_dp_enabled or states)
 
+    def _may_draft_nothing(self) -> bool:
+        """Whether a round may be one row; says once where it should be and may not."""
+        if not (self._one_row_for_notes or self._told):
+            self._told = True
+            logger.warning(
+                "HYPERDFLASH: a custom logit processor is stateful. With attention data "
+                "parallelism or recurrent layers it is called for drafts, too: its answers are "
+                "not target-only's."
+            )
+        return self._one_row_for_notes
+
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""
         super().init_cuda_graphs()
@@ -164,7 +178,7 @@ class WidthWorker(OneRowWorker):
         if idle or self.requests is None:
             self.width_control.pause()
             width = self.block
-        elif self._one_row_for_notes and keeps_notes(self._info):
+        elif keeps_notes(self._info) and self._may_draft_nothing():
             self.width_control.pause()
             width = 1
         else:

@@ -29,11 +29,6 @@ class DraftWindow:
     ) -> None:
         if ring < window:
             raise ValueError(f"a ring of {ring} slots cannot hold one window of {window} tokens")
-        if ring < batch * block:
-            # Two tokens of one call would get one slot, and whose K/V it holds were left to chance.
-            raise ValueError(
-                f"a ring of {ring} slots cannot take a round of {batch} blocks of {block} tokens"
-            )
         self.ring, self.window, self.block = ring, window, block
         self.slot_of = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         # One more owner than slots: tokens that do not enter write there.
@@ -53,15 +48,18 @@ class DraftWindow:
 
         Args:
             ids: ``[n]`` int64 target token ids, each at most once among the kept.
-            kept: ``[n]`` bool; at most ``ring`` of them. The others lose the slot they had.
+            kept: ``[n]`` bool. The others lose the slot they had.
 
         Returns:
-            ``[n]`` int64 pool slots, 0 where not kept.
+            ``[n]`` int64 pool slots; 0 where not kept, and where ``ring`` kept ones follow: one
+            slot for two tokens of a call would leave to chance whose K/V it holds.
         """
-        place = torch.remainder(self.head + kept.long().cumsum(0) - 1, self.ring)
+        count, total = kept.long().cumsum(0), kept.sum()
+        kept = kept & (count > total - self.ring)
+        place = torch.remainder(self.head + count - 1, self.ring)
         self.slot_of[ids] = torch.where(kept, place, -1)
         self.owner[torch.where(kept, place, self.ring)] = ids
-        self.head.add_(kept.sum()).remainder_(self.ring)
+        self.head.add_(total).remainder_(self.ring)
         return torch.where(kept, place + 1, 0)
 
     def forget(self, ids: torch.Tensor) -> None:

@@ -31,17 +31,9 @@ def ring_size(max_total_num_tokens: int, window: int, block: int, batch: int) ->
     """Ring slots of a pool of ``pool_ratio()`` slots per target token.
 
     Raises:
-        HyperDFlashConfigError: the pool cannot hold one window, or one round's tokens.
+        HyperDFlashConfigError: the pool cannot hold one window.
     """
     ring = int(max_total_num_tokens * pool_ratio()) - batch * block
-    if window <= ring < batch * block:
-        # One round may keep every block whole, and each of its tokens takes a slot of its own.
-        raise HyperDFlashConfigError(
-            f"the drafter's pool of {pool_ratio():g} slots per target token has {ring} left beside "
-            f"the blocks of {batch} requests, fewer than the {batch * block} tokens that a round "
-            f"may add. Raise {POOL_RATIO}, --mem-fraction-static or --max-total-tokens, or lower "
-            "--max-running-requests."
-        )
     if ring < window:
         raise HyperDFlashConfigError(
             f"the drafter's pool of {pool_ratio():g} slots per target token has {max(ring, 0)} "

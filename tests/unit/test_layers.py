@@ -82,7 +82,7 @@ def needs() -> Iterator[tuple[list[str], set[str]]]:
             yield re.findall(r"`([\w.]+)/?`", folders), set(above) if "all above" in cell else own
 
 
-@pytest.mark.parametrize("folders, named", needs(), ids=str)
+@pytest.mark.parametrize("folders, named", needs(), ids=lambda found: "-".join(sorted(found)))
 def test_the_table_of_layers_names_the_libraries_that_a_folder_imports(folders, named):
     own = [path for path in FILES if set(path.relative_to(ROOT).parts[:2]) & set(folders)]
     assert own

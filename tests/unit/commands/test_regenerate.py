@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ from sglang_hyperdflash.commands import regenerate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
 from tests.unit.commands.native_server import Answers
+
+# An output without an answer yet.
+NONE = SimpleNamespace(done={})
 
 
 @pytest.fixture
@@ -222,15 +227,25 @@ def test_answers_of_another_model_are_refused(server, target_dir, data, tmp_path
     assert call(server, target_dir, data, out) == 2
     said = capsys.readouterr().err
     assert f"serves {other}, expected --target {target_dir}: their final norms differ" in said
-    assert not server.prompts and not out.exists()
+    assert not server.prompts and not out.read_bytes()
     server.model = str(copy)
     assert call(server, target_dir, data, out, "--limit", "1") == 0
     assert f"{server.url} serves {copy}" in capsys.readouterr().out
     server.model = "owner/other"
     assert call(server, target_dir, data, out) == 2
     said = capsys.readouterr().err
-    assert 'other settings: served was "' in said and 'now "owner/other"' in said
+    assert f"holds answers of copy, and the server at {server.url} serves owner/other" in said
     assert len(records_of(out)) == 1
+    server.model = "copy/"  # the same, spelled otherwise
+    assert call(server, target_dir, data, out) == 0
+    assert [record["served"] for record in records_of(out)] == ["copy"] * 3
+
+
+def test_a_finished_output_needs_no_server(server, target_dir, data, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert call(server, target_dir, data, out) == 0
+    server.url = "http://127.0.0.1:9"
+    assert call(server, target_dir, data, out) == 0
 
 
 @pytest.mark.parametrize(
@@ -250,9 +265,19 @@ def test_only_what_is_surely_another_model_is_refused(
     save_file({"model.norm.weight": torch.ones(256)}, other / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HyperDFlashConfigError, match="final norms differ"):
-        regenerate.Served("http://localhost:1", str(other), 9).check(str(target_dir))
+        regenerate.Served("http://localhost:1", str(other), 9).check(str(target_dir), NONE)
     served = model.format(other=other, tmp_path=tmp_path)
-    regenerate.Served(url, served, 9).check(str(target_dir))
+    regenerate.Served(url, served, 9).check(str(target_dir), NONE)
+
+
+def test_a_folder_that_may_not_be_read_is_not_judged(monkeypatch):
+    """Found as: "Permission denied" and exit 2, with a healthy server of another user."""
+
+    def refused(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    regenerate.Served("http://localhost:1", "/srv/v4", 9).check("/here/v4", NONE)
 
 
 def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):

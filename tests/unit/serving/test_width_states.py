@@ -95,9 +95,9 @@ def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(mon
     built = []
 
     def state(kind: str):
-        def build(worker, width):
+        def build(worker, width, capture=True):
             assert worker.block_size == width
-            built.append((kind, width, worker._draft_sampler))
+            built.append((kind, width, worker._draft_sampler, capture))
             return {"attn_backend": f"{kind} {width}", "decode_cuda_graph_runner": "some"}
 
         return build
@@ -105,13 +105,14 @@ def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(mon
     monkeypatch.setattr(width_graphs, "target_state", state("target"))
     monkeypatch.setattr(width_graphs, "draft_state", state("draft"))
     worker = Worker()
-    states = WidthStates(worker, WIDTHS)
+    # Width 1 is for a few requests only: a graph of it would not be worth its memory.
+    states = WidthStates(worker, (2, 7), eager=(1,))
     worker._draft_sampler = "sampler of 7"
     states.build_runners()
     assert built == [
-        ("target", 2, None),
-        ("draft", 2, "sampler of 2"),
-        ("target", 1, None),
+        ("target", 2, None, True),
+        ("draft", 2, "sampler of 2", True),
+        ("target", 1, None, False),
     ]
     target, draft = worker.target_worker.model_runner, worker.draft_model_runner
     assert (worker.block_size, worker._draft_sampler) == (7, "sampler of 7")

@@ -214,7 +214,7 @@ def small_pool(servers, target_dir, drafter_dir):
         target_dir,
         *FP32,
         "--max-total-tokens",
-        "1100",
+        "900",
         "--schedule-conservativeness",
         "0.01",
         PROCESSORS,

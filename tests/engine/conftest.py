@@ -25,7 +25,7 @@ COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
 FP32 = (*comparable_arguments(32768, "info"), *COMMON[3:])
-NEW_TOKENS = 128
+NEW_TOKENS = 96
 # The tiny target is sure of itself: at temperature 1 nearly every draw is its argmax. Here it has
 # about two nats a token.
 HOT = 2.5

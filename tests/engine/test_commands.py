@@ -7,23 +7,24 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.commands import demo
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import greedy
-from tests.warm_start.client import COMMAND, run_command, start_command
+from tests.warm_start.client import COMMAND, run_command, start, start_command
 
 
-def test_demo(tmp_path):
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_demo(tmp_path, monkeypatch, capsys, warm):
     out = tmp_path / "demo.json"
-    ended = subprocess.run(
-        [*COMMAND, "demo", "--rounds", "1", "--max-new-tokens", "48", "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    if warm:
+        monkeypatch.setattr(demo, "Server", partial(demo.Server, start=start))
+    command = ["demo", "--rounds", "1", "--max-new-tokens", "48", "--out", str(out)]
+    assert main(command) == 0
     report = json.loads(out.read_text())
     assert report["outputs_identical"] is True
     assert len(report["prompts"]) >= 12
@@ -35,7 +36,7 @@ def test_demo(tmp_path):
     assert report["speedup"] > 0
     assert report["provenance"]["sglang"] == "0.5.23"
     assert len(report["position_acceptance"]) == 6
-    assert "acceptance by drafted position" in ended.stdout
+    assert "acceptance by drafted position" in capsys.readouterr().out
 
 
 def batch_command(source, output, drafter_dir, target_dir):

@@ -63,6 +63,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_speculative_cache_locs_fn(self):
         return extend_cache_locs
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """SGLang's profiler asks every out-of-tree platform; no answer ends the scheduler."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         # CPU tensors have no streams; the overlap scheduler calls record_stream on them.
         torch.Tensor.record_stream = lambda self, stream: None

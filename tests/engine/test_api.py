@@ -333,3 +333,12 @@ def test_broken_json_gets_an_error_and_the_server_goes_on(hyper_server, own_prom
     answer = requests.post(f"{hyper_server.url}/generate", json=payload, timeout=60)
     assert answer.status_code == 400
     assert greedy(hyper_server, own_prompts[0], 16)["output_ids"] == own_reference[0][:16]
+
+
+def test_a_profile_of_a_few_rounds(hyper_server, own_prompts, tmp_path):
+    """Found as: the server ended, for SGLang asks a platform of ours what to profile."""
+    options = {"output_dir": str(tmp_path), "num_steps": 3, "activities": ["CPU"]}
+    url = f"{hyper_server.url}/start_profile"
+    requests.post(url, json=options, timeout=60).raise_for_status()
+    assert len(greedy(hyper_server, own_prompts[0], 32)["output_ids"]) == 32
+    assert list(tmp_path.rglob("*.trace.json.gz"))

@@ -14,8 +14,6 @@ Nothing is in a CUDA graph, as nothing of it is while serving: launches count.
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import sys
 import time
@@ -36,7 +34,9 @@ from sglang_hyperdflash.serving.exact import (
     weights_of,
 )
 from sglang_hyperdflash.serving.verify import accept_sampled, target_probabilities
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
+from triton_ops.graph_timing import events_ms, interleaved
 from triton_ops.gumbel_op import gumbel_argmax
 
 VOCABULARY, REQUESTS, BLOCK, CANDIDATES = 129_280, (1, 8, 64, 256), 7, 64
@@ -47,7 +47,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-p 0.9": {"top_p": 0.9},
     "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
 }
-CALLS, WARM_UP = 3, 2
+CALLS = 3
 Call = Callable[[], Any]
 
 
@@ -160,32 +160,23 @@ class Case:
 
 def time_ms(call: Call, device: str, calls: int = CALLS) -> float:
     """Milliseconds per call, of calls in a row; by CUDA events on a GPU."""
-    if device == "cpu":
-        started = time.perf_counter()
+
+    def work() -> None:
         for _ in range(calls):
             call()
-        return (time.perf_counter() - started) * 1000 / calls
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
+
+    if device != "cpu":
+        return events_ms(work) / calls
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1000 / calls
 
 
 @torch.inference_mode()
 def measure(case: Case, rounds: int) -> dict[str, float]:
     """Median milliseconds of every contender; rounds are interleaved."""
     calls = case.contenders()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for turn in range(rounds + WARM_UP):
-        random.Random(turn).shuffle(order)
-        for name in order:
-            value = time_ms(calls[name], case.device)
-            if turn >= WARM_UP:
-                times[name].append(value)
+    times = interleaved(calls, lambda name: time_ms(calls[name], case.device), rounds)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -234,8 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     renorm = renorm_kernels()
     rows = run(options.requests, options.vocabulary, options.rounds, "cuda", renorm=renorm)
     results = {"rows": rows, "vocabulary": options.vocabulary, "provenance": provenance()}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "verify.json").write_text(json.dumps(results, indent=1))
+    write_json(options.out / "verify.json", results, indent=1)
     print(f"ms of a verification, vocabulary {options.vocabulary}, {BLOCK} rows a request")
     print(table(rows))
     return 0

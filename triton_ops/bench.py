@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops import bench_draw
 from triton_ops.bench_report import plot, table
-from triton_ops.graph_timing import Call, capture, replay_us
+from triton_ops.graph_timing import Call, capture, interleaved, replay_us
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
 from triton_ops.hc_gate_op import reduce_cuda
 
@@ -132,14 +131,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     error = case.error()
     calls = max(2, min(case.sets, 32))
     graphs = {name: capture(call, calls) for name, call in case.contenders().items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    order = list(graphs)
-    for turn in range(rounds + 2):
-        random.Random(turn).shuffle(order)
-        for name in order:
-            value = replay_us(graphs[name], calls)
-            if turn >= 2:
-                times[name].append(value)
+    times = interleaved(graphs, lambda name: replay_us(graphs[name], calls), rounds)
     moved = traffic_bytes(case.n, case.m, case.d)
     row: dict[str, Any] = {"m": case.m, "d": case.d, "tokens": case.n, "relative_error": error}
     for name, values in times.items():

@@ -5,14 +5,13 @@ Part of ``make bench``. Rows are those of a verified round, seven a request.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from triton_ops.graph_timing import capture, replay_us
+from triton_ops.graph_timing import capture, interleaved, replay_us
 from triton_ops.gumbel import gumbel_argmax_reference
 from triton_ops.gumbel_kernel import launch
 
@@ -54,14 +53,7 @@ def run(rounds: int) -> list[dict[str, Any]]:
     results = []
     for requests in REQUESTS:
         graphs = {name: capture(call, 2) for name, call in contenders(BLOCK * requests).items()}
-        times: dict[str, list[float]] = {name: [] for name in graphs}
-        order = list(graphs)
-        for turn in range(rounds + 2):
-            random.Random(turn).shuffle(order)
-            for name in order:
-                value = replay_us(graphs[name], 2)
-                if turn >= 2:
-                    times[name].append(value)
+        times = interleaved(graphs, lambda name, own=graphs: replay_us(own[name], 2), rounds)
         medians = {name: statistics.median(values) for name, values in times.items()}
         results.append({"requests": requests, "vocabulary": VOCABULARY, "median_us": medians})
         line = "  ".join(f"{name} {value:.0f}" for name, value in sorted(medians.items()))

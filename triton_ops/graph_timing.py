@@ -1,14 +1,17 @@
-"""Time calls on CUDA through graphs: launches from the host do not count."""
+"""Time calls on CUDA, in turns; through graphs, launches from the host do not count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 # The number of a call, to rotate inputs by.
 Call = Callable[[int], Any]
+# Rounds that are not counted.
+WARM_UP = 2
 
 
 def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
@@ -28,9 +31,32 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
 
 def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
     """Microseconds per call of one replay, by CUDA events."""
+    return events_ms(graph.replay) * 1000 / calls
+
+
+def events_ms(work: Callable[[], Any]) -> float:
+    """Milliseconds of what ``work`` puts on the current stream, by CUDA events."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    graph.replay()
+    work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1000 / calls
+    return begin.elapsed_time(end)
+
+
+def interleaved(
+    contenders: Iterable[str], time_of: Callable[[str], float], rounds: int
+) -> Mapping[str, list[float]]:
+    """What ``time_of`` gave of each contender in ``rounds`` rounds, in another order every round.
+
+    So what the machine does meanwhile falls on all of them.
+    """
+    order = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for turn in range(rounds + WARM_UP):
+        random.Random(turn).shuffle(order)
+        for name in order:
+            value = time_of(name)
+            if turn >= WARM_UP:
+                times[name].append(value)
+    return times

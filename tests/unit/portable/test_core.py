@@ -89,6 +89,20 @@ def test_sinkhorn_is_doubly_stochastic():
     torch.testing.assert_close(comb.sum(-2), torch.ones(50, 4), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+def test_sinkhorn_in_one_loop_is_that_of_operations(rows):
+    logits = 4 * torch.randn(rows, 4, 4)
+    comb = logits.softmax(-1) + 1e-6
+    given = comb.clone()
+    expected = sinkhorn(comb.clone().requires_grad_(), 20, 1e-6)
+    assert expected.grad_fn is not None
+    for found in (sinkhorn(comb, 20, 1e-6), sinkhorn(comb.mT.contiguous().mT, 20, 1e-6)):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(comb, given)
+    alone = [sinkhorn(row[None], 20, 1e-6) for row in comb]
+    assert all(torch.equal(a[0], b) for a, b in zip(alone, sinkhorn(comb, 20, 1e-6), strict=True))
+
+
 def test_both_naming_schemes_name_the_same_parameters():
     pairs = {
         "layers.3.attn.wq_a.weight": "model.layers.3.self_attn.q_a_proj.weight",

@@ -162,10 +162,7 @@ class OneRowWorker(SampledWorker):
             if self._can_skip_verify_logits(batch, info):
                 tokens = processor.deferred_argmax(output.next_token_logits).long()
                 output.next_token_logits = None
-                self._broken = tokens == BROKEN
-                tokens = tokens.masked_fill(self._broken, 0)
-                self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, tokens)
-                return tokens
+                return self._settle(tokens, SpecTpSyncSite.DFLASH_ACCEPT_GREEDY)
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
         logits = output.next_token_logits
         if tree is not None:
@@ -185,11 +182,8 @@ class OneRowWorker(SampledWorker):
             sampling, at = sampling_of(info), self._contexts - 1
             weights = weights_of(logits, sampling, self.renorm)
             tokens = draw_rows(logits, weights, sampling, self.requests.draws, at, gumbel_argmax)
-        # Rank 0's: all ranks end the same requests.
         tokens = tokens.masked_fill(broken, BROKEN)
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, tokens)
-        self._broken = tokens == BROKEN
-        return tokens.clamp_(min=0)
+        return self._settle(tokens, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE)
 
     def _describe(self, batch, draft_input, output, tokens, ones) -> None:
         """Sampling masks and logprobs of the round's ``tokens``, where a request asked for them."""

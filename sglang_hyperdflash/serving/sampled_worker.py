@@ -352,15 +352,23 @@ class SampledWorker(WindowedWorker):
             sampling = sampling_of(sampling_info)
             verdict = self._verify(logits, sampling, self._proposal, self.requests.draws)
             accept_len = verdict.accept_len
-            bonus = verdict.bonus.masked_fill(verdict.broken, BROKEN)
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, accept_len)
-            self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, bonus)
-            self._broken = bonus == BROKEN
-            bonus.clamp_(min=0)
+            bonus = verdict.bonus.masked_fill(verdict.broken, BROKEN)
+            bonus = self._settle(bonus, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE)
             tokens, commit_lens = _commit_accept(candidates, accept_len, bonus)
             new_seq_lens = None
         self._count(tokens, commit_lens)
         return accept_len, commit_lens, bonus, tokens, new_seq_lens
+
+    def _settle(self, tokens: torch.Tensor, site: SpecTpSyncSite) -> torch.Tensor:
+        """Rank 0's ``tokens [bs]``, in place: all ranks end the same requests, and go on from 0.
+
+        Args:
+            tokens: the last of each request's round; ``BROKEN`` for a broken row is remembered.
+        """
+        self._tp_sync.sync(site, tokens)
+        self._broken = tokens == BROKEN
+        return tokens.clamp_(min=0)
 
     def _verify(
         self, logits: torch.Tensor, sampling: Sampling, proposal: Proposal, draws: Draws

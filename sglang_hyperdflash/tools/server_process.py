@@ -120,13 +120,17 @@ class Server:
         answer.raise_for_status()
         return answer.json()
 
-    def stop(self) -> None:
-        """End the server and every process it started."""
+    def stop(self, patience: float = 3.0) -> None:
+        """End the server and every process it started.
+
+        Args:
+            patience: seconds that it has to end by itself.
+        """
         if self.process.poll() is None:
-            for number in (signal.SIGTERM, signal.SIGKILL):
+            for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 3)):
                 try:
                     os.killpg(self.process.pid, number)
-                    self.process.wait(timeout=3)
+                    self.process.wait(timeout=seconds)
                     break
                 except subprocess.TimeoutExpired:
                     continue

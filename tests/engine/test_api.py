@@ -123,7 +123,7 @@ def test_eos_ends_the_answer(target_server, hyper_server, own_prompts):
 
 def assert_they_end_alike(servers, prompts: list[list[int]], sampling: dict) -> None:
     """Both servers' answers, and why each ended: for all prompts, several at a time."""
-    both = [greedy_all(s, prompts, 4, partial(greedy, sampling=sampling)) for s in servers]
+    both = [greedy_all(s, prompts, 6, partial(greedy, sampling=sampling)) for s in servers]
     for plain, drafted in zip(*both, strict=True):
         assert drafted["text"] == plain["text"]
         assert drafted["output_ids"] == plain["output_ids"]

@@ -61,7 +61,7 @@ def wait_for_lines(path, count, process, seconds=180):
 
 def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_server, tokenizer):
     lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
-    records = [{"messages": line["messages"]} for line in lines] * 2
+    records = [{"messages": line["messages"]} for line in lines]
     records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -77,7 +77,7 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
         out.write(b'{"index": 3')
     before = output.read_bytes().rsplit(b"\n", 1)[0]
 
-    ended = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=300)
+    ended = run_command(*command, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert output.read_bytes().startswith(before)
     answers = [json.loads(line) for line in output.read_text().splitlines()]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine.conftest import FP32, HOT, install_plugin
+from tests.engine.conftest import FP32, HOT, OPTIMISTIC, install_plugin
 from tests.engine.test_api import SCHEMA
 
 VOCABULARY_ORDER = '''
@@ -207,8 +207,9 @@ def test_a_random_drafter_changes_nothing(
 
 
 @pytest.fixture(scope="module")
-def small_pool(servers, target_dir, drafter_dir):
+def small_pool(servers, target_dir, drafter_dir, tmp_path_factory):
     """Requests do not fit, which is noticed late: some are retracted."""
+    folder = tmp_path_factory.mktemp("plugin")
     yield servers.get(
         "exact-small-pool",
         target_dir,
@@ -219,7 +220,7 @@ def small_pool(servers, target_dir, drafter_dir):
         "0.01",
         PROCESSORS,
         *hyperdflash_arguments(drafter_dir),
-        environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"},
+        environment=install_plugin(folder, "optimistic", OPTIMISTIC),
     )
     servers.stop("exact-small-pool")
 

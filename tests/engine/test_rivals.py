@@ -29,7 +29,7 @@ from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
 # Prompts and tokens of the plain decoder, which reads its prefix anew for every draft of a chain.
-COMPARED, COMPARED_TOKENS = 3, 48
+COMPARED, COMPARED_TOKENS = 3, 36
 SLOW = pytest.mark.slow
 # Stand-ins with a head: shape, objective, and what their stage sets.
 STAND_INS = {
@@ -148,7 +148,7 @@ def test_greedy_answers_and_tau(
     servers, target_dir, target, folders, own_prompts, own_reference, name
 ):
     server = server_of(servers, target_dir, folders, name)
-    answers = greedy_all(server, own_prompts, 4)
+    answers = greedy_all(server, own_prompts, 8)
     assert ids(answers) == own_reference
     alone = [greedy(server, prompt, COMPARED_TOKENS) for prompt in own_prompts[:COMPARED]]
     servers.stop(name)

@@ -21,6 +21,8 @@ TIGHT = {POOL_RATIO: "0.0068"}
 # Every token of the test keeps its slot: a ring that goes round loses the first prompts' K/V.
 ROOMY = {POOL_RATIO: "0.25"}
 TOKENS, REQUESTS, BLOCK = 32768, 8, 7
+# New tokens that the plain decoder finds too: past the window, so that it slides.
+COMPARED = 64
 
 
 def start(servers, name: str, target_dir: Path, draft: Path, **environment) -> Server:
@@ -52,12 +54,12 @@ def test_a_window_over_every_context_drafts_as_without(
     draft = with_window(drafter_dir, tmp_path / "wide", 512)
     server = start(servers, "window-512", target_dir, draft, **ROOMY)
     try:
-        cold = greedy_all(server, own_prompts, 4)
+        cold = greedy_all(server, own_prompts, REQUESTS)
         # A prefix hit finds the draft K/V that the first request wrote.
-        hit = greedy_all(server, own_prompts, 4)
+        hit = greedy_all(server, own_prompts, REQUESTS)
         assert ids(cold) == ids(hit) == own_reference
         assert_lengths_vary(rounds(hit))
-        without = accepted(greedy_all(hyper_server, own_prompts, 4))
+        without = accepted(greedy_all(hyper_server, own_prompts, REQUESTS))
         # Near-ties of drafts turn with the shape of a prefill; lost draft K/V would cost most.
         for answers in (cold, hit):
             assert abs(accepted(answers) - without) <= 0.02 * without
@@ -72,16 +74,17 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
     draft = with_window(drafter_dir, tmp_path / "narrow", 32)
     server = start(servers, "window-32", target_dir, draft, **TIGHT)
     try:
-        alone = greedy_all(server, own_prompts, 1)
-        assert_lengths_vary(rounds(alone))
         target = LocalTarget(target_dir)
-        for prompt, answer in list(zip(own_prompts, alone, strict=True))[:2]:
-            _, expected = decode(target, block_draft(target, draft), prompt, NEW_TOKENS, None)
+        for prompt in own_prompts[:3]:
+            answer = greedy(server, prompt, COMPARED)
+            _, expected = decode(target, block_draft(target, draft), prompt, COMPARED, None)
             assert padded(answer["meta_info"]["spec_correct_drafts_histogram"]) == expected
+        alone = greedy_all(server, own_prompts[:4], 1)
+        assert_lengths_vary(rounds(alone))
         together = greedy_all(server, own_prompts, REQUESTS)
-        assert ids(alone) == ids(together) == own_reference
+        assert ids(alone) == own_reference[:4] and ids(together) == own_reference
         # Eight requests share five windows: some rounds had lost context.
-        assert sum(map(sum, rounds(together))) > sum(map(sum, rounds(alone)))
+        assert sum(map(sum, rounds(together[:4]))) > sum(map(sum, rounds(alone)))
         long = [token for prompt in own_prompts for token in prompt] * 2
         assert len(long) > 500
         assert len(ids([greedy(server, long)])[0]) == NEW_TOKENS

@@ -6,26 +6,37 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.warm_start.client import ENVIRONMENT, start
 
 MARK = "ANSWER "
 
 
-def ask(module: str, question: Any, **environment: str) -> Any:
-    """What ``python -m module`` answers to a question on its standard input."""
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        timeout=300,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    assert lines, done.stderr[-3000:]
+def ask(module: str, question: Any, warm: bool = True, **environment: str) -> Any:
+    """What ``python -m module`` answers to a question on its standard input.
+
+    Args:
+        warm: SGLang's imports may be there already.
+    """
+    script = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = (start if warm else subprocess.Popen)(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT, **environment},
+        )
+        process.communicate(json.dumps(question), timeout=300)
+        out.seek(0)
+        err.seek(0)
+        lines = [line for line in out if line.startswith(MARK)]
+        assert lines, err.read()[-3000:]
     return json.loads(lines[-1].removeprefix(MARK))
 
 

@@ -72,7 +72,7 @@ def test_a_target_has_one_hook_of_ours():
 
 def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read():
     """In a process of its own, as SGLang starts one."""
-    found = ask("tests.unit.plugin_load", None)
+    found = ask("tests.unit.plugin_load", None, warm=False)
     assert found["early"] == [], "loading the plugin imports what only a scheduler needs"
     assert set(found["patched"]) == {
         seam.target for seam in plugin.SERVING_SEAMS if not seam.only_with

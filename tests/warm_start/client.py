@@ -17,8 +17,10 @@ import torch
 from tests.warm_start.asking import Refused, ask, pair, receive
 
 SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
-# All that ``sglang.launch_server`` and the processes it spawns import before they load plugins.
+# All that ``sglang.launch_server`` and the processes it spawns import before they load plugins, and
+# what is compiled when it is imported.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
+MODULES += ("sglang_hyperdflash.portable.mhc",)
 LAUNCHER = [sys.executable, "-m", "sglang.launch_server"]
 # ``hyperdflash``, for its commands that start an engine.
 COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
@@ -150,13 +152,14 @@ def start(command: Sequence[str], **options) -> subprocess.Popen:
     return subprocess.Popen(command, **options)
 
 
-def run_command(*arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
+def run_command(*arguments: object, timeout: float, **options) -> subprocess.CompletedProcess[str]:
     """``hyperdflash ARGUMENTS`` to its end, as ``subprocess.run`` with text captured.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; it was killed.
     """
-    process = start_command(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = start_command(*arguments, **pipes, **options)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.conftest import EXAMPLE, ROOT
 from tests.documents import commands, fences, shell_fences
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
+from tests.warm_start.client import run_command
 
 NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
 
@@ -140,12 +140,7 @@ def test_a_rival_that_does_not_start_is_listed_with_the_reason(tmp_path):
 
 def run_plan(target: Path, draft: Path, *options: str) -> subprocess.CompletedProcess:
     command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_hyperdflash.cli", *map(str, command), *options],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    return run_command(*command, *options, timeout=500)
 
 
 def planned(folder: Path, shape: dict) -> list[dict]:
@@ -163,13 +158,7 @@ def test_the_shipped_sample_is_planned_as_the_pages_print_it():
     (command,) = {fence.text for fence in shell if SAMPLE.name in fence.text}
     (words,) = commands(next(fence for fence in shell if fence.text == command))
     assert words[:2] == ["hyperdflash", "plan"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "sglang_hyperdflash.cli", *words[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    ended = run_command(*words[1:], cwd=ROOT, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     shown = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
     assert len(shown) == 2

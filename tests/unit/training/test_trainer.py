@@ -30,6 +30,7 @@ from sglang_hyperdflash.training.samples import (
     generator_seed,
 )
 from sglang_hyperdflash.training.trainer import Trainer
+from tests.warm_start.client import run_command, start_command
 
 SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64)
 RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
@@ -321,20 +322,11 @@ def command(prepared, target_dir, name: str, steps: int, every: int) -> list[str
     return ["train", "--config", str(config), "--work", work, "--threads", "1"]
 
 
-CLI = [sys.executable, "-m", "sglang_hyperdflash.cli"]
-
-
-def run_command(arguments: list[str], launcher=CLI) -> None:
-    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
 def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
-    run_command(command(prepared, target_dir, "whole", 40, 10))
+    whole = run_command(*command(prepared, target_dir, "whole", 40, 10), timeout=300)
+    assert whole.returncode == 0, whole.stderr[-3000:]
     arguments = command(prepared, target_dir, "killed", 40, 10)
-    process = subprocess.Popen(
-        [*CLI, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start_command(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     state = prepared / "killed" / "stage-1" / "state.pt"
     deadline = time.monotonic() + 120
     while not state.is_file() and process.poll() is None and time.monotonic() < deadline:
@@ -342,7 +334,8 @@ def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert 10 <= torch.load(state, weights_only=True)["state"]["step"] < 40
-    run_command(arguments)
+    resumed = run_command(*arguments, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
     found = [
         (prepared / f"{name}-out" / "model.safetensors").read_bytes()
         for name in ("whole", "killed")
@@ -351,13 +344,13 @@ def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
 
 
 def test_two_processes_follow_the_loss_of_one(prepared, target_dir):
-    run_command(command(prepared, target_dir, "one", 50, 1))
+    one = run_command(*command(prepared, target_dir, "one", 50, 1), timeout=300)
+    assert one.returncode == 0, one.stderr[-3000:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    run_command(
-        command(prepared, target_dir, "two", 50, 1),
-        [*torchrun, "-m", "sglang_hyperdflash.cli"],
-    )
+    torchrun += ["-m", "sglang_hyperdflash.cli", *command(prepared, target_dir, "two", 50, 1)]
+    two = subprocess.run(torchrun, capture_output=True, text=True, timeout=300)
+    assert two.returncode == 0, two.stderr[-3000:]
     curves = []
     for name in ("one", "two"):
         log = prepared / name / "stage-1" / "training_log.jsonl"

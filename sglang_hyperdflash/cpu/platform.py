@@ -64,8 +64,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return extend_cache_locs
 
     def get_torch_profiler_activity_str(self) -> str:
-        """SGLang's profiler asks every out-of-tree platform; no answer ends the scheduler."""
-        return "CPU"
+        """SGLang's profiler asks every out-of-tree platform; no answer ends the scheduler.
+
+        A name of its own: beside ``CPU`` a second profiler would be started in the first.
+        """
+        return "HYPERDFLASH_CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU

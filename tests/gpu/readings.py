@@ -56,7 +56,7 @@ def fell_back(log: str) -> list[str]:
 def trace_events(folder: Path) -> list[dict]:
     """All events of the traces of decoding that SGLang's profiler left in a folder."""
     events = []
-    for path in sorted(folder.rglob("*DECODE*.json.gz")):
+    for path in sorted(folder.rglob("*decode*.json.gz")):
         with gzip.open(path, "rt") as file:
             events += json.load(file)["traceEvents"]
     return events

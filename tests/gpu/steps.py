@@ -263,11 +263,12 @@ def trace(v: Visit) -> None:
     folder, rounds = v.folder / "trace", 8
     folder.mkdir()
     activities = ["CPU", "GPU"] if v.stage.gpu else ["CPU"]
-    with v.server("trace", draft=v.drafter) as server:
+    # SGLang's newer profiler can leave prefills out, which wait. Two traces in one process end it:
+    # torch's profiler breaks while Python collects what the second one left.
+    with v.server("trace", draft=v.drafter, SGLANG_PROFILE_V2="1") as server:
         asked(server, v.stage.prompts(4), SHORT)
         options = {"output_dir": str(folder), "num_steps": rounds, "activities": activities}
-        # Prefills, which wait, get a trace of their own.
-        options["profile_by_stage"] = True
+        options |= {"profile_by_stage": True, "profile_stages": ["decode"]}
         requests.post(f"{server.url}/start_profile", json=options, timeout=60).raise_for_status()
         asked(server, v.stage.prompts(4), v.stage.tokens)
     seen, events = readings.rounds_of(readings.trace_events(folder))

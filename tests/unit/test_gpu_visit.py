@@ -56,13 +56,13 @@ def traced(folder: Path, stage: str, events: list[dict]) -> None:
 def test_waits_are_those_between_the_rounds_of_a_decoding_trace(tmp_path):
     """Found as: prefills, and the profiler's own wait at its end, failed a product without any."""
     wait, span = "cudaStreamSynchronize", "user_annotation"
-    traced(tmp_path, "EXTEND", [event(wait, 15)])
+    traced(tmp_path, "prefill", [event(wait, 15)])
     rounds = [event(f"step[VERIFY bs={n}]", 10 * n, 1, span, 3) for n in (1, 2, 3)]
     # The same names are on the GPU's own time line.
     rounds.append(event("step[VERIFY bs=1]", 90, 7, "gpu_user_annotation"))
     inside = [event(wait, 16), event("cudaEventSynchronize", 17), event("cudaLaunchKernel", 18)]
     outside = [event(wait, 5), event("cudaDeviceSynchronize", 40), event(wait, 15, thread=2)]
-    traced(tmp_path, "DECODE", rounds + inside + outside)
+    traced(tmp_path, "decode", rounds + inside + outside)
     count, events = readings.rounds_of(readings.trace_events(tmp_path))
     assert count == 3
     assert readings.waits(events) == {wait: 1, "cudaEventSynchronize": 1}
@@ -76,7 +76,7 @@ def test_values_read_on_the_host_are_no_waits(tmp_path):
             with torch.profiler.record_function(name):
                 torch.arange(4).max().item()
                 torch.arange(4).nonzero()
-    profile.export_chrome_trace(str(tmp_path / "run-DECODE.trace.json.gz"))
+    profile.export_chrome_trace(str(tmp_path / "run-decode.trace.json.gz"))
     count, events = readings.rounds_of(readings.trace_events(tmp_path))
     assert count == 2 and readings.waits(events) == {}
     assert "aten::_local_scalar_dense" in {found["name"] for found in events}

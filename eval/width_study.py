@@ -1,10 +1,11 @@
 """Throughput of an adaptive width beside no speculation and a fixed block, interleaved in one run.
 
-    python -m eval.width_study --target T --draft D --untrained U --prompts FILE --out DIR
+    python -m eval.width_study --target T --draft D --untrained U --prompts FILE ... --out DIR
 
 All servers are up for the whole run and are loaded in turn, so that what the machine does meanwhile
-falls on all of them. A load is a closed loop: ``c`` requests in flight, answers of one length. The
-first pass of a server at a load is not counted. The same command measures everything anew.
+falls on all of them. A load is a closed loop: ``c`` requests in flight, each prompt as often as the
+others, answers as long as they are. The first pass of a server at a load is not counted. The same
+command measures everything anew.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +54,7 @@ WAVES, FEWEST = 2, 6
 
 @dataclass(frozen=True)
 class Load:
-    """A closed loop of ``concurrency`` requests of ``tokens`` new tokens each."""
+    """A closed loop of ``concurrency`` requests of at most ``tokens`` new tokens each."""
 
     concurrency: int
     tokens: int
@@ -67,11 +68,7 @@ class Load:
 async def _closed_loop(url: str, prompts: Sequence[Sequence[int]], load: Load) -> float:
     """Output tokens a second."""
     waiting = list(range(load.requests))
-    sampling = {
-        "temperature": load.temperature,
-        "max_new_tokens": load.tokens,
-        "ignore_eos": True,
-    }
+    sampling = {"temperature": load.temperature, "max_new_tokens": load.tokens}
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
 
@@ -161,8 +158,15 @@ def run_steps(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> lis
     return [[line[0] - lines[0][0], line[3], line[4]] for line in lines]
 
 
-def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
-    """Tokens of the first turns in a JSONL of ``{"turns": [...]}`` or ``{"messages": [...]}``.
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every line of a file with its place."""
+    return ((f"{path}:{number}", entry) for number, entry in read_lines(path))
+
+
+def read_prompts(target: str, paths: Sequence[Path], count: int) -> list[list[int]]:
+    """Tokens of first turns in JSONL files of ``{"turns": [...]}`` or ``{"messages": [...]}``.
+
+    The files' lines by turns, ``count`` in all.
 
     Raises:
         EvalError, JsonlError: a line without them, or no line. OSError: no file.
@@ -170,15 +174,16 @@ def read_prompts(target: str, path: Path, count: int) -> list[list[int]]:
     """
     tokenizer = load_tokenizer(target)
     prompts = []
-    for number, entry in islice(read_lines(path), count):
+    by_turns = chain.from_iterable(zip_longest(*map(_lines, paths)))
+    for place, entry in islice(filter(None, by_turns), count):
         messages = entry.get("messages")
         if not messages:
-            turns = turns_of(entry, f"{path}:{number}")
+            turns = turns_of(entry, place)
             messages = [{"role": "user", "content": turns[0]}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer.encode(text, add_special_tokens=False))
     if not prompts:
-        raise EvalError(f"{path} holds no prompt.")
+        raise EvalError(f"{' '.join(map(str, paths))} holds no prompt.")
     return prompts
 
 
@@ -189,13 +194,14 @@ def parser() -> argparse.ArgumentParser:
     add("--target", required=True, help="target folder or hub id")
     add("--draft", required=True, help="its drafter")
     add("--untrained", help="a drafter of random weights (default: none is measured)")
-    add("--prompts", required=True, type=Path, help="JSONL with turns or messages in each line")
-    add("--num-prompts", type=int, default=64, help="prompts, the file's first")
+    files = "JSONL with turns or messages in each line"
+    add("--prompts", required=True, type=Path, nargs="+", metavar="FILE", help=files)
+    add("--num-prompts", type=int, default=64, help="prompts, the files' first by turns")
     add("--out", required=True, type=Path, help="new folder of results, report and plots")
     add("--levels", type=int, nargs="+", default=list(LEVELS), help="requests in flight")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="of sampling")
     add("--repeats", type=int, default=3, help="counted passes of each server at each load")
-    add("--tokens", type=int, default=128, help="new tokens of every answer")
+    add("--tokens", type=int, default=128, help="new tokens of an answer at most")
     add("--pool", type=int, default=32768, help="K/V slots of every server")
     add("--widths", help=f"as {WIDTHS} (default: the server's)")
     add("--no-steps", action="store_true", help="leave the stepped load out")

@@ -85,11 +85,7 @@ def test_a_closed_loop_keeps_its_number_in_flight_and_counts_tokens():
     rate = asyncio.run(run())
     assert most == 4 and len(asked) == 8
     assert 0 < rate < 5 * 8 / 0.02
-    assert asked[0]["sampling_params"] == {
-        "temperature": 1.0,
-        "max_new_tokens": 16,
-        "ignore_eos": True,
-    }
+    assert asked[0]["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 16}
 
 
 def study_options(out, *more: str) -> list[str]:
@@ -153,6 +149,17 @@ def test_prompts_that_cannot_be_read_are_one_line_before_any_work(
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
     assert studied == [] and not out.exists()
+
+
+def test_prompts_of_several_files_take_turns(tmp_path):
+    files = {"a": ["one", "two", "three"], "b": ["four"]}
+    for name, turns in files.items():
+        (tmp_path / name).write_text("".join(f'{{"turns": ["{turn}"]}}\n' for turn in turns))
+    target, paths = str(EXAMPLE / "target"), [tmp_path / name for name in files]
+    alone = {path.name: width_study.read_prompts(target, [path], 9) for path in paths}
+    found = width_study.read_prompts(target, paths, 3)
+    assert found == [alone["a"][0], alone["b"][0], alone["a"][1]]
+    assert len(width_study.read_prompts(target, paths, 9)) == 4
 
 
 def test_experts_that_rows_touch_grow_to_all():

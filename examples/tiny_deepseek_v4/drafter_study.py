@@ -52,6 +52,7 @@ SETTINGS = {
 }
 HEAD = ("--dependency-rank", "128")
 LAYERS = ("--source", "layers", "--reducer", "fc", "--layer-ids")
+BOTH = ("--source", "pre_hc_head_and_layers", *LAYERS[2:])
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ VARIANTS = {
     # One choice against hyperdflash each.
     "random gate": Variant("hyperdflash", ("--gate", "random")),
     "fc": Variant("hyperdflash", ("--reducer", "fc")),
+    "fc and 2 4 6": Variant("hyperdflash", (*BOTH, "2", "4", "6")),  # trained, not served
     "no path norm": Variant("hyperdflash", ("--no-path-norm",)),
     "no KL": Variant("hyperdflash", (), {"alpha": 0.0}),
     "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),

@@ -110,7 +110,7 @@ def _add_reducer(add: Callable[..., Any]) -> None:
         "--layer-ids",
         type=int,
         nargs="+",
-        help="target layers of --source layers, from 0 (default: none)",
+        help="target layers of a --source with layers, from 0 (default: none)",
     )
     add("--no-path-norm", action="store_true", help="gate the raw residual paths")
 
@@ -148,9 +148,9 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         raise HyperDFlashConfigError(
             f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}."
         )
-    if (args.source == "layers") != bool(args.layer_ids):
+    if args.source.endswith("layers") != bool(args.layer_ids):
         raise HyperDFlashConfigError(
-            "--source layers needs --layer-ids, and no other source takes them."
+            "a --source with layers needs --layer-ids, and no other source takes them."
         )
     check_dependency(args)
     if args.head_dim % 2:

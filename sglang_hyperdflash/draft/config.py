@@ -20,7 +20,7 @@ from sglang_hyperdflash.tools.structs import Keys, checked, shown
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual in front of the collapse (the method); the
 # collapse itself, and means of the paths after chosen layers (DFlash), to compare with.
-SOURCES = ("pre_hc_head", "post_hc_head", "layers")
+SOURCES = ("pre_hc_head", "post_hc_head", "layers", "pre_hc_head_and_layers")
 REDUCERS = ("hc_gate", "fc")
 # What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only
 # resembles its collapse, or the constant gate of a mean (targets.kinds). An fc has none.
@@ -102,14 +102,15 @@ class HyperDFlashConfig:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs the drafter reads: none unless the source is ``layers``."""
-        return self.target_layer_ids if self.source == "layers" else ()
+        """Target layers whose outputs the drafter reads: none unless the source has layers."""
+        return self.target_layer_ids if self.source.endswith("layers") else ()
 
     @property
     def source_width(self) -> int:
         """Columns of the source that the reducer reads."""
-        paths = {"pre_hc_head": self.hc_mult, "layers": len(self.target_layer_ids)}
-        return paths.get(self.source, 1) * self.hidden_size
+        residual = self.hc_mult if self.source.startswith("pre_hc_head") else 0
+        # Without either: the collapse.
+        return (residual + len(self.captured_layers) or 1) * self.hidden_size
 
 
 Size = Annotated[int, Meta(ge=1)]
@@ -283,7 +284,8 @@ def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
             )
     if parsed.reducer == "hc_gate" and parsed.source != "pre_hc_head":
         raise HyperDFlashConfigError(
-            f"draft config: source {parsed.source} has no residual paths to gate; use reducer fc."
+            f"draft config: a gate reads residual paths alone; for source {parsed.source} use "
+            "reducer fc."
         )
     if parsed.reducer == "hc_gate" and parsed.gate == "none":
         raise HyperDFlashConfigError(
@@ -300,13 +302,13 @@ def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
 
 
 def _check_layer_ids(parsed: HyperDFlashConfig) -> None:
-    if parsed.source != "layers":
+    if not parsed.source.endswith("layers"):
         return
     layers = parsed.target.num_hidden_layers
     if not parsed.target_layer_ids or max(parsed.target_layer_ids) >= layers:
         raise HyperDFlashConfigError(
-            f"draft config: source layers needs dflash_config.target_layer_ids between 0 and "
-            f"{layers - 1}, found {list(parsed.target_layer_ids)}."
+            f"draft config: source {parsed.source} needs dflash_config.target_layer_ids between 0 "
+            f"and {layers - 1}, found {list(parsed.target_layer_ids)}."
         )
 
 

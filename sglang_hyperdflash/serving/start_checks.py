@@ -242,10 +242,10 @@ def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
 
 
 def _check_source(config: HyperDFlashConfig) -> None:
-    if config.source == "post_hc_head":
+    if config.source not in ("pre_hc_head", "layers"):
         raise HyperDFlashConfigError(
-            "the drafter's source is post_hc_head, which is there to compare with in training; a "
-            "server reads pre_hc_head or layers. Train a drafter of one of those."
+            f"the drafter's source is {config.source}, which is there to compare with in training; "
+            "a server reads pre_hc_head or layers. Train a drafter of one of those."
         )
 
 

@@ -23,10 +23,13 @@ def source_of(config: HyperDFlashConfig, target, states: States) -> torch.Tensor
     if config.source == "post_hc_head":
         eps = {"rms_eps": config.rms_norm_eps, "hc_eps": config.hc_eps}
         return target.hc_head.collapse(states.residual, **eps)
-    if states.layers.shape[-1] != config.source_width:
+    columns = len(config.captured_layers) * config.hidden_size
+    if states.layers.shape[-1] != columns:
         raise HyperDFlashConfigError(
-            f"the drafter reads layers {list(config.target_layer_ids)} ({config.source_width} "
-            f"columns); these states hold {states.layers.shape[-1]} columns of layers. Captures "
-            "hold none: use features = cache or online."
+            f"the drafter reads layers {list(config.target_layer_ids)} ({columns} columns); these "
+            f"states hold {states.layers.shape[-1]} columns of layers. Captures hold none: use "
+            "features = cache or online."
         )
-    return states.layers
+    if config.source == "layers":
+        return states.layers
+    return torch.cat([states.residual, states.layers], -1)

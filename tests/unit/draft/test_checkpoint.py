@@ -60,7 +60,7 @@ def changed(raw, path, value):
         (
             "hyperdflash_config.source",
             "layer_3",
-            "must be one of layers, post_hc_head, pre_hc_head",
+            "must be one of layers, post_hc_head, pre_hc_head, pre_hc_head_and_layers",
         ),
         ("hyperdflash_config.hc_mult", 0, "hc_mult must be at least 1, found 0"),
         ("hyperdflash_config.path_norm", 1, "path_norm must be true or false, found 1"),

@@ -71,6 +71,7 @@ def test_post_hc_head_is_the_target_s_own_collapse(target, samples):
     [
         {"reducer": "fc", "source": "post_hc_head"},
         {"reducer": "fc", "source": "layers", "layer_ids": LAYERS},
+        {"reducer": "fc", "source": "pre_hc_head_and_layers", "layer_ids": LAYERS},
     ],
 )
 def test_every_source_trains(target, samples, tmp_path, shape):
@@ -93,8 +94,8 @@ def test_states_without_the_asked_layers_are_refused(target):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--source layers --layer-ids 1 2", "has no residual paths to gate"),
-        ("--source layers --reducer fc", "--source layers needs --layer-ids"),
+        ("--source layers --layer-ids 1 2", "a gate reads residual paths alone"),
+        ("--source layers --reducer fc", "a --source with layers needs --layer-ids"),
         ("--layer-ids 1", "no other source takes them"),
         ("--source layers --reducer fc --layer-ids 1 9", "between 0 and 7, found [1, 9]"),
     ],

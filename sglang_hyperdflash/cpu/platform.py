@@ -68,7 +68,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         A name of its own: beside ``CPU`` a second profiler would be started in the first.
         """
-        return "HYPERDFLASH_CPU"
+        return "CPU_PLATFORM"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU

@@ -25,22 +25,33 @@ class RoundClock:
 
     A round's interval counts if the round before it was of its batch bucket and width: with overlap
     scheduling on a GPU, the time between two launches is that of the round before.
+
+    Args:
+        alone: a launch returns when its round is over, as on a CPU: every interval is the round's
+            own, up to the next pass of whatever kind. Under load every other pass is a prefill.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone
         self.stop()
 
     def stop(self) -> None:
-        """A prefill or idleness comes: what follows is not timed yet."""
+        """Idleness comes: what follows is not timed yet."""
         self._last: tuple[tuple[int, int], float, int] | None = None
         self._repeated = False
+
+    def pause(self, now: float) -> tuple[tuple[int, int], float] | None:
+        """A prefill starts; the cell and the seconds of the round before, if they count."""
+        last = self._last
+        self.stop()
+        return (last[0], now - last[1]) if self.alone and last is not None else None
 
     def start(self, now: float, requests: int, width: int) -> tuple[tuple[int, int], float] | None:
         """A round starts; the cell and the seconds of the one before, if they count."""
         key, last, counts = (bucket_of(requests), width), self._last, self._repeated
         self._last = key, now, requests
         self._repeated = last is not None and last[0] == key
-        if last is None or not counts or requests > last[2]:
+        if last is None or not (counts or self.alone) or requests > last[2]:
             return None  # more requests without a prefill: a decode node was idle, maybe
         return last[0], now - last[1]
 
@@ -51,7 +62,7 @@ class WidthControl:
     Args:
         setting: see there. block: the widest there is.
         share: sends rank 0's table to every rank and returns it; None without other ranks.
-        now: seconds.
+        now: seconds. alone: see :class:`RoundClock`.
     """
 
     def __init__(
@@ -60,20 +71,23 @@ class WidthControl:
         block: int,
         share: Callable[[Table], Table] | None = None,
         now: Callable[[], float] = time.perf_counter,
+        alone: bool = False,
     ) -> None:
         self.setting, self.block, self._share, self._now = setting, block, share, now
         self.policy = None
         if setting.mode == ADAPTIVE and not setting.fixed:
             self.policy = WidthPolicy(setting.widths, shared=share is not None)
         self._dice = random.Random(0)
-        self._clock = RoundClock()
+        self._clock = RoundClock(alone)
         self._new: dict[tuple[int, int], float] = {}
         # Discounted: tokens a request and round, and a round's seconds over width 1's.
         self._tokens = self._requests = self._ratio = self._timed = 0.0
 
     def pause(self) -> None:
         """The next pass is no decoding round."""
-        self._clock.stop()
+        timed = self._clock.pause(self._now())
+        if timed is not None and self.policy is not None:
+            self._time(*timed)
 
     def next(self, greedy: int, sampled: int) -> int:
         """The width of the round that starts now, of so many requests of either class."""
@@ -101,6 +115,9 @@ class WidthControl:
 
     def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
         """A round's result: requests that go on, with the drafts accepted of each."""
+        if not live:
+            # With overlap scheduling this round was one too many: the server may be idle now.
+            self._clock.stop()
         if self.policy is None or not live:
             return
         greedy: list[int] = []

@@ -127,7 +127,12 @@ class WidthWorker(OneRowWorker):
         self.block = int(self.block_size)
         setting = self._allowed(read_setting(self.block, self._drafts_causally()))
         ranks = get_parallel().tp_size > 1
-        self.width_control = WidthControl(setting, self.block, self._share if ranks else None)
+        self.width_control = WidthControl(
+            setting,
+            self.block,
+            self._share if ranks else None,
+            alone=self.device == "cpu" and not server_args.disable_overlap_schedule,
+        )
         # A width for requests whose processors keep notes; ranks that differ cannot have it.
         served = get_exec().features.enable_custom_logit_processor
         notes = served and not self._whole_blocks_only()

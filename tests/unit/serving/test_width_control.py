@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,30 @@ def test_a_prefill_or_new_requests_between_two_rounds_are_not_timed():
     assert clock.start(10.0, 8, 7) is None
     assert clock.start(11.0, 8, 7) == ((6, 7), 1.0)
     assert clock.start(12.0, 9, 7) is None
+
+
+def test_where_a_launch_is_its_round_every_round_is_timed_and_idleness_is_not():
+    clock = RoundClock(alone=True)
+    assert clock.start(0.0, 8, 7) is None
+    assert clock.start(1.0, 8, 1) == ((6, 7), 1.0)
+    assert clock.pause(1.5) == ((6, 1), 0.5)
+    assert clock.start(9.0, 8, 7) is None
+    clock.stop()
+    assert clock.pause(60.0) is None
+    waiting = RoundClock()
+    waiting.start(0.0, 8, 7)
+    assert waiting.pause(1.0) is None
+
+
+def test_a_round_that_nobody_needed_leaves_no_time():
+    """With overlap scheduling a finished request runs once more; then nobody asks for a while."""
+    at = iter([0.0, 0.1, 0.2, 60.0])
+    control = WidthControl(SET, 7, now=lambda: next(at), alone=True)
+    assert [control.next(1, 0) for _ in range(3)] == [1, 1, 1]
+    assert control.policy.costs.samples[0, 1] == deque([pytest.approx(0.1)] * 2)
+    control.learn(1, [])
+    control.pause()
+    assert len(control.policy.costs.samples[0, 1]) == 2
 
 
 def test_every_width_of_a_random_server_is_drawn_and_ranks_draw_the_same():

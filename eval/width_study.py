@@ -49,7 +49,7 @@ from sglang_hyperdflash.tools.server_process import (
 KIND = "python -m eval.width_study"
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 # Requests of a pass: so many times the concurrency, and at least so many.
-WAVES, FEWEST = 2, 6
+WAVES, FEWEST = 4, 6
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class WidthControl:
         self.setting, self.block, self._share, self._now = setting, block, share, now
         self.policy = None
         if setting.mode == ADAPTIVE and not setting.fixed:
-            self.policy = WidthPolicy(setting.widths, shared=share is not None)
+            self.policy = WidthPolicy(setting.widths, share is not None, alone)
         self._dice = random.Random(0)
         self._clock = RoundClock(alone)
         self._new: dict[tuple[int, int], float] = {}

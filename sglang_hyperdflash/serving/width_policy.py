@@ -21,7 +21,8 @@ import numpy as np
 HALF_LIFE, PRIOR_TRIALS, FIRST_PRIOR = 512, 4.0, 0.8
 SAMPLES = 15
 HYSTERESIS = 0.03
-# Rounds in a row: the first follows a round of another width and is not timed.
+# Rounds in a row: the first follows a round of another width and, but for ``timed_alone``, is not
+# timed.
 EXPLORE, PROBE = 4, 2
 ATTEMPTS, RETRY = 3, 32
 # Probing may cost so much of the time, and no width is probed more often than this.
@@ -148,10 +149,14 @@ class WidthPolicy:
 
     Args:
         widths: ascending. shared: see :class:`Costs`.
+        timed_alone: every round's time is known, whatever was before it; fewer show as much.
     """
 
-    def __init__(self, widths: Sequence[int], shared: bool = False) -> None:
+    def __init__(
+        self, widths: Sequence[int], shared: bool = False, timed_alone: bool = False
+    ) -> None:
         self.widths, self.width = tuple(widths), widths[-1]
+        self._explore = PROBE if timed_alone else EXPLORE
         self.costs = Costs(widths, shared)
         # Greedy requests and sampled ones accept differently.
         self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
@@ -184,9 +189,13 @@ class WidthPolicy:
 
     def _decide(self, bucket: int, greedy: int, sampled: int) -> None:
         seconds = {w: self.costs.of(bucket, w) for w in self.widths}
+        if None in seconds.values():
+            # Two sizes and every width tell of all sizes: cheaper than to run the widest to know.
+            self.costs.refit()
+            seconds = {w: self.costs.of(bucket, w) for w in self.widths}
         for w in self.widths:
             if seconds[w] is None and self._may_explore((bucket, w)):
-                self._burst = [w] * EXPLORE
+                self._burst = [w] * self._explore
                 return
         kinds = zip(self.classes, (greedy, sampled), strict=True)
         present = [(kind.expected(), count) for kind, count in kinds if count]

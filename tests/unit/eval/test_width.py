@@ -83,8 +83,8 @@ def test_a_closed_loop_keeps_its_number_in_flight_and_counts_tokens():
         return rate
 
     rate = asyncio.run(run())
-    assert most == 4 and len(asked) == 8
-    assert 0 < rate < 5 * 8 / 0.02
+    assert most == 4 and len(asked) == 16
+    assert 0 < rate < 5 * 16 / 0.04
     assert asked[0]["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 16}
 
 

@@ -98,6 +98,16 @@ def test_a_ramp_is_followed_bucket_by_bucket():
     assert found.widths[200] > found.widths[-1]
 
 
+def test_sizes_in_between_are_not_run_at_every_width_to_know_them():
+    """Found as: 64 answers that end one by one took 12 buckets to as many widest rounds each."""
+    policy = WidthPolicy((1, 7), timed_alone=True)
+    known = [1] * 40 + [64] * 40
+    replay(machine, known, steady([0.3] * 6), policy=policy)
+    falling = [size for size in range(60, 20, -4) for _ in range(2)]
+    found = replay(machine, falling, steady([0.3] * 6), policy=policy)
+    assert set(found.widths) == {1}
+
+
 def test_bursts_do_not_unsettle_it():
     loads = [64 if number % 200 < 20 else 2 for number in range(4000)]
     found = replay(machine, loads, steady([0.5] * 6), policy=WidthPolicy(WIDTHS), noise=0.05)

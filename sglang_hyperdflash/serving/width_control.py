@@ -113,19 +113,23 @@ class WidthControl:
             self._ratio = KEEP * self._ratio + seconds / one
             self._timed = KEEP * self._timed + 1
 
-    def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
-        """A round's result: requests that go on, with the drafts accepted of each."""
+    def learn(self, width: int, live: Sequence[tuple[Any, int]], ended: int = 0) -> None:
+        """A round's result: requests that go on, with the drafts accepted of each.
+
+        Args:
+            ended: the others: with overlap scheduling a finished request runs once more.
+        """
         if not live:
-            # With overlap scheduling this round was one too many: the server may be idle now.
+            # This round was one too many: the server may be idle now.
             self._clock.stop()
-        if self.policy is None or not live:
+        if self.policy is None or not (live or ended):
             return
         greedy: list[int] = []
         sampled: list[int] = []
         for req, accepted in live:
             (greedy if req.sampling_params.top_k <= 1 else sampled).append(accepted)
-        self.policy.learn(width, greedy, sampled)
-        self._requests = KEEP * self._requests + len(live)
+        self.policy.learn(width, greedy, sampled, ended)
+        self._requests = KEEP * self._requests + len(live) + ended
         self._tokens = KEEP * self._tokens + len(live) + sum(greedy) + sum(sampled)
 
     def predicted_gain(self) -> float | None:

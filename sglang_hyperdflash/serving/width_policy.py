@@ -1,7 +1,7 @@
 """Which width the next round should have: expected tokens over measured seconds. Host only.
 
     tokens(w) = sum over requests of 1 + sum_{k < w} a_1 ... a_k      # a_k: acceptance of draft k
-    choose the w with the largest tokens(w) / seconds(batch size, w)
+    choose the w with the largest kept(tokens(w)) / seconds(batch size, w)
 
 Every round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were, so
 what narrow rounds do not show is left out and not counted as refused. Seconds are lower quartiles
@@ -26,7 +26,9 @@ HYSTERESIS = 0.03
 EXPLORE, PROBE = 4, 2
 ATTEMPTS, RETRY = 3, 32
 # Probing may cost so much of the time, and no width is probed more often than this.
-PROBE_SHARE, PROBE_EVERY = 0.01, 64
+PROBE_SHARE, PROBE_EVERY = 0.01, 32
+# Ended answers after which one counts half.
+ENDS_HALF_LIFE = 128
 
 Cell = tuple[int, int]
 Cells = Mapping[Cell, float]
@@ -74,6 +76,30 @@ class Acceptance:
     def tokens(self, width: int) -> float:
         """Expected tokens of one request in a round of one width."""
         return self.expected()[width - 1]
+
+
+class Answers:
+    """How long answers are: what comes behind an answer's end is computed and thrown away."""
+
+    def __init__(self) -> None:
+        self._tokens = self._ended = 0.0
+
+    def learn(self, tokens: int, ended: int) -> None:
+        """A round's tokens, and its rows of requests that had ended: one for each that ends."""
+        keep = 0.5 ** (ended / ENDS_HALF_LIFE)
+        self._tokens = keep * self._tokens + tokens
+        self._ended = keep * self._ended + ended
+
+    def kept(self, tokens: float) -> float:
+        """Of a request's expected ``tokens`` a round, those that its answer keeps.
+
+        An answer's last round is cut, by (tokens - 1) / 2 on the average, and with overlap
+        scheduling one more has begun.
+        """
+        if not self._ended:
+            return tokens
+        length = self._tokens / self._ended
+        return tokens * length / (length + tokens + (tokens - 1) / 2)
 
 
 def _features(bucket: int, width: int) -> tuple[float, ...]:
@@ -160,13 +186,21 @@ class WidthPolicy:
         self.costs = Costs(widths, shared)
         # Greedy requests and sampled ones accept differently.
         self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
+        self.answers = Answers()
         self.rates: dict[int, float] = {}
         self.rounds = self._since = self._turn = 0
         self._burst: list[int] = []
         self._tries: dict[Cell, tuple[int, int]] = {}
 
-    def learn(self, width: int, greedy: Sequence[int], sampled: Sequence[int]) -> None:
-        """A round's result: accepted drafts of each request of either class."""
+    def learn(
+        self, width: int, greedy: Sequence[int], sampled: Sequence[int], ended: int = 0
+    ) -> None:
+        """A round's result: accepted drafts of each request of either class.
+
+        Args:
+            ended: rows of requests whose answer was over.
+        """
+        self.answers.learn(len(greedy) + len(sampled) + sum(greedy) + sum(sampled), ended)
         for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
             if accepted:
                 kind.learn(width, accepted)
@@ -200,7 +234,7 @@ class WidthPolicy:
         kinds = zip(self.classes, (greedy, sampled), strict=True)
         present = [(kind.expected(), count) for kind, count in kinds if count]
         self.rates = {
-            w: sum([count * tokens[w - 1] for tokens, count in present]) / s
+            w: sum([count * self.answers.kept(tokens[w - 1]) for tokens, count in present]) / s
             for w, s in seconds.items()
             if s is not None
         }

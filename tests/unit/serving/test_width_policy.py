@@ -18,6 +18,7 @@ from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_metrics import WidthMetrics
 from sglang_hyperdflash.serving.width_policy import (
     Acceptance,
+    Answers,
     Costs,
     WidthPolicy,
     best_width,
@@ -106,6 +107,31 @@ def test_sizes_in_between_are_not_run_at_every_width_to_know_them():
     falling = [size for size in range(60, 20, -4) for _ in range(2)]
     found = replay(machine, falling, steady([0.3] * 6), policy=policy)
     assert set(found.widths) == {1}
+
+
+def test_short_answers_keep_less_of_a_wide_round():
+    """An answer of 25 tokens at 2.5 a round: ten rounds, one behind its end, and a cut."""
+    answers = Answers()
+    assert answers.kept(2.5) == 2.5
+    for _ in range(100):
+        answers.learn(25, 1)
+    assert answers.kept(2.5) == pytest.approx(25 / (10 + 1 + 0.3))
+    assert answers.kept(1.0) == pytest.approx(25 / 26)
+    for _ in range(2000):
+        answers.learn(2500, 1)
+    assert answers.kept(2.5) > 2.49
+
+
+def test_short_answers_narrow_the_rounds():
+    both = [WidthPolicy((1, 7)) for _ in range(2)]
+    for policy in both:
+        for bucket in range(13):
+            policy.costs.add(bucket, 1, 1.0)
+            policy.costs.add(bucket, 7, 2.4)
+    for _ in range(200):
+        both[0].learn(7, [2, 1, 2], ())
+        both[1].learn(7, [2, 1, 2], (), ended=1)
+    assert [policy.next(3, 0) for policy in both] == [7, 1]
 
 
 def test_bursts_do_not_unsettle_it():

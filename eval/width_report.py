@@ -120,7 +120,8 @@ def write_report(out: Path, content: dict[str, Any]) -> None:
         "# A verify width that follows load",
         "",
         "Written by `python -m eval.width_study`; output tokens a second, medians of interleaved "
-        "passes. `over the better`: adaptive over the larger of both columns before it.",
+        "passes. Answers end by themselves. `over the better`: adaptive over the larger of both "
+        "columns before it.",
         "",
         f"Device: {content['provenance']['device']}; commit {content['provenance']['commit']}.",
     ]
@@ -130,7 +131,9 @@ def write_report(out: Path, content: dict[str, Any]) -> None:
     write_text(out / "throughput.svg", throughput_plot(rows))
     if steps:
         high = [i for i, step in enumerate(steps) if step[1] > 32]
-        parts = [(high[0], high[-1]), (high[-1], len(steps))] if high else []
+        # Between the two the load's own answers end, one by one.
+        alone = (i for i, step in enumerate(steps) if high and i > high[-1] and step[1] == 1)
+        parts = [(high[0], high[-1]), (next(alone, len(steps)), len(steps))] if high else []
         said = [str(settled_after(steps, *part)) for part in parts]
         lines += ["", "## A load that steps 1 -> 64 -> 1", ""]
         lines += [f"Rounds until settled, up and down: {', '.join(said)}.", ""]

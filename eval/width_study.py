@@ -3,9 +3,9 @@
     python -m eval.width_study --target T --draft D --untrained U --prompts FILE ... --out DIR
 
 All servers are up for the whole run and are loaded in turn, so that what the machine does meanwhile
-falls on all of them. A load is a closed loop: ``c`` requests in flight, each prompt as often as the
-others, answers as long as they are. The first pass of a server at a load is not counted. The same
-command measures everything anew.
+falls on all of them. A load is a closed loop: ``c`` requests in flight, prompts in turn, answers as
+long as they are. The first pass of a server at a load is not counted. The same command measures
+everything anew.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ from sglang_hyperdflash.tools.server_process import (
 KIND = "python -m eval.width_study"
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 # Requests of a pass: so many times the concurrency, and at least so many.
-WAVES, FEWEST = 4, 6
+WAVES, FEWEST = 4, 12
+# Requests of a step of one at a time: hundreds of rounds.
+ALONE = 40
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ class Load:
     concurrency: int
     tokens: int
     temperature: float
+    fewest: int = FEWEST
 
     @property
     def requests(self) -> int:
-        return max(FEWEST, WAVES * self.concurrency)
+        return max(self.fewest, WAVES * self.concurrency)
 
 
 async def _closed_loop(url: str, prompts: Sequence[Sequence[int]], load: Load) -> float:
@@ -151,8 +154,9 @@ def run_steps(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> lis
     log = args.out / "logs" / "steps.log"
     with Server(args.target, *arguments, log=log, environment=environment) as server:
         server.wait(1800)
-        for concurrency, tokens in ((1, 4 * args.tokens), (64, args.tokens), (1, 4 * args.tokens)):
-            asyncio.run(_closed_loop(server.url, prompts, Load(concurrency, tokens, 0.0)))
+        for concurrency in (1, 64, 1):
+            load = Load(concurrency, args.tokens, 0.0, ALONE)
+            asyncio.run(_closed_loop(server.url, prompts, load))
     lines = [json.loads(line) for line in times.read_text().splitlines()]
     times.unlink()
     return [[line[0] - lines[0][0], line[3], line[4]] for line in lines]

@@ -61,6 +61,7 @@ class Variant:
 
     Attributes:
         init: options of ``hyperdflash init``. top_k: serves the drafter ``of`` with another K.
+        served: False where a server cannot read its source; ``train`` alone makes it.
     """
 
     recipe: str
@@ -69,6 +70,7 @@ class Variant:
     stage: dict[str, Any] = field(default_factory=dict)
     of: str | None = None
     top_k: int | None = None
+    served: bool = True
 
     @property
     def can_start_anywhere(self) -> bool:
@@ -93,7 +95,7 @@ VARIANTS = {
     # One choice against hyperdflash each.
     "random gate": Variant("hyperdflash", ("--gate", "random")),
     "fc": Variant("hyperdflash", ("--reducer", "fc")),
-    "fc and 2 4 6": Variant("hyperdflash", (*BOTH, "2", "4", "6")),  # trained, not served
+    "fc and 2 4 6": Variant("hyperdflash", (*BOTH, "2", "4", "6"), served=False),
     "no path norm": Variant("hyperdflash", ("--no-path-norm",)),
     "no KL": Variant("hyperdflash", (), {"alpha": 0.0}),
     "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),
@@ -260,7 +262,7 @@ def serve(args: argparse.Namespace) -> None:
     for name in args.variants:
         for seed in args.seeds:
             folder, drafter = run_folder(args.work, name, seed), drafter_of(name, seed, args.work)
-            if drafter is None or (folder / "served.json").is_file():
+            if drafter is None or (folder / "served.json").is_file() or not VARIANTS[name].served:
                 continue
             arguments = (*comparable_arguments(), *hyperdflash_arguments(drafter))
             with Server(args.target, *arguments, log=log).wait() as server:

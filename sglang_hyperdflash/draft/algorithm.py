@@ -31,12 +31,13 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
     config = drafter.config
     anchor = len(tokens) - 1
     # What the target computed of the context: its residual right in front of its own collapse,
-    # [1, anchor, m * d]; rivals read the means after some layers instead.
+    # [1, anchor, m * d]; rivals read the means after some layers.
     _, residual, layers = target.features_with_layers(
         torch.tensor([tokens[:-1]]), config.captured_layers
     )
     # Eq. 1: m streams, weighted by the inherited gate, become one feature per token.
-    context = drafter.reduce(layers if config.captured_layers else residual)
+    source = layers if config.source == "layers" else torch.cat([residual, layers], -1)
+    context = drafter.reduce(source)
     # The block: the anchor, then B-1 masks, in the target's own embedding.
     block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
     # A row sees the context before the anchor, its last W tokens at most, and its whole block, or

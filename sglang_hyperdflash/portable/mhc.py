@@ -7,15 +7,23 @@ the streams to the block's input, ``post`` gates expand its output, and a doubly
 
 from __future__ import annotations
 
-import numba
-import numpy as np
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 
-@numba.njit("void(float32[:, :, ::1], int64, float32)", error_model="numpy")
-def _normalise(comb: np.ndarray, iterations: int, eps: float) -> None:
-    """:func:`sinkhorn` of ``comb [N, m, m]``, in place."""
+@functools.cache
+def compiled() -> Callable:
+    """:func:`sinkhorn` of a float32 array ``[N, m, m]``, in place; a GPU's server never asks."""
+    import numba
+
+    signature = "void(float32[:, :, ::1], int64, float32)"
+    return numba.njit(signature, error_model="numpy")(_normalise)
+
+
+def _normalise(comb, iterations, eps) -> None:
     n, m, _ = comb.shape
     for row in range(n):
         for iteration in range(iterations):
@@ -43,7 +51,7 @@ def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     gradients = comb.requires_grad and torch.is_grad_enabled()
     if comb.is_cpu and comb.dtype == torch.float32 and not gradients:
         comb = comb.detach().clone(memory_format=torch.contiguous_format)
-        _normalise(comb.numpy(), iterations, eps)
+        compiled()(comb.numpy(), iterations, eps)
         return comb
     comb = comb / comb.sum(-2, keepdim=True).add_(eps)
     for _ in range(iterations - 1):

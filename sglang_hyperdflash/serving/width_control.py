@@ -46,14 +46,18 @@ class RoundClock:
         self.stop()
         return (last[0], now - last[1]) if self.alone and last is not None else None
 
-    def start(self, now: float, requests: int, width: int) -> tuple[tuple[int, int], float] | None:
-        """A round starts; the cell and the seconds of the one before, if they count."""
-        key, last, counts = (bucket_of(requests), width), self._last, self._repeated
-        self._last = key, now, requests
-        self._repeated = last is not None and last[0] == key
-        if last is None or not (counts or self.alone) or requests > last[2]:
+    def lap(self, now: float, requests: int) -> tuple[tuple[int, int], float] | None:
+        """A round of so many starts; the cell and the seconds of the one before, if they count."""
+        last = self._last
+        if last is None or not (self._repeated or self.alone) or requests > last[2]:
             return None  # more requests without a prefill: a decode node was idle, maybe
         return last[0], now - last[1]
+
+    def start(self, now: float, requests: int, width: int) -> None:
+        """The round that starts has this width."""
+        key = bucket_of(requests), width
+        self._repeated = self._last is not None and self._last[0] == key
+        self._last = key, now, requests
 
 
 class WidthControl:
@@ -83,6 +87,10 @@ class WidthControl:
         # Discounted: tokens a request and round, and a round's seconds over width 1's.
         self._tokens = self._requests = self._ratio = self._timed = 0.0
 
+    def after_idleness(self) -> None:
+        """Nothing ran before the next pass."""
+        self._clock.stop()
+
     def pause(self) -> None:
         """The next pass is no decoding round."""
         timed = self._clock.pause(self._now())
@@ -97,10 +105,12 @@ class WidthControl:
             return self._dice.choice(self.setting.widths)
         if self._share is not None and self.policy.rounds % SHARE_EVERY == 0:
             self.policy.costs.take(self._share(self.policy.costs.table()))
-        width = self.policy.next(greedy, sampled)
-        timed = self._clock.start(self._now(), greedy + sampled, width)
+        now = self._now()
+        timed = self._clock.lap(now, greedy + sampled)
         if timed is not None:
             self._time(*timed)
+        width = self.policy.next(greedy, sampled)
+        self._clock.start(now, greedy + sampled, width)
         return width
 
     def _time(self, cell: tuple[int, int], seconds: float) -> None:
@@ -110,7 +120,7 @@ class WidthControl:
         self._new[round(2 ** (bucket / 2)), width] = costs.measured[cell]
         one = costs.of(bucket, 1)
         if one:
-            self._ratio = KEEP * self._ratio + seconds / one
+            self._ratio = KEEP * self._ratio + costs.measured[cell] / one
             self._timed = KEEP * self._timed + 1
 
     def learn(self, width: int, live: Sequence[tuple[Any, int]], ended: int = 0) -> None:
@@ -119,9 +129,6 @@ class WidthControl:
         Args:
             ended: the others: with overlap scheduling a finished request runs once more.
         """
-        if not live:
-            # This round was one too many: the server may be idle now.
-            self._clock.stop()
         if self.policy is None or not (live or ended):
             return
         greedy: list[int] = []

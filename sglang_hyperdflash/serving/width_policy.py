@@ -4,9 +4,8 @@
     choose the w with the largest kept(tokens(w)) / seconds(batch size, w)
 
 Every round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were, so
-what narrow rounds do not show is left out and not counted as refused. Seconds are lower quartiles
-of this server's own rounds: neighbours make rounds slower, never faster, and a width that is seldom
-tried has few. What was not measured comes from a fit over what was, else it is measured.
+what narrow rounds do not show is left out and not counted as refused. Seconds are medians of this
+server's own rounds; what was not measured comes from a fit over what was, else it is measured.
 """
 
 from __future__ import annotations
@@ -126,10 +125,14 @@ class Costs:
     Args:
         shared: decisions read only what :meth:`take` was given: every rank of a tensor-parallel
             group must read the same, and another node's processor may round a fit otherwise.
+        timed_alone: a round's time is its own. What else runs on the machine makes it longer, never
+            shorter, and a width that is seldom tried has few: lower quartiles, not medians.
     """
 
-    def __init__(self, widths: Sequence[int], shared: bool = False) -> None:
-        self.widths, self.shared = tuple(widths), shared
+    def __init__(
+        self, widths: Sequence[int], shared: bool = False, timed_alone: bool = False
+    ) -> None:
+        self.widths, self.shared, self._alone = tuple(widths), shared, timed_alone
         self.samples: dict[Cell, deque[float]] = {}
         self.measured: dict[Cell, float] = {}
         self.cells: dict[Cell, float] = {} if shared else self.measured
@@ -139,7 +142,8 @@ class Costs:
     def add(self, bucket: int, width: int, seconds: float) -> None:
         kept = self.samples.setdefault((bucket, width), deque(maxlen=SAMPLES))
         kept.append(seconds)
-        self.measured[bucket, width] = sorted(kept)[len(kept) // 4]
+        rank = (len(kept) - 1) // 4 if self._alone else len(kept) // 2
+        self.measured[bucket, width] = sorted(kept)[rank]
 
     def refit(self) -> None:
         """Fit again if cells came; call it now and then."""
@@ -153,6 +157,11 @@ class Costs:
     def take(self, table: Table) -> None:
         """Decide by this from now on."""
         self.cells, self._fit = table
+
+    def between(self, bucket: int) -> bool:
+        """Whether smaller and larger batches were measured: what a fit can tell of."""
+        buckets = [b for b, _ in self.cells]
+        return bool(buckets) and min(buckets) <= bucket <= max(buckets)
 
     def of(self, bucket: int, width: int) -> float | None:
         """Seconds; None where nothing is known."""
@@ -183,7 +192,7 @@ class WidthPolicy:
     ) -> None:
         self.widths, self.width = tuple(widths), widths[-1]
         self._explore = PROBE if timed_alone else EXPLORE
-        self.costs = Costs(widths, shared)
+        self.costs = Costs(widths, shared, timed_alone)
         # Greedy requests and sampled ones accept differently.
         self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
         self.answers = Answers()
@@ -223,8 +232,8 @@ class WidthPolicy:
 
     def _decide(self, bucket: int, greedy: int, sampled: int) -> None:
         seconds = {w: self.costs.of(bucket, w) for w in self.widths}
-        if None in seconds.values():
-            # Two sizes and every width tell of all sizes: cheaper than to run the widest to know.
+        if None in seconds.values() and self.costs.between(bucket):
+            # Two sizes and every width tell of sizes between: no need to run the widest to know.
             self.costs.refit()
             seconds = {w: self.costs.of(bucket, w) for w in self.widths}
         for w in self.widths:

@@ -180,6 +180,8 @@ class WidthWorker(OneRowWorker):
         """One round of the next width, or a prefill; the batch has been read."""
         mode = batch.forward_mode
         idle = mode.is_extend() or mode.is_idle() or bool(batch.is_extend_in_batch)
+        if batch.after_idle_gap:  # seam: Scheduler.run_batch sets it
+            self.width_control.after_idleness()
         if idle or self.requests is None:
             self.width_control.pause()
             width = self.block

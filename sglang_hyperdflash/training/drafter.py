@@ -358,7 +358,7 @@ def name_for_dflash(folder: Path) -> None:
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     config = parse_config(raw | {"architectures": [DRAFT_ARCHITECTURE]})
-    if not config.captured_layers:
+    if config.source != "layers":
         raise HyperDFlashConfigError(
             f"{folder}: DFLASH reads captured layers; this drafter's source is {config.source}."
         )

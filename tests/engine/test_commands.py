@@ -77,7 +77,8 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
         out.write(b'{"index": 3')
     before = output.read_bytes().rsplit(b"\n", 1)[0]
 
-    ended = run_command(*command, timeout=300)
+    # With imports of its own: what they print a user would see.
+    ended = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert output.read_bytes().startswith(before)
     answers = [json.loads(line) for line in output.read_text().splitlines()]

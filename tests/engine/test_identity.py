@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import requests
@@ -21,9 +22,7 @@ from tests.engine.conftest import (
     install_plugin,
 )
 
-# As the console script ``sglang`` has it.
-SERVE = "import sys; from sglang.cli.main import main; sys.argv[0] = 'sglang'; sys.exit(main())"
-SGLANG_SERVE = (sys.executable, "-c", SERVE, "serve")
+SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
 VARIANTS = {
     "chunked-prefill-64, overlap off": (
         "--chunked-prefill-size",
@@ -129,6 +128,7 @@ def variant_server(request, servers, target_dir, drafter_dir, tmp_path_factory):
     label = request.param.replace(", ", "-").replace(" ", "-")
     arguments = (*FP32, *VARIANTS[request.param], *hyperdflash_arguments(drafter_dir))
     environment = install_plugin(tmp_path_factory.mktemp("plugin"), "optimistic", OPTIMISTIC)
+    # The script takes every process through its own imports: once is enough.
     launcher = {"launcher": SGLANG_SERVE} if "--disable-overlap-schedule" in arguments else {}
     yield servers.get(label, target_dir, *arguments, environment=environment, **launcher)
     servers.stop(label)

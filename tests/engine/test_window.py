@@ -79,12 +79,13 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
             answer = greedy(server, prompt, COMPARED)
             _, expected = decode(target, block_draft(target, draft), prompt, COMPARED, None)
             assert padded(answer["meta_info"]["spec_correct_drafts_histogram"]) == expected
-        alone = greedy_all(server, own_prompts[:4], 1)
+        # Two at a time have the five windows to themselves.
+        alone = greedy_all(server, own_prompts, 2)
         assert_lengths_vary(rounds(alone))
         together = greedy_all(server, own_prompts, REQUESTS)
-        assert ids(alone) == own_reference[:4] and ids(together) == own_reference
+        assert ids(alone) == ids(together) == own_reference
         # Eight requests share five windows: some rounds had lost context.
-        assert sum(map(sum, rounds(together[:4]))) > sum(map(sum, rounds(alone)))
+        assert sum(map(sum, rounds(together))) > sum(map(sum, rounds(alone)))
         long = [token for prompt in own_prompts for token in prompt] * 2
         assert len(long) > 500
         assert len(ids([greedy(server, long)])[0]) == NEW_TOKENS

@@ -32,7 +32,11 @@ def ask(module: str, question: Any, warm: bool = True, **environment: str) -> An
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **environment},
         )
-        process.communicate(json.dumps(question), timeout=300)
+        try:
+            process.communicate(json.dumps(question), timeout=300)
+        finally:
+            process.kill()
+            process.wait()
         out.seek(0)
         err.seek(0)
         lines = [line for line in out if line.startswith(MARK)]

@@ -18,9 +18,9 @@ from tests.warm_start.asking import Refused, ask, pair, receive
 
 SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
 # All that ``sglang.launch_server`` and the processes it spawns import before they load plugins, and
-# what is compiled when it is imported.
+# what the tiny target compiles.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
-MODULES += ("sglang_hyperdflash.portable.mhc",)
+MODULES += ("tests.warm_start.compiled",)
 LAUNCHER = [sys.executable, "-m", "sglang.launch_server"]
 # ``hyperdflash``, for its commands that start an engine.
 COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from sglang_hyperdflash import seams
 from sglang_hyperdflash.commands import check
 from sglang_hyperdflash.tools.errors import SeamError
-from tests.warm_start.client import run_command
 
 
 def run_check(monkeypatch, *options: str, **environment: str) -> tuple[int, str, str]:
-    """In a process of its own: the check loads SGLang's plugins."""
+    """In a process of its own, with imports of its own: what they print a user would see."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    ended = run_command("check", *options, timeout=600)
+    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "check", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     return ended.returncode, ended.stdout, ended.stderr
 
 

@@ -53,10 +53,17 @@ def test_what_is_no_width_is_refused_in_one_line(environment, said):
         read_setting(7, True, environment)
 
 
+def started(clock: RoundClock, now: float, requests: int, width: int):
+    """What a round's start says of the one before."""
+    timed = clock.lap(now, requests)
+    clock.start(now, requests, width)
+    return timed
+
+
 def test_a_round_is_timed_after_one_of_its_width_and_size():
     clock = RoundClock()
     starts = [(0.0, 4, 7), (1.0, 4, 7), (2.5, 4, 1), (3.0, 4, 1), (3.4, 3, 1), (3.9, 2, 1)]
-    found = [clock.start(*start) for start in starts]
+    found = [started(clock, *start) for start in starts]
     assert found[:3] == [None, None, ((4, 7), 1.5)]
     assert found[3] is None  # the first at width 1
     assert found[4] == ((4, 1), pytest.approx(0.4))
@@ -68,18 +75,18 @@ def test_a_prefill_or_new_requests_between_two_rounds_are_not_timed():
     for at in (0.0, 1.0):
         clock.start(at, 8, 7)
     clock.stop()
-    assert clock.start(9.0, 8, 7) is None
-    assert clock.start(10.0, 8, 7) is None
-    assert clock.start(11.0, 8, 7) == ((6, 7), 1.0)
-    assert clock.start(12.0, 9, 7) is None
+    assert started(clock, 9.0, 8, 7) is None
+    assert started(clock, 10.0, 8, 7) is None
+    assert started(clock, 11.0, 8, 7) == ((6, 7), 1.0)
+    assert started(clock, 12.0, 9, 7) is None
 
 
 def test_where_a_launch_is_its_round_every_round_is_timed_and_idleness_is_not():
     clock = RoundClock(alone=True)
-    assert clock.start(0.0, 8, 7) is None
-    assert clock.start(1.0, 8, 1) == ((6, 7), 1.0)
+    assert started(clock, 0.0, 8, 7) is None
+    assert started(clock, 1.0, 8, 1) == ((6, 7), 1.0)
     assert clock.pause(1.5) == ((6, 1), 0.5)
-    assert clock.start(9.0, 8, 7) is None
+    assert started(clock, 9.0, 8, 7) is None
     clock.stop()
     assert clock.pause(60.0) is None
     waiting = RoundClock()
@@ -87,13 +94,14 @@ def test_where_a_launch_is_its_round_every_round_is_timed_and_idleness_is_not():
     assert waiting.pause(1.0) is None
 
 
-def test_a_round_that_nobody_needed_leaves_no_time():
-    """With overlap scheduling a finished request runs once more; then nobody asks for a while."""
+def test_idleness_is_no_round():
+    """Found as: an answer that ended by its length, then a minute without requests."""
     at = iter([0.0, 0.1, 0.2, 60.0])
     control = WidthControl(SET, 7, now=lambda: next(at), alone=True)
     assert [control.next(1, 0) for _ in range(3)] == [1, 1, 2]
     assert control.policy.costs.samples[0, 1] == deque([pytest.approx(0.1)] * 2)
-    control.learn(2, [])
+    control.learn(2, [(greedy_request(), 1)])
+    control.after_idleness()
     control.pause()
     assert (0, 2) not in control.policy.costs.samples
 

@@ -102,9 +102,9 @@ def test_a_ramp_is_followed_bucket_by_bucket():
 def test_sizes_in_between_are_not_run_at_every_width_to_know_them():
     """Found as: 64 answers that end one by one took 12 buckets to as many widest rounds each."""
     policy = WidthPolicy((1, 7), timed_alone=True)
-    known = [1] * 40 + [64] * 40
+    known = [1] * 6 + [64] * 6  # too few rounds for the fit that comes now and then
     replay(machine, known, steady([0.3] * 6), policy=policy)
-    falling = [size for size in range(60, 20, -4) for _ in range(2)]
+    falling = [60, 44, 32, 22, 16, 11, 8, 6, 4, 3]
     found = replay(machine, falling, steady([0.3] * 6), policy=policy)
     assert set(found.widths) == {1}
 

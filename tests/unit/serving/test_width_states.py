@@ -285,6 +285,7 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     asked = []
     worker.width_control = SimpleNamespace(
         pause=lambda: asked.append("pause"),
+        after_idleness=lambda: asked.append("idle"),
         next=lambda *classes: asked.append("next") or 7,
         setting=SimpleNamespace(fixed=True),
     )
@@ -294,11 +295,12 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     worker.one_row_round = lambda batch: "one row"
     entries = {n: SimpleNamespace(processor=SimpleNamespace(stateful=n == 1)) for n in range(2)}
     mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
-    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=False)
+    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False)
     worker._info = SimpleNamespace(custom_logit_processor=entries)
     worker._one_row_for_notes = True
     assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]
     worker._info = SimpleNamespace(custom_logit_processor={0: entries[0]})
     assert worker.run_round(batch) == "block" and widths == [1, 7] and asked[1:] == ["next"]
-    worker._info = SimpleNamespace(custom_logit_processor=None)
-    assert worker.run_round(batch) == "block" and widths == [1, 7, 7]
+    worker._info, batch.after_idle_gap = SimpleNamespace(custom_logit_processor=None), True
+    assert worker.run_round(batch) == "block" and asked[2:] == ["idle", "next"]
+    assert widths == [1, 7, 7]

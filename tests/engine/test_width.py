@@ -14,14 +14,22 @@ from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import with_window
-from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.conftest import (
+    FP32,
+    NEW_TOKENS,
+    OPTIMISTIC,
+    greedy,
+    greedy_all,
+    ids,
+    install_plugin,
+)
 from tests.engine.test_api import SCHEMA
 from tests.engine.test_exact import SETTINGS, sampled, tokens_of
 from tests.engine.test_metrics import samples
 
 EVERY = {WIDTHS: "1,2,4,7"}
 RANDOM = {WIDTH: "random", **EVERY}
-SMALL_POOL = ("--max-total-tokens", "1400", "--schedule-conservativeness", "0.01")
+SMALL_POOL = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01")
 SCHEMA_ONLY = {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "max_new_tokens": 80}
 PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
 
@@ -168,7 +176,8 @@ def test_other_ways_to_serve(
 ):
     draft, arguments, environment = drafter_dir, (), dict(RANDOM)
     if variant == "retraction":
-        arguments, environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = SMALL_POOL, "8"
+        arguments = SMALL_POOL
+        environment |= install_plugin(tmp_path, "optimistic", OPTIMISTIC)
     elif variant == "overlap off":
         arguments = ("--disable-overlap-schedule",)
     elif variant == "window":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def _refuse_one_title(names: Sequence[str]) -> None:
 
 
 def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[list[str]]]:
-    """Up to ``limit`` conversations of every benchmark, evenly spread over its file.
+    """Up to ``limit`` conversations of every benchmark, drawn from its file, always the same.
 
     Raises:
         EvalError: a missing or empty file, a line without turns, or two benchmarks of one title.
@@ -80,7 +81,8 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
         lines = list(read_lines(path))
         if not lines:
             raise EvalError(f"benchmark {name}: {path} is empty.")
-        step = max(1, len(lines) // limit)
-        chosen = lines[::step][:limit]
+        # At even distances a file whose kinds of task come in turn would give some kinds only.
+        places = random.Random(limit).sample(range(len(lines)), min(limit, len(lines)))
+        chosen = [lines[place] for place in sorted(places)]
         found[title(name)] = [turns_of(value, f"{path}:{number}") for number, value in chosen]
     return found

@@ -39,7 +39,7 @@ def tiny() -> dict[str, Any]:
             *(str(HELD_OUT / f"{kind}.jsonl") for kind in ("math", "code", "chat")),
         ],
         "temperature": [0.0, 1.0],
-        "num_prompts": 8,
+        "num_prompts": 12,
         "max_new_tokens": 64,
         "rounds": 3,
         "threads": 1,

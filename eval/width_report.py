@@ -102,6 +102,16 @@ def steps_plot(steps: Sequence[Sequence[float]]) -> str:
     return draw("steps", "A load that steps from 1 to 64 and back", paint)
 
 
+def phases(steps: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Rounds, from and to, of the high load and of one request again; empty without a high load."""
+    high = [i for i, step in enumerate(steps) if step[1] > 32]
+    if not high:
+        return []
+    # Between the two the load's own answers end, one by one.
+    alone = (i for i, step in enumerate(steps) if i > high[-1] and step[1] == 1)
+    return [(high[0], high[-1]), (next(alone, len(steps)), len(steps))]
+
+
 def settled_after(steps: Sequence[Sequence[float]], start: int, stop: int) -> int:
     """Rounds from ``start`` until the width is the later rounds' usual one for eight of ten."""
     widths = [int(step[2]) for step in steps[start:stop]]
@@ -130,11 +140,7 @@ def write_report(out: Path, content: dict[str, Any]) -> None:
     lines += ["", "![Throughput by concurrency](throughput.svg)"]
     write_text(out / "throughput.svg", throughput_plot(rows))
     if steps:
-        high = [i for i, step in enumerate(steps) if step[1] > 32]
-        # Between the two the load's own answers end, one by one.
-        alone = (i for i, step in enumerate(steps) if high and i > high[-1] and step[1] == 1)
-        parts = [(high[0], high[-1]), (next(alone, len(steps)), len(steps))] if high else []
-        said = [str(settled_after(steps, *part)) for part in parts]
+        said = [str(settled_after(steps, *phase)) for phase in phases(steps)]
         lines += ["", "## A load that steps 1 -> 64 -> 1", ""]
         lines += [f"Rounds until settled, up and down: {', '.join(said)}.", ""]
         lines += ["![Requests and width of every round](steps.svg)"]

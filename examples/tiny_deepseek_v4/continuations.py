@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.samples import Sample
 
 MAX_PROMPT, MAX_NEW, GENERATION_BATCH = 160, 128, 192
-HELD_OUT_PROMPTS = 24
+HELD_OUT_PROMPTS = 60
 SHORTEST_ANSWER = 8
 
 
@@ -26,6 +28,15 @@ def prompts_of(tokenizer, documents) -> list[list[int]]:
     ]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [tokens for tokens in encoded if len(tokens) <= MAX_PROMPT]
+
+
+def spread(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """``count`` of them at random, always the same, in their order.
+
+    Families come in turn: at even distances some of them would never be met.
+    """
+    chosen = random.Random(count).sample(range(len(prompts)), min(count, len(prompts)))
+    return [prompts[i] for i in sorted(chosen)]
 
 
 def generate(
@@ -66,12 +77,10 @@ def load(
     split = corpus.load()
     samples, held_out = [], {}
     for kind in corpus.KINDS:
-        prompts = prompts_of(tokenizer, split[kind]["train"])
-        prompts = prompts[:: max(1, len(prompts) // per_kind)][:per_kind]
+        prompts = spread(prompts_of(tokenizer, split[kind]["train"]), per_kind)
         for temperature, part in ((0.0, prompts[0::2]), (1.0, prompts[1::2])):
             samples += generate(target, part, temperature, work / f"{kind}-{temperature}.jsonl")
-        unseen = prompts_of(tokenizer, split[kind]["held_out"])
-        unseen = unseen[:: max(1, len(unseen) // HELD_OUT_PROMPTS)][:HELD_OUT_PROMPTS]
+        unseen = spread(prompts_of(tokenizer, split[kind]["held_out"]), HELD_OUT_PROMPTS)
         held_out[kind] = generate(target, unseen, 0.0, work / f"{kind}-held-out.jsonl")
     samples = [s for s in samples if s.answer_tokens >= SHORTEST_ANSWER]
     print(f"{len(samples)} samples, {sum(len(s.tokens) for s in samples)} tokens", flush=True)

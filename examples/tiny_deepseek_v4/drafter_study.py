@@ -52,7 +52,7 @@ SETTINGS = {
 }
 HEAD = ("--dependency-rank", "128")
 LAYERS = ("--source", "layers", "--reducer", "fc", "--layer-ids")
-BOTH = ("--source", "pre_hc_head_and_layers", *LAYERS[2:])
+BOTH = ("--source", "pre_hc_head_and_layers", "--reducer", "fc", "--layer-ids")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Variant:
 
     Attributes:
         init: options of ``hyperdflash init``. top_k: serves the drafter ``of`` with another K.
-        served: False where a server cannot read its source; ``train`` alone makes it.
     """
 
     recipe: str
@@ -70,12 +69,16 @@ class Variant:
     stage: dict[str, Any] = field(default_factory=dict)
     of: str | None = None
     top_k: int | None = None
-    served: bool = True
 
     @property
     def can_start_anywhere(self) -> bool:
         """Whether ``--from`` may give it a trained drafter's weights."""
         return not set(self.init) & {"--source", "--block-size"}
+
+    @property
+    def served(self) -> bool:
+        """Whether a server can read its source."""
+        return "pre_hc_head_and_layers" not in self.init
 
 
 VARIANTS = {
@@ -95,7 +98,7 @@ VARIANTS = {
     # One choice against hyperdflash each.
     "random gate": Variant("hyperdflash", ("--gate", "random")),
     "fc": Variant("hyperdflash", ("--reducer", "fc")),
-    "fc and 2 4 6": Variant("hyperdflash", (*BOTH, "2", "4", "6"), served=False),
+    "fc and 2 4 6": Variant("hyperdflash", (*BOTH, "2", "4", "6")),
     "no path norm": Variant("hyperdflash", ("--no-path-norm",)),
     "no KL": Variant("hyperdflash", (), {"alpha": 0.0}),
     "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),

@@ -47,9 +47,9 @@ def prompts_of_files(tokenizer, folder: Path) -> dict[str, dict[str, list[list[i
     return found
 
 
-def spread(prompts: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` of them, at even distances, the shortest first: they are answered together."""
-    return sorted(prompts[:: max(1, len(prompts) // count)][:count], key=len)
+def by_length(prompts: list[list[int]], count: int) -> list[list[int]]:
+    """``count`` of them, the shortest first: they are answered together."""
+    return sorted(continuations.spread(prompts, count), key=len)
 
 
 def answers(
@@ -75,8 +75,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="folder of train.jsonl and held_out.jsonl")
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--per-kind", type=int, default=2000, help="training prompts of each kind")
-    parser.add_argument("--held-out", type=int, default=24, help="prompts of each kind")
+    parser.add_argument("--per-kind", type=int, default=5000, help="training prompts of each kind")
+    parser.add_argument(
+        "--held-out", type=int, default=continuations.HELD_OUT_PROMPTS, help="prompts of each kind"
+    )
     parser.add_argument("--length", type=int, default=continuations.MAX_NEW, help="tokens")
     parser.add_argument("--batch", type=int, default=continuations.GENERATION_BATCH)
     args = parser.parse_args()
@@ -96,10 +98,10 @@ def main() -> None:
             print(path, flush=True)
 
     for kind, unseen in prompts["held_out"].items():
-        chosen = spread(unseen, args.held_out)
+        chosen = by_length(unseen, args.held_out)
         write(f"held_out_{kind}", chosen, 0.0)
         write(f"held_out_{kind}_sampled", chosen, 1.0)
-    chosen = [spread(kind, args.per_kind) for kind in prompts["train"].values()]
+    chosen = [by_length(kind, args.per_kind) for kind in prompts["train"].values()]
     write("greedy", [prompt for kind in chosen for prompt in kind[0::2]], 0.0)
     write("sampled", [prompt for kind in chosen for prompt in kind[1::2]], 1.0)
 

@@ -70,8 +70,8 @@ def comparison(target: LocalTarget, tokenizer, args: argparse.Namespace) -> dict
     """Both drafters on more held-out prompts than the checkpoints were chosen by."""
     split, held_out = corpus.load(), {}
     for kind in corpus.KINDS:
-        prompts = continuations.prompts_of(tokenizer, split[kind]["held_out"])
-        prompts = prompts[:: max(1, len(prompts) // args.compare_prompts)][: args.compare_prompts]
+        unseen = continuations.prompts_of(tokenizer, split[kind]["held_out"])
+        prompts = continuations.spread(unseen, args.compare_prompts)
         path = args.out / f"{kind}-comparison.jsonl"
         held_out[kind] = FeatureCache(target, continuations.generate(target, prompts, 0.0, path))
     return {

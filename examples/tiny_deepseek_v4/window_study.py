@@ -47,7 +47,7 @@ def long_prompts(tokenizer, lengths: list[int], count: int) -> dict:
     split, prompts = corpus.load(), {length: [] for length in lengths}
     for kind in corpus.KINDS:
         own = continuations.prompts_of(tokenizer, split[kind]["held_out"])
-        questions = own[:: max(1, len(own) // count)][:count]
+        questions = continuations.spread(own, count)
         rest = [token for prompt in own[1::2] for token in prompt] * 20
         for i, question in enumerate(questions):
             for length in lengths:

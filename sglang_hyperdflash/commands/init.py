@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_hyperdflash.draft.config import FORMS, SOURCES, check_fingerprint
+from sglang_hyperdflash.draft.config import FORMS, LAYER_SOURCES, SOURCES, check_fingerprint
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
 from sglang_hyperdflash.targets.kinds import constant_gate
@@ -148,7 +148,7 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         raise HyperDFlashConfigError(
             f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}."
         )
-    if args.source.endswith("layers") != bool(args.layer_ids):
+    if (args.source in LAYER_SOURCES) != bool(args.layer_ids):
         raise HyperDFlashConfigError(
             "a --source with layers needs --layer-ids, and no other source takes them."
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_hyperdflash.draft.propose import propose_greedy
+from sglang_hyperdflash.draft.reducer_source import reducer_source
 
 # From all committed tokens to the drafts behind them.
 Propose = Callable[[list[int]], list[int]]
@@ -36,8 +37,7 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
         torch.tensor([tokens[:-1]]), config.captured_layers
     )
     # Eq. 1: m streams, weighted by the inherited gate, become one feature per token.
-    source = layers if config.source == "layers" else torch.cat([residual, layers], -1)
-    context = drafter.reduce(source)
+    context = drafter.reduce(reducer_source(config, target, residual, layers))
     # The block: the anchor, then B-1 masks, in the target's own embedding.
     block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
     # A row sees the context before the anchor, its last W tokens at most, and its whole block, or

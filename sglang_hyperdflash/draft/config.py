@@ -20,7 +20,8 @@ from sglang_hyperdflash.tools.structs import Keys, checked, shown
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual in front of the collapse (the method); the
 # collapse itself, and means of the paths after chosen layers (DFlash), to compare with.
-SOURCES = ("pre_hc_head", "post_hc_head", "layers", "pre_hc_head_and_layers")
+LAYER_SOURCES = ("layers", "pre_hc_head_and_layers")
+SOURCES = ("pre_hc_head", "post_hc_head", *LAYER_SOURCES)
 REDUCERS = ("hc_gate", "fc")
 # What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only
 # resembles its collapse, or the constant gate of a mean (targets.kinds). An fc has none.
@@ -103,7 +104,7 @@ class HyperDFlashConfig:
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs the drafter reads: none unless the source has layers."""
-        return self.target_layer_ids if self.source.endswith("layers") else ()
+        return self.target_layer_ids if self.source in LAYER_SOURCES else ()
 
     @property
     def source_width(self) -> int:
@@ -302,7 +303,7 @@ def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
 
 
 def _check_layer_ids(parsed: HyperDFlashConfig) -> None:
-    if not parsed.source.endswith("layers"):
+    if parsed.source not in LAYER_SOURCES:
         return
     layers = parsed.target.num_hidden_layers
     if not parsed.target_layer_ids or max(parsed.target_layer_ids) >= layers:

@@ -127,7 +127,8 @@ class WidthControl:
         """A round's result: requests that go on, with the drafts accepted of each.
 
         Args:
-            ended: the others: with overlap scheduling a finished request runs once more.
+            ended: rows of finished requests: with overlap scheduling they run once more. A row
+                that was retracted is in neither.
         """
         if self.policy is None or not (live or ended):
             return

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
+from sglang_hyperdflash.draft.reducer_source import reducer_source
 from sglang_hyperdflash.tools.acceptance import accept_length, position_acceptance
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, before_drafts
-from sglang_hyperdflash.training.reducer_input import source_of
 from sglang_hyperdflash.training.samples import Rows, Sample, Source, States, collate
 
 # Blocks whose logits are in memory at a time.
@@ -78,7 +78,8 @@ class Replay:
             widths=widths,
         )
         positions = torch.arange(rows.tokens.shape[1]) - rows.starts
-        context = self.drafter.reduce(source_of(config, self.target, states))
+        source = reducer_source(config, self.target, states.residual, states.layers)
+        context = self.drafter.reduce(source)
         embeddings = self.block_embeddings(rows.tokens, anchors)
         return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
 

@@ -22,6 +22,8 @@ from sglang_hyperdflash.tools.server_process import (
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 from tests.warm_start.client import start
 
+# Too little K/V for eight requests: some go back to the queue.
+SMALL_POOL = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01")
 COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
@@ -179,6 +181,11 @@ def captured_prefill(server: Server, tokens: list[int], folder: Path) -> tuple[t
     rows = take_rows(folder, rid)
     assert len(rows) == len(tokens)
     return rows, answer["output_ids"][0]
+
+
+def retractions(server: Server) -> int:
+    """How often its log says that requests went back to the queue."""
+    return server.log.read_text(errors="replace").count("Retract requests")
 
 
 def greedy_all(

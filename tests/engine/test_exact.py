@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine.conftest import FP32, HOT, OPTIMISTIC, install_plugin
+from tests.engine.conftest import (
+    FP32,
+    HOT,
+    OPTIMISTIC,
+    SMALL_POOL,
+    install_plugin,
+    retractions,
+)
 from tests.engine.test_api import SCHEMA
 
 VOCABULARY_ORDER = '''
@@ -214,10 +221,7 @@ def small_pool(servers, target_dir, drafter_dir, tmp_path_factory):
         "exact-small-pool",
         target_dir,
         *FP32,
-        "--max-total-tokens",
-        "900",
-        "--schedule-conservativeness",
-        "0.01",
+        *SMALL_POOL,
         PROCESSORS,
         *hyperdflash_arguments(drafter_dir),
         environment=install_plugin(folder, "optimistic", OPTIMISTIC),
@@ -468,7 +472,3 @@ def test_sixty_benchmark_prompts(request, served, benchmark_prompts, long_runs, 
         assert tokens_of(served, prompts, parameters, concurrency) == expected
     small = request.node.callspec.id == "retraction"
     assert (retractions(served) > before) == small
-
-
-def retractions(server: Server) -> int:
-    return server.log.read_text(errors="replace").count("Retract requests")

@@ -20,6 +20,7 @@ from tests.engine.conftest import (
     greedy_all,
     ids,
     install_plugin,
+    retractions,
 )
 
 SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
@@ -140,7 +141,7 @@ def test_scheduling_variants(variant_server, own_prompts, own_reference):
     assert_identical(answers[:12], own_reference)
     assert_identical([a[: NEW_TOKENS - 64] for a in answers[12:]], [r[64:] for r in own_reference])
     if "1400" in variant_server.command:
-        assert "Retract requests" in variant_server.log.read_text(errors="replace")
+        assert retractions(variant_server)
 
 
 @pytest.mark.slow

@@ -18,10 +18,12 @@ from tests.engine.conftest import (
     FP32,
     NEW_TOKENS,
     OPTIMISTIC,
+    SMALL_POOL,
     greedy,
     greedy_all,
     ids,
     install_plugin,
+    retractions,
 )
 from tests.engine.test_api import SCHEMA
 from tests.engine.test_exact import SETTINGS, sampled, tokens_of
@@ -29,7 +31,6 @@ from tests.engine.test_metrics import samples
 
 EVERY = {WIDTHS: "1,2,4,7"}
 RANDOM = {WIDTH: "random", **EVERY}
-SMALL_POOL = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01")
 SCHEMA_ONLY = {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "max_new_tokens": 80}
 PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
 
@@ -199,7 +200,7 @@ def test_other_ways_to_serve(
             assert ids(answers) == own_reference
         assert len({width for a in answers for width, n in enumerate(caps_of(a)) if n}) > 1
         if variant == "retraction":
-            assert "Retract requests" in server.log.read_text(errors="replace")
+            assert retractions(server)
     finally:
         servers.stop(name)
 

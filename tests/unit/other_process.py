@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.warm_start.client import ENVIRONMENT, start
+from tests.warm_start.client import ENVIRONMENT, finish, start
 
 MARK = "ANSWER "
 
@@ -22,25 +21,19 @@ def ask(module: str, question: Any, warm: bool = True, **environment: str) -> An
         warm: SGLang's imports may be there already.
     """
     script = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = (start if warm else subprocess.Popen)(
-            [sys.executable, "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, **environment},
-        )
-        try:
-            process.communicate(json.dumps(question), timeout=300)
-        finally:
-            process.kill()
-            process.wait()
-        out.seek(0)
-        err.seek(0)
-        lines = [line for line in out if line.startswith(MARK)]
-        assert lines, err.read()[-3000:]
+    process = (start if warm else subprocess.Popen)(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, **environment},
+        start_new_session=True,
+    )
+    done = finish(process, 300, json.dumps(question))
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert lines, done.stderr[-3000:]
     return json.loads(lines[-1].removeprefix(MARK))
 
 

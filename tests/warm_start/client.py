@@ -160,8 +160,22 @@ def run_command(*arguments: object, timeout: float, **options) -> subprocess.Com
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = start_command(*arguments, **pipes, **options)
+    return finish(process, timeout)
+
+
+def finish(
+    process: subprocess.Popen[str], timeout: float, said: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a process of a session of its own, with pipes, printed to its end.
+
+    Args:
+        said: its standard input.
+
+    Raises:
+        subprocess.TimeoutExpired: as of :func:`run_command`.
+    """
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(said, timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

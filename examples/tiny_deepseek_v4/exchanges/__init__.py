@@ -11,7 +11,7 @@ Seeds below 1000 give training problems, all others held-out ones. No problem is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from random import Random
 
 from exchanges import arithmetic, lists, orders, programs, quantities, records, texts
@@ -45,11 +45,18 @@ KINDS: dict[str, tuple[str, ...]] = {
 MOST_REPEATS = 200  # problems drawn again in a row before a family counts as used up
 
 
-def generate(seed: int, per_family: int, families: tuple[str, ...] = ()) -> Iterator[Exchange]:
+def generate(
+    seed: int, per_family: int, families: tuple[str, ...] = (), *, or_all: bool = False
+) -> Iterator[Exchange]:
     """Yield ``per_family`` exchanges of each family, no problem twice, the same for a seed always.
 
-    A family's exchanges depend on the seed and its own name alone. ``ValueError`` when a family
-    is unknown or has too few problems.
+    A family's exchanges depend on the seed and its own name alone.
+
+    Args:
+        or_all: a family with fewer problems gives all that it has.
+
+    Raises:
+        ValueError: a family is unknown or, without ``or_all``, has too few problems.
     """
     for name in families or tuple(FAMILIES):
         if name not in FAMILIES:
@@ -58,6 +65,8 @@ def generate(seed: int, per_family: int, families: tuple[str, ...] = ()) -> Iter
         while len(seen) < per_family:
             exchange = FAMILIES[name].draw(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
             repeats = repeats + 1 if exchange.key in seen else 0
+            if repeats == MOST_REPEATS and or_all:
+                break
             if repeats == MOST_REPEATS:
                 raise ValueError(
                     f"family {name!r} has only about {len(seen)} problems in this half; "
@@ -68,10 +77,12 @@ def generate(seed: int, per_family: int, families: tuple[str, ...] = ()) -> Iter
                 yield exchange
 
 
-def in_turn(seed: int, per_family: int, families: tuple[str, ...]) -> Iterator[Exchange]:
+def in_turn(
+    seed: int, per_family: int, families: tuple[str, ...], *, or_all: bool = False
+) -> Iterator[Exchange]:
     """What ``generate`` yields, but the families in turn: the first few are of all of them."""
-    drawn = [list(generate(seed, per_family, (name,))) for name in families]
-    return chain.from_iterable(zip(*drawn, strict=True))
+    drawn = (generate(seed, per_family, (name,), or_all=or_all) for name in families)
+    return filter(None, chain.from_iterable(zip_longest(*drawn)))
 
 
 def stream(seed: int, part: int = 0, weights: dict[str, float] | None = None) -> Iterator[Exchange]:

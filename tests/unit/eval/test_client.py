@@ -39,7 +39,7 @@ def test_a_refusal_without_a_word_is_said_so(fake):
 
 
 def test_a_refused_prompt_is_in_the_report(data, tmp_path, fake, capsys):
-    refuse = ("qqq", 400, json.dumps(BODIES[0]).encode())
+    refuse = ("qqqqq", 400, json.dumps(BODIES[0]).encode())
     out = tmp_path / "out"
     assert run_command(data, out, fake(4, []), fake(4, [1, 1], refuse=refuse)) == 1
     error = rows_of(out)["hyperdflash6"]["error"]

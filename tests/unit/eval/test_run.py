@@ -261,7 +261,7 @@ def test_first_differences_are_found_in_any_turn_and_at_ends():
 
 def parting(text: str) -> list[int]:
     """Leaves target-only's answer at the third token of one prompt's second turn and of another."""
-    return [len(text), len(text), 90 if text == "qqq" else len(text), len(text)]
+    return [len(text), len(text), 90 if text == "qqqqq" else len(text), len(text)]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def parting(text: str) -> list[int]:
 def test_a_first_difference_is_a_tie_or_a_fault_by_the_target_s_gap(
     data, tmp_path, fake, dtype, gap, words
 ):
-    target = fake(4, [], logits={3: 20.0, 90: 20.0 - gap}, dtype=dtype)
+    target = fake(4, [], logits={5: 20.0, 90: 20.0 - gap}, dtype=dtype)
     ours = fake(parting, [1, 1])
     out = tmp_path / "out"
     assert run_command(data, out, target, ours) == 0
@@ -283,11 +283,11 @@ def test_a_first_difference_is_a_tie_or_a_fault_by_the_target_s_gap(
     assert (row["identical_answers"], row["compared_answers"]) == (4, 6)
     found = row["differences"][0]
     assert (found["prompt"], found["turn"], found["position"]) == (1, 0, 2)
-    assert (found["expected"], found["found"], found["dtype"]) == (3, 90, dtype)
+    assert (found["expected"], found["found"], found["dtype"]) == (5, 90, dtype)
     assert found["gap"] == pytest.approx(gap)
     # The same difference in both rounds is one question, asked once, with the tokens before it.
     (asked,) = target.generated
-    assert asked["input_ids"] == [3, 3, 3] and asked["token_ids_logprob"] == [3, 90]
+    assert asked["input_ids"] == [5, 5, 5] and asked["token_ids_logprob"] == [5, 90]
     for name in ("report.md", "report.html"):
         text = (out / name).read_text().replace("&#39;", "'")
         assert (
@@ -306,7 +306,7 @@ def test_a_gap_that_cannot_be_measured_is_said_and_asked_again(data, tmp_path, f
     assert "logit gaps of differing answers were not measured" in capsys.readouterr().out
     text = (out / "report.md").read_text()
     assert "0 ties, 0 faults, 2 with a gap that was not measured" in text
-    target.logits = {3: 1.0, 90: 1.0}
+    target.logits = {5: 1.0, 90: 1.0}
     assert run_command(data, out, target, ours) == 0
     assert "of the others 2 ties, 0 faults." in (out / "report.md").read_text()
 
@@ -332,11 +332,15 @@ def test_bad_benchmark_lines_are_named(tmp_path, line, message):
         load(tmp_path, ["b"], 10)
 
 
-def test_prompts_are_spread_over_the_file(tmp_path):
-    lines = [json.dumps({"turns": [str(i)]}) for i in range(10)]
+def test_prompts_are_drawn_from_the_whole_file(tmp_path):
+    """Found as: of twelve families in turn, every sixth line was of two of them."""
+    lines = [json.dumps({"turns": [str(i)]}) for i in range(48)]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    found = load(tmp_path, [str(tmp_path / "own.jsonl")], 3)
-    assert found == {"own": [["0"], ["3"], ["6"]]}
+    found = [int(turn) for (turn,) in load(tmp_path, ["own"], 8)["own"]]
+    assert found == [int(turn) for (turn,) in load(tmp_path, ["own"], 8)["own"]]
+    assert sorted(set(found)) == found and len(found) == 8
+    assert found[0] < 12 and found[-1] >= 36 and len({turn % 12 for turn in found}) > 4
+    assert len(load(tmp_path, ["own"], 50)["own"]) == 48
 
 
 def test_two_benchmarks_of_one_name_are_refused_by_both_paths(tmp_path):

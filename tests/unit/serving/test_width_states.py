@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
@@ -304,3 +308,9 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     worker._info, batch.after_idle_gap = SimpleNamespace(custom_logit_processor=None), True
     assert worker.run_round(batch) == "block" and asked[2:] == ["idle", "next"]
     assert widths == [1, 7, 7]
+
+
+def test_a_batch_still_says_that_the_scheduler_was_idle():
+    """``run_round`` reads what the scheduler sets in front of every round."""
+    assert "after_idle_gap" in {field.name for field in dataclasses.fields(ScheduleBatch)}
+    assert "batch.after_idle_gap = self._sched_idled" in inspect.getsource(Scheduler.run_batch)

@@ -322,9 +322,13 @@ def command(prepared, target_dir, name: str, steps: int, every: int) -> list[str
     return ["train", "--config", str(config), "--work", work, "--threads", "1"]
 
 
+def run(arguments: list[str]) -> None:
+    done = run_command(*arguments, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
-    whole = run_command(*command(prepared, target_dir, "whole", 40, 10), timeout=300)
-    assert whole.returncode == 0, whole.stderr[-3000:]
+    run(command(prepared, target_dir, "whole", 40, 10))
     arguments = command(prepared, target_dir, "killed", 40, 10)
     process = start_command(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     state = prepared / "killed" / "stage-1" / "state.pt"
@@ -334,8 +338,7 @@ def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert 10 <= torch.load(state, weights_only=True)["state"]["step"] < 40
-    resumed = run_command(*arguments, timeout=300)
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    run(arguments)
     found = [
         (prepared / f"{name}-out" / "model.safetensors").read_bytes()
         for name in ("whole", "killed")
@@ -344,8 +347,7 @@ def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
 
 
 def test_two_processes_follow_the_loss_of_one(prepared, target_dir):
-    one = run_command(*command(prepared, target_dir, "one", 50, 1), timeout=300)
-    assert one.returncode == 0, one.stderr[-3000:]
+    run(command(prepared, target_dir, "one", 50, 1))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun += ["-m", "sglang_hyperdflash.cli", *command(prepared, target_dir, "two", 50, 1)]

@@ -6,30 +6,31 @@ import torch
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.samples import States
 
 
-def source_of(config: HyperDFlashConfig, target, states: States) -> torch.Tensor:
-    """``[b, S, width]`` of the states.
+def reducer_source(
+    config: HyperDFlashConfig, target, residual: torch.Tensor, layers: torch.Tensor
+) -> torch.Tensor:
+    """``[b, S, width]`` of the target's states of ``S`` tokens.
 
     Args:
         target: has ``hc_head`` when the source is ``post_hc_head``.
+        residual: ``[b, S, m*d]``, in front of the collapse.
+        layers: ``[b, S, n*d]``, the paths' means after ``config.captured_layers``.
 
     Raises:
         HyperDFlashConfigError: the states hold other layers than the config asks for.
     """
     if config.source == "pre_hc_head":
-        return states.residual
+        return residual
     if config.source == "post_hc_head":
         eps = {"rms_eps": config.rms_norm_eps, "hc_eps": config.hc_eps}
-        return target.hc_head.collapse(states.residual, **eps)
+        return target.hc_head.collapse(residual, **eps)
     columns = len(config.captured_layers) * config.hidden_size
-    if states.layers.shape[-1] != columns:
+    if layers.shape[-1] != columns:
         raise HyperDFlashConfigError(
             f"the drafter reads layers {list(config.target_layer_ids)} ({columns} columns); these "
-            f"states hold {states.layers.shape[-1]} columns of layers. Captures hold none: use "
+            f"states hold {layers.shape[-1]} columns of layers. Captures hold none: use "
             "features = cache or online."
         )
-    if config.source == "layers":
-        return states.layers
-    return torch.cat([states.residual, states.layers], -1)
+    return layers if config.source == "layers" else torch.cat([residual, layers], -1)

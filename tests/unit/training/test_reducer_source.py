@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.draft.reducer_source import reducer_source
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import Recipe
-from sglang_hyperdflash.training.reducer_input import source_of
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Sample, States
 from sglang_hyperdflash.training.trainer import Trainer
 from sglang_hyperdflash.training.transformers_target import TransformersTarget
@@ -59,7 +59,7 @@ def test_post_hc_head_is_the_target_s_own_collapse(target, samples):
     drafter = new_drafter(target, reducer="fc", source="post_hc_head")
     assert drafter.fc.weight.shape == (256, 256)
     states = FeatureCache(target, samples, dtype=torch.float32).states([0, 1])
-    read = source_of(drafter.config, target, states)
+    read = reducer_source(drafter.config, target, states.residual, states.layers)
     normed = torch.nn.functional.rms_norm(
         read, (256,), target.core.norm, target.config.rms_norm_eps
     )
@@ -88,7 +88,7 @@ def test_states_without_the_asked_layers_are_refused(target):
     drafter = new_drafter(target, reducer="fc", source="layers", layer_ids=LAYERS)
     states = States.without_layers(torch.zeros(1, 3, 1024), torch.zeros(1, 3, 256))
     with pytest.raises(HyperDFlashConfigError, match=r"reads layers \[1, 3\] \(512 columns\)"):
-        source_of(drafter.config, target, states)
+        reducer_source(drafter.config, target, states.residual, states.layers)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class Variant:
 VARIANTS = {
     "hyperdflash2": Variant("hyperdflash2"),
     "hyperdflash": Variant("hyperdflash", ()),
-    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD)),
+    # Its head scores the whole vocabulary.
+    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD, "--dependency-top-k", "1363")),
     "dflash2": Variant(
         "dflash2",
         (*LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
@@ -104,6 +105,7 @@ VARIANTS = {
     "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),
     # One choice against hyperdflash2 each.
     "no head": Variant("hyperdflash2", ()),
+    "no CE of candidates": Variant("hyperdflash2", objective={"candidates": 0.0}),
     "CE + KL": Variant("hyperdflash2", objective={"loss": "ce_kl"}),
     "no gate of the head": Variant("hyperdflash2", stage={"dependency_gate": False}),
     "overlap": Variant("hyperdflash2", objective={"distance": "overlap"}),

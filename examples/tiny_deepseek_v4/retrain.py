@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from transformers import AutoTokenizer
 
 import continuations
@@ -25,7 +26,8 @@ from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
-from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.recipe import read_schedule
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache
 from sglang_hyperdflash.training.trainer import Trainer
@@ -33,8 +35,9 @@ from sglang_hyperdflash.training.trainer import Trainer
 HERE = Path(__file__).resolve().parent
 # Checkpoints and the comparison at the end.
 RESERVE_MINUTES = 2.0
-# HyperDFlash-2, as drafters/hyperdflash2.toml.
-SHAPE = DrafterShape(dependency_rank=128)
+# HyperDFlash-2; its loss follows from its head.
+RECIPE = HERE / "drafters" / "hyperdflash2.toml"
+SHAPE, OBJECTIVE = DrafterShape(dependency_rank=128), Objective()
 
 
 def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
@@ -58,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--committed", type=Path, default=HERE / "drafter")
     parser.add_argument("--report", type=Path, help="JSON file (default: OUT/report.json)")
-    parser.add_argument("--per-kind", type=int, default=3000)
+    parser.add_argument("--per-kind", type=int, default=5000)
     parser.add_argument("--budget-minutes", type=float, default=28.0)
     parser.add_argument("--compare-prompts", type=int, default=120, help="of each kind")
     parser.add_argument("--compare-only", action="store_true", help="a finished OUT once more")
@@ -89,7 +92,8 @@ def train(target: LocalTarget, tokenizer, args: argparse.Namespace, lap) -> dict
     held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
     left = args.budget_minutes - RESERVE_MINUTES - lap("states")
     drafter = new_drafter(target, tokenizer, SHAPE)
-    recipe = Recipe(minutes=left, every=1000)
+    (stage,) = read_schedule(RECIPE).stages
+    recipe = structs.replace(stage, steps=None, minutes=left).resolve(len(samples), OBJECTIVE)
     trainer = Trainer(drafter, target, cache, held_out, recipe, args.out)
     with Monitor(trainer, "drafter") as monitor:
         trainer.run(args.out / "drafter", monitor)

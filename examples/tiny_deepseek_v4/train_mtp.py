@@ -61,7 +61,8 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, required=True, help="folder; see drafters/make.sh")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_drafters/mtp"))
-    parser.add_argument("--steps", type=int, default=1500, help="of eight samples")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=16, help="samples a step")
     parser.add_argument("--every", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -78,7 +79,9 @@ def main() -> None:
     raw = nextn_config(json.loads((args.target / "config.json").read_text()))
     core = new_nextn(target, raw, args.out)
     held_out = {kind: cache(f"held_out_{kind}") for kind in ("math", "code", "chat")}
-    trainer = NextNTrainer(core, target, cache("greedy", "sampled"), steps=args.steps)
+    trainer = NextNTrainer(
+        core, target, cache("greedy", "sampled"), steps=args.steps, batch=args.batch
+    )
     train(trainer, held_out, args)
 
 

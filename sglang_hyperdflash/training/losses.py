@@ -46,6 +46,20 @@ def dpace_weights(
     return reach.flip(-1).cumsum(-1).flip(-1)
 
 
+class RowLosses(NamedTuple):
+    """What drafts cost, fp32 unless said.
+
+    ce: ``[M]``; distance: ``[K]``; hits: ``[M]`` bool, where the most probable token is the label;
+    own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty without a head
+    and under the term ``selector``, whose ``ce`` holds it.
+    """
+
+    ce: torch.Tensor
+    distance: torch.Tensor
+    hits: torch.Tensor
+    own: torch.Tensor
+
+
 def row_losses(
     hidden: torch.Tensor,
     labels: torch.Tensor,
@@ -60,7 +74,7 @@ def row_losses(
     previous: torch.Tensor | None = None,
     top_k: int = 0,
     argmax_labels: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> RowLosses:
     """CE and hit of every row, a distance of the early ones, without all logits at once.
 
     Args:
@@ -75,25 +89,21 @@ def row_losses(
             for every row.
 
     Returns:
-        ``ce [M]`` and the distance ``[K]``, fp32, both without weights; ``hits [M]`` bool, where
-        the most probable token is the label.
+        Of every row, without weights.
     """
-    ce, distances, hits, at = [], [], [], 0
+    parts, at = [], 0
     options = _Options(head, dependency, term, temperature, top_k, argmax_labels)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         count = int(early[rows].sum())
         before = None if previous is None else previous[rows]
         inputs = (hidden[rows], labels[rows], before, early[rows], teacher[at : at + count])
-        losses = checkpoint(_chunk, *inputs, options, use_reentrant=False)
-        ce.append(losses[0])
-        distances.append(losses[1])
-        hits.append(losses[2])
+        parts.append(checkpoint(_chunk, *inputs, options, use_reentrant=False))
         at += count
-    if not ce:
+    if not parts:
         none = hidden.new_zeros(0, dtype=torch.float32)
-        return none, none, none.bool()
-    return torch.cat(ce), torch.cat(distances), torch.cat(hits)
+        return RowLosses(none, none, none.bool(), none)
+    return RowLosses(*(torch.cat(losses) for losses in zip(*parts, strict=True)))
 
 
 class _Options(NamedTuple):
@@ -109,7 +119,8 @@ def _chunk(hidden, labels, previous, early, teacher, options: _Options):
     logits = own = options.head(hidden).float()
     if options.term == "selector":
         extra, logits = _selector(own, hidden, labels, previous, options)
-        return F.cross_entropy(own, labels, reduction="none") + extra, own[:0, 0], logits == labels
+        ce = F.cross_entropy(own, labels, reduction="none")
+        return ce + extra, own[:0, 0], logits == labels, own[:0, 0]
     if options.dependency is not None:
         logits = own + options.dependency.over_vocabulary(previous, hidden)
     with torch.no_grad():
@@ -118,7 +129,10 @@ def _chunk(hidden, labels, previous, early, teacher, options: _Options):
         labels = log_p.argmax(-1)
     ce = F.cross_entropy(logits, labels, reduction="none")
     log_q = F.log_softmax(logits[early] / options.temperature, dim=-1)
-    return ce, TERMS[options.term](log_p, log_q), logits.argmax(-1) == labels
+    distance, hits = TERMS[options.term](log_p, log_q), logits.argmax(-1) == labels
+    if options.dependency is None:
+        return ce, distance, hits, own[:0, 0]
+    return ce, distance, hits, F.cross_entropy(own, labels, reduction="none")
 
 
 def _selector(own, hidden, labels, previous, options: _Options):

@@ -50,7 +50,7 @@ class Monitor:
         )
         if self.writer is None:
             return
-        scalars = {f"train/{name}": report[name] for name in ("loss", "ce", trainer.objective.term)}
+        scalars = {f"train/{name}": report[name] for name in trainer.losses}
         for k, value in enumerate(accuracy.tolist(), 1):
             scalars[f"position_accuracy/{k}"] = value
         scalars["train/answer_tokens_per_second"] = rate

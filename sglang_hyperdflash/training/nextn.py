@@ -114,7 +114,7 @@ class NextNTrainer:
         hidden = hidden.view(b, n, -1)[:, :-1][wanted].float()
         labels, teacher = tokens[:, 2:][wanted], states.final[:, 1:-1][wanted]
         every = torch.ones_like(labels, dtype=torch.bool)
-        ce, kl, hits = row_losses(
+        ce, kl, hits, _ = row_losses(
             hidden,
             labels,
             self.target.lm_head,

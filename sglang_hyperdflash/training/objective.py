@@ -36,6 +36,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     teacher: ``mean`` pools the paths as the paper does; ``gated`` takes the target's own collapse.
     weights: of the drafted positions in the CE and in D: ``exponential``
     (``exp(-(k-1) / gamma)``), ``dpace`` (the accept length each draft carries) or ``none``.
+    candidates: of a dependency head, what the CE of u alone weighs beside ``ce_kl`` and
+    ``acceptance``. A server's candidates are the likeliest tokens of u; a head that is trained from
+    the start on ``s`` alone carries the drafts by itself, and the right token is seldom among them.
     chunk: rows of logits at a time.
     """
 
@@ -49,6 +52,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     teacher: Literal["gated", "mean"] = "gated"
     weights: Literal["exponential", "dpace", "none"] = "exponential"
     gamma: Positive = 4.0
+    candidates: Annotated[float, Meta(ge=0)] = 0.3
     chunk: Count = 2048
 
     def resolved(self, config: HyperDFlashConfig) -> Objective:
@@ -82,10 +86,10 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return names[self.loss or "ce_kl"]
 
     @property
-    def factors(self) -> tuple[float, float]:
-        """Of the CE and of the second term."""
+    def factors(self) -> tuple[float, float, float]:
+        """Of the CE, of the second term, and of the CE of u alone."""
         factors = {"acceptance": (1.0 - self.mix, self.mix), "selector": (1.0, 0.0)}
-        return factors.get(self.loss, (1.0, self.alpha))
+        return *factors.get(self.loss, (1.0, self.alpha)), self.candidates
 
     @property
     def taught(self) -> int | None:
@@ -136,25 +140,26 @@ class Blocks(Tensors):
 class Sums:
     """Numerators of a batch, with gradient, and counts for the log.
 
-    distance: the second term's. hits and rows are ``[B-1]``: correct drafts and supervised drafts
-    of each position.
+    distance: the second term's. own: the CE of u alone. hits and rows are ``[B-1]``: correct
+    drafts and supervised drafts of each position.
     """
 
     ce: torch.Tensor
     distance: torch.Tensor
+    own: torch.Tensor
     hits: torch.Tensor
     rows: torch.Tensor
 
 
 def denominators(objective: Objective, blocks: Blocks) -> torch.Tensor:
-    """What CE and the second term are divided by, ``[2]``: known before any forward pass.
+    """What CE, second term and CE of u are divided by, ``[3]``: known before any forward pass.
 
-    CE, and D of ``acceptance``: the sum of the position weights (of the supervised drafts under
-    ``dpace``, whose weights depend on the model). KL: the number of blocks.
+    Both CE, and D of ``acceptance``: the sum of the position weights (of the supervised drafts
+    under ``dpace``, whose weights depend on the model). KL: the number of blocks.
     """
     weights = _fixed_weights(objective, blocks)[blocks.supervised].sum()
     blocks_count = blocks.keep.sum().float()
-    return torch.stack([weights, weights if objective.taught is None else blocks_count])
+    return torch.stack([weights, weights if objective.taught is None else blocks_count, weights])
 
 
 def _fixed_weights(objective: Objective, blocks: Blocks) -> torch.Tensor:
@@ -181,7 +186,7 @@ def sums(
     taught = drafts if objective.taught is None else objective.taught
     early = (torch.arange(drafts) < taught).expand_as(supervised)[supervised]
     dependent = drafter is not None and drafter.dependency is not None
-    ce, distance, hits = row_losses(
+    ce, distance, hits, own = row_losses(
         hidden[supervised].float(),
         blocks.labels[supervised],
         target.lm_head,
@@ -205,6 +210,7 @@ def sums(
     return Sums(
         ce=(weights * ce).sum(),
         distance=distance,
+        own=(weights[: len(own)] * own).sum(),
         hits=correct.sum((0, 1)),
         rows=supervised.sum((0, 1)),
     )

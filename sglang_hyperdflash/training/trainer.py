@@ -57,6 +57,9 @@ class Trainer:
             raise HyperDFlashConfigError("there are no training samples.")
         self.drafter, self.target, self.recipe = drafter, target, recipe
         self.objective = recipe.objective.resolved(drafter.config)
+        self.losses = ("loss", "ce", self.objective.term)
+        if drafter.dependency is not None:
+            self.losses += ("own",)
         check_widths(recipe.widths, drafter.config.block_size)
         self.train, self.held_out, self.folder = train, held_out, folder
         self.world = world or ProcessGroup()
@@ -94,13 +97,13 @@ class Trainer:
         """
         objective, term = self.objective, self.objective.term
         parts = self.micro_batches(step)
-        divide = torch.zeros(2)
+        divide = torch.zeros(3)
         for _, _, blocks in parts:
             divide += denominators(objective, blocks)
         divide = self.world.sum(divide.to(self.device)).clamp(min=1e-9)
         factors = torch.tensor(objective.factors, device=self.device)
         drafts = self.drafter.config.num_drafts
-        totals = torch.zeros(2 + 2 * drafts, device=self.device)
+        totals = torch.zeros(3 + 2 * drafts, device=self.device)
         for ids, rows, blocks in parts:
             states = self.train.states(ids)
             if self.recipe.pack:
@@ -108,24 +111,24 @@ class Trainer:
                 plan = first_fit(lengths, self.recipe.pack)
                 rows, states, blocks = pack(plan, lengths, rows, states, blocks)
             part = self._sums(rows, states, blocks)
-            terms = torch.stack([part.ce, part.distance]) / divide
+            terms = torch.stack([part.ce, part.distance, part.own]) / divide
             loss = (factors * terms).sum()
             if loss.requires_grad:
                 loss.backward()
             totals += torch.cat([terms.detach(), part.hits, part.rows])
         self.world.sum(totals)
         totals = totals.cpu()
-        ce, distance = totals[:2].tolist()
-        if not math.isfinite(ce + distance):
+        ce, distance, own = totals[:3].tolist()
+        if not math.isfinite(ce + distance + own):
             raise FloatingPointError(
                 f"the loss is not finite (CE {ce}, {term} {distance}) at step {step}. Lower the "
                 f"stage's lr, now {self.recipe.lr:g}, and train anew, with a new --work and a new "
                 "out: a run keeps its lr."
             )
         self.world.sum_gradients(self.drafter.parameters())
-        hits, rows = totals[2 : 2 + drafts], totals[2 + drafts :]
-        loss = (totals[:2] * factors.cpu()).sum().item()
-        return {"loss": loss, "ce": ce, term: distance, "hits": hits, "rows": rows}
+        hits, rows = totals[3 : 3 + drafts], totals[3 + drafts :]
+        loss = (totals[:3] * factors.cpu()).sum().item()
+        return {"loss": loss, "ce": ce, term: distance, "own": own, "hits": hits, "rows": rows}
 
     def _sums(self, rows: Rows, states: States, blocks: Blocks):
         rows, states, blocks = (x.to(self.device) for x in (rows, states, blocks))
@@ -206,8 +209,7 @@ class Trainer:
         hits = sum(r["hits"] for r in reports)
         rows = sum(r["rows"] for r in reports).clamp(min=1)
         record = {"step": self.state["step"], "minutes": round(self.state["seconds"] / 60, 2)}
-        names = ("loss", "ce", self.objective.term)
-        record |= {k: sum(r[k] for r in reports) / len(reports) for k in names}
+        record |= {k: sum(r[k] for r in reports) / len(reports) for k in self.losses}
         record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
         sampled = self.drafter.dependency is not None
         found = {k: self.replay.evaluate(s, sampled=sampled) for k, s in self.held_out.items()}

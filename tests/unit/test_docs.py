@@ -166,7 +166,7 @@ def test_commands_in_comments_are_found():
     found = {path.stem: len(commands_in_comments(path)) for path in RECIPES}
     assert found["v4_flash_two_stages"] == 3 and found["dspark"] == 1
     two_lines = commands_in_comments(EXAMPLE / "drafters" / "dspark.toml")[0]
-    assert two_lines[:2] == ["hyperdflash", "init"] and two_lines[-1] == "128"
+    assert two_lines[:2] == ["hyperdflash", "init"] and two_lines[-1] == "1363"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

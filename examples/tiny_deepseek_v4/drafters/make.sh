@@ -13,7 +13,7 @@ declare -A init=( # what hyperdflash init is told beside the target
     [hyperdflash2]="--dependency-rank 128"
     [dflash]="--source layers --reducer fc --layer-ids 1 3 5"
     [dflash_late]="--source layers --reducer fc --layer-ids 4 5 6"
-    [dspark]="--source layers --reducer fc --layer-ids 5 6 7 --dependency-rank 128"
+    [dspark]="--source layers --reducer fc --layer-ids 5 6 7 --dependency-rank 128 --dependency-top-k 1363"
     [dflash2]="--source layers --reducer fc --layer-ids 1 3 5 --dependency-rank 128 --dependency-top-k 16 --dependency-form product"
 )
 names=("$@")

@@ -64,9 +64,8 @@ def losses(term: str, chunk: int, **more):
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("term", ["tv", "overlap", "kl"])
 def test_distances_are_those_of_the_sums_over_the_vocabulary(term, chunk):
-    (ce, distance, hits), (head, dependency, hidden, labels, previous, teacher), *_ = losses(
-        term, chunk
-    )
+    found, (head, dependency, hidden, labels, previous, teacher), *_ = losses(term, chunk)
+    ce, distance, hits, own = found
     with torch.no_grad():
         scores = head(hidden) + dependency.over_vocabulary(previous, hidden)
         for i in range(N):
@@ -79,12 +78,14 @@ def test_distances_are_those_of_the_sums_over_the_vocabulary(term, chunk):
             }
             assert distance[i].item() == pytest.approx(expected[term], rel=1e-4, abs=1e-5)
             assert ce[i].item() == pytest.approx(-math.log(q[labels[i]]), rel=1e-4)
+            alone = F.cross_entropy(head(hidden[i]), labels[i]).item()
+            assert own[i].item() == pytest.approx(alone, rel=1e-4)
             assert bool(hits[i]) == (q[labels[i]] == max(q))
 
 
 def test_the_gradient_of_tv_is_the_closed_form():
     """d||p - q||_1 / ds = q * (sign(q - p) - <sign(q - p), q>)."""
-    (_, distance, _), _, dependency, hidden = losses("tv", 3)
+    (_, distance, *_), _, dependency, hidden = losses("tv", 3)
     distance.sum().backward()
     head, fresh, again, _, previous, teacher = rows()
     scores = head(again) + fresh.over_vocabulary(previous, again)
@@ -100,7 +101,7 @@ def test_the_gradient_of_tv_is_the_closed_form():
 
 
 def test_the_selector_chooses_among_its_candidates():
-    (ce, distance, hits), _, *_ = losses("selector", 4, top_k=3, form="product")
+    (ce, distance, hits, _), _, *_ = losses("selector", 4, top_k=3, form="product")
     head, dependency, hidden, labels, previous, _ = rows("product")
     assert distance.shape == (0,)
     inside = 0
@@ -120,7 +121,7 @@ def test_the_selector_chooses_among_its_candidates():
 
 
 def test_argmax_labels_are_the_targets_own():
-    (ce, _, hits), (head, dependency, hidden, _, previous, teacher), *_ = losses(
+    (ce, _, hits, _), (head, dependency, hidden, _, previous, teacher), *_ = losses(
         "tv", 4, argmax_labels=True
     )
     with torch.no_grad():
@@ -138,7 +139,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive_with_a_head():
         sizes.append(len(states))
         return head(states)
 
-    ce, tv, _ = row_losses(
+    ce, tv, *_ = row_losses(
         hidden,
         labels,
         recording,
@@ -235,6 +236,29 @@ def test_the_first_drafts_of_a_causal_block_are_the_same_at_every_width(target, 
             assert (gap < 1e-5) == causal, (width, gap)
 
 
+def test_the_ce_of_u_keeps_the_right_token_among_the_candidates(
+    target, target_dir, source, tmp_path
+):
+    """Found as: a head that was trained from the start carried the drafts by itself."""
+    shape = DrafterShape(**{**SHAPE.__dict__, "dependency_rank": 64})
+    rows, found, mask = collate(source.samples), {}, mask_token_of(str(target_dir))
+    facts = TargetFacts.from_config(target.config.to_dict())
+    blocks, states = Blocks.draw(rows, 20, 7, [0, 1]), source.states([0, 1])
+    for weight in (0.0, 0.3):
+        torch.manual_seed(0)
+        drafter = Drafter(draft_config(facts, target.hc_head, shape, mask))
+        objective = Objective(candidates=weight)
+        recipe = Recipe(steps=130, batch=2, anchors=20, every=130, objective=objective)
+        trainer = Trainer(drafter, target, source, {}, recipe, tmp_path / str(weight))
+        trainer.run(tmp_path / f"out-{weight}")
+        with torch.no_grad():
+            hidden = trainer.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
+            labels = blocks.labels[blocks.supervised].unsqueeze(-1)
+            likeliest = target.lm_head(hidden[blocks.supervised]).topk(8).indices
+        found[weight] = (likeliest == labels).any(-1).float().mean().item()
+    assert found[0.3] > 0.9 and found[0.0] < 0.5
+
+
 def test_the_trainers_drafts_are_those_of_the_page(target, target_dir, source):
     for causal in (False, True):
         shape = DrafterShape(**{**SHAPE.__dict__, "causal": causal})
@@ -284,8 +308,8 @@ def test_a_head_is_trained_on_acceptance_and_the_papers_drafter_on_the_papers_lo
     without = drafter_of(
         target, target_dir, DrafterShape(**{**SHAPE.__dict__, "dependency_rank": None})
     ).config
-    assert Objective().resolved(with_head).factors == pytest.approx((0.1, 0.9))
-    assert Objective().resolved(without).factors == (1.0, 0.15)
+    assert Objective().resolved(with_head).factors == pytest.approx((0.1, 0.9, 0.3))
+    assert Objective().resolved(without).factors[:2] == (1.0, 0.15)
     assert Objective(loss="ce_kl").resolved(with_head).term == "kl"
     for wrong, message in (
         (Objective(loss="selector"), "needs a drafter with a dependency head"),
@@ -304,7 +328,7 @@ def test_the_sums_are_the_weighted_rows(target, target_dir, source, weights):
     blocks = Blocks.draw(rows, 4, 7, [0, 1])
     hidden = Replay(drafter, target).draft_states(rows, states, blocks.anchors, blocks.keep)
     found = sums(objective, target, rows, states, blocks, hidden, drafter)
-    tv = ce = weight = 0.0
+    tv = ce = alone = weight = 0.0
     with torch.no_grad():
         for row, block in blocks.keep.nonzero().tolist():
             anchor, costs = int(blocks.anchors[row, block]), []
@@ -314,18 +338,22 @@ def test_the_sums_are_the_weighted_rows(target, target_dir, source, weights):
                 extra = drafter.dependency.over_vocabulary(before, h.unsqueeze(0))[0]
                 q = (target.lm_head(h) + extra).softmax(-1)
                 p = target.lm_head(states.final[row, anchor + k]).softmax(-1)
-                costs.append((float((p - q).abs().sum()), -math.log(q[tokens[anchor + k + 1]])))
+                label = tokens[anchor + k + 1]
+                u = target.lm_head(h).log_softmax(-1)
+                costs.append((float((p - q).abs().sum()), -math.log(q[label]), -float(u[label])))
             reach, products = 1.0, []
-            for distance, _ in costs:
+            for distance, *_ in costs:
                 reach *= 0.5 * (1 - distance / 2) + 0.5
                 products.append(reach)
-            for k, (distance, own) in enumerate(costs):
+            for k, (distance, whole, own) in enumerate(costs):
                 w = {"exponential": math.exp(-k / 4), "none": 1.0, "dpace": sum(products[k:])}
-                tv, ce = tv + w[weights] * distance, ce + w[weights] * own
+                tv, ce = tv + w[weights] * distance, ce + w[weights] * whole
+                alone += w[weights] * own
                 weight += w[weights] if weights != "dpace" else 1.0
     assert found.distance.item() == pytest.approx(tv, rel=1e-4)
     assert found.ce.item() == pytest.approx(ce, rel=1e-4)
-    assert denominators(objective, blocks).tolist() == pytest.approx([weight] * 2, rel=1e-5)
+    assert found.own.item() == pytest.approx(alone, rel=1e-4)
+    assert denominators(objective, blocks).tolist() == pytest.approx([weight] * 3, rel=1e-5)
 
 
 def test_training_starts_at_the_drafter_without_a_head(target, target_dir, source):
@@ -353,8 +381,9 @@ def test_the_heads_learning_rate_is_three_times_the_drafters(target, target_dir,
     trainer = trainer_of(target, target_dir, source, tmp_path / "work", lr=1e-3, lr_floor=0.0)
     before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
     report = trainer.step()
-    assert {"loss", "ce", "tv"} <= set(report)
-    assert report["loss"] == pytest.approx(0.1 * report["ce"] + 0.9 * report["tv"], rel=1e-5)
+    assert {"loss", "ce", "tv", "own"} <= set(report)
+    weighted = 0.1 * report["ce"] + 0.9 * report["tv"] + 0.3 * report["own"]
+    assert report["loss"] == pytest.approx(weighted, rel=1e-5)
     # AdamW's first step is the learning rate wherever there is a gradient.
     moved = {n: (p - before[n]).abs().max() for n, p in trainer.drafter.named_parameters()}
     torch.testing.assert_close(moved["dependency.successor"], torch.tensor(3e-3), rtol=0.02, atol=0)

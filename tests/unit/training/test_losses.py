@@ -36,7 +36,7 @@ def test_position_weights_are_w_k():
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_rows_match_the_python_loop(temperature, chunk):
     head, hidden, labels, early, teacher = inputs()
-    ce, kl, hits = row_losses(
+    ce, kl, hits, _ = row_losses(
         hidden, labels, head, early=early, teacher=teacher, temperature=temperature, chunk=chunk
     )
     logits, taught = head(hidden).tolist(), head(teacher).tolist()
@@ -56,7 +56,7 @@ def test_gradients_are_those_of_the_closed_forms():
     """dCE = q - onehot and dKL = (q - p) / T, times each row's weight, through the head."""
     head, hidden, labels, early, teacher = inputs()
     weights, temperature = torch.rand(len(labels)), 2.0
-    ce, kl, _ = row_losses(
+    ce, kl, *_ = row_losses(
         hidden, labels, head, early=early, teacher=teacher, temperature=temperature, chunk=3
     )
     ((weights * ce).sum() + 0.3 * kl.sum()).backward()
@@ -79,7 +79,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive():
         sizes.append(len(states))
         return head(states)
 
-    ce, kl, _ = row_losses(
+    ce, kl, *_ = row_losses(
         hidden, labels, recording, early=early, teacher=teacher, temperature=1.0, chunk=8
     )
     forward = len(sizes)
@@ -93,7 +93,7 @@ def test_equal_distributions_have_no_kl_and_no_rows_have_no_loss():
     every = torch.ones(len(labels), dtype=torch.bool)
     same = {"early": every, "teacher": hidden.detach(), "temperature": 1.0}
     assert row_losses(hidden, labels, head, **same)[1].abs().max() < 1e-6
-    ce, kl, hits = row_losses(
+    ce, kl, hits, _ = row_losses(
         hidden[:0], labels[:0], head, early=every[:0], teacher=hidden[:0], temperature=1.0
     )
     assert ce.shape == kl.shape == hits.shape == (0,)

@@ -73,7 +73,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--methods", f"comma-separated, of {', '.join(KINDS)}", type=_names)
     names = f"comma-separated, of {', '.join(BENCHMARKS)}; .jsonl files; hub:owner/dataset/file"
     add("--benchmarks", names, type=_names)
-    add("--num-prompts", "prompts of each benchmark, spread over its file", type=int)
+    add("--num-prompts", "prompts of each benchmark, drawn from its file", type=int)
     add("--max-new-tokens", "tokens a turn", type=int)
     add("--data-dir", "folder of NAME.jsonl benchmark files", type=Path)
     add("--server-args", "arguments of every server, as one text", type=shlex.split)

@@ -39,9 +39,9 @@ def tiny() -> dict[str, Any]:
             *(str(HELD_OUT / f"{kind}.jsonl") for kind in ("math", "code", "chat")),
         ],
         "temperature": [0.0, 1.0],
-        "num_prompts": 12,
+        "num_prompts": 20,
         "max_new_tokens": 64,
-        "rounds": 3,
+        "rounds": 2,
         "threads": 1,
         "server_args": SERVER.split(),
     }

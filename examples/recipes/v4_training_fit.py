@@ -32,8 +32,9 @@ GIB = 2**30
 FP32, BF16 = 4, 2
 # fp32 weights, their gradient, and AdamW's two moments.
 BYTES_A_PARAMETER = 4 * FP32
-# Logits of a chunk that are alive at once: own, with the head, log q, log p, p - q, a gradient.
-LOGITS_ALIVE = 6
+# Logits of a chunk that are alive at once: own and with the head, the log-softmax of each that its
+# CE keeps, log q, log p, p - q, a gradient.
+LOGITS_ALIVE = 8
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,11 @@ def prompts_of(tokenizer, documents) -> list[list[int]]:
 
 
 def spread(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """``count`` of them at random, always the same, in their order.
+    """``count`` of them, drawn at random, always the same.
 
     Families come in turn: at even distances some of them would never be met.
     """
-    chosen = random.Random(count).sample(range(len(prompts)), min(count, len(prompts)))
-    return [prompts[i] for i in sorted(chosen)]
+    return random.Random(count).sample(prompts, min(count, len(prompts)))
 
 
 def generate(
@@ -46,6 +45,11 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     done = path.read_text().splitlines() if path.is_file() else []
     samples = [Sample.continuation(*json.loads(line)) for line in done]
+    for i, sample in zip(order, samples, strict=False):
+        if sample.tokens[: sample.spans[0][0]] != prompts[i]:
+            raise SystemExit(
+                f"{path} holds answers to other prompts. Remove it, or choose another."
+            )
     generator = torch.Generator().manual_seed(len(samples))
     with path.open("a") as out:
         for start in range(len(samples), len(order), GENERATION_BATCH):

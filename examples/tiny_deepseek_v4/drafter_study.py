@@ -31,6 +31,7 @@ from drafter_report import write_report
 from sglang_hyperdflash.cli import main as hyperdflash
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.checksum import bytes_hash
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -51,6 +52,7 @@ SETTINGS = {
     "1": {"temperature": 1.0},
 }
 HEAD = ("--dependency-rank", "128")
+ALL = "the target's vocabulary"
 LAYERS = ("--source", "layers", "--reducer", "fc", "--layer-ids")
 BOTH = ("--source", "pre_hc_head_and_layers", "--reducer", "fc", "--layer-ids")
 
@@ -84,8 +86,7 @@ class Variant:
 VARIANTS = {
     "hyperdflash2": Variant("hyperdflash2"),
     "hyperdflash": Variant("hyperdflash", ()),
-    # Its head scores the whole vocabulary.
-    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD, "--dependency-top-k", "1363")),
+    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD, "--dependency-top-k", ALL)),
     "dflash2": Variant(
         "dflash2",
         (*LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
@@ -161,27 +162,43 @@ def training_file(variant: Variant, seed: int, folder: Path, args: argparse.Name
     return path
 
 
+def init_options(variant: Variant, target: Path) -> list[str]:
+    """Options of ``hyperdflash init`` for a target."""
+    vocabulary = json.loads((target / "config.json").read_text())["vocab_size"]
+    return [str(vocabulary) if option == ALL else option for option in variant.init]
+
+
+def answers_hash(folder: Path) -> str:
+    """Of the training answers, so that one table holds drafters of the same alone."""
+    return bytes_hash((folder / f"{part}.jsonl").read_bytes() for part in ("greedy", "sampled"))
+
+
 def train(args: argparse.Namespace) -> None:
     """Train this part's share of variants and seeds."""
     part, parts = map(int, args.part.split("/"))
+    data = {"steps": args.steps, "answers": answers_hash(args.answers)}
     names = [name for name in args.variants if VARIANTS[name].of is None]
     for name, seed in [(name, seed) for seed in args.seeds for name in names][part - 1 :: parts]:
         variant, folder = VARIANTS[name], run_folder(args.work, name, seed)
-        if (folder / "trained.json").is_file():
+        made = folder / "trained.json"
+        if made.is_file() and json.loads(made.read_text())["data"] == data:
             continue
+        if made.is_file():
+            raise SystemExit(f"{folder} was trained on other answers. Choose another --work.")
         folder.mkdir(parents=True, exist_ok=True)
         start = ["--target", str(args.target), "--out", str(folder / "draft"), "--seed", str(seed)]
         if args.origin is not None and variant.can_start_anywhere:
             start += ["--from", str(args.origin)]
         config = training_file(variant, seed, folder, args)
         work = ["--work", str(folder / "work"), "--threads", str(args.threads)]
-        for command in (["init", *start, *variant.init], ["train", "--config", str(config), *work]):
+        for command in (
+            ["init", *start, *init_options(variant, args.target)],
+            ["train", "--config", str(config), *work],
+        ):
             if hyperdflash(command):
                 raise SystemExit(f"{name}, seed {seed}: hyperdflash {command[0]} failed.")
         log = (folder / "work" / "stage-1" / "training_log.jsonl").read_text().splitlines()
-        write_json(
-            folder / "trained.json", {"last": json.loads(log[-1]), "provenance": provenance()}
-        )
+        write_json(made, {"last": json.loads(log[-1]), "data": data, "provenance": provenance()})
 
 
 def drafter_of(name: str, seed: int, work: Path) -> Path | None:

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 import continuations
 import corpus
-from sglang_hyperdflash.tools.atomic import write_text
+from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.checksum import bytes_hash
 from sglang_hyperdflash.training.local_target import LocalTarget
 
 HERE = Path(__file__).resolve().parent
@@ -50,6 +51,20 @@ def prompts_of_files(tokenizer, folder: Path) -> dict[str, dict[str, list[list[i
 def by_length(prompts: list[list[int]], count: int) -> list[list[int]]:
     """``count`` of them, the shortest first: they are answered together."""
     return sorted(continuations.spread(prompts, count), key=len)
+
+
+def claim(folder: Path, prompts: dict[str, dict[str, list[list[int]]]]) -> None:
+    """Make ``folder``, or see that its answers are to these prompts.
+
+    Raises:
+        SystemExit: they are to others.
+    """
+    found = {part: bytes_hash([json.dumps(kinds).encode()]) for part, kinds in prompts.items()}
+    path = folder / "prompts.json"
+    if not path.is_file():
+        write_json(path, found)
+    elif json.loads(path.read_text()) != found:
+        raise SystemExit(f"{folder} holds answers to other prompts. Remove it, or choose another.")
 
 
 def answers(
@@ -88,7 +103,10 @@ def main() -> None:
         prompts = corpus_prompts(tokenizer)
     else:
         prompts = prompts_of_files(tokenizer, args.prompts)
-    args.out.mkdir(parents=True, exist_ok=True)
+    counts = {"train": args.per_kind, "held_out": args.held_out}
+    for part, kinds in prompts.items():
+        prompts[part] = {kind: by_length(own, counts[part]) for kind, own in kinds.items()}
+    claim(args.out, prompts)
 
     def write(name: str, chosen: list[list[int]], temperature: float) -> None:
         path = args.out / f"{name}.jsonl"
@@ -97,11 +115,10 @@ def main() -> None:
             write_text(path, "".join(f"{line}\n" for line in lines))
             print(path, flush=True)
 
-    for kind, unseen in prompts["held_out"].items():
-        chosen = by_length(unseen, args.held_out)
+    for kind, chosen in prompts["held_out"].items():
         write(f"held_out_{kind}", chosen, 0.0)
         write(f"held_out_{kind}_sampled", chosen, 1.0)
-    chosen = [by_length(kind, args.per_kind) for kind in prompts["train"].values()]
+    chosen = prompts["train"].values()
     write("greedy", [prompt for kind in chosen for prompt in kind[0::2]], 0.0)
     write("sampled", [prompt for kind in chosen for prompt in kind[1::2]], 1.0)
 

@@ -26,7 +26,6 @@ from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor
-from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import read_schedule
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache
@@ -35,9 +34,9 @@ from sglang_hyperdflash.training.trainer import Trainer
 HERE = Path(__file__).resolve().parent
 # Checkpoints and the comparison at the end.
 RESERVE_MINUTES = 2.0
-# HyperDFlash-2; its loss follows from its head.
+# HyperDFlash-2.
 RECIPE = HERE / "drafters" / "hyperdflash2.toml"
-SHAPE, OBJECTIVE = DrafterShape(dependency_rank=128), Objective()
+SHAPE = DrafterShape(dependency_rank=128)
 
 
 def new_drafter(target: LocalTarget, tokenizer, shape: DrafterShape) -> Drafter:
@@ -92,8 +91,9 @@ def train(target: LocalTarget, tokenizer, args: argparse.Namespace, lap) -> dict
     held_out = {kind: FeatureCache(target, part) for kind, part in unseen.items()}
     left = args.budget_minutes - RESERVE_MINUTES - lap("states")
     drafter = new_drafter(target, tokenizer, SHAPE)
-    (stage,) = read_schedule(RECIPE).stages
-    recipe = structs.replace(stage, steps=None, minutes=left).resolve(len(samples), OBJECTIVE)
+    schedule = read_schedule(RECIPE)
+    stage = structs.replace(schedule.stages[0], steps=None, minutes=left)
+    recipe = stage.resolve(len(samples), schedule.objective)
     trainer = Trainer(drafter, target, cache, held_out, recipe, args.out)
     with Monitor(trainer, "drafter") as monitor:
         trainer.run(args.out / "drafter", monitor)

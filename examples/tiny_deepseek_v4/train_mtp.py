@@ -36,8 +36,15 @@ def accuracy(trainer: NextNTrainer, source: FeatureCache) -> float:
 def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> None:
     """Run to the end, writing the checkpoint, the state and a log line now and then."""
     snapshot = args.work / "mtp.pt"
+    settings = {"steps": args.steps, "batch": args.batch, "samples": len(trainer.source.samples)}
     if snapshot.is_file():
-        trainer.load_state_dict(torch.load(snapshot, weights_only=True))
+        state = torch.load(snapshot, weights_only=True)
+        if (found := state.pop("settings", None)) != settings:
+            raise SystemExit(
+                f"{snapshot} is of another run: expected {settings}, found {found}. Remove it, or "
+                "choose another --work."
+            )
+        trainer.load_state_dict(state)
     started, losses = time.monotonic(), []
     while trainer.done < trainer.steps:
         losses.append(trainer.step()[0])
@@ -48,7 +55,7 @@ def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> Non
         record["held_out"] = {kind: accuracy(trainer, part) for kind, part in held_out.items()}
         losses.clear()
         save(trainer.core, args.out)
-        torch.save(trainer.state_dict(), f"{snapshot}.partial")
+        torch.save(trainer.state_dict() | {"settings": settings}, f"{snapshot}.partial")
         Path(f"{snapshot}.partial").replace(snapshot)
         with (args.out / "training_log.jsonl").open("a") as log:
             log.write(json.dumps(record) + "\n")

@@ -15,6 +15,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from random import Random
 
 import torch
 from transformers import AutoTokenizer
@@ -48,7 +49,9 @@ def long_prompts(tokenizer, lengths: list[int], count: int) -> dict:
     for kind in corpus.KINDS:
         own = continuations.prompts_of(tokenizer, split[kind]["held_out"])
         questions = continuations.spread(own, count)
-        rest = [token for prompt in own[1::2] for token in prompt] * 20
+        others = [prompt for prompt in own if prompt not in questions]
+        Random(0).shuffle(others)
+        rest = [token for prompt in others for token in prompt] * 20
         for i, question in enumerate(questions):
             for length in lengths:
                 need = max(0, length - len(question))

@@ -1,4 +1,5 @@
 """Losses of drafts: the paper's (CE plus early KL, eq. 2-3) and acceptance itself (CE plus TV).
+Beside a dependency head, the CE of the rows' own logits, which choose its candidates.
 
 Losses come as one number a row, in rows that are supervised; the caller weights and normalises
 them over the global batch. Logits exist for a chunk of rows at a time, forward and backward, so
@@ -50,8 +51,8 @@ class RowLosses(NamedTuple):
     """What drafts cost, fp32 unless said.
 
     ce: ``[M]``; distance: ``[K]``; hits: ``[M]`` bool, where the most probable token is the label;
-    own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty without a head
-    and under the term ``selector``, whose ``ce`` holds it.
+    own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty without a head,
+    where it is not wanted, and under the term ``selector``, whose ``ce`` holds it.
     """
 
     ce: torch.Tensor
@@ -74,6 +75,7 @@ def row_losses(
     previous: torch.Tensor | None = None,
     top_k: int = 0,
     argmax_labels: bool = False,
+    own: bool = True,
 ) -> RowLosses:
     """CE and hit of every row, a distance of the early ones, without all logits at once.
 
@@ -85,14 +87,16 @@ def row_losses(
         term: the distance, one of :data:`TERMS`.
         dependency: the dependency head, whose predecessors are ``previous [M]``.
         top_k: candidates of the term ``selector``.
-        argmax_labels: the target's most probable token takes the label's place; needs a teacher
-            for every row.
+        argmax_labels: the target's most probable token takes the label's place in ``ce``; needs a
+            teacher for every row.
+        own: whether the CE of a row's own logits is wanted.
 
     Returns:
         Of every row, without weights.
     """
     parts, at = [], 0
-    options = _Options(head, dependency, term, temperature, top_k, argmax_labels)
+    own = own and dependency is not None
+    options = _Options(head, dependency, term, temperature, top_k, argmax_labels, own)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         count = int(early[rows].sum())
@@ -113,6 +117,7 @@ class _Options(NamedTuple):
     temperature: float
     top_k: int
     argmax_labels: bool
+    own: bool
 
 
 def _chunk(hidden, labels, previous, early, teacher, options: _Options):
@@ -125,14 +130,15 @@ def _chunk(hidden, labels, previous, early, teacher, options: _Options):
         logits = own + options.dependency.over_vocabulary(previous, hidden)
     with torch.no_grad():
         log_p = F.log_softmax(options.head(teacher).float() / options.temperature, dim=-1)
+    alone = own[:0, 0]
+    if options.own:
+        alone = F.cross_entropy(own, labels, reduction="none")
     if options.argmax_labels:
         labels = log_p.argmax(-1)
     ce = F.cross_entropy(logits, labels, reduction="none")
     log_q = F.log_softmax(logits[early] / options.temperature, dim=-1)
     distance, hits = TERMS[options.term](log_p, log_q), logits.argmax(-1) == labels
-    if options.dependency is None:
-        return ce, distance, hits, own[:0, 0]
-    return ce, distance, hits, F.cross_entropy(own, labels, reduction="none")
+    return ce, distance, hits, alone
 
 
 def _selector(own, hidden, labels, previous, options: _Options):

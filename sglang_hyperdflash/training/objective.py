@@ -92,6 +92,11 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return *factors.get(self.loss, (1.0, self.alpha)), self.candidates
 
     @property
+    def own(self) -> bool:
+        """Whether a head's rows keep the CE of u; the selector's CE is of u already."""
+        return self.loss != "selector" and self.candidates > 0
+
+    @property
     def taught(self) -> int | None:
         """Drafts of a block that the target teaches, from the first; None for all."""
         return {"acceptance": None, "selector": 0}.get(self.loss, self.P if self.alpha else 0)
@@ -199,6 +204,7 @@ def sums(
         previous=blocks.previous(rows.tokens)[supervised] if dependent else None,
         top_k=drafter.config.candidates if dependent else 0,
         argmax_labels=objective.labels == "argmax",
+        own=objective.own,
     )
     weights = _weights(objective, blocks, ce, distance)[supervised]
     correct = torch.zeros(supervised.shape, dtype=torch.bool)

@@ -58,7 +58,7 @@ class Trainer:
         self.drafter, self.target, self.recipe = drafter, target, recipe
         self.objective = recipe.objective.resolved(drafter.config)
         self.losses = ("loss", "ce", self.objective.term)
-        if drafter.dependency is not None:
+        if drafter.dependency is not None and self.objective.own:
             self.losses += ("own",)
         check_widths(recipe.widths, drafter.config.block_size)
         self.train, self.held_out, self.folder = train, held_out, folder
@@ -121,9 +121,9 @@ class Trainer:
         ce, distance, own = totals[:3].tolist()
         if not math.isfinite(ce + distance + own):
             raise FloatingPointError(
-                f"the loss is not finite (CE {ce}, {term} {distance}) at step {step}. Lower the "
-                f"stage's lr, now {self.recipe.lr:g}, and train anew, with a new --work and a new "
-                "out: a run keeps its lr."
+                f"the loss is not finite (CE {ce}, {term} {distance}, own {own}) at step {step}. "
+                f"Lower the stage's lr, now {self.recipe.lr:g}, and train anew, with a new --work "
+                "and a new out: a run keeps its lr."
             )
         self.world.sum_gradients(self.drafter.parameters())
         hits, rows = totals[3 : 3 + drafts], totals[3 + drafts :]

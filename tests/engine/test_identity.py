@@ -15,6 +15,7 @@ from tests.engine.conftest import (
     FP32,
     NEW_TOKENS,
     OPTIMISTIC,
+    SMALL_POOL,
     first_difference_gaps,
     greedy,
     greedy_all,
@@ -31,12 +32,7 @@ VARIANTS = {
         "--disable-overlap-schedule",
     ),
     # Eight requests do not fit, and OPTIMISTIC hides it at admission: some must be retracted.
-    "small-pool, overlap on": (
-        "--max-total-tokens",
-        "1400",
-        "--schedule-conservativeness",
-        "0.01",
-    ),
+    "small-pool, overlap on": SMALL_POOL,
 }
 
 
@@ -140,7 +136,7 @@ def test_scheduling_variants(variant_server, own_prompts, own_reference):
     answers = ids(greedy_all(variant_server, [*own_prompts, *longer], 8))
     assert_identical(answers[:12], own_reference)
     assert_identical([a[: NEW_TOKENS - 64] for a in answers[12:]], [r[64:] for r in own_reference])
-    if "1400" in variant_server.command:
+    if SMALL_POOL[1] in variant_server.command:
         assert retractions(variant_server)
 
 

@@ -176,7 +176,7 @@ def finish(
     """
     try:
         out, err = process.communicate(said, timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException:  # Ctrl-C does not reach another session
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise

@@ -63,9 +63,11 @@ def test_every_variant_is_a_valid_training_file(study, args, tmp_path):
 def test_variants_are_made_and_their_objectives_fit_them(study, args, tmp_path, name):
     variant, folder = study.VARIANTS[name], tmp_path / "run"
     folder.mkdir()
-    options = ["--target", str(args.target), "--out", str(folder / "draft"), *variant.init]
-    assert main(["init", *options]) == 0
+    options = ["--target", str(args.target), "--out", str(folder / "draft")]
+    assert main(["init", *options, *study.init_options(variant, args.target)]) == 0
     config = load_config(folder / "draft")
+    if name == "dspark":
+        assert config.candidates == config.vocab_size
     schedule = read_schedule(study.training_file(variant, 0, folder, args))
     schedule.objective.resolved(config)
     sources = {"dspark": (5, 6, 7), "dflash2": (1, 3, 5), "dflash": (1, 3, 5)}
@@ -77,8 +79,8 @@ def test_parts_differ_from_the_papers_drafter_in_one_choice(study, args, tmp_pat
     def made(name: str) -> dict:
         variant, folder = study.VARIANTS[name], tmp_path / name
         folder.mkdir()
-        options = ["--target", str(args.target), "--out", str(folder / "draft"), *variant.init]
-        assert main(["init", *options]) == 0
+        options = ["--target", str(args.target), "--out", str(folder / "draft")]
+        assert main(["init", *options, *study.init_options(variant, args.target)]) == 0
         config = load_config(folder / "draft")
         objective = read_schedule(study.training_file(variant, 0, folder, args)).objective
         fields = ("reducer", "source", "captured_layers", "path_norm", "block_size", "dependency")

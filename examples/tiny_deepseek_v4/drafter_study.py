@@ -181,7 +181,7 @@ def train(args: argparse.Namespace) -> None:
     for name, seed in [(name, seed) for seed in args.seeds for name in names][part - 1 :: parts]:
         variant, folder = VARIANTS[name], run_folder(args.work, name, seed)
         made = folder / "trained.json"
-        if made.is_file() and json.loads(made.read_text())["data"] == data:
+        if made.is_file() and json.loads(made.read_text()).get("data") == data:
             continue
         if made.is_file():
             raise SystemExit(f"{folder} was trained on other answers. Choose another --work.")

@@ -25,15 +25,8 @@ AXES = {
         OURS,
         (
             *(OURS, "no head", "CE + KL", "no gate of the head", "overlap", "D-PACE"),
-            *(
-                "no CE of candidates",
-                "argmax labels",
-                "causal",
-                "random widths",
-                "late layers",
-                "rank 64",
-            ),
-            *("K = 16", "K = 64", "block 5", "block 9"),
+            *("no CE of candidates", "argmax labels", "causal", "random widths", "late layers"),
+            *("rank 64", "K = 16", "K = 64", "block 5", "block 9"),
         ),
     ),
 }

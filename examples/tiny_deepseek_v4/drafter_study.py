@@ -181,10 +181,10 @@ def train(args: argparse.Namespace) -> None:
     for name, seed in [(name, seed) for seed in args.seeds for name in names][part - 1 :: parts]:
         variant, folder = VARIANTS[name], run_folder(args.work, name, seed)
         made = folder / "trained.json"
-        if made.is_file() and json.loads(made.read_text()).get("data") == data:
-            continue
         if made.is_file():
-            raise SystemExit(f"{folder} was trained on other answers. Choose another --work.")
+            if json.loads(made.read_text()).get("data") != data:
+                raise SystemExit(f"{folder} was trained on other answers. Choose another --work.")
+            continue
         folder.mkdir(parents=True, exist_ok=True)
         start = ["--target", str(args.target), "--out", str(folder / "draft"), "--seed", str(seed)]
         if args.origin is not None and variant.can_start_anywhere:

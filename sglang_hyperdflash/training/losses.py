@@ -51,8 +51,8 @@ class RowLosses(NamedTuple):
     """What drafts cost, fp32 unless said.
 
     ce: ``[M]``; distance: ``[K]``; hits: ``[M]`` bool, where the most probable token is the label;
-    own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty without a head,
-    where it is not wanted, and under the term ``selector``, whose ``ce`` holds it.
+    own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty where it is not
+    wanted, and under the term ``selector``, whose ``ce`` holds it.
     """
 
     ce: torch.Tensor
@@ -75,7 +75,7 @@ def row_losses(
     previous: torch.Tensor | None = None,
     top_k: int = 0,
     argmax_labels: bool = False,
-    own: bool = True,
+    own: bool = False,
 ) -> RowLosses:
     """CE and hit of every row, a distance of the early ones, without all logits at once.
 
@@ -95,7 +95,6 @@ def row_losses(
         Of every row, without weights.
     """
     parts, at = [], 0
-    own = own and dependency is not None
     options = _Options(head, dependency, term, temperature, top_k, argmax_labels, own)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)

@@ -56,7 +56,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     chunk: Count = 2048
 
     def resolved(self, config: HyperDFlashConfig) -> Objective:
-        """The objective of a drafter, its loss named.
+        """The objective of a drafter: its loss named, no ``candidates`` where they weigh nothing.
+
+        That is without a head, and under ``selector``, whose CE is of u already.
 
         Raises:
             HyperDFlashConfigError: the drafter or another field does not go with the loss.
@@ -77,7 +79,10 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"[objective]: labels = {self.labels} goes with loss = acceptance, found {loss}. "
                 "Drop labels, or choose that loss."
             )
-        return msgspec.structs.replace(self, loss=loss)
+        chosen = config.dependency is not None and loss != "selector"
+        return msgspec.structs.replace(
+            self, loss=loss, candidates=self.candidates if chosen else 0.0
+        )
 
     @property
     def term(self) -> str:
@@ -90,11 +95,6 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Of the CE, of the second term, and of the CE of u alone."""
         factors = {"acceptance": (1.0 - self.mix, self.mix), "selector": (1.0, 0.0)}
         return *factors.get(self.loss, (1.0, self.alpha)), self.candidates
-
-    @property
-    def own(self) -> bool:
-        """Whether a head's rows keep the CE of u; the selector's CE is of u already."""
-        return self.loss != "selector" and self.candidates > 0
 
     @property
     def taught(self) -> int | None:
@@ -204,7 +204,7 @@ def sums(
         previous=blocks.previous(rows.tokens)[supervised] if dependent else None,
         top_k=drafter.config.candidates if dependent else 0,
         argmax_labels=objective.labels == "argmax",
-        own=objective.own,
+        own=objective.candidates > 0,
     )
     weights = _weights(objective, blocks, ce, distance)[supervised]
     correct = torch.zeros(supervised.shape, dtype=torch.bool)

@@ -58,7 +58,7 @@ class Trainer:
         self.drafter, self.target, self.recipe = drafter, target, recipe
         self.objective = recipe.objective.resolved(drafter.config)
         self.losses = ("loss", "ce", self.objective.term)
-        if drafter.dependency is not None and self.objective.own:
+        if self.objective.candidates:
             self.losses += ("own",)
         check_widths(recipe.widths, drafter.config.block_size)
         self.train, self.held_out, self.folder = train, held_out, folder

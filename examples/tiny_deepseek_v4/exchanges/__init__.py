@@ -65,9 +65,9 @@ def generate(
         while len(seen) < per_family:
             exchange = FAMILIES[name].draw(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
             repeats = repeats + 1 if exchange.key in seen else 0
-            if repeats == MOST_REPEATS and or_all:
-                break
             if repeats == MOST_REPEATS:
+                if or_all:
+                    break
                 raise ValueError(
                     f"family {name!r} has only about {len(seen)} problems in this half; "
                     f"{per_family} were asked for. Ask for fewer."

@@ -56,6 +56,7 @@ def losses(term: str, chunk: int, **more):
         term=term,
         dependency=dependency,
         previous=previous,
+        own=True,
         **more,
     )
     return found, rows(), dependency, hidden
@@ -187,11 +188,6 @@ def test_widths_are_drawn_from_a_rows_own_seed_and_supervise_what_exists():
     inside = torch.arange(1, 7) < blocks.widths.unsqueeze(-1)
     assert torch.equal(blocks.supervised, whole.supervised & inside)
     assert 0 < blocks.supervised.sum() < whole.supervised.sum()
-
-
-@pytest.fixture(scope="module")
-def target(target_dir):
-    return LocalTarget(target_dir)
 
 
 def drafter_of(target, target_dir: Path, shape: DrafterShape = SHAPE, seed: int = 0) -> Drafter:

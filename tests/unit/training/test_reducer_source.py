@@ -10,7 +10,6 @@ from sglang_hyperdflash.draft.reducer_source import reducer_source
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
-from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Sample, States
 from sglang_hyperdflash.training.trainer import Trainer
@@ -18,11 +17,6 @@ from sglang_hyperdflash.training.transformers_target import TransformersTarget
 
 LAYERS = (1, 3)
 SMALL = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 64}
-
-
-@pytest.fixture(scope="module")
-def target(target_dir):
-    return LocalTarget(target_dir)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
-from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.losses import position_weights
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import Recipe
@@ -40,11 +39,6 @@ def test_seeds_that_fit_a_generator_stay_and_others_stay_apart():
     assert generator_seed(41 * 2**40) == 41 * 2**40
     seeds = {generator_seed((seed + 1) * 2**40) for seed in (0, 1, 2**24, 2**24 + 1, 20260131)}
     assert len(seeds) == 5 and max(seeds) < 2**64
-
-
-@pytest.fixture(scope="module")
-def target(target_dir):
-    return LocalTarget(target_dir)
 
 
 @pytest.fixture(scope="module")

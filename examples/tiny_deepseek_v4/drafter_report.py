@@ -26,7 +26,7 @@ AXES = {
         (
             *(OURS, "no head", "CE + KL", "no gate of the head", "overlap", "D-PACE"),
             *("no CE of candidates", "argmax labels", "causal", "random widths", "late layers"),
-            *("rank 64", "K = 16", "K = 64", "block 5", "block 9"),
+            *("rank 64", "K = 16", "K = 256", "block 5", "block 9"),
         ),
     ),
 }

@@ -117,7 +117,7 @@ VARIANTS = {
     "late layers": Variant("hyperdflash2", (*LAYERS, "5", "6", "7", *HEAD)),
     "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),
     "K = 16": Variant("hyperdflash2", of="hyperdflash2", top_k=16),
-    "K = 64": Variant("hyperdflash2", of="hyperdflash2", top_k=64),
+    "K = 256": Variant("hyperdflash2", of="hyperdflash2", top_k=256),
     "block 5": Variant("hyperdflash2", (*HEAD, "--block-size", "5")),
     "block 9": Variant("hyperdflash2", (*HEAD, "--block-size", "9")),
 }

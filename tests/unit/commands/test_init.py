@@ -294,7 +294,7 @@ def test_a_trained_drafter_gets_a_head_and_keeps_its_weights(tmp_path, target_di
     new = load_file(tmp_path / "draft" / "model.safetensors")
     assert all(torch.equal(new[name], value) for name, value in old.items())
     assert new["dependency.predecessor"].shape == (1363, 8)
-    assert load_config(tmp_path / "draft").dependency.top_k == 256
+    assert load_config(tmp_path / "draft").dependency.top_k == 64
 
 
 @pytest.mark.parametrize(

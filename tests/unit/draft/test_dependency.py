@@ -52,6 +52,10 @@ def test_scores_are_those_of_the_formula(form):
             a, b = head.predecessor[previous[row]], head.successor[ids[row, k]]
             expected = sum(float(a[i]) * gates[i] * float(b[i]) for i in range(R))
             assert found[row, k].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    # Where the whole vocabulary is scored, in whatever order.
+    ids = torch.stack([torch.randperm(V) for _ in range(3)])
+    every = head(previous, head.gates(hidden), ids)
+    torch.testing.assert_close(every, whole.gather(1, ids))
 
 
 def test_a_new_head_adds_nothing_and_can_learn():
@@ -129,7 +133,7 @@ def folder(drafter_dir, tmp_path):
 
 def test_a_checkpoint_keeps_its_head(folder):
     config = load_config(folder)
-    assert (config.dependency.rank, config.dependency.top_k, config.causal) == (8, 256, True)
+    assert (config.dependency.rank, config.dependency.top_k, config.causal) == (8, 64, True)
     head = Drafter.load(folder).dependency
     assert head.predecessor.shape == head.successor.shape == (1363, 8)
     assert 0.015 < head.predecessor.std() < 0.025

@@ -230,10 +230,14 @@ class Sharpness:
     the next round's drafts use again, and q may not depend on it.
 
     Args:
-        memory: rounds after which a row's weight has fallen to 1/e.
+        memory: learnt rounds after which a row's weight has fallen to 1/e.
     """
 
+    # One round of so many is learnt from: it takes two hundred launches, and q changes slowly.
+    EVERY = 4
+
     def __init__(self, device: torch.device | str, memory: int = 200) -> None:
+        self._rounds = 0
         self.keep = 1.0 - 1.0 / memory
         self.gains = torch.zeros(2, len(SHARPNESS), dtype=torch.float64, device=device)
         self.gains[:, -1] = 1e-3  # before the first round: q as the drafter has it
@@ -242,6 +246,11 @@ class Sharpness:
     def of(self, seeded: torch.Tensor) -> torch.Tensor:
         """``t`` of each request, ``[bs]`` fp32."""
         return self.values[self.gains.argmax(-1)][seeded.long()]
+
+    def due(self) -> bool:
+        """Whether this round is to be learnt from; called once a round."""
+        self._rounds += 1
+        return self._rounds % self.EVERY == 1
 
     def learn(
         self, proposal: Proposal, sampling: Sampling, seeded: torch.Tensor, verdict: Verdict

@@ -45,6 +45,16 @@ class RequestAt:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
 
+    @property
+    def output_ids_through_stop(self) -> array:
+        """Nothing has ended the request at a position that is still to be drawn."""
+        return self.output_ids
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of the context, the prompt's with it."""
+        return len(self.origin_input_ids) + len(self.output_ids)
+
 
 class RequestNow(RequestAt):
     """The same for a processor that keeps notes: what it sets is set on the request."""

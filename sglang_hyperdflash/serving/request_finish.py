@@ -11,10 +11,21 @@ from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving.sampling_seams import worker_is_ours
 
 
-def finish_token_by_token(original, self, new_accepted_len: int = 1) -> None:
+def finish_as_one_by_one(original, self, new_accepted_len: int = 1) -> None:
+    """End a request, and its reasoning's count, where decoding one by one would.
+
+    Seam: ``Req.update_finish_state``. SGLang has counted the whole block by then.
+    """
+    finish_token_by_token(original, self, new_accepted_len)
+    if worker_is_ours() and self.finished_len is not None:
+        # Thinking comes first in an answer.
+        self.reasoning_tokens = min(self.reasoning_tokens, self.finished_len)
+
+
+def finish_token_by_token(original, self, new_accepted_len: int) -> None:
     """Let SGLang look at the accepted tokens one at a time, and stop at the first that ends it.
 
-    Seam: ``Req.update_finish_state``. Without stop strings and regexes SGLang's own check already
+    Without stop strings and regexes SGLang's own check already
     finds the earliest stop token, but a broken row's id, always a block's last, before any. The
     cost is one decoded tail a token, as without speculation.
     """
@@ -66,6 +77,18 @@ def keep_broken_from_grammar(original, self, req, tokens) -> list[int]:
     return [*retained, run[at]]
 
 
+def end_turns_at_their_stop(original, self, *args, **kwargs):
+    """Make a session's request; the answers before it lose what their blocks held behind the end.
+
+    Seam: ``Session.create_req``, which appends ``output_ids``. Sessions that stream cut them.
+    """
+    if worker_is_ours():
+        for node in self.req_nodes.values():
+            if node.req.finished_len is not None:
+                node.req.output_ids = node.req.output_ids_through_stop
+    return original(self, *args, **kwargs)
+
+
 SEAMS = (
     Seam(
         "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -79,9 +102,25 @@ SEAMS = (
     Seam(
         "sglang.srt.managers.schedule_batch:Req.update_finish_state",
         "around",
-        finish_token_by_token,
+        finish_as_one_by_one,
         ("self", "new_accepted_len"),
         "e351e67cbe30",
         "of several stop conditions in one block the earliest must win, as without speculation",
+    ),
+    Seam(
+        "sglang.srt.session.session_controller:Session.create_req",
+        "around",
+        end_turns_at_their_stop,
+        (
+            "self",
+            "req",
+            "tokenizer",
+            "vocab_size",
+            "eos_token_ids",
+            "disagg_mode",
+            "req_factory",
+        ),
+        "5ab6558cdd5b",
+        "a session's next turn must follow the answer, not the block that it ended in",
     ),
 )

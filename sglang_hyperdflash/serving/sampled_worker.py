@@ -208,6 +208,17 @@ class SampledWorker(WindowedWorker):
         drawn = gumbel_argmax(weights, self.requests.draws.seeds, positions.long())
         return torch.where(sampling.greedy, self._greedy, drawn)
 
+    def without_broken(self, probs: torch.Tensor) -> torch.Tensor:
+        """A copy of ``probs [bs, V]`` that SGLang can draw from, broken rows uniformly."""
+        if self._broken is None:
+            return probs.clone()
+        return probs.masked_fill(self._broken.unsqueeze(1), 1.0 / probs.shape[1])
+
+    def law_of(self, logits: torch.Tensor, info: Any, rows: int) -> torch.Tensor:
+        """What is drawn from, normalised: ``[bs, rows, V]`` fp32 of ``logits [bs * rows, V]``."""
+        weights = weights_of(logits, sampling_of(info).repeated(rows), self.renorm)
+        return (weights / weights.sum(-1, keepdim=True)).view(-1, rows, weights.shape[-1])
+
     def end_prefill(self, tokens: torch.Tensor) -> torch.Tensor:
         """Count a prefill's ``tokens [bs]``; those of broken rows become 0."""
         if self._broken is not None:
@@ -377,7 +388,8 @@ class SampledWorker(WindowedWorker):
         positions = (self._contexts - 1).unsqueeze(1) + self._block_pos_offsets
         weights = weights_of(logits, sampling.repeated(block), self.renorm)
         verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
-        self.sharpness.learn(proposal, sampling, draws.seeded, verdict)
+        if self.sharpness.due():
+            self.sharpness.learn(proposal, sampling, draws.seeded, verdict)
         return verdict
 
     def _adjust_block(self, logits: torch.Tensor, candidates: torch.Tensor) -> None:
@@ -420,6 +432,14 @@ class SampledWorker(WindowedWorker):
             self.counts.add(requests.penalties.slots, tokens[rows], lengths[rows])
         if self._info.has_custom_logit_processor:
             self.outputs.add(requests.reqs, tokens, lengths)
+
+    def _prewarm_batch_size(self, block_size: int) -> int:
+        """The largest batch that is served; seam: ``DFlashWorkerV2.prewarm_sampling``.
+
+        SGLang rehearses the largest captured one, and a larger one verifies eagerly.
+        """
+        most = self.model_runner.max_running_requests
+        return max(1, int(most)) if most else super()._prewarm_batch_size(block_size)
 
     def _measure_sampling_peak(
         self,

@@ -83,9 +83,26 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
     capture = None
     if sampling_info.sampling_mask_batch_indices is not None:
         unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
-        _, capture = original(self, probs.clone(), unseeded, positions, simple_sampling_case)
+        whole = _worker.without_broken(probs)
+        _, capture = original(self, whole, unseeded, positions, simple_sampling_case)
         capture = capture._replace(selected_weight=None)
     return _worker.draw_prefill(probs, sampling_info, positions), capture
+
+
+def masked_as_drawn(original, *, next_token_logits, sampling_info, draft_token_num, bs, **rest):
+    """``[bs, draft_token_num, V]``: of what a sampling mask tells, the law that we draw from.
+
+    SGLang takes top-p of what top-k has left; its sampler, and so ours, of the whole.
+    """
+    if _worker is None:
+        return original(
+            next_token_logits=next_token_logits,
+            sampling_info=sampling_info,
+            draft_token_num=draft_token_num,
+            bs=bs,
+            **rest,
+        )
+    return _worker.law_of(next_token_logits, sampling_info, draft_token_num)
 
 
 def argmax_of_shards(original, self, logits):
@@ -178,6 +195,22 @@ SEAMS = (
         ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
         "c90023f0fa9c",
         _NOISE,
+    ),
+    Seam(
+        "sglang.srt.speculative.dflash_utils:build_speculative_verify_target_probs",
+        "around",
+        masked_as_drawn,
+        (
+            "next_token_logits",
+            "sampling_info",
+            "draft_token_num",
+            "bs",
+            "max_top_k",
+            "uniform_top_k_value",
+            "use_sparse_topk",
+        ),
+        "6c883dbf0148",
+        "a sampling mask holds what a token is drawn from",
     ),
     Seam(
         "sglang.srt.layers.logits_processor:LogitsProcessor.deferred_argmax",

@@ -96,6 +96,18 @@ UNSUPPORTED = (
         "drop the flag",
     ),
     ("use_ray", bool, "SGLang does not load plugins in Ray actors", "drop --use-ray"),
+    (
+        "grammar_backend",
+        lambda v: v == "outlines",
+        "SGLang cannot check a block of drafts against its masks, nor take a draft back from it",
+        "use --grammar-backend xgrammar or llguidance",
+    ),
+    (
+        "enable_pdmux",
+        bool,
+        "its split prefills pass a speculative worker by",
+        "drop --enable-pdmux",
+    ),
 )
 
 

@@ -82,25 +82,28 @@ def _build(
 
 def target_state(worker: Any, width: int, capture: bool = True) -> RunnerState:
     """The target's backend and, if told to capture, graph of ``width`` rows a request."""
+    runner = worker.target_worker.model_runner
     with _settings(width):
-        return _build(worker.target_worker.model_runner, width, capture=capture)
+        room = capture and _room_for_graph(worker, runner, f"width {width} verifies")
+        return _build(runner, width, capture=room)
 
 
-def _room_for_graph(worker: Any, width: int) -> bool:
-    """Whether SGLang would still capture a draft graph; the least of all ranks' free memory.
+def _room_for_graph(worker: Any, runner: Any, what: str) -> bool:
+    """Whether there is memory for one more graph; the least of all ranks' free memory.
 
+    SGLang asks so of the drafter's whole block; its own reserve is for one width's graphs.
     Seam: ``SpecTpSync.available_memory_gb``, as ``DFlashWorkerV2.init_cuda_graphs`` asks it.
     """
-    if not (is_cuda() and captured(worker.draft_model_runner)):
+    if not (is_cuda() and captured(runner)):
         return True
     free = worker._tp_sync.available_memory_gb(
         SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=get_parallel().tp_group
     )
     if free < LEAST_FREE:
         logger.warning(
-            "HYPERDFLASH: width %d drafts without a CUDA graph: %.2f GB of GPU memory are free. "
-            "Lower --mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths.",
-            width,
+            "HYPERDFLASH: %s without a CUDA graph: %.2f GB of GPU memory are free. Lower "
+            "--mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths.",
+            what,
             free,
         )
     return free >= LEAST_FREE
@@ -120,7 +123,7 @@ def draft_state(worker: Any, width: int) -> RunnerState:
             worker._own_context(),
             draft_tp_context(worker.draft_parallel_layout),
         ):
-            capture = _room_for_graph(worker, width)
+            capture = _room_for_graph(worker, runner, f"width {width} drafts")
             if not capture:
                 worker._draft_sampler = None
             if worker._draft_sampler is not None:

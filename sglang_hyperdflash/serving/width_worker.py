@@ -11,6 +11,7 @@ need them), and everything sized at start.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,14 @@ from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.processors import keeps_notes
 from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_policy import Table
-from sglang_hyperdflash.serving.width_settings import FULL, WidthSetting, read_setting
-from sglang_hyperdflash.tools.errors import SeamError
+from sglang_hyperdflash.serving.width_settings import (
+    FULL,
+    WIDTH,
+    WIDTHS,
+    WidthSetting,
+    read_setting,
+)
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +62,23 @@ SIZED = (
     "_draft_block_spec_info",
     "_draft_sampler",
 )
+
+
+def check_ranks_agree(setting: WidthSetting, gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse nodes whose environments name different widths: their rounds would not meet.
+
+    Args:
+        gather: every rank's object; seam: ``GroupCoordinator.all_gather_object``.
+
+    Raises:
+        HyperDFlashConfigError: on every rank, so that all of them end.
+    """
+    found = gather(setting)
+    if any(other != setting for other in found):
+        said = "; ".join(f"rank {i}: {one.mode} of {one.widths}" for i, one in enumerate(found))
+        raise HyperDFlashConfigError(
+            f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}. Set them alike."
+        )
 
 
 class WidthStates:
@@ -127,6 +151,8 @@ class WidthWorker(OneRowWorker):
         self.block = int(self.block_size)
         setting = self._allowed(read_setting(self.block, self._drafts_causally()))
         ranks = get_parallel().tp_size > 1
+        if ranks:
+            check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
         self.width_control = WidthControl(
             setting,
             self.block,

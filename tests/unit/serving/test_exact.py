@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -313,3 +316,41 @@ def test_q_is_normalised_and_a_point_where_it_must_be():
     torch.testing.assert_close(q.sum(-1), torch.ones(5))
     assert q.max(-1).values[[0, 3]].tolist() == [1.0, 1.0]
     assert ((q > 0).sum(-1) <= torch.tensor([1, 3, 7, 1, 2])).all()
+
+
+def test_one_round_of_four_is_learnt_from_the_first_among_them():
+    sharpness = Sharpness("cpu")
+    assert [sharpness.due() for _ in range(9)] == [True, *[False] * 3, True, *[False] * 3, True]
+
+
+def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
+    """Both shares are of the whole mass; SGLang's function takes top-p of what top-k has left."""
+    from sglang.srt.speculative.dflash_utils import build_speculative_verify_target_probs
+
+    from sglang_hyperdflash.serving import rounds, sampled_worker, sampling_seams
+
+    kernel = SimpleNamespace(sampling_backend="pytorch")
+    monkeypatch.setattr(rounds, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    info = SimpleNamespace(
+        temperatures=torch.ones(1, 1),
+        top_ks=torch.tensor([2]),
+        top_ps=torch.tensor([0.5]),
+        min_ps=torch.zeros(1),
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=False,
+    )
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
+    worker = SimpleNamespace(renorm=None)
+    worker.law_of = partial(sampled_worker.SampledWorker.law_of, worker)
+    given = {"next_token_logits": logits, "sampling_info": info, "draft_token_num": 3, "bs": 1}
+    original = inspect.unwrap(build_speculative_verify_target_probs)
+    monkeypatch.setattr(sampling_seams, "_worker", worker)
+    found = sampling_seams.masked_as_drawn(original, **given, max_top_k=2)
+    torch.testing.assert_close(found, torch.tensor([4 / 7, 3 / 7, 0, 0]).expand(1, 3, 4))
+    drawn = weights_of(logits, rounds.sampling_of(info).repeated(3))
+    assert torch.equal(found[0] > 0, drawn > 0)
+    monkeypatch.setattr(sampling_seams, "_worker", None)
+    monkeypatch.setitem(original.__globals__, "_dflash_top_p_renorm_prob", lambda p, top_p: p)
+    whole = sampling_seams.masked_as_drawn(original, **given, max_top_k=2)
+    assert whole.shape == (1, 3, 4)

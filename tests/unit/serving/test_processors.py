@@ -52,6 +52,25 @@ def test_each_position_sees_the_drafts_before_it_and_others_are_untouched():
     assert float(logits[:, 1:].abs().sum()) == 0.0
 
 
+def test_a_request_s_lengths_are_those_of_its_position():
+    class EndsAtFour:
+        def __call__(self, logits, parameters):
+            for row, given in zip(logits, parameters, strict=True):
+                req = given["__req__"]
+                assert req.output_ids_through_stop == req.output_ids
+                row[:] = req.seqlen - len(req.origin_input_ids)
+            return logits
+
+    request, outputs = Request([7]), Outputs()
+    # What SGLang's own request says of itself: the host's last look.
+    request.seqlen, request.output_ids_through_stop = 3, array("q", [7])
+    outputs.enter(request)
+    logits = torch.zeros(3, 4)
+    info = information([0], [{"__req__": request}], EndsAtFour())
+    apply_processors(logits, info, [request], outputs, torch.tensor([[8, 5]]))
+    assert logits[:, 0].tolist() == [1, 2, 3]
+
+
 def test_outputs_are_the_committed_tokens_though_the_host_lags_behind():
     request, other = Request([7]), Request([], None)
     outputs = Outputs()

@@ -17,6 +17,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from sglang_hyperdflash.serving import counters, sampling_seams
 from sglang_hyperdflash.serving.request_finish import (
+    finish_as_one_by_one,
     finish_token_by_token,
     keep_broken_from_grammar,
 )
@@ -129,6 +130,29 @@ def test_what_the_block_held_behind_the_end_stays_for_the_cache(tokenizer):
     req.output_ids.extend(tokens)
     ours_check(req, len(tokens))
     assert list(req.output_ids) == tokens and 0 < req.finished_len < len(tokens)
+
+
+@pytest.mark.parametrize("think_end", [3, 100])
+@pytest.mark.parametrize("end", [1, 5, 7, 12])
+def test_reasoning_is_counted_up_to_the_end_of_the_answer(tokenizer, end, think_end):
+    """In blocks of seven as one by one: SGLang counts a block before it looks for its end."""
+
+    def counted(size: int) -> int:
+        params = SamplingParams(max_new_tokens=end)
+        params.normalize(tokenizer)
+        req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
+        req.tokenizer = tokenizer
+        tokens = list(range(90, 120))
+        for at in range(0, 28, size):
+            block = tokens[at : at + size]
+            req.output_ids.extend(block)
+            req.update_reasoning_tokens(block, [90 + think_end])
+            finish_as_one_by_one(original, req, len(block))
+            if req.finished():
+                break
+        return req.reasoning_tokens
+
+    assert counted(7) == counted(1) == min(end, think_end + 1)
 
 
 def test_a_broken_row_behind_the_end_is_not_read(tokenizer):

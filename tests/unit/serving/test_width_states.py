@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,14 @@ from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.width_settings import WIDTHS as WIDTHS_VARIABLE
 from sglang_hyperdflash.serving.width_settings import read_setting
-from sglang_hyperdflash.serving.width_worker import BUFFERS, SIZED, WidthStates, WidthWorker
-from sglang_hyperdflash.tools.errors import SeamError
+from sglang_hyperdflash.serving.width_worker import (
+    BUFFERS,
+    SIZED,
+    WidthStates,
+    WidthWorker,
+    check_ranks_agree,
+)
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 WIDTHS = (1, 2, 7)
 
@@ -93,6 +100,14 @@ def test_an_attribute_that_sglang_lost_is_named():
     del worker._draft_block_spec_info
     with pytest.raises(SeamError, match="_draft_block_spec_info"):
         WidthStates(worker, WIDTHS)
+
+
+def test_ranks_of_different_widths_are_refused_on_every_rank():
+    alike = read_setting(7, True, {"HYPERDFLASH_WIDTH": "adaptive"})
+    check_ranks_agree(alike, lambda mine: [mine, mine])
+    for mine in (alike, read_setting(7, True, {})):
+        with pytest.raises(HyperDFlashConfigError, match=r"rank 1: full of \(7,\). Set them alike"):
+            check_ranks_agree(mine, lambda _: [alike, read_setting(7, True, {})])
 
 
 def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(monkeypatch):
@@ -183,10 +198,34 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
     assert settings.speculative_num_draft_tokens == 7
 
 
+@pytest.mark.parametrize("free, found", [(0.9, "eager"), (1.0, "graphs of 2")])
+def test_a_width_without_memory_for_a_graph_verifies_without_one(monkeypatch, caplog, free, found):
+    """SGLang keeps memory for one width's graphs: another may find none left."""
+    target = SimpleNamespace(
+        init_new_workspace=False,
+        _get_attention_backend=lambda init_new_workspace: "backend",
+        decode_cuda_graph_runner="graphs of 7",
+        eager_runner="eager",
+        _decode_cuda_graph_runner_cls=lambda: lambda runner, **options: "graphs of 2",
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
+    )
+    worker = SimpleNamespace(
+        target_worker=SimpleNamespace(model_runner=target),
+        device="cuda",
+        gpu_id=0,
+        _tp_sync=SimpleNamespace(available_memory_gb=lambda *a, **k: free),
+    )
+    monkeypatch.setattr(width_graphs, "get_spec", lambda: SimpleNamespace(speculative_num_steps=1))
+    monkeypatch.setattr(width_graphs, "_settings", lambda width: nullcontext())
+    monkeypatch.setattr(width_graphs, "get_parallel", lambda: SimpleNamespace(tp_group="ranks"))
+    monkeypatch.setattr(width_graphs, "is_cuda", lambda: True)
+    assert width_graphs.target_state(worker, 2)["decode_cuda_graph_runner"] == found
+    said = "width 2 verifies without a CUDA graph: 0.90 GB" in caplog.text
+    assert said == (found == "eager")
+
+
 def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left_behind(monkeypatch):
     """A finished request runs once more, after a round of seven rows too."""
-    from contextlib import nullcontext
-
     sizes = []
 
     class TritonAttnBackend:
@@ -230,8 +269,6 @@ def test_a_width_without_memory_for_a_graph_drafts_without_one(
     monkeypatch, caplog, free, cuda, graph
 ):
     """SGLang asks so of the whole block's; a narrow one's capture would have ended the server."""
-    from contextlib import nullcontext
-
     hooks, asked = [], []
 
     def graphs(runner, **options):

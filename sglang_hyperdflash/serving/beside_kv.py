@@ -43,17 +43,17 @@ class Batches:
 def beside_kv(b: Batches) -> dict[str, int]:
     """Bytes on one GPU by what they are for; draft attention's: ``draft_attention``.
 
-    The residual is bf16, and every captured size of every width keeps one of its own: it is an
-    output of SGLang's graph. The draft's graph projects all of its rows at once, in bf16, before
-    it takes their candidates; captures share that memory, so it is counted of the largest alone.
-    Probabilities and counts are those of sampled requests and of requests with penalties.
+    The residual is bf16, in one buffer for all graphs: ``shared_residual``. The draft's graph
+    projects all of its rows at once, in bf16, before it takes their candidates; captures share that
+    memory, so it is counted of the largest alone. Probabilities and counts are those of sampled
+    requests and of requests with penalties.
     """
     rows = b.requests * b.block
-    drafts = max(b.captured, default=0) * (b.block - 1)
-    widths = sum(b.widths) or b.block
+    largest, most = max(b.captured, default=0), max(b.widths, default=b.block)
+    drafts = largest * (b.block - 1)
     draft = b.candidates * CANDIDATE_BYTES + FIRST_BYTES + 4 * b.rank
     return {
-        "residual of the captured batches": 2 * sum(b.captured) * widths * b.residual,
+        "residual of the captured batches": 2 * largest * most * b.residual,
         "drafts' logits": 2 * drafts * -(-b.vocabulary // b.shards),
         "drafts' candidates": drafts * draft,
         "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * b.vocabulary),

@@ -16,6 +16,7 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.loaded_target import pre_collapse_residual_width, target_hc_head
+from sglang_hyperdflash.serving.shared_residual import SharedResidual
 from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
@@ -29,6 +30,9 @@ class HyperDFlashWorker(WidthWorker):
         check_installed()
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._check_models()
+        if not self.draft_model.hyperdflash_config.captured_layers:
+            # SGLang shares a buffer of layers' states itself. The target's graphs come later.
+            self.target_worker.model_runner.capture_tail_hooks.append(SharedResidual())
 
     def _check_models(self) -> None:
         """Refuse a loaded pair that does not belong together (widths, block, hc_head)."""

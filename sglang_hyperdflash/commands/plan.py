@@ -242,13 +242,12 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
     model, _, aux = _models(arguments)
     draft, block = aux.draft_model_config, int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
-    text = model.hf_text_config
     widths = read_setting(block, drafter.causal).built(block)
     batches = Batches(
         requests,
         captured,
         block,
-        int(text.hc_mult) * model.hidden_size,
+        drafter.source_width,
         model.vocab_size,
         drafter.candidates,
         widths,

@@ -24,7 +24,7 @@ class Batches:
     Attributes:
         requests: most at once; captured: batch sizes that have a CUDA graph.
         block: tokens of a request that are verified at once, at most; widths: all that may be.
-        residual: width of the target's residual, streams x hidden size; vocabulary: tokens.
+        residual: width of what the drafter reads of a token; vocabulary: tokens.
         candidates: of each draft row; rank: of the dependency head, 0 without one.
         shards: GPUs that share the LM head's rows.
     """

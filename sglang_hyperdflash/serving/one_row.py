@@ -19,8 +19,8 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_hyperdflash.serving.exact import draw_rows, weights_of
+from sglang_hyperdflash.serving.rehearsal import RehearsedWorker
 from sglang_hyperdflash.serving.rounds import sampling_of
-from sglang_hyperdflash.serving.sampled_worker import SampledWorker
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from triton_ops.gumbel_op import gumbel_argmax
 
@@ -29,7 +29,7 @@ from triton_ops.gumbel_op import gumbel_argmax
 PENDING_ROWS = 64
 
 
-class OneRowWorker(SampledWorker):
+class OneRowWorker(RehearsedWorker):
     """A round of width 1, beside ``DFlashWorkerV2``'s own of a block."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:

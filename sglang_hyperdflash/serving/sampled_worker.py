@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.dflash_worker_v2 import (
     SIMULATE_ACC_LEN,
     _commit_accept,
@@ -199,20 +198,20 @@ class SampledWorker(WindowedWorker):
         sanitize_nan_logits(logits, "HYPERDFLASH prefill")
         return logits
 
-    def draw_prefill(self, probs: torch.Tensor, info: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[bs]`` int64 of a batch with a sampled request."""
+    def draw_prefill(
+        self, probs: torch.Tensor, info: Any, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[bs]`` int64 of a batch with a sampled request, and what they are drawn from.
+
+        Returns:
+            The second is ``[bs, V]``, as :func:`weights_of`.
+        """
         sampling = sampling_of(info)
         # SGLang takes logprobs from the same storage.
         own = probs.clone() if sampling.filters and self.renorm is None else probs
         weights = filtered(own.float(), sampling, self.renorm)
         drawn = gumbel_argmax(weights, self.requests.draws.seeds, positions.long())
-        return torch.where(sampling.greedy, self._greedy, drawn)
-
-    def without_broken(self, probs: torch.Tensor) -> torch.Tensor:
-        """A copy of ``probs [bs, V]`` that SGLang can draw from, broken rows uniformly."""
-        if self._broken is None:
-            return probs.clone()
-        return probs.masked_fill(self._broken.unsqueeze(1), 1.0 / probs.shape[1])
+        return torch.where(sampling.greedy, self._greedy, drawn), weights
 
     def law_of(self, logits: torch.Tensor, info: Any, rows: int) -> torch.Tensor:
         """What is drawn from, normalised: ``[bs, rows, V]`` fp32 of ``logits [bs * rows, V]``."""
@@ -432,58 +431,3 @@ class SampledWorker(WindowedWorker):
             self.counts.add(requests.penalties.slots, tokens[rows], lengths[rows])
         if self._info.has_custom_logit_processor:
             self.outputs.add(requests.reqs, tokens, lengths)
-
-    def _prewarm_batch_size(self, block_size: int) -> int:
-        """The largest batch that is served; seam: ``DFlashWorkerV2.prewarm_sampling``.
-
-        SGLang rehearses the largest captured one, and a larger one verifies eagerly.
-        """
-        most = self.model_runner.max_running_requests
-        return max(1, int(most)) if most else super()._prewarm_batch_size(block_size)
-
-    def _measure_sampling_peak(
-        self,
-        *,
-        candidates: torch.Tensor,
-        target_logits: torch.Tensor,
-        sampling_info: SamplingBatchInfo,
-    ) -> int:
-        """Peak bytes of one verification on CUDA; seam: ``DFlashWorkerV2.prewarm_sampling``.
-
-        Half the requests have a seed, all filter by top-k, top-p and min-p: the most there is.
-        """
-        bs, drafts = len(candidates), int(self.block_size) - 1
-        device = candidates.device
-        sampling = Sampling(
-            torch.ones(bs, device=device),
-            torch.full((bs,), self.num_candidates, dtype=torch.int32, device=device),
-            sampling_info.top_ps,
-            torch.full((bs,), 0.01, device=device),
-            True,
-            True,
-            True,
-            True,
-        )
-        seeds = torch.arange(bs, device=device)
-        draws, sharpness = Draws(seeds, seeds % 2 == 0), self.sharpness
-        self._contexts = torch.ones(bs, dtype=torch.int64, device=device)
-        ids = torch.arange(self.num_candidates, device=device).repeat(bs, drafts, 1)
-        proposal = propose(
-            Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)),
-            candidates[:, 0],
-            None,
-            sampling,
-            seeds,
-            torch.zeros(bs, drafts, dtype=torch.int64, device=device),
-            torch.ones(bs, device=device),
-        )
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
-        try:
-            self.sharpness = Sharpness(device)
-            self._verify(target_logits, sampling, proposal, draws)
-        finally:
-            self.sharpness = sharpness
-        torch.cuda.synchronize()
-        return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before

@@ -7,7 +7,6 @@ what decides a token and leaves logprobs, grammar and masks to SGLang.
 
 from __future__ import annotations
 
-import dataclasses
 from http import HTTPStatus
 from typing import Any
 
@@ -77,16 +76,20 @@ def process_prefill(original, self, logits, sampling_info):
 
 
 def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
-    """Draw by hashed noise over vocabulary ids; SGLang's own draw is kept for sampling masks."""
+    """Draw by hashed noise over vocabulary ids, and tell a sampling mask what is drawn from.
+
+    SGLang's own law of a mask depends on the batchmates' min-p, and a broken row ends its draw.
+    """
     if _worker is None or _worker.requests is None:
         return original(self, probs, sampling_info, positions, simple_sampling_case)
-    capture = None
-    if sampling_info.sampling_mask_batch_indices is not None:
-        unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
-        whole = _worker.without_broken(probs)
-        _, capture = original(self, whole, unseeded, positions, simple_sampling_case)
-        capture = capture._replace(selected_weight=None)
-    return _worker.draw_prefill(probs, sampling_info, positions), capture
+    tokens, weights = _worker.draw_prefill(probs, sampling_info, positions)
+    rows = sampling_info.sampling_mask_batch_indices
+    if rows is None:
+        return tokens, None
+    from sglang.srt.layers.sampler import _SamplingMaskCapture
+
+    asked = weights.index_select(0, rows)
+    return tokens, _SamplingMaskCapture(asked, None, selected_weight=None, batch_rows=rows)
 
 
 def masked_as_drawn(original, *, next_token_logits, sampling_info, draft_token_num, bs, **rest):

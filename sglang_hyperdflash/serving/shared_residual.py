@@ -1,8 +1,8 @@
-"""One buffer for the residual of every captured batch of the target.
+"""One buffer for what the drafter reads of every captured batch of the target.
 
 SGLang keeps each graph's outputs, and ``[rows, m * d]`` of every captured size of every width would
-be 1 GiB on DeepSeek-V4-Flash. The last step of each graph copies its residual into the one buffer
-instead, as SGLang does with layers' states; the graphs' own tensors then share their pool's memory.
+be 1 GiB on DeepSeek-V4-Flash; layers' means likewise. The last step of each graph copies it into
+the one buffer instead; the graphs' own tensors then share their pool's memory.
 The drafter's K/V are written from it before the next replay, on the same stream.
 """
 

@@ -30,9 +30,8 @@ class HyperDFlashWorker(WidthWorker):
         check_installed()
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._check_models()
-        if not self.draft_model.hyperdflash_config.captured_layers:
-            # SGLang shares a buffer of layers' states itself. The target's graphs come later.
-            self.target_worker.model_runner.capture_tail_hooks.append(SharedResidual())
+        # The target's graphs are captured later.
+        self.target_worker.model_runner.capture_tail_hooks.append(SharedResidual())
 
     def _check_models(self) -> None:
         """Refuse a loaded pair that does not belong together (widths, block, hc_head)."""

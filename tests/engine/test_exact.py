@@ -388,16 +388,17 @@ def test_a_broken_row_ends_its_request_with_an_error(
 def test_a_broken_row_does_not_end_its_batchmates_sampling_mask(hyper_server, own_prompts):
     """One prefill of both: SGLang draws the mask's batch by itself, the broken row with it."""
     settings = [sampled(0, temperature=0), sampled(1, logit_bias={"20": 1e39})]
-    answer = requests.post(
-        f"{hyper_server.url}/generate",
-        json={
-            "input_ids": own_prompts[:2],
-            "sampling_params": settings,
-            "return_sampling_mask": [True, False],
-        },
-        timeout=60,
-    )
-    assert answer.status_code == 500 and "NaN or infinity" in answer.text
+    for _ in range(3):  # two requests of one call seldom miss each other
+        answer = requests.post(
+            f"{hyper_server.url}/generate",
+            json={
+                "input_ids": own_prompts[:2],
+                "sampling_params": settings,
+                "return_sampling_mask": [True, False],
+            },
+            timeout=60,
+        )
+        assert answer.status_code == 500 and "NaN or infinity" in answer.text
     alone = hyper_server.generate(
         input_ids=own_prompts[0], sampling_params=settings[0], return_sampling_mask=True
     )

@@ -350,7 +350,40 @@ def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     torch.testing.assert_close(found, torch.tensor([4 / 7, 3 / 7, 0, 0]).expand(1, 3, 4))
     drawn = weights_of(logits, rounds.sampling_of(info).repeated(3))
     assert torch.equal(found[0] > 0, drawn > 0)
+    # Any other server's is SGLang's own.
     monkeypatch.setattr(sampling_seams, "_worker", None)
-    monkeypatch.setitem(original.__globals__, "_dflash_top_p_renorm_prob", lambda p, top_p: p)
-    whole = sampling_seams.masked_as_drawn(original, **given, max_top_k=2)
-    assert whole.shape == (1, 3, 4)
+    assert sampling_seams.masked_as_drawn(lambda **given: given["bs"], **given) == 1
+
+
+def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(monkeypatch):
+    """SGLang's depends on a batchmate's min-p, and its draw raises at a row of NaN."""
+    from sglang_hyperdflash.serving import rounds, sampled_worker, sampling_seams
+
+    kernel = SimpleNamespace(sampling_backend="flashinfer")
+    monkeypatch.setattr(rounds, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    info = SimpleNamespace(
+        temperatures=torch.ones(3, 1),
+        top_ks=torch.tensor([2, 4, 4]),
+        top_ps=torch.tensor([0.5, 1.0, 1.0]),
+        min_ps=torch.tensor([0.0, 0.1, 0.0]),
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+        sampling_mask_batch_indices=torch.tensor([0]),
+    )
+    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
+    probs[2] = torch.nan
+    worker = SimpleNamespace(renorm=None, _greedy=torch.zeros(3, dtype=torch.int64))
+    worker.requests = SimpleNamespace(draws=SimpleNamespace(seeds=torch.arange(3)))
+    worker.draw_prefill = partial(sampled_worker.SampledWorker.draw_prefill, worker)
+    monkeypatch.setattr(sampling_seams, "_worker", worker)
+    drawn = set()
+    for seed in range(200):
+        worker.requests.draws.seeds = torch.tensor([seed, 1, 2])
+        tokens, told = sampling_seams.draw_prefill(None, None, probs, info, torch.arange(3), False)
+        drawn.add(int(tokens[0]))
+        assert (told.weights[0] > 0).tolist() == [True, True, False, False]
+        assert told.batch_rows.tolist() == [0]
+    assert drawn == {0, 1}
+    info.sampling_mask_batch_indices = None
+    assert sampling_seams.draw_prefill(None, None, probs, info, torch.arange(3), False)[1] is None

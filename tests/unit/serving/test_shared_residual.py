@@ -50,7 +50,7 @@ def test_a_pass_without_a_residual_is_left_alone():
     SharedResidual()(None, SimpleNamespace(), None, 3)
 
 
-def test_sglang_warms_up_the_largest_shape_before_it_captures_and_keeps_what_the_hook_left():
+def test_sglang_warms_up_the_largest_shape_before_it_captures_it():
     capture = inspect.getsource(DecodeCudaGraphRunner)
     assert "capture_hook(self, out, forward_batch, num_tokens)\n                    return out" in (
         capture

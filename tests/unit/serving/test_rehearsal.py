@@ -1,0 +1,69 @@
+"""Verification is rehearsed as large as it will be; what does not fit is said, with advice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+from sglang_hyperdflash.serving import worker as worker_module
+from sglang_hyperdflash.serving.rehearsal import RehearsedWorker
+from sglang_hyperdflash.serving.shared_residual import SharedResidual
+from sglang_hyperdflash.serving.width_worker import WidthWorker
+from sglang_hyperdflash.serving.worker import HyperDFlashWorker
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+
+def bare(running: int | None, captured: int, mode: str = "null") -> RehearsedWorker:
+    worker = object.__new__(RehearsedWorker)
+    worker.block_size = 7
+    worker.server_args = SimpleNamespace(disaggregation_mode=mode)
+    runner = SimpleNamespace(
+        max_running_requests=running, max_decode_logits_rows=lambda: 7 * captured
+    )
+    # SGLang's own property.
+    worker._target_worker = SimpleNamespace(model_runner=runner)
+    return worker
+
+
+@pytest.mark.parametrize(
+    "running, captured, mode, expected",
+    [
+        (256, 32, "null", 256),  # larger batches than the captured ones verify eagerly
+        (8, 32, "decode", 8),
+        (None, 32, "null", 32),
+        (1024, 1, "prefill", 1),
+    ],
+)
+def test_the_largest_batch_that_is_served(monkeypatch, running, captured, mode, expected):
+    worker = bare(running, captured, mode)
+    runner = property(lambda self: self._target_worker.model_runner)
+    monkeypatch.setattr(RehearsedWorker, "model_runner", runner, raising=False)
+    assert worker._prewarm_batch_size(7) == expected
+
+
+def test_a_batch_that_does_not_fit_is_said_with_what_to_do(monkeypatch):
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = bare(512, 32)
+    runner = property(lambda self: self._target_worker.model_runner)
+    monkeypatch.setattr(RehearsedWorker, "model_runner", runner, raising=False)
+    monkeypatch.setattr(DFlashWorkerV2, "prewarm_sampling", full)
+    with pytest.raises(HyperDFlashConfigError, match=r"512 sampled .* Lower --max-running"):
+        worker.prewarm_sampling()
+
+
+def test_the_targets_graphs_leave_their_residuals_in_one_buffer(monkeypatch):
+    hooks = []
+    runner = SimpleNamespace(capture_tail_hooks=hooks)
+    monkeypatch.setattr(worker_module, "check_installed", lambda: None)
+    monkeypatch.setattr(WidthWorker, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(HyperDFlashWorker, "_check_models", lambda self: None)
+    monkeypatch.setattr(
+        HyperDFlashWorker, "target_worker", SimpleNamespace(model_runner=runner), raising=False
+    )
+    HyperDFlashWorker(None, 0, 0, None)
+    assert [type(hook) for hook in hooks] == [SharedResidual]

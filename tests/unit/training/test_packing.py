@@ -8,7 +8,7 @@ import torch
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.packing import first_fit, pack
 from sglang_hyperdflash.training.samples import Rows, States
-from tests.unit.training.test_trainer import cache, gradients, new_trainer, samples, target  # noqa: F401
+from tests.unit.training.test_trainer import cache, gradients, new_trainer, samples  # noqa: F401
 
 
 def test_first_fit_keeps_every_sample_and_the_limit():

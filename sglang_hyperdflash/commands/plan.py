@@ -250,7 +250,6 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         drafter.source_width,
         model.vocab_size,
         drafter.candidates,
-        widths,
         drafter.dependency.rank if drafter.dependency else 0,
         1 if resolved["enable_dp_attention"] else int(resolved["tp_size"]),
     )

@@ -69,7 +69,7 @@ class DependencyHead(nn.Module):
         """
         state = self.state(previous, gates)
         if ids.shape[-1] == len(self.successor):
-            # Rows of the whole table, in another order: one product and no copy of the table.
+            # Rows of the whole table, in another order: one product instead of a gathered table.
             return F.linear(state, self.successor.float()).gather(-1, ids)
         return torch.einsum("br,bkr->bk", state, self.successor[ids].float())
 

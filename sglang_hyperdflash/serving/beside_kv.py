@@ -23,7 +23,7 @@ class Batches:
 
     Attributes:
         requests: most at once; captured: batch sizes that have a CUDA graph.
-        block: tokens of a request that are verified at once, at most; widths: all that may be.
+        block: tokens of a request that are verified at once, at most.
         residual: width of what the drafter reads of a token; vocabulary: tokens.
         candidates: of each draft row; rank: of the dependency head, 0 without one.
         shards: GPUs that share the LM head's rows.
@@ -35,7 +35,6 @@ class Batches:
     residual: int
     vocabulary: int
     candidates: int = 64
-    widths: Sequence[int] = ()
     rank: int = 0
     shards: int = 1
 
@@ -49,11 +48,11 @@ def beside_kv(b: Batches) -> dict[str, int]:
     requests and of requests with penalties.
     """
     rows = b.requests * b.block
-    largest, most = max(b.captured, default=0), max(b.widths, default=b.block)
+    largest = max(b.captured, default=0)
     drafts = largest * (b.block - 1)
     draft = b.candidates * CANDIDATE_BYTES + FIRST_BYTES + 4 * b.rank
     return {
-        "residual of the captured batches": 2 * largest * most * b.residual,
+        "residual of the captured batches": 2 * largest * b.block * b.residual,
         "drafts' logits": 2 * drafts * -(-b.vocabulary // b.shards),
         "drafts' candidates": drafts * draft,
         "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * b.vocabulary),

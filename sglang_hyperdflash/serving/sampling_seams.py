@@ -92,20 +92,15 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
     return tokens, _SamplingMaskCapture(asked, None, selected_weight=None, batch_rows=rows)
 
 
-def masked_as_drawn(original, *, next_token_logits, sampling_info, draft_token_num, bs, **rest):
+def masked_as_drawn(original, **inputs):
     """``[bs, draft_token_num, V]``: of what a sampling mask tells, the law that we draw from.
 
     SGLang takes top-p of what top-k has left; its sampler, and so ours, of the whole.
     """
     if _worker is None:
-        return original(
-            next_token_logits=next_token_logits,
-            sampling_info=sampling_info,
-            draft_token_num=draft_token_num,
-            bs=bs,
-            **rest,
-        )
-    return _worker.law_of(next_token_logits, sampling_info, draft_token_num)
+        return original(**inputs)
+    logits, rows = inputs["next_token_logits"], inputs["draft_token_num"]
+    return _worker.law_of(logits, inputs["sampling_info"], rows)
 
 
 def argmax_of_shards(original, self, logits):

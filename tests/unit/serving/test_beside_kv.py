@@ -101,9 +101,9 @@ def test_without_graphs_nothing_is_kept_for_them():
     assert found["residual of the captured batches"] == found["drafts' candidates"] == 0
 
 
-def test_all_sizes_and_widths_share_one_residual_and_a_head_has_its_gates():
-    one = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, widths=(7,), rank=0))
-    more = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, widths=(1, 7), rank=16))
+def test_all_sizes_share_one_residual_and_a_head_has_its_gates():
+    one = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, rank=0))
+    more = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, rank=16))
     name = "residual of the captured batches"
     assert one[name] == more[name] == 2 * 8 * 7 * 64
     assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4

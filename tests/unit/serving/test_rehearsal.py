@@ -20,11 +20,9 @@ def bare(running: int | None, captured: int, mode: str = "null") -> RehearsedWor
     worker = object.__new__(RehearsedWorker)
     worker.block_size = 7
     worker.server_args = SimpleNamespace(disaggregation_mode=mode)
-    runner = SimpleNamespace(
+    worker.model_runner = SimpleNamespace(
         max_running_requests=running, max_decode_logits_rows=lambda: 7 * captured
     )
-    # SGLang's own property.
-    worker._target_worker = SimpleNamespace(model_runner=runner)
     return worker
 
 
@@ -37,23 +35,17 @@ def bare(running: int | None, captured: int, mode: str = "null") -> RehearsedWor
         (1024, 1, "prefill", 1),
     ],
 )
-def test_the_largest_batch_that_is_served(monkeypatch, running, captured, mode, expected):
-    worker = bare(running, captured, mode)
-    runner = property(lambda self: self._target_worker.model_runner)
-    monkeypatch.setattr(RehearsedWorker, "model_runner", runner, raising=False)
-    assert worker._prewarm_batch_size(7) == expected
+def test_the_largest_batch_that_is_served(running, captured, mode, expected):
+    assert bare(running, captured, mode)._prewarm_batch_size(7) == expected
 
 
 def test_a_batch_that_does_not_fit_is_said_with_what_to_do(monkeypatch):
     def full(self):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    worker = bare(512, 32)
-    runner = property(lambda self: self._target_worker.model_runner)
-    monkeypatch.setattr(RehearsedWorker, "model_runner", runner, raising=False)
     monkeypatch.setattr(DFlashWorkerV2, "prewarm_sampling", full)
     with pytest.raises(HyperDFlashConfigError, match=r"512 sampled .* Lower --max-running"):
-        worker.prewarm_sampling()
+        bare(512, 32).prewarm_sampling()
 
 
 def test_the_targets_graphs_leave_their_residuals_in_one_buffer(monkeypatch):

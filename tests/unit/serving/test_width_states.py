@@ -51,6 +51,19 @@ def runner(name: str) -> SimpleNamespace:
     )
 
 
+def building(backend: object, graphs: object, **more) -> SimpleNamespace:
+    """A model runner with graphs of seven rows, of which another width's are built."""
+    return SimpleNamespace(
+        init_new_workspace=False,
+        _get_attention_backend=lambda init_new_workspace: backend,
+        decode_cuda_graph_runner="graphs of 7",
+        eager_runner="eager",
+        _decode_cuda_graph_runner_cls=lambda: graphs,
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
+        **more,
+    )
+
+
 def test_the_worker_s_own_source_has_every_attribute_that_is_swapped():
     import inspect
 
@@ -201,14 +214,7 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
 @pytest.mark.parametrize("free, found", [(0.9, "eager"), (1.0, "graphs of 2")])
 def test_a_width_without_memory_for_a_graph_verifies_without_one(monkeypatch, caplog, free, found):
     """SGLang keeps memory for one width's graphs: another may find none left."""
-    target = SimpleNamespace(
-        init_new_workspace=False,
-        _get_attention_backend=lambda init_new_workspace: "backend",
-        decode_cuda_graph_runner="graphs of 7",
-        eager_runner="eager",
-        _decode_cuda_graph_runner_cls=lambda: lambda runner, **options: "graphs of 2",
-        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
-    )
+    target = building("backend", lambda runner, **options: "graphs of 2")
     worker = SimpleNamespace(
         target_worker=SimpleNamespace(model_runner=target),
         device="cuda",
@@ -238,15 +244,7 @@ def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left_behind(monkeypatch
         attn_backend.init_cuda_graph_state(4, 8)
         return "graphs"
 
-    draft = SimpleNamespace(
-        init_new_workspace=False,
-        _get_attention_backend=lambda init_new_workspace: TritonAttnBackend(),
-        decode_cuda_graph_runner="graphs of 7",
-        eager_runner="eager",
-        _decode_cuda_graph_runner_cls=lambda: graphs,
-        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
-        capture_tail_hooks=[],
-    )
+    draft = building(TritonAttnBackend(), graphs, capture_tail_hooks=[])
     worker = SimpleNamespace(
         draft_model_runner=draft,
         block=7,
@@ -275,15 +273,7 @@ def test_a_width_without_memory_for_a_graph_drafts_without_one(
         hooks.append(len(runner.capture_tail_hooks))
         return "graphs of 2"
 
-    draft = SimpleNamespace(
-        init_new_workspace=False,
-        _get_attention_backend=lambda init_new_workspace: "backend",
-        decode_cuda_graph_runner="graphs of 7",
-        eager_runner="eager",
-        _decode_cuda_graph_runner_cls=lambda: graphs,
-        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: None),
-        capture_tail_hooks=["the whole block's"],
-    )
+    draft = building("backend", graphs, capture_tail_hooks=["the whole block's"])
     worker = SimpleNamespace(
         draft_model_runner=draft,
         block=7,

@@ -8,13 +8,15 @@ from statistics import median
 from typing import Any
 
 from eval.charts import draw
+from eval.width_account import account_lines
 from sglang_hyperdflash.tools.atomic import write_text
 
 Row = dict[str, Any]
-TARGET, AGAIN, FULL, ADAPTIVE, UNTRAINED = (
+TARGET, AGAIN, FULL, ONE, ADAPTIVE, UNTRAINED = (
     "target",
     "target-again",
     "fixed 7",
+    "fixed 1",
     "adaptive",
     "untrained drafter",
 )
@@ -139,6 +141,10 @@ def write_report(out: Path, content: dict[str, Any]) -> None:
         lines += ["", f"## Temperature {temperature:g}", "", *table(rows, temperature)]
     lines += ["", "![Throughput by concurrency](throughput.svg)"]
     write_text(out / "throughput.svg", throughput_plot(rows))
+    if content["accounts"]:
+        lines += ["", "## Where the time goes", ""]
+        lines += ["Servers whose passes are timed, temperature 0, medians of the loads."]
+        lines += account_lines(content["accounts"])
     if steps:
         said = [str(settled_after(steps, *phase)) for phase in phases(steps)]
         lines += ["", "## A load that steps 1 -> 64 -> 1", ""]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import sys
 import time
@@ -29,8 +28,9 @@ import requests
 
 from eval.errors import INTERRUPTED, UNUSABLE, USER_ERRORS, EvalError, one_line
 from eval.prompts import turns_of
-from eval.width_report import ADAPTIVE, AGAIN, FULL, TARGET, UNTRAINED, write_report
-from sglang_hyperdflash.serving.round_times import ROUND_TIMES
+from eval.width_account import account
+from eval.width_report import ADAPTIVE, AGAIN, FULL, ONE, TARGET, UNTRAINED, write_report
+from sglang_hyperdflash.serving.round_times import ROUND_TIMES, read_passes
 from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.files import load_tokenizer
@@ -147,19 +147,60 @@ def run_levels(
 
 def run_steps(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
     """A load of 1, then 64, then 1 request; ``[start, requests, width]`` of every round."""
-    times = args.out / "steps.jsonl"
-    times.unlink(missing_ok=True)
-    arguments, environment = servers_of(args)[ADAPTIVE]
-    environment = {**environment, ROUND_TIMES: str(times.resolve())}
-    log = args.out / "logs" / "steps.log"
-    with Server(args.target, *arguments, log=log, environment=environment) as server:
-        server.wait(1800)
+    with ExitStack() as stack:
+        server, times = timed_server(args, stack, "steps", *servers_of(args)[ADAPTIVE])
         for concurrency in (1, 64, 1):
             load = Load(concurrency, args.tokens, 0.0, ALONE)
             asyncio.run(_closed_loop(server.url, prompts, load))
-    lines = [json.loads(line) for line in times.read_text().splitlines()]
+    rounds = [one for one in read_passes(times) if one.decoding]
     times.unlink()
-    return [[line[0] - lines[0][0], line[3], line[4]] for line in lines]
+    return [[one.start - rounds[0].start, one.requests, one.width] for one in rounds]
+
+
+def timed_server(
+    args: argparse.Namespace,
+    stack: ExitStack,
+    name: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> tuple[Server, Path]:
+    """A server that is up, and the file of its passes' times."""
+    times = args.out / f"{name}.jsonl"
+    times.unlink(missing_ok=True)
+    environment = {**environment, ROUND_TIMES: str(times.resolve())}
+    log = args.out / "logs" / f"{name}-timed.log"
+    server = stack.enter_context(Server(args.target, *arguments, log=log, environment=environment))
+    server.wait(1800)
+    return server, times
+
+
+def run_accounts(
+    args: argparse.Namespace, prompts: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Where the time of each server goes at the loads of ``--account``, at temperature 0."""
+    every = servers_of(args)
+    chosen = {TARGET: every[TARGET], ONE: (every[ADAPTIVE][0], {WIDTH: "1"})}
+    chosen |= {ADAPTIVE: every[ADAPTIVE]}
+    loads = []
+    with ExitStack() as stack:
+        servers = {
+            name: timed_server(args, stack, name.replace(" ", "-"), *server)
+            for name, server in chosen.items()
+        }
+        for level in args.account:
+            load = Load(level, args.tokens, 0.0)
+            methods: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+            for repeat in range(args.repeats + 1):
+                for name in servers if repeat % 2 else reversed(servers):
+                    server, times = servers[name]
+                    times.unlink(missing_ok=True)
+                    rate = asyncio.run(_closed_loop(server.url, prompts, load))
+                    if repeat:
+                        methods[name].append(account(read_passes(times), rate))
+            loads.append({"concurrency": level, "methods": methods})
+    for _, times in servers.values():
+        times.unlink(missing_ok=True)
+    return loads
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,6 +249,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=128, help="new tokens of an answer at most")
     add("--pool", type=int, default=32768, help="K/V slots of every server")
     add("--widths", help=f"as {WIDTHS} (default: the server's)")
+    add("--account", type=int, nargs="*", default=[16, 64], help="loads to account for in parts")
     add("--no-steps", action="store_true", help="leave the stepped load out")
     return found
 
@@ -220,6 +262,7 @@ def settings_of(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> d
         **{name: value and location(value) for name, value in drafts.items()},
         **{name: getattr(args, name) for name in names},
         "prompts": short_hash(prompts),
+        "account": args.account,
         "steps": not args.no_steps,
     }
 
@@ -235,6 +278,7 @@ def study(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
             servers[name] = stack.enter_context(server)
             server.wait(1800)
         content["rows"] = run_levels(args, servers, prompts)
+    content["accounts"] = run_accounts(args, prompts) if args.account else []
     content["steps"] = [] if args.no_steps else run_steps(args, prompts)
     write_json(args.out / "results.json", content, indent=1)
     write_report(args.out, content)

@@ -154,7 +154,7 @@ def training_file(variant: Variant, seed: int, folder: Path, args: argparse.Name
     }
     parts = (args.answers.resolve() / f"{part}.jsonl" for part in ("greedy", "sampled"))
     own = {"data": [str(path) for path in parts], "seed": seed}
-    own |= {} if args.steps is None else {"steps": args.steps, "every": args.steps}
+    own |= {} if args.steps is None else {"steps": args.steps}
     own |= {} if args.lr is None else {"lr": args.lr}
     raw["stage"] = [stage | variant.stage | own for stage in raw["stage"]]
     path = folder / "train.toml"

@@ -1,7 +1,7 @@
-"""Where a decoding round's time goes: target pass, drafting and the rest, scheduling between.
+"""Where a pass's time goes: the target, draft K/V, drafting and the rest, scheduling between.
 
 Only in a server started with ``HYPERDFLASH_ROUND_TIMES=FILE``. Every algorithm is timed alike, at
-two of SGLang's functions; on CUDA the device is synchronised around them, so such a server is for
+functions of SGLang's; on CUDA the device is synchronised around them, so such a server is for
 shares of a round, not for throughput.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,26 @@ FLUSH_EVERY = 20
 # A longer pause between two rounds is an idle server, not scheduling.
 IDLE_SECONDS = 0.2
 
-_rounds: list[list[float]] = []
-_target_seconds = 0.0
+
+class Pass(NamedTuple):
+    """One line of the file: a decoding round, or a prefill.
+
+    start, end, target, draft_kv: seconds; the target's passes, and writing draft K/V. requests: of
+    the batch. width: None without speculation. decoding: not a prefill.
+    """
+
+    start: float
+    end: float
+    target: float
+    requests: int
+    width: int | None
+    draft_kv: float
+    decoding: bool
+
+
+_passes: list[Pass] = []
+# Seconds of the pass that is under way.
+_spent = {"target": 0.0, "draft_kv": 0.0}
 
 
 def _now() -> float:
@@ -36,39 +55,51 @@ def _now() -> float:
 
 def time_target(original, self, *args, **kwargs):
     """Seam: ``TpModelWorker.forward_batch_generation``; the draft's own passes are not counted."""
-    global _target_seconds
     if self.is_draft_worker:
         return original(self, *args, **kwargs)
     started = _now()
     result = original(self, *args, **kwargs)
-    _target_seconds += _now() - started
+    _spent["target"] += _now() - started
     return result
 
 
-def time_round(original, self, batch, *args, **kwargs):
-    """Seam: ``Scheduler.run_batch``.
+def time_draft_kv(original, self, *args, **kwargs):
+    """Seam: ``DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc``, all that writes them."""
+    started = _now()
+    result = original(self, *args, **kwargs)
+    _spent["draft_kv"] += _now() - started
+    return result
 
-    One line a round, ``[start, end, target seconds, batch size, width]``; the width is None without
-    speculation.
-    """
-    global _target_seconds
-    decoding, size = batch.forward_mode.is_decode(), len(batch.reqs)
-    _target_seconds, started = 0.0, _now()
+
+def time_pass(original, self, batch, *args, **kwargs):
+    """Seam: ``Scheduler.run_batch``."""
+    mode, size = batch.forward_mode, len(batch.reqs)
+    decoding = mode.is_decode()
+    _spent.update(target=0.0, draft_kv=0.0)
+    started = _now()
     result = original(self, batch, *args, **kwargs)
-    if decoding:
+    if size and not mode.is_idle():
         width = getattr(result, "speculative_num_draft_tokens", None)
-        _rounds.append([started, _now(), _target_seconds, size, width])
-    if len(_rounds) >= FLUSH_EVERY:
+        target, draft_kv = _spent["target"], _spent["draft_kv"]
+        _passes.append(Pass(started, _now(), target, size, width, draft_kv, decoding))
+    if len(_passes) >= FLUSH_EVERY:
         with Path(os.environ[ROUND_TIMES]).open("a") as out:
-            out.writelines(json.dumps(entry) + "\n" for entry in _rounds)
-        _rounds.clear()
+            out.writelines(json.dumps(entry) + "\n" for entry in _passes)
+        _passes.clear()
     return result
 
 
-def _gaps(rounds: list[list[float]]) -> Iterator[float]:
-    for before, after in pairwise(rounds):
-        if before[3] == after[3] and after[0] - before[1] < IDLE_SECONDS:
-            yield after[0] - before[1]
+def read_passes(path: Path) -> list[Pass]:
+    """All that a server wrote, in order."""
+    return [Pass(*json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _gaps(passes: list[Pass], batch_size: int) -> Iterator[float]:
+    for before, after in pairwise(passes):
+        gap = after.start - before.end
+        alike = before.decoding and after.decoding
+        if alike and before.requests == after.requests == batch_size and gap < IDLE_SECONDS:
+            yield gap
 
 
 def summarise(path: Path, batch_size: int) -> dict[str, float] | None:
@@ -80,14 +111,14 @@ def summarise(path: Path, batch_size: int) -> dict[str, float] | None:
     """
     if not path.is_file():
         return None
-    every = [json.loads(line) for line in path.read_text().splitlines()]
-    rounds = [entry for entry in every if entry[3] == batch_size]
-    gaps = list(_gaps(rounds))
+    passes = read_passes(path)
+    rounds = [one for one in passes if one.decoding and one.requests == batch_size]
+    gaps = list(_gaps(passes, batch_size))
     if len(rounds) < 10 or not gaps:
         return None
     return {
-        "target": 1e3 * median(r[2] for r in rounds),
-        "draft": 1e3 * median(r[1] - r[0] - r[2] for r in rounds),
+        "target": 1e3 * median(r.target for r in rounds),
+        "draft": 1e3 * median(r.end - r.start - r.target for r in rounds),
         "scheduler": 1e3 * median(gaps),
         "rounds": len(rounds),
     }
@@ -116,10 +147,28 @@ SEAMS = (
     Seam(
         "sglang.srt.managers.scheduler:Scheduler.run_batch",
         "around",
-        time_round,
+        time_pass,
         ("self", "batch", "pp_proxy_tensors"),
         "4e9bb4d5e649",
         REASON,
+        only_with=ROUND_TIMES,
+    ),
+    Seam(
+        "sglang.srt.speculative.dflash_worker_v2"
+        ":DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc",
+        "around",
+        time_draft_kv,
+        (
+            "self",
+            "target_hidden",
+            "cache_loc",
+            "positions",
+            "cache_loc_2d",
+            "commit_lens",
+            "extend_lens",
+        ),
+        "fae12d81a6e1",
+        "draft K/V are a part of a round without a name of its own",
         only_with=ROUND_TIMES,
     ),
 )

@@ -9,14 +9,18 @@ import pytest
 from aiohttp import web
 
 from eval import width_plan, width_study
+from eval.width_account import OTHER_WIDTHS, PARTS, account
 from eval.width_plan import expected_tokens, measured, plan, roofline, touched
 from eval.width_report import settled_after, table, write_report
+from sglang_hyperdflash.serving.round_times import Pass
 from sglang_hyperdflash.tools.ownership import claim
 from tests.conftest import EXAMPLE
 
 ACCEPTANCE = [0.8] * 6
 RATES = {"target": (80, 1000), "target-again": (81, 990), "fixed 7": (140, 650)}
 RATES |= {"adaptive": (138, 980), "untrained drafter": (79, 985)}
+ACCOUNT = dict.fromkeys((*PARTS, OTHER_WIDTHS), 0.0) | {"target, decoding": 1.0}
+SLOWER = ACCOUNT | {"draft K/V, decoding": 0.25}
 
 
 def rows() -> list[dict]:
@@ -42,13 +46,36 @@ def test_the_table_compares_with_the_better_of_both():
 
 def test_the_report_holds_the_table_and_both_plots(tmp_path):
     steps = [[0.1 * i, 64 if 40 <= i < 120 else 1, 1 if 50 <= i < 120 else 7] for i in range(200)]
-    content = {"rows": rows(), "steps": steps, "provenance": {"device": "d", "commit": "c"}}
+    load = {"concurrency": 64, "methods": {"target": [ACCOUNT], "fixed 1": [SLOWER]}}
+    content = {"rows": rows(), "steps": steps, "accounts": [load]}
+    content["provenance"] = {"device": "d", "commit": "c"}
     write_report(tmp_path, content)
     text = (tmp_path / "report.md").read_text()
     assert "| 64 | 1000 | 650 | 980 |" in text
     assert "Rounds until settled, up and down: 8, 0." in text
+    assert "| draft K/V, decoding | 0.000 | 0.250 | +25.0% |" in text
+    assert "| all | 1.000 | 1.250 | +25.0% |" in text
     assert all((tmp_path / name).read_text().startswith("<svg") for name in ("throughput.svg",))
     assert "width" in (tmp_path / "steps.svg").read_text()
+
+
+def test_an_account_adds_up_to_a_tokens_time():
+    passes = [
+        Pass(0.0, 0.4, 0.2, 8, None, 0.1, False),
+        Pass(0.5, 1.0, 0.4, 8, 1, 0.05, True),
+        Pass(1.1, 1.6, 0.4, 8, 1, 0.05, True),
+        Pass(1.7, 2.7, 0.5, 8, 7, 0.2, True),
+        Pass(9.0, 9.1, 0.1, 8, 1, 0.0, True),  # after idleness, which is nobody's time
+    ]
+    found = account(passes, tokens_per_s=100.0)
+    assert sum(found[part] for part in PARTS) == pytest.approx(10.0)
+    scale = 10.0 / 2.8
+    assert found["target, prefills"] == pytest.approx(scale * 0.2)
+    assert found["target, decoding"] == pytest.approx(scale * 1.4)
+    assert found["draft K/V, decoding"] == pytest.approx(scale * 0.3)
+    assert found["rest of decoding"] == pytest.approx(scale * 0.4)
+    assert found["between passes"] == pytest.approx(scale * 0.3)
+    assert found[OTHER_WIDTHS] == pytest.approx(scale * 1.0)
 
 
 def test_settling_is_counted_from_the_step():

@@ -15,13 +15,14 @@ def clock(monkeypatch):
     """Time passes only where a test says so."""
     state = SimpleNamespace(now=0.0)
     monkeypatch.setattr(round_times, "_now", lambda: state.now)
-    monkeypatch.setattr(round_times, "_rounds", [])
+    monkeypatch.setattr(round_times, "_passes", [])
     return state
 
 
 def batch(size: int, decoding: bool = True):
     return SimpleNamespace(
-        reqs=[None] * size, forward_mode=SimpleNamespace(is_decode=lambda: decoding)
+        reqs=[None] * size,
+        forward_mode=SimpleNamespace(is_decode=lambda: decoding, is_idle=lambda: False),
     )
 
 
@@ -37,7 +38,7 @@ def one_round(clock, worker_is_draft: list[bool], seconds: float) -> None:
             round_times.time_target(work, SimpleNamespace(is_draft_worker=draft))
         return "result"
 
-    assert round_times.time_round(passes, None, batch(2)) == "result"
+    assert round_times.time_pass(passes, None, batch(2)) == "result"
     clock.now += 0.001
 
 
@@ -55,10 +56,38 @@ def test_target_and_draft_passes_are_told_apart(clock, monkeypatch, tmp_path):
     assert round_times.summarise(tmp_path / "none", 1) is None
 
 
-def test_prefills_and_idle_gaps_are_left_out(clock, monkeypatch, tmp_path):
+def test_prefills_and_idle_gaps_are_left_out(tmp_path):
     file = tmp_path / "rounds.jsonl"
-    rounds = [[i, i + 0.1, 0.05, 1] for i in range(12)]  # 0.9 s apart: idle
-    file.write_text("".join(json.dumps(entry) + "\n" for entry in rounds))
-    assert round_times.summarise(file, 1) is None
-    round_times.time_round(lambda self, _batch: None, None, batch(1, decoding=False))
-    assert round_times._rounds == []
+
+    def summary(passes):
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in passes))
+        return round_times.summarise(file, 1)
+
+    apart = [[i, i + 0.1, 0.05, 1, None, 0.0, True] for i in range(12)]  # 0.9 s: idle
+    assert summary(apart) is None
+    prefills = [[i, i + 1.0, 0.05, 1, None, 0.0, False] for i in range(12)]
+    assert summary(prefills) is None
+    rounds = [[12.0 + i / 10, 12.09 + i / 10, 0.05, 1, None, 0.0, True] for i in range(12)]
+    found = summary([*prefills, *rounds])
+    assert found["rounds"] == 12
+    assert found["target"] == pytest.approx(50)
+
+
+def test_draft_kv_and_the_kind_of_a_pass_are_kept(clock, monkeypatch, tmp_path):
+    file = tmp_path / "rounds.jsonl"
+    monkeypatch.setenv(round_times.ROUND_TIMES, str(file))
+
+    def write(_worker):
+        clock.now += 0.003
+
+    def passes(self, _batch):
+        round_times.time_draft_kv(write, None)
+        clock.now += 0.001
+        return SimpleNamespace(speculative_num_draft_tokens=7)
+
+    for i in range(round_times.FLUSH_EVERY):
+        round_times.time_pass(passes, None, batch(3, decoding=i > 0))
+    prefill, first, *_ = round_times.read_passes(file)
+    assert (prefill.decoding, first.decoding, first.requests, first.width) == (False, True, 3, 7)
+    assert first.draft_kv == pytest.approx(0.003)
+    assert first.end - first.start == pytest.approx(0.004)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_hyperdflash.cpu.torch_ops import assign_req_to_token_pool
+from sglang_hyperdflash.cpu.torch_ops import assign_req_to_token_pool, norm_rope_stacked
 from sglang_hyperdflash.seams import Seam
 
 
@@ -11,7 +11,40 @@ def no_triton_rope(result, self, *args, **kwargs):
     self.use_table_qk_norm_rope = False
 
 
+def draft_kv_of_all_layers(result, self, *args, **kwargs):
+    """Project draft K/V of all layers at once, as on a GPU: a third of the operations."""
+    self._use_fused_kv_materialize = True
+    self._init_fused_kv_helper()
+
+
 SEAMS = (
+    Seam(
+        "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.__init__",
+        "after",
+        draft_kv_of_all_layers,
+        ("self", "server_args", "gpu_id", "nccl_port", "target_worker"),
+        "94c547064b01",
+        "a CPU writes draft K/V layer by layer, in ninety operations",
+    ),
+    Seam(
+        "sglang.kernels.ops.speculative.fused_kv_materialize:_fused_norm_rope_stacked",
+        "replace",
+        norm_rope_stacked,
+        (
+            "kv",
+            "k_norm_weight",
+            "eps",
+            "cos_sin_cache",
+            "positions",
+            "num_kv_heads",
+            "head_dim",
+            "rotary_dim",
+            "k_out",
+            "v_out",
+        ),
+        "50887806aa49",
+        "norm and RoPE of all layers' draft K are a Triton kernel",
+    ),
     Seam(
         "sglang.srt.models.dflash:DFlashAttention.__init__",
         "after",

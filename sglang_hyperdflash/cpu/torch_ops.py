@@ -41,3 +41,37 @@ def assign_req_to_token_pool(
         slots = out_cache_loc[taken : taken + end - start]
         req_to_token[row, start:end] = slots.to(req_to_token.dtype)
         taken += end - start
+
+
+def norm_rope_stacked(
+    kv: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    eps: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    k_out: torch.Tensor | None = None,
+    v_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K normed and rotated, and V, of all draft layers at once: ``[layers, n, heads, head_dim]``.
+
+    Seam: ``fused_kv_materialize._fused_norm_rope_stacked``; neox form, fp32 inside, ``k_out`` and
+    ``v_out`` are room that is not needed here.
+
+    Args:
+        kv: ``[n, layers, 2 * heads * head_dim]``: each layer's K, then V.
+        k_norm_weight: ``[layers, head_dim]``. eps: ``[layers]``. positions: ``[n]`` int64.
+        cos_sin_cache: ``[positions, rotary_dim]``: cosines, then sines.
+    """
+    n, layers, _ = kv.shape
+    k, v = kv.view(n, layers, 2, num_kv_heads, head_dim).permute(2, 1, 0, 3, 4)
+    wide = k.float()
+    scale = (wide.square().mean(-1, keepdim=True) + eps.view(-1, 1, 1, 1)).rsqrt()
+    wide = wide * scale * k_norm_weight.float().view(layers, 1, 1, head_dim)
+    cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
+    half = rotary_dim // 2
+    first, second, rest = wide.split([half, half, head_dim - rotary_dim], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    return turned.to(kv.dtype), v

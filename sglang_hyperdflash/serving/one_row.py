@@ -52,12 +52,12 @@ class OneRowWorker(RehearsedWorker):
             for parts in zip(*self._pending, strict=True)
         )
         self._pending, self._pending_rows, self._pending_of = [], 0, None
+        rows: dict[str, torch.Tensor] = {}
+        if self.window is not None:  # which tells rounds from prefills by these
+            ones = torch.ones_like(slots, dtype=torch.int32)
+            rows = {"cache_loc_2d": slots.unsqueeze(1), "commit_lens": ones}
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden,
-            cache_loc=slots,
-            cache_loc_2d=slots.unsqueeze(1),
-            positions=positions,
-            commit_lens=torch.ones_like(slots, dtype=torch.int32),
+            target_hidden=hidden, cache_loc=slots, positions=positions, **rows
         )
 
     def _keep_pending(

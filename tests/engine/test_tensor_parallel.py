@@ -61,6 +61,7 @@ def test_draft_kv_heads_are_split_and_every_rank_has_its_pool(parallel_server, d
     assert heads >= RANKS
     expected = [(rank, layers, heads // RANKS, head_dim) for rank in range(RANKS)]
     assert sorted(draft) == expected, pools
+    assert "fused_kv=True" in log
 
 
 def test_sampled_requests_finish_on_both_ranks(parallel_server, own_prompts, own_reference):

@@ -51,10 +51,17 @@ def test_several_rounds_are_written_in_one_call_in_their_order():
     assert torch.equal(call["target_hidden"], hidden)
     assert call["cache_loc"].tolist() == [r * 100 + n for n in range(4) for r in range(BATCH)]
     assert call["positions"].tolist() == [n for n in range(4) for _ in range(BATCH)]
-    assert call["cache_loc_2d"].shape == (4 * BATCH, 1)
-    assert call["commit_lens"].tolist() == [1] * 4 * BATCH
+    assert set(call) == {"target_hidden", "cache_loc", "positions"}
     worker.write_pending()
     assert len(worker.calls) == 1 and worker._pending_of is None
+
+
+def test_a_window_is_told_that_these_are_no_prefill():
+    worker = Recorded(ring=7)
+    keep_rounds(worker, 2)
+    worker.write_pending()
+    assert worker.calls[0]["cache_loc_2d"].shape == (2 * BATCH, 1)
+    assert worker.calls[0]["commit_lens"].tolist() == [1] * 2 * BATCH
 
 
 def test_a_graph_s_output_is_kept_before_the_next_pass_overwrites_it():

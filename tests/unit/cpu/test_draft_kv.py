@@ -43,9 +43,7 @@ def test_each_layer_s_are_those_of_its_own_norm_and_rope(rotary_dim, monkeypatch
     )
     hidden, positions = torch.randn(TOKENS, HIDDEN), torch.randint(0, 511, (TOKENS,))
     found = {}
-    helper.materialize(
-        hidden, positions, lambda i, k, v: found.update({i: (k.clone(), v.clone())})
-    )
+    helper.materialize(hidden, positions, lambda i, k, v: found.update({i: (k.clone(), v.clone())}))
     assert sorted(found) == list(range(LAYERS))
     for i, one in enumerate(layers):
         attn = one.self_attn

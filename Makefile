@@ -66,7 +66,7 @@ bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels
 	$(BIN)/python -m eval.bench_verify --out eval/results/kernels
 
-# Under 30 minutes on two idle cores; fails when the new drafter is worse than the committed one.
+# Under 45 minutes on two idle cores; fails when the new drafter is worse than the committed one.
 retrain: setup
 	$(BIN)/python examples/tiny_deepseek_v4/retrain.py --out build/retrain
 

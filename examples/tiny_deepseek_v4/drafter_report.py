@@ -24,8 +24,9 @@ AXES = {
     "Parts of HyperDFlash-2": (
         OURS,
         (
-            *(OURS, "no head", "CE + KL", "no gate of the head", "overlap", "D-PACE"),
-            *("no CE of candidates", "argmax labels", "causal", "random widths", "late layers"),
+            *(OURS, PAPERS, "acceptance", "acceptance no head", "overlap", "argmax labels"),
+            *("no CE of candidates", "fast head", "no gate of the head", "D-PACE", "causal"),
+            *("random widths", "late layers"),
             *("rank 64", "K = 16", "K = 256", "block 5", "block 9"),
         ),
     ),

@@ -3,7 +3,7 @@
     python examples/tiny_deepseek_v4/retrain.py --out build/retrain
 
 Generation, the target's states, training and evaluation share ``--budget-minutes`` of wall time
-(28 leaves room under 30 on two cores). Ends by replaying held-out answers, more than the
+(40 leaves room under 45 on two cores). Ends by replaying held-out answers, more than the
 checkpoints were chosen by, with the committed drafter and the new one; exit status 1 when the new
 one's mean tau is lower.
 """
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--committed", type=Path, default=HERE / "drafter")
     parser.add_argument("--report", type=Path, help="JSON file (default: OUT/report.json)")
     parser.add_argument("--per-kind", type=int, default=5000)
-    parser.add_argument("--budget-minutes", type=float, default=28.0)
+    parser.add_argument("--budget-minutes", type=float, default=40.0)
     parser.add_argument("--compare-prompts", type=int, default=120, help="of each kind")
     parser.add_argument("--compare-only", action="store_true", help="a finished OUT once more")
     parser.add_argument("--threads", type=int, default=2)

@@ -62,7 +62,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bf16: bool = True
     seed: Annotated[int, Meta(ge=0)] = 0
     widths: tuple[Annotated[int, Meta(ge=2)], ...] = ()
-    dependency_lr: Positive = 3.0
+    dependency_lr: Positive = 0.3
     dependency_gate: bool = True
 
 

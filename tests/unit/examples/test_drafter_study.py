@@ -56,7 +56,7 @@ def test_every_variant_is_a_valid_training_file(study, args, tmp_path):
         (stage,) = schedule.stages
         assert (stage.seed, stage.steps, stage.lr) == (3, 7, 2e-3)
         assert schedule.draft == folder / "draft"
-    assert schedule.objective.loss == "acceptance"
+    assert schedule.objective.loss == "ce_kl"
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -101,8 +101,17 @@ def test_logprobs_equal_target_only(target_server, hyper_server, own_prompts):
                 assert (x[0] is None and y[0] is None) or abs(x[0] - y[0]) < 1e-3
         tops = zip(plain["output_top_logprobs"], drafted["output_top_logprobs"], strict=True)
         for a, b in tops:
-            assert [x[1] for x in a] == [x[1] for x in b]
             assert max(abs(x[0] - y[0]) for x, y in zip(a, b, strict=True)) < 1e-3
+            assert_order_but_for_ties(a, b)
+
+
+def assert_order_but_for_ties(a: list[list], b: list[list]) -> None:
+    """The same tokens in the same places; two may tie, the last with one that is unseen."""
+    for rank, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x[1] != y[1]:
+            others = [other[0] for other in (*a[:rank], *a[rank + 1 :])]
+            tied = min(abs(x[0] - other) for other in others) < 2e-3
+            assert rank and (tied or rank == len(a) - 1), (a, b)
 
 
 def test_stop_strings_and_tokens(target_server, hyper_server, own_prompts):

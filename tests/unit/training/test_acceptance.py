@@ -244,7 +244,9 @@ def test_the_ce_of_u_keeps_the_right_token_among_the_candidates(
         torch.manual_seed(0)
         drafter = Drafter(draft_config(facts, target.hc_head, shape, mask))
         objective = Objective(candidates=weight)
-        recipe = Recipe(steps=130, batch=2, anchors=20, every=130, objective=objective)
+        recipe = Recipe(
+            steps=130, batch=2, anchors=20, every=130, dependency_lr=3.0, objective=objective
+        )
         trainer = Trainer(drafter, target, source, {}, recipe, tmp_path / str(weight))
         trainer.run(tmp_path / f"out-{weight}")
         with torch.no_grad():
@@ -373,7 +375,7 @@ def trainer_of(target, target_dir, source, folder: Path, **recipe) -> Trainer:
     return Trainer(drafter.train(), target, source, {"own": source}, steps, folder)
 
 
-def test_the_heads_learning_rate_is_three_times_the_drafters(target, target_dir, source, tmp_path):
+def test_the_head_learns_slower_than_the_rest(target, target_dir, source, tmp_path):
     trainer = trainer_of(target, target_dir, source, tmp_path / "work", lr=1e-3, lr_floor=0.0)
     before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
     report = trainer.step()
@@ -382,7 +384,7 @@ def test_the_heads_learning_rate_is_three_times_the_drafters(target, target_dir,
     assert report["loss"] == pytest.approx(weighted, rel=1e-5)
     # AdamW's first step is the learning rate wherever there is a gradient.
     moved = {n: (p - before[n]).abs().max() for n, p in trainer.drafter.named_parameters()}
-    torch.testing.assert_close(moved["dependency.successor"], torch.tensor(3e-3), rtol=0.02, atol=0)
+    torch.testing.assert_close(moved["dependency.successor"], torch.tensor(3e-4), rtol=0.02, atol=0)
     torch.testing.assert_close(
         moved["layers.0.mlp.up_proj.weight"], torch.tensor(1e-3), rtol=0.02, atol=0
     )

@@ -119,6 +119,13 @@ def servers_of(args: argparse.Namespace) -> dict[str, tuple[tuple[str, ...], dic
     return found
 
 
+def interleaved(names: Sequence[str], repeats: int) -> Iterator[tuple[str, bool]]:
+    """All names in turn, each time the other way round; whether the pass counts: no first does."""
+    for repeat in range(repeats + 1):
+        for name in names if repeat % 2 else reversed(names):
+            yield name, repeat > 0
+
+
 def run_levels(
     args: argparse.Namespace, servers: Mapping[str, Server], prompts: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
@@ -129,14 +136,12 @@ def run_levels(
             load = Load(level, args.tokens, temperature)
             rates: dict[str, list[float]] = {}
             widths: dict[str, dict] = {}
-            for repeat in range(args.repeats + 1):
-                turn = [*servers, AGAIN]
-                for name in turn if repeat % 2 else reversed(turn):
-                    url = servers[TARGET if name == AGAIN else name].url
-                    rate, rounds = measure(url, prompts, load)
-                    if repeat:
-                        rates.setdefault(name, []).append(rate)
-                        widths[name] = rounds
+            for name, counted in interleaved([*servers, AGAIN], args.repeats):
+                url = servers[TARGET if name == AGAIN else name].url
+                rate, rounds = measure(url, prompts, load)
+                if counted:
+                    rates.setdefault(name, []).append(rate)
+                    widths[name] = rounds
             for name, found in rates.items():
                 row = {"temperature": temperature, "concurrency": level, "method": name}
                 rows.append({**row, "tokens_per_s": found, "rounds_by_width": widths[name]})
@@ -190,13 +195,12 @@ def run_accounts(
         for level in args.account:
             load = Load(level, args.tokens, 0.0)
             methods: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-            for repeat in range(args.repeats + 1):
-                for name in servers if repeat % 2 else reversed(servers):
-                    server, times = servers[name]
-                    times.unlink(missing_ok=True)
-                    rate = asyncio.run(_closed_loop(server.url, prompts, load))
-                    if repeat:
-                        methods[name].append(account(read_passes(times), rate))
+            for name, counted in interleaved(list(servers), args.repeats):
+                server, times = servers[name]
+                times.unlink(missing_ok=True)
+                rate = asyncio.run(_closed_loop(server.url, prompts, load))
+                if counted:
+                    methods[name].append(account(read_passes(times), rate))
             loads.append({"concurrency": level, "methods": methods})
     for _, times in servers.values():
         times.unlink(missing_ok=True)
@@ -257,12 +261,11 @@ def parser() -> argparse.ArgumentParser:
 def settings_of(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """All that makes another study of another folder."""
     drafts = {name: getattr(args, name) for name in ("target", "draft", "untrained")}
-    names = ("levels", "temperature", "repeats", "tokens", "pool", "widths")
+    names = ("levels", "temperature", "repeats", "tokens", "pool", "widths", "account")
     return {
         **{name: value and location(value) for name, value in drafts.items()},
         **{name: getattr(args, name) for name in names},
         "prompts": short_hash(prompts),
-        "account": args.account,
         "steps": not args.no_steps,
     }
 

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/tiny_drafters/mtp"))
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=16, help="samples a step")
-    parser.add_argument("--every", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

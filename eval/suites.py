@@ -41,7 +41,7 @@ def tiny() -> dict[str, Any]:
         "temperature": [0.0, 1.0],
         "num_prompts": 20,
         "max_new_tokens": 64,
-        "rounds": 2,
+        "rounds": 3,
         "threads": 1,
         "server_args": SERVER.split(),
     }

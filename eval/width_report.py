@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.charts import draw
 from eval.width_account import account_lines
-from sglang_hyperdflash.tools.atomic import write_text
+from sglang_hyperdflash.tools.atomic import write_json, write_text
 
 Row = dict[str, Any]
 TARGET, AGAIN, FULL, ONE, ADAPTIVE, UNTRAINED = (
@@ -30,23 +30,33 @@ COLOURS = {
 
 def rate(rows: Sequence[Row], temperature: float, level: int, method: str) -> float | None:
     """Median tokens a second; None where it was not measured."""
-    for row in rows:
-        if (row["temperature"], row["concurrency"], row["method"]) == (temperature, level, method):
-            return median(row["tokens_per_s"])
-    return None
+    found = _found(rows, temperature, level, method)
+    return median(found["tokens_per_s"]) if found else None
 
 
-def _ratio(a: float | None, b: float | None) -> str:
-    return f"{a / b:.3f}" if a and b else "-"
+def _found(rows: Sequence[Row], temperature: float, level: int, method: str) -> Row | None:
+    key = (temperature, level, method)
+    rows = [r for r in rows if (r["temperature"], r["concurrency"], r["method"]) == key]
+    return rows[0] if rows else None
+
+
+def over(rows: Sequence[Row], temperature: float, level: int, method: str, base: str) -> str:
+    """Tokens a second over those of ``base`` beside it: median of the passes' pairs, and range."""
+    found, other = (_found(rows, temperature, level, m) for m in (method, base))
+    if not (found and other):
+        return "-"
+    pairs = zip(found["tokens_per_s"], other["tokens_per_s"], strict=True)
+    ratios = sorted(a / b for a, b in pairs)
+    return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def _widths(rows: Sequence[Row], temperature: float, level: int, method: str) -> str:
-    for row in rows:
-        if (row["temperature"], row["concurrency"], row["method"]) == (temperature, level, method):
-            total = sum(row["rounds_by_width"].values())
-            found = {w: n / total for w, n in row["rounds_by_width"].items() if n}
-            return ", ".join(f"{w}: {share:.0%}" for w, share in found.items())
-    return "-"
+    row = _found(rows, temperature, level, method)
+    if row is None:
+        return "-"
+    total = sum(row["rounds_by_width"].values())
+    found = {w: n / total for w, n in row["rounds_by_width"].items() if n}
+    return ", ".join(f"{w}: {share:.0%}" for w, share in found.items())
 
 
 def table(rows: Sequence[Row], temperature: float) -> list[str]:
@@ -58,13 +68,14 @@ def table(rows: Sequence[Row], temperature: float) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for level in levels:
-        found = {m: rate(rows, temperature, level, m) for m in (*COLOURS, AGAIN)}
-        better = max(found[TARGET] or 0, found[FULL] or 0) or None
+        found = {m: rate(rows, temperature, level, m) for m in COLOURS}
+        better = max((TARGET, FULL), key=lambda m: found[m] or 0)
+        again = over(rows, temperature, level, AGAIN, TARGET)
         numbers = " | ".join(f"{found[m] or 0:.0f}" for m in (TARGET, FULL, ADAPTIVE))
         lines.append(
-            f"| {level} | {numbers} | {_ratio(found[ADAPTIVE], better)} | "
+            f"| {level} | {numbers} | {over(rows, temperature, level, ADAPTIVE, better)} | "
             f"{_widths(rows, temperature, level, ADAPTIVE)} | "
-            f"{_ratio(found[UNTRAINED], found[TARGET])} | {_ratio(found[AGAIN], found[TARGET])} |"
+            f"{over(rows, temperature, level, UNTRAINED, TARGET)} | {again} |"
         )
     return lines
 
@@ -126,14 +137,16 @@ def settled_after(steps: Sequence[Sequence[float]], start: int, stop: int) -> in
 
 
 def write_report(out: Path, content: dict[str, Any]) -> None:
-    """``report.md``, ``throughput.svg`` and, with a stepped load, ``steps.svg``."""
+    """``results.json``, ``report.md``, ``throughput.svg``; with a stepped load ``steps.svg``."""
+    write_json(out / "results.json", content, indent=1)
     rows, steps = content["rows"], content["steps"]
     lines = [
         "# A verify width that follows load",
         "",
         "Written by `python -m eval.width_study`; output tokens a second, medians of interleaved "
         "passes. Answers end by themselves. `over the better`: adaptive over the larger of both "
-        "columns before it.",
+        "columns before it. Ratios are medians of pairs of passes in the same turn, with their "
+        "range.",
         "",
         f"Device: {content['provenance']['device']}; commit {content['provenance']['commit']}.",
     ]

@@ -70,3 +70,63 @@ def replay(
         found.tokens += requests + sum(accepted)
         found.seconds += taken
     return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A closed loop: an answer that ends makes room for the next prompt.
+
+    Attributes:
+        answer: mean decoded tokens; lengths are evenly spread up to twice that.
+        prompt: tokens of each. prefill: seconds of a prefill pass of so many tokens.
+    """
+
+    concurrency: int
+    answer: int
+    prompt: int
+    prefill: Callable[[int], float]
+
+
+def closed_loop(
+    seconds: Seconds,
+    traffic: Traffic,
+    acceptance: Sequence[float],
+    *,
+    rounds: int,
+    policy: WidthPolicy | None = None,
+    width: int = 1,
+    seed: int = 0,
+) -> Replay:
+    """Run so many decoding rounds, and a prefill pass wherever answers have ended.
+
+    Args:
+        policy: told what a worker whose passes are timed alone tells it. width: without one.
+    """
+    rng, found = random.Random(seed), Replay()
+    # Of each answer under way the tokens left, and all of it; of those that have ended, all.
+    left: list[tuple[int, int]] = []
+    lengths: list[int] = []
+    for _ in range(rounds):
+        new = traffic.concurrency - len(left)
+        if new:
+            taken = traffic.prefill(new * traffic.prompt)
+            found.seconds += taken
+            found.tokens += new
+            wholes = (rng.randint(1, 2 * traffic.answer - 1) for _ in range(new))
+            left += [(whole, whole) for whole in wholes]
+            if policy:
+                policy.costs.prefills.append((new * traffic.prompt, taken))
+        chosen = policy.next(len(left), 0) if policy else width
+        taken = seconds(len(left), chosen)
+        accepted = [accepted_drafts(acceptance, chosen, rng) for _ in left]
+        if policy:
+            policy.costs.add(bucket_of(len(left)), chosen, taken)
+            policy.learn(chosen, accepted, (), lengths)
+        found.widths.append(chosen)
+        found.tokens += sum(min(n, 1 + a) for (n, _), a in zip(left, accepted, strict=True))
+        after = [(n - 1 - a, whole) for (n, whole), a in zip(left, accepted, strict=True)]
+        # A policy sees an answer's length a round later.
+        lengths = [whole for n, whole in after if n <= 0]
+        left = [(n, whole) for n, whole in after if n > 0]
+        found.seconds += taken
+    return found

@@ -15,6 +15,7 @@ import asyncio
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ from sglang_hyperdflash.serving.round_times import ROUND_TIMES, read_passes
 from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.files import load_tokenizer
-from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.jsonl import read_lines
@@ -48,8 +48,9 @@ from sglang_hyperdflash.tools.server_process import (
 
 KIND = "python -m eval.width_study"
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
-# Requests of a pass: so many times the concurrency, and at least so many.
-WAVES, FEWEST = 4, 12
+# Requests of a pass: so many times the concurrency (so that few of its rounds see the batch fill
+# or drain), and at least so many.
+WAVES, FEWEST = 8, 24
 # Requests of a step of one at a time: hundreds of rounds.
 ALONE = 40
 
@@ -120,7 +121,10 @@ def servers_of(args: argparse.Namespace) -> dict[str, tuple[tuple[str, ...], dic
 
 
 def interleaved(names: Sequence[str], repeats: int) -> Iterator[tuple[str, bool]]:
-    """All names in turn, each time the other way round; whether the pass counts: no first does."""
+    """All names in turn, each time the other way round; whether the pass counts: no first does.
+
+    With an even number of ``repeats`` a machine that slows down does so for all alike.
+    """
     for repeat in range(repeats + 1):
         for name in names if repeat % 2 else reversed(names):
             yield name, repeat > 0
@@ -130,21 +134,25 @@ def run_levels(
     args: argparse.Namespace, servers: Mapping[str, Server], prompts: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
     """Every load of every server, in turn; one row each."""
+    # What is compared stands side by side; target-only again is no nearer to itself.
+    others = [name for name in servers if name == UNTRAINED]
     rows = []
     for temperature in args.temperature:
         for level in args.levels:
             load = Load(level, args.tokens, temperature)
             rates: dict[str, list[float]] = {}
-            widths: dict[str, dict] = {}
-            for name, counted in interleaved([*servers, AGAIN], args.repeats):
+            widths: dict[str, Counter[str]] = {}
+            for name, counted in interleaved(
+                [FULL, ADAPTIVE, TARGET, *others, AGAIN], args.repeats
+            ):
                 url = servers[TARGET if name == AGAIN else name].url
                 rate, rounds = measure(url, prompts, load)
                 if counted:
                     rates.setdefault(name, []).append(rate)
-                    widths[name] = rounds
+                    widths.setdefault(name, Counter()).update(rounds)
             for name, found in rates.items():
                 row = {"temperature": temperature, "concurrency": level, "method": name}
-                rows.append({**row, "tokens_per_s": found, "rounds_by_width": widths[name]})
+                rows.append({**row, "tokens_per_s": found, "rounds_by_width": dict(widths[name])})
             said = ", ".join(f"{name} {median(found):.0f}" for name, found in rates.items())
             print(f"T {temperature:g}, c {level}: {said}", flush=True)
     return rows
@@ -184,8 +192,7 @@ def run_accounts(
 ) -> list[dict[str, Any]]:
     """Where the time of each server goes at the loads of ``--account``, at temperature 0."""
     every = servers_of(args)
-    chosen = {TARGET: every[TARGET], ONE: (every[ADAPTIVE][0], {WIDTH: "1"})}
-    chosen |= {ADAPTIVE: every[ADAPTIVE]}
+    chosen = {TARGET: every[TARGET], ONE: (every[ADAPTIVE][0], {WIDTH: "1"})} | every
     loads = []
     with ExitStack() as stack:
         servers = {
@@ -249,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, help="new folder of results, report and plots")
     add("--levels", type=int, nargs="+", default=list(LEVELS), help="requests in flight")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="of sampling")
-    add("--repeats", type=int, default=3, help="counted passes of each server at each load")
+    add("--repeats", type=int, default=4, help="counted passes of each server at each load")
     add("--tokens", type=int, default=128, help="new tokens of an answer at most")
     add("--pool", type=int, default=32768, help="K/V slots of every server")
     add("--widths", help=f"as {WIDTHS} (default: the server's)")
@@ -281,9 +288,13 @@ def study(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
             servers[name] = stack.enter_context(server)
             server.wait(1800)
         content["rows"] = run_levels(args, servers, prompts)
-    content["accounts"] = run_accounts(args, prompts) if args.account else []
-    content["steps"] = [] if args.no_steps else run_steps(args, prompts)
-    write_json(args.out / "results.json", content, indent=1)
+    content |= {"accounts": [], "steps": []}
+    write_report(args.out, content)  # what was measured stays, should a later part fail
+    if args.account:
+        content["accounts"] = run_accounts(args, prompts)
+        write_report(args.out, content)
+    if not args.no_steps:
+        content["steps"] = run_steps(args, prompts)
     write_report(args.out, content)
     print(f"report: {args.out / 'report.md'}")
 

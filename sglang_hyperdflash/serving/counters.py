@@ -127,10 +127,10 @@ def count_round(tokens, self, result, batch) -> None:
     # The condition under which SGLang counts: with overlap a finished request runs once more.
     pairs = zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True)
     live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
-    ended = sum(req.finished() for req in batch.reqs)
+    behind = sum(req.finished() for req in batch.reqs)
     width = int(result.speculative_num_draft_tokens)
     control = self.model_worker.width_control
-    control.learn(width, live, ended)
+    control.learn(width, live, behind)
     if _counters is not None:
         _counters.add([n for _, n in live], width)
         _export_width(self.metrics_collector, control, width)

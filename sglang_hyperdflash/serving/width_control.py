@@ -84,18 +84,35 @@ class WidthControl:
         self._dice = random.Random(0)
         self._clock = RoundClock(alone)
         self._new: dict[tuple[int, int], float] = {}
+        # Start and tokens of the prefill that runs, where its time is its own.
+        self._prefill: tuple[float, int] | None = None
+        # Requests of the last result that were not over before it.
+        self._lately: list[Any] = []
         # Discounted: tokens a request and round, and a round's seconds over width 1's.
         self._tokens = self._requests = self._ratio = self._timed = 0.0
 
     def after_idleness(self) -> None:
         """Nothing ran before the next pass."""
         self._clock.stop()
+        self._prefill = None
 
-    def pause(self) -> None:
-        """The next pass is no decoding round."""
-        timed = self._clock.pause(self._now())
-        if timed is not None and self.policy is not None:
+    def pause(self, tokens: int = 0) -> None:
+        """The next pass is no decoding round, but a prefill of so many tokens, or another."""
+        if self.policy is None:
+            return
+        now = self._now()
+        timed = self._clock.pause(now)
+        if timed is not None:
             self._time(*timed)
+        self._end_prefill(now)
+        if self._clock.alone and tokens:
+            self._prefill = now, tokens
+
+    def _end_prefill(self, now: float) -> None:
+        if self._prefill is not None:
+            started, tokens = self._prefill
+            self.policy.costs.prefills.append((tokens, now - started))
+            self._prefill = None
 
     def next(self, greedy: int, sampled: int) -> int:
         """The width of the round that starts now, of so many requests of either class."""
@@ -109,6 +126,7 @@ class WidthControl:
         timed = self._clock.lap(now, greedy + sampled)
         if timed is not None:
             self._time(*timed)
+        self._end_prefill(now)
         width = self.policy.next(greedy, sampled)
         self._clock.start(now, greedy + sampled, width)
         return width
@@ -123,21 +141,24 @@ class WidthControl:
             self._ratio = KEEP * self._ratio + costs.measured[cell] / one
             self._timed = KEEP * self._timed + 1
 
-    def learn(self, width: int, live: Sequence[tuple[Any, int]], ended: int = 0) -> None:
-        """A round's result: requests that go on, with the drafts accepted of each.
+    def learn(self, width: int, live: Sequence[tuple[Any, int]], behind: int = 0) -> None:
+        """A round's result: requests that were not over before it, the drafts accepted of each.
 
         Args:
-            ended: rows of finished requests: with overlap scheduling they run once more. A row
+            behind: rows of finished requests: with overlap scheduling they may run once more. A row
                 that was retracted is in neither.
         """
-        if self.policy is None or not (live or ended):
+        if self.policy is None or not (live or behind):
             return
+        # An answer's first token is its prefill's.
+        lengths = [len(r.output_ids_through_stop) - 1 for r in self._lately if r.finished()]
+        self._lately = [req for req, _ in live]
         greedy: list[int] = []
         sampled: list[int] = []
         for req, accepted in live:
             (greedy if req.sampling_params.top_k <= 1 else sampled).append(accepted)
-        self.policy.learn(width, greedy, sampled, ended)
-        self._requests = KEEP * self._requests + len(live) + ended
+        self.policy.learn(width, greedy, sampled, lengths, behind)
+        self._requests = KEEP * self._requests + len(live) + behind
         self._tokens = KEEP * self._tokens + len(live) + sum(greedy) + sum(sampled)
 
     def predicted_gain(self) -> float | None:

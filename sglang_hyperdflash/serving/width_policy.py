@@ -1,7 +1,7 @@
 """Which width the next round should have: expected tokens over measured seconds. Host only.
 
     tokens(w) = sum over requests of 1 + sum_{k < w} a_1 ... a_k      # a_k: acceptance of draft k
-    choose the w with the largest kept(tokens(w)) / seconds(batch size, w)
+    choose the w with the largest kept(tokens(w)) / (seconds(batch size, w) + prefill_share(w))
 
 Every round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were, so
 what narrow rounds do not show is left out and not counted as refused. Seconds are medians of this
@@ -28,11 +28,13 @@ ATTEMPTS, RETRY = 3, 32
 PROBE_SHARE, PROBE_EVERY = 0.01, 32
 # Ended answers after which one counts half.
 ENDS_HALF_LIFE = 128
+# Prefill passes that tell what one costs without its tokens, and how many it takes.
+PREFILLS, FEWEST_PREFILLS = 32, 8
 
 Cell = tuple[int, int]
 Cells = Mapping[Cell, float]
-# Measured cells and what fits them: all that a decision knows of time.
-Table = tuple[dict[Cell, float], tuple[float, ...] | None]
+# Measured cells, what fits them, and a prefill pass: all that a decision knows of time.
+Table = tuple[dict[Cell, float], tuple[float, ...] | None, float]
 
 
 def bucket_of(requests: int) -> int:
@@ -81,24 +83,30 @@ class Answers:
     """How long answers are: what comes behind an answer's end is computed and thrown away."""
 
     def __init__(self) -> None:
-        self._tokens = self._ended = 0.0
+        self._tokens = self._ended = self._behind = 0.0
 
-    def learn(self, tokens: int, ended: int) -> None:
-        """A round's tokens, and its rows of requests that had ended: one for each that ends."""
-        keep = 0.5 ** (ended / ENDS_HALF_LIFE)
-        self._tokens = keep * self._tokens + tokens
-        self._ended = keep * self._ended + ended
+    def learn(self, lengths: Sequence[int], behind: int) -> None:
+        """Tokens of each answer that ended, without its prefill's; rows run behind an end."""
+        keep = 0.5 ** (len(lengths) / ENDS_HALF_LIFE)
+        self._tokens = keep * self._tokens + sum(lengths)
+        self._ended = keep * self._ended + len(lengths)
+        self._behind = keep * self._behind + behind
 
     def kept(self, tokens: float) -> float:
         """Of a request's expected ``tokens`` a round, those that its answer keeps.
 
         An answer's last round is cut, by (tokens - 1) / 2 on the average, and with overlap
-        scheduling one more has begun.
+        scheduling one more may have begun.
         """
-        if not self._ended:
+        if not self._tokens:
             return tokens
         length = self._tokens / self._ended
-        return tokens * length / (length + tokens + (tokens - 1) / 2)
+        rounds = max((length + (tokens - 1) / 2) / tokens, 1.0) + self._behind / self._ended
+        return length / rounds
+
+    def ends(self, kept: float) -> float:
+        """Answers that so many kept tokens end."""
+        return kept * self._ended / self._tokens if self._tokens else 0.0
 
 
 def _features(bucket: int, width: int) -> tuple[float, ...]:
@@ -119,8 +127,22 @@ def fit(cells: Cells, widths: Iterable[int]) -> tuple[float, ...] | None:
     return tuple(np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0].tolist())
 
 
+def pass_alone(prefills: Iterable[tuple[int, float]]) -> float:
+    """Seconds of a prefill pass that its tokens do not explain; 0 while nothing tells.
+
+    Args:
+        prefills: ``(tokens, seconds)`` of each.
+    """
+    tokens, seconds = np.array([*prefills], dtype=np.float64).reshape(-1, 2).T
+    if len(tokens) < FEWEST_PREFILLS or np.ptp(tokens) == 0:
+        return 0.0
+    # Relative squares, as in :func:`fit`: a pass that the machine held up weighs little.
+    at_zero = np.polyfit(tokens, seconds, 1, w=1 / seconds)[1]
+    return float(np.clip(at_zero, 0.0, seconds.min()))
+
+
 class Costs:
-    """Seconds of a round by batch bucket and width.
+    """Seconds of a round by batch bucket and width, and of a prefill pass without its tokens.
 
     Args:
         shared: decisions read only what :meth:`take` was given: every rank of a tensor-parallel
@@ -138,6 +160,8 @@ class Costs:
         self.cells: dict[Cell, float] = {} if shared else self.measured
         self._fit: tuple[float, ...] | None = None
         self._fitted = 0
+        self.prefills: deque[tuple[int, float]] = deque(maxlen=PREFILLS)
+        self.pass_alone = 0.0
 
     def add(self, bucket: int, width: int, seconds: float) -> None:
         kept = self.samples.setdefault((bucket, width), deque(maxlen=SAMPLES))
@@ -146,17 +170,20 @@ class Costs:
         self.measured[bucket, width] = sorted(kept)[rank]
 
     def refit(self) -> None:
-        """Fit again if cells came; call it now and then."""
-        if not self.shared and len(self.cells) != self._fitted:
+        """Fit again what came; call it now and then."""
+        if self.shared:
+            return
+        self.pass_alone = pass_alone(self.prefills)
+        if len(self.cells) != self._fitted:
             self._fit, self._fitted = fit(self.cells, self.widths), len(self.cells)
 
     def table(self) -> Table:
         """What this rank has measured, to be shared."""
-        return dict(self.measured), fit(self.measured, self.widths)
+        return dict(self.measured), fit(self.measured, self.widths), pass_alone(self.prefills)
 
     def take(self, table: Table) -> None:
         """Decide by this from now on."""
-        self.cells, self._fit = table
+        self.cells, self._fit, self.pass_alone = table
 
     def between(self, bucket: int) -> bool:
         """Whether smaller and larger batches were measured: what a fit can tell of."""
@@ -202,14 +229,20 @@ class WidthPolicy:
         self._tries: dict[Cell, tuple[int, int]] = {}
 
     def learn(
-        self, width: int, greedy: Sequence[int], sampled: Sequence[int], ended: int = 0
+        self,
+        width: int,
+        greedy: Sequence[int],
+        sampled: Sequence[int],
+        lengths: Sequence[int] = (),
+        behind: int = 0,
     ) -> None:
         """A round's result: accepted drafts of each request of either class.
 
         Args:
-            ended: rows of requests whose answer was over.
+            lengths: of the answers that ended since the last. behind: rows of requests whose
+                answer was over.
         """
-        self.answers.learn(len(greedy) + len(sampled) + sum(greedy) + sum(sampled), ended)
+        self.answers.learn(lengths, behind)
         for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
             if accepted:
                 kind.learn(width, accepted)
@@ -242,8 +275,12 @@ class WidthPolicy:
                 return
         kinds = zip(self.classes, (greedy, sampled), strict=True)
         present = [(kind.expected(), count) for kind, count in kinds if count]
+        kept = {
+            w: sum([count * self.answers.kept(tokens[w - 1]) for tokens, count in present])
+            for w in self.widths
+        }
         self.rates = {
-            w: sum([count * self.answers.kept(tokens[w - 1]) for tokens, count in present]) / s
+            w: kept[w] / (s + self._prefill_share(kept[w]))
             for w, s in seconds.items()
             if s is not None
         }
@@ -251,6 +288,14 @@ class WidthPolicy:
             return
         self.width = best_width(self.rates, self.width)
         self._probe()
+
+    def _prefill_share(self, kept: float) -> float:
+        """Seconds of the prefill pass that a round of so many kept tokens makes room for.
+
+        Answers that end together share one pass; what their successors' prompts need is the same
+        at every width and left out.
+        """
+        return (1 - math.exp(-self.answers.ends(kept))) * self.costs.pass_alone
 
     def _may_explore(self, cell: Cell) -> bool:
         """A few attempts: rounds beside a prefill are not timed."""

@@ -209,7 +209,7 @@ class WidthWorker(OneRowWorker):
         if batch.after_idle_gap:  # seam: Scheduler.run_batch sets it
             self.width_control.after_idleness()
         if idle or self.requests is None:
-            self.width_control.pause()
+            self.width_control.pause(batch.extend_num_tokens or 0)
             width = self.block
         elif keeps_notes(self._info) and self._may_draft_nothing():
             self.width_control.pause()

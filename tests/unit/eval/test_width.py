@@ -11,7 +11,7 @@ from aiohttp import web
 from eval import width_plan, width_study
 from eval.width_account import OTHER_WIDTHS, PARTS, account
 from eval.width_plan import expected_tokens, measured, plan, roofline, touched
-from eval.width_report import settled_after, table, write_report
+from eval.width_report import over, settled_after, table, write_report
 from sglang_hyperdflash.serving.round_times import Pass
 from sglang_hyperdflash.tools.ownership import claim
 from tests.conftest import EXAMPLE
@@ -40,8 +40,20 @@ def rows() -> list[dict]:
 def test_the_table_compares_with_the_better_of_both():
     lines = table(rows(), 0.0)
     assert len(lines) == 4
-    assert lines[2] == "| 1 | 80 | 140 | 138 | 0.986 | 1: 25%, 7: 75% | 0.988 | 1.012 |"
-    assert lines[3].startswith("| 64 | 1000 | 650 | 980 | 0.980 |")
+    ratios = ("0.99 (0.99 to 0.99)", "1: 25%, 7: 75%", "0.99 (0.99 to 0.99)", "1.01 (1.01 to 1.01)")
+    assert lines[2] == f"| 1 | 80 | 140 | 138 | {' | '.join(ratios)} |"
+    assert lines[3].startswith("| 64 | 1000 | 650 | 980 | 0.98 (0.98 to 0.98) |")
+
+
+def test_a_ratio_is_of_passes_side_by_side():
+    """A machine that is slow for one pair of passes is slow for both of them."""
+    pairs = {"target": [100.0, 50.0, 80.0], "adaptive": [120.0, 62.0, 84.0]}
+    rows = [
+        {"temperature": 0.0, "concurrency": 4, "method": name, "tokens_per_s": found}
+        for name, found in pairs.items()
+    ]
+    assert over(rows, 0.0, 4, "adaptive", "target") == "1.20 (1.05 to 1.24)"
+    assert over(rows, 0.0, 4, "untrained drafter", "target") == "-"
 
 
 def test_the_report_holds_the_table_and_both_plots(tmp_path):
@@ -96,6 +108,8 @@ def test_a_closed_loop_keeps_its_number_in_flight_and_counts_tokens():
         flying -= 1
         return web.json_response({"meta_info": {"completion_tokens": 5}})
 
+    load = width_study.Load(4, 16, 1.0)
+
     async def run() -> float:
         app = web.Application()
         app.router.add_post("/generate", generate)
@@ -104,13 +118,12 @@ def test_a_closed_loop_keeps_its_number_in_flight_and_counts_tokens():
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        load = width_study.Load(4, 16, 1.0)
         rate = await width_study._closed_loop(f"http://127.0.0.1:{port}", [[1, 2], [3]], load)
         await runner.cleanup()
         return rate
 
     rate = asyncio.run(run())
-    assert most == 4 and len(asked) == 16
+    assert most == 4 and len(asked) == load.requests == 32
     assert 0 < rate < 5 * 16 / 0.04
     assert asked[0]["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 16}
 
@@ -150,8 +163,8 @@ def test_a_study_is_measured_anew_by_the_same_command_alone(tmp_path, studied, c
     out = tmp_path / "width"
     assert width_study.main(study_options(out)) == 0
     assert width_study.main(study_options(out)) == 0
-    assert width_study.main(study_options(out, "--repeats", "4")) == 2
-    assert "repeats was 3, now 4" in capsys.readouterr().err and studied == ["width"] * 2
+    assert width_study.main(study_options(out, "--repeats", "6")) == 2
+    assert "repeats was 4, now 6" in capsys.readouterr().err and studied == ["width"] * 2
     with claim(tmp_path / "held", width_study.KIND, {}):
         assert width_study.main(study_options(tmp_path / "held")) == 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ SET = WidthSetting("adaptive", (1, 2, 4, 7))
 
 
 def greedy_request() -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SimpleNamespace(top_k=1))
+    return SimpleNamespace(sampling_params=SimpleNamespace(top_k=1), finished=lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,40 @@ def test_idleness_is_no_round():
     control.after_idleness()
     control.pause()
     assert (0, 2) not in control.policy.costs.samples
+
+
+def test_answers_lengths_and_prefills_are_learnt():
+    """An answer is seen when it is over, by the next result; its first token is its prefill's."""
+    at = itertools.count(step=0.5)
+    control = WidthControl(SET, 7, now=lambda: next(at), alone=True)
+    over = {"short": False, "long": False}
+    short, long = (
+        SimpleNamespace(
+            sampling_params=SimpleNamespace(top_k=1),
+            finished=partial(over.get, name),
+            output_ids_through_stop=range(tokens),
+        )
+        for name, tokens in (("short", 9), ("long", 17))
+    )
+    answers, prefills = control.policy.answers, control.policy.costs.prefills
+    control.pause(100)
+    control.pause(40)
+    control.next(2, 0)
+    assert [*prefills] == [(100, 0.5), (40, 0.5)]
+    control.learn(1, [(short, 0), (long, 0)])
+    assert not answers.ends(1.0)
+    over["short"] = True
+    control.learn(1, [(long, 0)], behind=1)
+    assert answers.ends(8.0) == pytest.approx(1)
+    over["long"] = True
+    control.learn(1, [(greedy_request(), 0)])
+    assert answers.ends(24.0) == pytest.approx(2, rel=0.01)
+    control.learn(1, [(greedy_request(), 0)])
+    assert answers.ends(24.0) == pytest.approx(2, rel=0.01)
+    control.pause(7)
+    control.after_idleness()
+    control.next(1, 0)
+    assert len(prefills) == 2
 
 
 def test_every_width_of_a_random_server_is_drawn_and_ranks_draw_the_same():

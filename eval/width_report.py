@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from eval.charts import draw
@@ -42,12 +43,30 @@ def _found(rows: Sequence[Row], temperature: float, level: int, method: str) -> 
 
 def over(rows: Sequence[Row], temperature: float, level: int, method: str, base: str) -> str:
     """Tokens a second over those of ``base`` beside it: median of the passes' pairs, and range."""
+    ratios = sorted(_ratios(rows, temperature, level, method, base))
+    return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else "-"
+
+
+def _ratios(
+    rows: Sequence[Row], temperature: float, level: int, method: str, base: str
+) -> list[float]:
     found, other = (_found(rows, temperature, level, m) for m in (method, base))
     if not (found and other):
-        return "-"
+        return []
     pairs = zip(found["tokens_per_s"], other["tokens_per_s"], strict=True)
-    ratios = sorted(a / b for a, b in pairs)
-    return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    return [a / b for a, b in pairs]
+
+
+def pooled(ratios: Sequence[float]) -> str:
+    """Geometric mean of ratios, and its 95 % interval by their logarithms' spread."""
+    logs = [log(ratio) for ratio in ratios]
+    wide = 1.96 * stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else 0.0
+    low, middle, high = (exp(fmean(logs) + wide * side) for side in (-1, 0, 1))
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _better(rows: Sequence[Row], temperature: float, level: int) -> str:
+    return max((TARGET, FULL), key=lambda m: rate(rows, temperature, level, m) or 0)
 
 
 def _widths(rows: Sequence[Row], temperature: float, level: int, method: str) -> str:
@@ -69,7 +88,7 @@ def table(rows: Sequence[Row], temperature: float) -> list[str]:
     ]
     for level in levels:
         found = {m: rate(rows, temperature, level, m) for m in COLOURS}
-        better = max((TARGET, FULL), key=lambda m: found[m] or 0)
+        better = _better(rows, temperature, level)
         again = over(rows, temperature, level, AGAIN, TARGET)
         numbers = " | ".join(f"{found[m] or 0:.0f}" for m in (TARGET, FULL, ADAPTIVE))
         lines.append(
@@ -77,6 +96,16 @@ def table(rows: Sequence[Row], temperature: float) -> list[str]:
             f"{_widths(rows, temperature, level, ADAPTIVE)} | "
             f"{over(rows, temperature, level, UNTRAINED, TARGET)} | {again} |"
         )
+    bases = {level: _better(rows, temperature, level) for level in levels}
+    lines += ["", "All loads together, geometric mean of the pairs and its 95 % interval:", ""]
+    for name, method, base in (
+        ("adaptive over the better", ADAPTIVE, bases.get),
+        ("untrained drafter over target", UNTRAINED, lambda _: TARGET),
+        ("target again over target", AGAIN, lambda _: TARGET),
+    ):
+        pairs = [_ratios(rows, temperature, level, method, base(level)) for level in levels]
+        ratios = [ratio for found in pairs for ratio in found]
+        lines += [f"- {name}: {pooled(ratios)}"] if ratios else []
     return lines
 
 

@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 
 from drafter_report import write_report
 from sglang_hyperdflash.cli import main as hyperdflash
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash
@@ -288,7 +289,9 @@ def serve(args: argparse.Namespace) -> None:
             if drafter is None or (folder / "served.json").is_file() or not VARIANTS[name].served:
                 continue
             arguments = (*comparable_arguments(), *hyperdflash_arguments(drafter))
-            with Server(args.target, *arguments, log=log).wait() as server:
+            with Server(
+                args.target, *arguments, log=log, environment={WIDTH: FULL}
+            ).wait() as server:
                 found = measure(server)
             taus = {t: {k: tau_of(a) for k, a in kinds.items()} for t, kinds in found.items()}
             pairs = [

@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from sglang_hyperdflash.serving.round_times import FLUSH_EVERY, ROUND_TIMES, summarise
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import with_window
@@ -50,7 +51,7 @@ def measure(args: argparse.Namespace, target: Path, window: int | None) -> list[
         *hyperdflash_arguments(draft),
         log=args.work / f"{name}.log",
         threads=1,
-        environment={ROUND_TIMES: str(times.resolve())},
+        environment={WIDTH: FULL, ROUND_TIMES: str(times.resolve())},
     ).wait() as server:
         for length in args.lengths:
             times.unlink(missing_ok=True)

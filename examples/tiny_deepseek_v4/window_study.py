@@ -24,6 +24,7 @@ import continuations
 import corpus
 from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
@@ -98,7 +99,8 @@ def measure(args, drafter: Path, trained: bool, window: int | None, prompts, exp
     log = args.work / f"{folder.name}.log"
     found: dict = {"window": window, "trained": trained, "lengths": {}}
     arguments = (*SERVER, *hyperdflash_arguments(folder))
-    with Server(args.target, *arguments, log=log, threads=1).wait() as server:
+    whole = {WIDTH: FULL}
+    with Server(args.target, *arguments, log=log, threads=1, environment=whole).wait() as server:
         for length, ids in prompts.items():
             answers = ask(server, ids)
             same = [a["output_ids"] for a in answers] == expected[length]
@@ -110,7 +112,7 @@ def measure(args, drafter: Path, trained: bool, window: int | None, prompts, exp
     for length in (min(prompts), max(prompts)):
         times = args.work / "rounds.jsonl"
         times.unlink(missing_ok=True)
-        environment = {ROUND_TIMES: str(times.resolve())}
+        environment = {**whole, ROUND_TIMES: str(times.resolve())}
         with Server(
             args.target, *arguments, log=log, threads=1, environment=environment
         ).wait() as server:

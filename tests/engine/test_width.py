@@ -149,6 +149,21 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
     assert next(iter(samples(random_server, WIDTH_NOW).values())) in (1, 2, 4, 7)
 
 
+def test_without_a_variable_the_width_follows_load(
+    servers, target_dir, drafter_dir, own_prompts, own_reference
+):
+    """No test can foresee its widths; the answers are target-only's, and both are tried."""
+    name = "width-default"
+    server = start(servers, name, target_dir, drafter_dir, **{WIDTH: ""})
+    try:
+        for _ in range(2):
+            assert ids(greedy_all(server, own_prompts, 8)) == own_reference
+        rounds = by_label(server, WIDTH_ROUNDS, "width")
+        assert rounds["1"] and rounds["7"]
+    finally:
+        servers.stop(name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_a_forced_width(

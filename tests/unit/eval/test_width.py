@@ -11,7 +11,7 @@ from aiohttp import web
 from eval import width_plan, width_study
 from eval.width_account import OTHER_WIDTHS, PARTS, account
 from eval.width_plan import expected_tokens, measured, plan, roofline, touched
-from eval.width_report import over, settled_after, table, write_report
+from eval.width_report import over, pooled, settled_after, table, write_report
 from sglang_hyperdflash.serving.round_times import Pass
 from sglang_hyperdflash.tools.ownership import claim
 from tests.conftest import EXAMPLE
@@ -39,7 +39,8 @@ def rows() -> list[dict]:
 
 def test_the_table_compares_with_the_better_of_both():
     lines = table(rows(), 0.0)
-    assert len(lines) == 4
+    assert lines[-3] == "- adaptive over the better: 0.983 (0.980 to 0.985)"
+    assert lines[-1].startswith("- target again over target: 1.006 (")
     ratios = ("0.99 (0.99 to 0.99)", "1: 25%, 7: 75%", "0.99 (0.99 to 0.99)", "1.01 (1.01 to 1.01)")
     assert lines[2] == f"| 1 | 80 | 140 | 138 | {' | '.join(ratios)} |"
     assert lines[3].startswith("| 64 | 1000 | 650 | 980 | 0.98 (0.98 to 0.98) |")
@@ -54,6 +55,13 @@ def test_a_ratio_is_of_passes_side_by_side():
     ]
     assert over(rows, 0.0, 4, "adaptive", "target") == "1.20 (1.05 to 1.24)"
     assert over(rows, 0.0, 4, "untrained drafter", "target") == "-"
+
+
+def test_pairs_of_all_loads_are_pooled_by_their_logarithms():
+    assert pooled([0.5, 2.0]).startswith("1.000 (")
+    assert pooled([0.9] * 8) == "0.900 (0.900 to 0.900)" and pooled([0.9]).startswith("0.900")
+    wide, narrow = pooled([0.8, 1.25] * 2), pooled([0.8, 1.25] * 50)
+    assert (wide, narrow) == ("1.000 (0.777 to 1.287)", "1.000 (0.957 to 1.045)")
 
 
 def test_the_report_holds_the_table_and_both_plots(tmp_path):

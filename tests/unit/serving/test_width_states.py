@@ -118,9 +118,10 @@ def test_an_attribute_that_sglang_lost_is_named():
 def test_ranks_of_different_widths_are_refused_on_every_rank():
     alike = read_setting(7, True, {"HYPERDFLASH_WIDTH": "adaptive"})
     check_ranks_agree(alike, lambda mine: [mine, mine])
-    for mine in (alike, read_setting(7, True, {})):
+    other = read_setting(7, True, {"HYPERDFLASH_WIDTH": "full"})
+    for mine in (alike, other):
         with pytest.raises(HyperDFlashConfigError, match=r"rank 1: full of \(7,\). Set them alike"):
-            check_ranks_agree(mine, lambda _: [alike, read_setting(7, True, {})])
+            check_ranks_agree(mine, lambda _: [alike, other])
 
 
 def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(monkeypatch):

@@ -149,12 +149,10 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
     assert next(iter(samples(random_server, WIDTH_NOW).values())) in (1, 2, 4, 7)
 
 
-def test_without_a_variable_the_width_follows_load(
-    servers, target_dir, drafter_dir, own_prompts, own_reference
-):
+def test_a_width_that_follows_load(servers, target_dir, drafter_dir, own_prompts, own_reference):
     """No test can foresee its widths; the answers are target-only's, and both are tried."""
-    name = "width-default"
-    server = start(servers, name, target_dir, drafter_dir, **{WIDTH: ""})
+    name = "width-adaptive-1-7"
+    server = start(servers, name, target_dir, drafter_dir, **{WIDTH: "adaptive"})
     try:
         for _ in range(2):
             assert ids(greedy_all(server, own_prompts, 8)) == own_reference
@@ -185,7 +183,8 @@ def test_a_forced_width(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant", ["retraction", "overlap off", "window", "two ranks", "adaptive"]
+    "variant",
+    ["retraction", "overlap off", "window", "two ranks", "adaptive", "two ranks that adapt"],
 )
 def test_other_ways_to_serve(
     servers, hyper_server, target_dir, drafter_dir, own_prompts, own_reference, tmp_path, variant
@@ -204,6 +203,7 @@ def test_other_ways_to_serve(
         arguments = ("--tp-size", "2")
     else:
         environment = {WIDTH: "adaptive", **EVERY}
+        arguments = ("--tp-size", "2") if variant.startswith("two") else ()
     name = f"width-{variant.replace(' ', '-')}"
     kinds = seeded_kinds()
     expected = tokens_of(hyper_server, own_prompts[:8], kinds, 4)

@@ -295,7 +295,8 @@ class WidthPolicy:
         Answers that end together share one pass; what their successors' prompts need is the same
         at every width and left out.
         """
-        return (1 - math.exp(-self.answers.ends(kept))) * self.costs.pass_alone
+        alone = self.costs.pass_alone
+        return (1 - math.exp(-self.answers.ends(kept))) * alone if alone else 0.0
 
     def _may_explore(self, cell: Cell) -> bool:
         """A few attempts: rounds beside a prefill are not timed."""

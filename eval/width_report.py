@@ -86,17 +86,16 @@ def table(rows: Sequence[Row], temperature: float) -> list[str]:
         f"{TARGET} | noise: {TARGET} again |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    bases = {level: _better(rows, temperature, level) for level in levels}
     for level in levels:
         found = {m: rate(rows, temperature, level, m) for m in COLOURS}
-        better = _better(rows, temperature, level)
         again = over(rows, temperature, level, AGAIN, TARGET)
         numbers = " | ".join(f"{found[m] or 0:.0f}" for m in (TARGET, FULL, ADAPTIVE))
         lines.append(
-            f"| {level} | {numbers} | {over(rows, temperature, level, ADAPTIVE, better)} | "
+            f"| {level} | {numbers} | {over(rows, temperature, level, ADAPTIVE, bases[level])} | "
             f"{_widths(rows, temperature, level, ADAPTIVE)} | "
             f"{over(rows, temperature, level, UNTRAINED, TARGET)} | {again} |"
         )
-    bases = {level: _better(rows, temperature, level) for level in levels}
     lines += ["", "All loads together, geometric mean of the pairs and its 95 % interval:", ""]
     for name, method, base in (
         ("adaptive over the better", ADAPTIVE, bases.get),

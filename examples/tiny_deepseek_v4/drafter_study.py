@@ -110,6 +110,11 @@ VARIANTS = {
     "acceptance no head": Variant("hyperdflash2", (), {"loss": "acceptance"}),
     "overlap": Variant("hyperdflash2", objective={"loss": "acceptance", "distance": "overlap"}),
     "argmax labels": Variant("hyperdflash2", objective={"loss": "acceptance", "labels": "argmax"}),
+    "selector": Variant("hyperdflash2", objective={"loss": "selector"}),
+    "product": Variant("hyperdflash2", (*HEAD, "--dependency-form", "product")),
+    "product selector": Variant(
+        "hyperdflash2", (*HEAD, "--dependency-form", "product"), {"loss": "selector"}
+    ),
     "no CE of candidates": Variant("hyperdflash2", objective={"candidates": 0.0}),
     "fast head": Variant("hyperdflash2", stage={"dependency_lr": 3.0}),
     "no gate of the head": Variant("hyperdflash2", stage={"dependency_gate": False}),

@@ -86,8 +86,8 @@ class WidthControl:
         self._new: dict[tuple[int, int], float] = {}
         # Start and tokens of the prefill that runs, where its time is its own.
         self._prefill: tuple[float, int] | None = None
-        # Requests of the last result that were not over before it.
-        self._lately: list[Any] = []
+        # The last result's requests that were not over before it, as given.
+        self._lately: Sequence[tuple[Any, int]] = ()
         # Discounted: tokens a request and round, and a round's seconds over width 1's.
         self._tokens = self._requests = self._ratio = self._timed = 0.0
 
@@ -151,8 +151,8 @@ class WidthControl:
         if self.policy is None or not (live or behind):
             return
         # An answer's first token is its prefill's.
-        lengths = [len(r.output_ids_through_stop) - 1 for r in self._lately if r.finished()]
-        self._lately = [req for req, _ in live]
+        lengths = [len(r.output_ids_through_stop) - 1 for r, _ in self._lately if r.finished()]
+        self._lately = live
         greedy: list[int] = []
         sampled: list[int] = []
         for req, accepted in live:

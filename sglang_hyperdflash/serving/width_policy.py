@@ -275,15 +275,11 @@ class WidthPolicy:
                 return
         kinds = zip(self.classes, (greedy, sampled), strict=True)
         present = [(kind.expected(), count) for kind, count in kinds if count]
-        kept = {
-            w: sum([count * self.answers.kept(tokens[w - 1]) for tokens, count in present])
-            for w in self.widths
-        }
-        self.rates = {
-            w: kept[w] / (s + self._prefill_share(kept[w]))
-            for w, s in seconds.items()
-            if s is not None
-        }
+        self.rates = {}
+        for w, s in seconds.items():
+            if s is not None:
+                kept = sum([count * self.answers.kept(tokens[w - 1]) for tokens, count in present])
+                self.rates[w] = kept / (s + self._prefill_share(kept))
         if not self.rates:
             return
         self.width = best_width(self.rates, self.width)

@@ -14,7 +14,6 @@ import torch
 
 from eval.identity import TIE_GAPS
 from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,
@@ -50,8 +49,6 @@ class Servers:
         self.running: dict[str, Server] = {}
 
     def get(self, name: str, model: Path, *arguments: str, **options) -> Server:
-        # An adaptive server's rounds are of widths that no test can foresee.
-        options["environment"] = {WIDTH: FULL} | options.get("environment", {})
         if name not in self.running:
             # Two workers each have servers of the same names.
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")

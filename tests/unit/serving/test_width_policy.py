@@ -341,5 +341,4 @@ def test_a_round_costs_the_host_less_than_50_microseconds(tmp_path, monkeypatch)
         times.append((time.process_time() - started) / 200)
     assert control.measured_gain() and list(tmp_path.iterdir())
     print(f"{1e6 * statistics.median(times):.1f} microseconds a round")
-    # What else runs on the machine adds to a repeat and never takes away.
-    assert min(times) < 50e-6, times
+    assert statistics.median(times) < 50e-6, times

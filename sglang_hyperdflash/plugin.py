@@ -15,6 +15,7 @@ from sglang_hyperdflash.serving import (
     round_times,
     sampling_seams,
     v4_startup,
+    weight_updates,
 )
 
 # Everything that we hook in SGLang, by what it is for.
@@ -27,6 +28,7 @@ SERVING_SEAMS: tuple[Seam, ...] = (
     *counters.SEAMS,
     *capture_rows.SEAMS,
     *round_times.SEAMS,
+    *weight_updates.SEAMS,
 )
 CPU_SEAMS: tuple[Seam, ...] = (
     *cpu_dflash_seams.SEAMS,

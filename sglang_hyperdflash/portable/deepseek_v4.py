@@ -40,6 +40,7 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config)
         self.captured_layers: tuple[int, ...] = ()
+        self.loaded = False
         window = config.sliding_window
         self.attention = nn.ModuleList(
             RadixAttention(
@@ -99,10 +100,15 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load either naming scheme; every tensor must be there, once, finite and in shape."""
+        """Load either naming scheme, every tensor finite and in shape; all of them the first time.
+
+        A trainer that updates a running server sends a checkpoint in parts.
+        """
         own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
         sharded = shard_rows(weights, own, total=self.config.vocab_size)
-        load_core(self.model, sharded, beside=self._own_vocabulary(), skip=("mtp.",))
+        beside = self._own_vocabulary()
+        load_core(self.model, sharded, beside=beside, skip=("mtp.",), whole=not self.loaded)
+        self.loaded = True
 
     def _own_vocabulary(self) -> dict[str, torch.Tensor]:
         """This rank's rows of embedding and LM head, under their checkpoint names."""

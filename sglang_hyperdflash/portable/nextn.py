@@ -29,6 +29,7 @@ class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config)
+        self.loaded = False
         self.attention = RadixAttention(
             num_heads=config.num_attention_heads,
             head_dim=config.head_dim,
@@ -68,8 +69,9 @@ class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load every ``mtp.0.*`` tensor, once, finite and in shape; others are the target's."""
-        load_core(self.model, nextn_tensors(weights))
+        """Load ``mtp.0.*``, finite and in shape, all of it the first time; the rest is ignored."""
+        load_core(self.model, nextn_tensors(weights), whole=not self.loaded)
+        self.loaded = True
 
 
 EntryClass = PortableDeepSeekV4ForCausalLMNextN

@@ -11,6 +11,7 @@ from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensor
 from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.draft.dependency import build_dependency
 from sglang_hyperdflash.draft.reducer import build_reducer
+from sglang_hyperdflash.serving.weight_updates import DRAFTER_STAYS, REFUSAL
 
 
 class HyperDFlashDraftModel(DFlashDraftModel):
@@ -50,6 +51,7 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         """Load exactly the tensors the config describes; anything else is an error."""
         expected = expected_tensors(self.raw_config, self.hyperdflash_config)
         super().load_weights(checked_tensors(weights, expected))
+        setattr(self, REFUSAL, DRAFTER_STAYS)
 
 
 EntryClass = HyperDFlashDraftModel

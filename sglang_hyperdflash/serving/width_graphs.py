@@ -8,13 +8,16 @@ theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.draft_worker_common import make_draft_sampler_capture_hook
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
@@ -45,6 +48,23 @@ def state_of(runner: Any) -> RunnerState:
 def captured(runner: Any) -> bool:
     """Whether the runner replays decode graphs; without any, SGLang sets None or the eager one."""
     return runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+
+
+def on_recapture(runner: Any, again: Callable[[Callable[[], None]], None]) -> None:
+    """Have ``again`` called, with SGLang's own, where an update of weights captures graphs anew.
+
+    Seam: ``WeightUpdater.recapture_cuda_graph``, of ``/update_weights_from_disk`` with
+    ``recapture_cuda_graph``.
+
+    Raises:
+        SeamError: the runner has no such updater.
+    """
+    try:
+        updater = runner.weight_updater
+        ours = partial(again, updater.recapture_cuda_graph)
+        runner.weight_updater = replace(updater, recapture_cuda_graph=ours)
+    except (AttributeError, TypeError) as error:
+        raise SeamError(f"SGLang seam ModelRunner.weight_updater changed: {error}") from error
 
 
 def _settings(width: int) -> AbstractContextManager:
@@ -107,6 +127,22 @@ def _room_for_graph(worker: Any, runner: Any, what: str) -> bool:
             free,
         )
     return free >= LEAST_FREE
+
+
+def capture_draft(worker: Any) -> None:
+    """Capture the drafter's whole block once more, if it has a graph; its sampler's hook stays.
+
+    Seam: ``ModelRunner.init_decode_cuda_graph``, in the contexts of
+    ``DFlashWorkerV2.init_cuda_graphs``.
+    """
+    runner = worker.draft_model_runner
+    if captured(runner):
+        with (
+            worker._own_context(),
+            draft_pp_context(),
+            draft_tp_context(worker.draft_parallel_layout),
+        ):
+            runner.init_decode_cuda_graph()
 
 
 def draft_state(worker: Any, width: int) -> RunnerState:

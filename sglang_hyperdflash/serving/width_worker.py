@@ -96,8 +96,8 @@ class WidthStates:
         missing = [name for name in (*SIZED, *BUFFERS) if name not in vars(worker)]
         if missing:
             raise SeamError(f"SGLang seam DFlashWorkerV2 lost {', '.join(missing)}")
-        self.worker = worker
-        self.graphed = {*widths, int(worker.block_size)}
+        self.worker, self.full = worker, int(worker.block_size)
+        self.graphed = {*widths, self.full}
         self.states: dict[int, dict[str, Any]] = {}
         self.runners: dict[int, list[tuple[Any, width_graphs.RunnerState]]] = {}
         for width in self.graphed | {*eager}:
@@ -113,25 +113,28 @@ class WidthStates:
             }
 
     def activate(self, width: int) -> None:
-        """Make the worker one of this width; buffers that grew stay with the width they had."""
+        """Make the worker one of this width; what changed since stays with the width it had."""
         values = vars(self.worker)
-        if values["block_size"] == width:
+        current = values["block_size"]
+        if current == width:
             return
-        left = self.states[values["block_size"]]
+        left = self.states[current]
         for name in left:
             left[name] = values[name]
         values.update(self.states[width])
+        # A prefill node that becomes a decode node captures its first graphs while it serves.
+        for runner, state in self.runners.get(current, ()):
+            state.update({name: vars(runner)[name] for name in state})
         for runner, state in self.runners.get(width, ()):
             vars(runner).update(state)
 
     def build_runners(self) -> None:
         """Backends and graphs of every width; the worker is at its full one, with its own."""
-        worker, full = self.worker, int(self.worker.block_size)
+        worker = self.worker
         target, draft = worker.target_worker.model_runner, worker.draft_model_runner
-        self.runners[full] = [(runner, width_graphs.state_of(runner)) for runner in (target, draft)]
-        for width in sorted(self.states, reverse=True):
-            if width == full:
-                continue
+        own = [(runner, width_graphs.state_of(runner)) for runner in (target, draft)]
+        self.runners = {self.full: own}
+        for width in sorted({*self.states} - {self.full}, reverse=True):
             self.activate(width)
             capture = width in self.graphed
             built = [(target, width_graphs.target_state(worker, width, capture))]
@@ -139,8 +142,20 @@ class WidthStates:
                 if width_graphs.captured(draft):
                     worker._draft_sampler = worker._maybe_build_draft_sampler()
                 built.append((draft, width_graphs.draft_state(worker, width)))
-            self.activate(full)
+            self.activate(self.full)
             self.runners[width] = built
+
+    def capture_again(self, theirs: Callable[[], None]) -> None:
+        """All graphs anew, for other weights: the target's block by SGLang's ``theirs``.
+
+        SGLang captures with the backend that the runner has, at the block's rows. The drafter's
+        graphs hold the target's embeddings and head.
+        """
+        self.activate(self.full)
+        self.runners = {}  # the memory is for the new graphs
+        theirs()
+        width_graphs.capture_draft(self.worker)
+        self.build_runners()
 
 
 class WidthWorker(OneRowWorker):
@@ -201,6 +216,7 @@ class WidthWorker(OneRowWorker):
         """Seam: the last step of a start; every other width is built behind the block's."""
         super().init_cuda_graphs()
         self._states.build_runners()
+        width_graphs.on_recapture(self.target_worker.model_runner, self._states.capture_again)
 
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""

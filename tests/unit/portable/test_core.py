@@ -178,3 +178,16 @@ def test_damaged_target_checkpoints_are_refused(damage, message):
     damage(weights)
     with pytest.raises(HyperDFlashConfigError, match=message):
         load_core(core, weights.items())
+
+
+def test_an_update_may_come_in_parts_and_is_checked_all_the_same():
+    core = DeepseekV4Core(config_with())
+    before = named(core)
+    norm = torch.full_like(before["norm"], 3.0)
+    load_core(core, [("norm", norm)], whole=False)
+    after = named(core)
+    assert torch.equal(after.pop("norm"), norm) and not torch.equal(before.pop("norm"), norm)
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name])
+    with pytest.raises(HyperDFlashConfigError, match="unexpected tensor extra"):
+        load_core(core, [("extra", norm)], whole=False)

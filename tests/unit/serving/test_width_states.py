@@ -11,6 +11,8 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
@@ -157,6 +159,91 @@ def test_every_width_gets_a_target_backend_and_drafting_ones_a_draft_backend(mon
     assert target.attn_backend == "target 1" and worker._draft_sampler is None
     states.activate(7)
     assert (target.attn_backend, draft.attn_backend) == ("target 7", "draft 7")
+
+
+def test_graphs_of_new_weights_are_captured_at_their_own_widths(monkeypatch):
+    """SGLang captures with the backend that the runner has: a narrow one's, in a narrow round."""
+    captures = []
+
+    def state(kind: str):
+        def build(worker, width, capture=True):
+            # A width is built from the block's runner, as at the start.
+            runner = worker.target_worker.model_runner
+            captures.append((kind, width, runner.decode_cuda_graph_runner))
+            graphs = f"{kind} graphs {width}, {weights[0]}" if capture else "eager"
+            return {"attn_backend": f"{kind} {width}", "decode_cuda_graph_runner": graphs}
+
+        return build
+
+    def sglang(runner, name):
+        def capture():
+            captures.append((name, runner.attn_backend, worker.block_size))
+            runner.decode_cuda_graph_runner = f"{name} graphs 7, {weights[0]}"
+
+        return capture
+
+    monkeypatch.setattr(width_graphs, "target_state", state("target"))
+    monkeypatch.setattr(width_graphs, "draft_state", state("draft"))
+    monkeypatch.setattr(width_graphs, "draft_pp_context", nullcontext)
+    monkeypatch.setattr(width_graphs, "draft_tp_context", lambda layout: nullcontext())
+    worker, weights = Worker(), ["old"]
+    worker.draft_parallel_layout, worker._own_context = None, nullcontext
+    target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+    draft.init_decode_cuda_graph = sglang(draft, "draft")
+    target.weight_updater = WeightUpdater(
+        recapture_cuda_graph=sglang(target, "target"),
+        **dict.fromkeys(
+            ("tp_rank", "device", "gpu_id", "model_config", "custom_weight_loaders", "get_model")
+        ),
+        update_model_fields=None,
+        get_model_runner=None,
+    )
+    states = WidthStates(worker, (2, 7), eager=(1,))
+    states.build_runners()
+    width_graphs.on_recapture(target, states.capture_again)
+    states.activate(2)
+    weights[0] = "new"
+    captures.clear()
+    target.weight_updater.recapture_cuda_graph()
+    graphs = "target graphs 7, new"
+    assert captures == [
+        ("target", "target 7", 7),
+        ("draft", "draft 7", 7),
+        ("target", 2, graphs),
+        ("draft", 2, graphs),
+        ("target", 1, graphs),
+    ]
+    for width in (2, 7):
+        states.activate(width)
+        assert (target.attn_backend, draft.attn_backend) == (f"target {width}", f"draft {width}")
+        assert target.decode_cuda_graph_runner == f"target graphs {width}, new"
+        assert draft.decode_cuda_graph_runner == f"draft graphs {width}, new"
+    states.activate(1)
+    assert target.decode_cuda_graph_runner == "eager"
+
+
+def test_graphs_that_sglang_captures_later_are_kept():
+    """A prefill node that becomes a decode node has its first graphs then."""
+    worker = Worker()
+    states = WidthStates(worker, (7,), eager=(1,))
+    target = worker.target_worker.model_runner
+    states.runners = {7: [(target, width_graphs.state_of(target))]}
+    states.runners[1] = [(target, {"attn_backend": "1", "decode_cuda_graph_runner": "eager"})]
+    target.decode_cuda_graph_runner = "captured later"
+    states.activate(1)
+    assert target.decode_cuda_graph_runner == "eager"
+    states.activate(7)
+    assert target.decode_cuda_graph_runner == "captured later"
+
+
+def test_an_update_of_weights_still_calls_what_is_replaced():
+    source = inspect.getsource(WeightUpdater.update_weights_from_disk)
+    assert "self.recapture_cuda_graph()" in source
+    assert "recapture_cuda_graph=self.recapture_decode_cuda_graph" in inspect.getsource(
+        ModelRunner.init_weight_updater
+    )
+    with pytest.raises(SeamError, match="weight_updater changed"):
+        width_graphs.on_recapture(SimpleNamespace(weight_updater=None), print)
 
 
 def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):

@@ -1,0 +1,42 @@
+"""New weights for a running server (``/update_weights_from_disk`` and its kin) are the target's.
+
+SGLang hands them to the drafts, too, where nobody chose: a drafter with a checkpoint of its own
+refuses them, and SGLang's way back, which reads the same files again, ends the server. What the
+drafter shares with the target, embeddings and head, is the target's own memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_hyperdflash import ALGORITHM, is_ours
+from sglang_hyperdflash.seams import Seam
+
+# Seam: ``_unsupported_derived_weight_cache_error`` reads it of a model, and answers with it.
+REFUSAL = "_derived_weight_cache_error"
+DRAFTER_STAYS = (
+    f"A {ALGORITHM} drafter takes no new weights while it serves: kernels keep what was worked out "
+    "from the old ones. Start the server again with the new drafter; the target's weights alone "
+    "can be updated (selector target or all)."
+)
+
+
+def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]:
+    """The target's runner where a client named none; a client that names the draft is refused."""
+    runners = original(self, selector)
+    if selector == "all" and is_ours(self.tp_worker.model_runner.spec_algorithm):
+        return [(role, runner) for role, runner in runners if role == "target"]
+    return runners
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.managers.scheduler_components.weight_updater"
+        ":SchedulerWeightUpdaterManager._select_runners",
+        "around",
+        target_alone,
+        ("self", "selector"),
+        "778803c5ed26",
+        "a drafter would be given the target's new weights",
+    ),
+)

@@ -129,6 +129,7 @@ def validate_server_args(server_args) -> None:
     _check_source(config)
     _check_block_size(server_args, config)
     _check_window(server_args, config)
+    _check_memory_saver(server_args)
     read_setting(config.block_size, causal=True)  # the widths' variables, before any load
     target = _hub_config(
         server_args.model_path,
@@ -295,6 +296,19 @@ def _check_window(server_args, config: HyperDFlashConfig) -> None:
             f"{ALGORITHM} does not support prefill/decode disaggregation with a windowed drafter: "
             "its K/V are not at the target's slots, which are what is sent. Use a drafter without "
             "a window."
+        )
+
+
+def _check_memory_saver(server_args) -> None:
+    """Refuse to lose the drafter's weights with the memory that ``--enable-memory-saver`` frees."""
+    kept = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
+    if getattr(server_args, "enable_memory_saver", False) and not any(
+        getattr(server_args, name, False) for name in kept
+    ):
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support enable_memory_saver=True alone: a trainer sends the "
+            "target's weights again, and the drafter's would be lost without an error. Add "
+            "--enable-draft-weights-cpu-backup."
         )
 
 

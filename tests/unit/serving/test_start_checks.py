@@ -53,6 +53,14 @@ def test_a_window_is_refused_where_pools_are_resized_after_capture(arguments, mo
     checks._check_window(arguments, replace(config, window=64))
 
 
+def test_released_memory_must_not_hold_the_only_copy_of_the_drafter(arguments):
+    arguments.enable_memory_saver = True
+    with pytest.raises(HyperDFlashConfigError, match="Add --enable-draft-weights-cpu-backup"):
+        checks.validate_server_args(arguments)
+    arguments.enable_draft_weights_cpu_backup = True
+    checks.validate_server_args(arguments)
+
+
 def test_a_width_beyond_the_block_is_refused_before_the_target_loads(arguments, monkeypatch):
     monkeypatch.setenv("HYPERDFLASH_WIDTH", "8")
     with pytest.raises(HyperDFlashConfigError, match="from 1 to the drafter's block size 7"):
@@ -125,7 +133,8 @@ def test_every_refused_flag_is_a_real_sglang_field():
     from sglang.srt.arg_groups.overrides import field_names
     from sglang.srt.server_args import ServerArgs
 
-    assert {name for name, *_ in checks.UNSUPPORTED} <= set(field_names(ServerArgs))
+    saved = {"enable_memory_saver", "enable_weights_cpu_backup", "enable_draft_weights_cpu_backup"}
+    assert {name for name, *_ in checks.UNSUPPORTED} | saved <= set(field_names(ServerArgs))
 
 
 def test_pickled_weights_are_refused(arguments, drafter_dir, tmp_path):

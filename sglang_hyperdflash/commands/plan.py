@@ -70,8 +70,9 @@ class Budget:
     ``draft_bytes_per_token``; and those of the speculation, ``spec_bytes_per_token``: a V4 target
     keeps longer rings of compression states and of its window when several tokens are verified at
     once, whatever drafts them. requests: at most so many at a time.
-    Of HYPERDFLASH beside the K/V memory: draft_graph_bytes, by the draft's attention backend, and
-    beside_bytes, by what they are for.
+    Of HYPERDFLASH beside the K/V memory: draft_graph_bytes, by the draft's attention backend,
+    beside_bytes, by what they are for; widths: each has graphs of the target, of captured batch
+    sizes.
     """
 
     method: str
@@ -82,6 +83,8 @@ class Budget:
     requests: int | None = None
     draft_graph_bytes: dict[str, int] = field(default_factory=dict)
     beside_bytes: dict[str, int] = field(default_factory=dict)
+    widths: tuple[int, ...] = ()
+    captured: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,9 +210,9 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
         requests = get_schedule().max_running_requests
-        ours = _beside_kv(arguments, int(requests)) if method == ALGORITHM else ({}, {})
+        ours = _beside_kv(arguments, int(requests)) if method == ALGORITHM else {}
     tokens = int(sizes.max_total_num_tokens)
-    return Budget(method, full, tokens, full - plain, 0.0, requests, *ours)
+    return Budget(method, full, tokens, full - plain, 0.0, requests, **ours)
 
 
 def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
@@ -223,12 +226,8 @@ def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
     ]
 
 
-def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of ours beside the K/V, were every running request in one captured batch.
-
-    Returns:
-        Those of draft attention by its backend, and all others.
-    """
+def _beside_kv(arguments, requests: int) -> dict[str, Any]:
+    """The fields of a :class:`Budget` beside the K/V, were all requests in one captured batch."""
     from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
@@ -242,7 +241,9 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
     model, _, aux = _models(arguments)
     draft, block = aux.draft_model_config, int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
-    widths = read_setting(block, drafter.causal).built(block)
+    # Ranks that run batches of their own are all at the block's.
+    alone = resolved["enable_dp_attention"]
+    widths = (block,) if alone else read_setting(block, drafter.causal).built(block)
     batches = Batches(
         requests,
         captured,
@@ -251,7 +252,7 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         model.vocab_size,
         drafter.candidates,
         drafter.dependency.rank if drafter.dependency else 0,
-        1 if resolved["enable_dp_attention"] else int(resolved["tp_size"]),
+        1 if alone else int(resolved["tp_size"]),
     )
     graphs = DraftGraphs(
         requests=requests,
@@ -267,7 +268,12 @@ def _beside_kv(arguments, requests: int) -> tuple[dict[str, int], dict[str, int]
         # DeepSeek-V4's own attention has none.
         workspace=int(envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()),
     )
-    return graph_bytes(graphs), beside_kv(batches)
+    return {
+        "draft_graph_bytes": graph_bytes(graphs),
+        "beside_bytes": beside_kv(batches),
+        "widths": widths,
+        "captured": len(captured),
+    }
 
 
 def _is_v4(target: str) -> bool:
@@ -367,6 +373,10 @@ def _beside_lines(b: Budget, node: Node) -> list[str]:
     lines = [f"Beside weights and K/V {b.method} takes, GiB at most; SGLang leaves {left:.1f}:"]
     lines += [f"{size / GIB:>10.2f}  {name}" for name, size in parts.items()]
     lines.append(f"{sum(parts.values()) / GIB:>10.2f}  together")
+    widths = " and ".join(map(str, b.widths))
+    lines.append(
+        f"Not counted: the target's own graphs of {b.captured} batch sizes, at width {widths}."
+    )
     return lines
 
 

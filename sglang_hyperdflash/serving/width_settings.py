@@ -41,7 +41,7 @@ class WidthSetting:
 def read_setting(
     block: int, causal: bool, environment: Mapping[str, str] = os.environ
 ) -> WidthSetting:
-    """The setting of a drafter of ``block`` rows: whole blocks unless a variable says otherwise.
+    """The setting of a drafter of ``block`` rows: adaptive unless a variable says otherwise.
 
     Args:
         causal: whether a draft depends on nothing behind it in its block. Only then is a narrow
@@ -50,12 +50,12 @@ def read_setting(
     Raises:
         HyperDFlashConfigError: a variable is not of its form.
     """
-    text = environment.get(WIDTHS, "").strip()
-    named = environment.get(WIDTH, "").strip() or (ADAPTIVE if text else FULL)
+    named = environment.get(WIDTH, "").strip() or ADAPTIVE
     if named == FULL:
         return WidthSetting(FULL, (block,))
     if named not in (ADAPTIVE, RANDOM):
         return WidthSetting(FULL, (_width(WIDTH, named, block, "adaptive, full or "),))
+    text = environment.get(WIDTHS, "").strip()
     if not text:
         narrow = NARROW if causal else NARROW[:1]
         return WidthSetting(named, (*(w for w in narrow if w < block), block))

@@ -14,6 +14,7 @@ import torch
 
 from eval.identity import TIE_GAPS
 from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,
@@ -49,6 +50,9 @@ class Servers:
         self.running: dict[str, Server] = {}
 
     def get(self, name: str, model: Path, *arguments: str, **options) -> Server:
+        # Widths that follow load are of no test's foreseeing; a run may ask for them all the same.
+        whole = {WIDTH: os.environ.get(WIDTH, FULL)}
+        options["environment"] = whole | options.get("environment", {})
         if name not in self.running:
             # Two workers each have servers of the same names.
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")

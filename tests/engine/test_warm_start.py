@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy_all, ids, install_plugin
 from tests.warm_start import client
@@ -57,7 +58,7 @@ class Started:
     def __init__(self, start, target_dir: Path, drafter_dir: Path, folder: Path) -> None:
         told = folder / "told"
         told.mkdir()
-        environment = install_plugin(folder, "teller", TELLER) | {"TOLD": str(told)}
+        environment = install_plugin(folder, "teller", TELLER) | {"TOLD": str(told), WIDTH: FULL}
         arguments = (*FP32, "--enable-metrics", *hyperdflash_arguments(drafter_dir))
         self.log, self.folder = folder / "server.log", told
         self.server = Server(

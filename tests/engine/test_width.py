@@ -149,10 +149,12 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
     assert next(iter(samples(random_server, WIDTH_NOW).values())) in (1, 2, 4, 7)
 
 
-def test_a_width_that_follows_load(servers, target_dir, drafter_dir, own_prompts, own_reference):
+def test_without_a_variable_the_width_follows_load(
+    servers, target_dir, drafter_dir, own_prompts, own_reference
+):
     """No test can foresee its widths; the answers are target-only's, and both are tried."""
-    name = "width-adaptive-1-7"
-    server = start(servers, name, target_dir, drafter_dir, **{WIDTH: "adaptive"})
+    name = "width-default"
+    server = start(servers, name, target_dir, drafter_dir, **{WIDTH: ""})
     try:
         for _ in range(2):
             assert ids(greedy_all(server, own_prompts, 8)) == own_reference

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import BF16_TIE, HOT, first_difference_gaps, greedy_all, ids
 from tests.engine.test_dependency import RANK, with_head
-from tests.gpu.readings import fell_back
+from tests.engine.test_weight_updates import update
+from tests.gpu.readings import fell_back, rounds_by_width
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +55,36 @@ def test_greedy_differs_only_at_ties(
     log = server.log.read_text(errors="replace")
     assert not fell_back(log), "a fused path fell back"
     assert "reducer=hc_gate kernels=triton fused_kv=True" in log
+
+
+@pytest.mark.parametrize("mode", ["random", "adaptive"])
+def test_graphs_of_every_width_survive_new_weights(
+    servers, target_dir, drafter_dir, own_prompts, expected, mode
+):
+    """The same weights again, and all graphs captured anew in the middle of narrow rounds."""
+    server = servers.get(
+        f"gpu-weights-{mode}",
+        target_dir,
+        *ARGUMENTS,
+        *hyperdflash_arguments(drafter_dir),
+        environment={WIDTH: mode, WIDTHS: "1,2,4,7"},
+        threads=None,
+    )
+    answers = [greedy_all(server, own_prompts, 4)]
+    for _ in range(2):
+        reply = update(server, target_dir)
+        assert reply.status_code == 200, reply.text
+        answers.append(greedy_all(server, own_prompts, 4))
+    log = server.log.read_text(errors="replace")
+    servers.stop(f"gpu-weights-{mode}")
+    widths = rounds_by_width([answer for part in answers for answer in part])
+    assert set(widths) == {1, 2, 4, 7} if mode == "random" else len(widths) > 1, widths
+    assert "without a CUDA graph" not in log and not fell_back(log)
+    for part in answers:
+        gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(part))
+        assert all(gap < BF16_TIE for gap in gaps), gaps
+        drafts = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in part)
+        assert drafts > len(part)
 
 
 @pytest.mark.parametrize("options", [(), ("--causal",)], ids=["whole block", "causal"])

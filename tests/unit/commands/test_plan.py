@@ -35,7 +35,7 @@ def test_the_report_compares_with_no_speculation_and_explains_every_byte():
         Unavailable("DSPARK", "not here"),
         Budget(
             "HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, 48,
-            {"fa3": 2**22, "triton": 2**31}, {"residual": 2**30},
+            {"fa3": 2**22, "triton": 2**31}, {"residual": 2**30}, (1, 7), 51,
         ),
     ]  # fmt: skip
     text = report(budgets, NODE)
@@ -43,7 +43,8 @@ def test_the_report_compares_with_no_speculation_and_explains_every_byte():
     assert "DSPARK        not here" in text
     beside = text[text.index("Beside") :].splitlines()
     assert beside[0].endswith("HYPERDFLASH takes, GiB at most; SGLang leaves 15.0:")
-    assert [line.split()[0] for line in beside[1:]] == ["1.00", "2.00", "3.00"]
+    assert [line.split()[0] for line in beside[1:-1]] == ["1.00", "2.00", "3.00"]
+    assert beside[-1].endswith("the target's own graphs of 51 batch sizes, at width 1 and 7.")
     assert "draft attention at most (fa3 0.00, triton 2.00)" in beside[2]
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
     assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]
@@ -129,6 +130,13 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     for name in ("draft_graph_bytes", "beside_bytes"):
         assert not rows[0][name] and not rows[2][name]
     assert rows[0]["tokens"] > rows[3]["tokens"] > 0
+    # What the drafter's block allows by default; each has graphs of the target, of 51 batch sizes.
+    assert (rows[1]["widths"], rows[1]["captured"]) == ([1, 7], 51)
+
+
+def test_ranks_with_batches_of_their_own_have_graphs_of_whole_blocks_alone(tmp_path):
+    rows = planned(tmp_path, FLASH | DSPARK, "--tp", "2", "--dp-attention")
+    assert rows[1]["widths"] == [7]
 
 
 def test_a_rival_that_does_not_start_is_listed_with_the_reason(tmp_path):
@@ -143,11 +151,11 @@ def run_plan(target: Path, draft: Path, *options: str) -> subprocess.CompletedPr
     return run_command(*command, *options, timeout=500)
 
 
-def planned(folder: Path, shape: dict) -> list[dict]:
+def planned(folder: Path, shape: dict, *options: str) -> list[dict]:
     """What ``hyperdflash plan --json`` prints of a target and a drafter for V4-Flash."""
     target = target_folder(folder / "target", shape)
     draft = draft_folder(folder / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
-    ended = run_plan(target, draft, "--json")
+    ended = run_plan(target, draft, "--json", *options)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout[ended.stdout.index("[\n") :])
 

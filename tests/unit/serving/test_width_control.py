@@ -23,14 +23,15 @@ def greedy_request() -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("environment", "causal", "mode", "widths"),
     [
-        ({}, True, "full", (7,)),
+        ({}, True, "adaptive", (1, 2, 4, 7)),
+        ({}, False, "adaptive", (1, 7)),
         ({WIDTH: "adaptive"}, True, "adaptive", (1, 2, 4, 7)),
         ({WIDTH: "adaptive"}, False, "adaptive", (1, 7)),
         ({WIDTH: "full"}, True, "full", (7,)),
         ({WIDTH: "4"}, False, "full", (4,)),
         ({WIDTH: "random"}, True, "random", (1, 2, 4, 7)),
         ({WIDTHS: "4, 1"}, False, "adaptive", (1, 4)),
-        ({WIDTH: "", WIDTHS: ""}, False, "full", (7,)),
+        ({WIDTH: "", WIDTHS: ""}, False, "adaptive", (1, 7)),
     ],
 )
 def test_the_environment_names_the_widths(environment, causal, mode, widths):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import numpy as np
 
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import provenance
@@ -25,6 +28,7 @@ AXES = {
         OURS,
         (
             *(OURS, PAPERS, "acceptance", "acceptance no head", "overlap", "argmax labels"),
+            *("selector", "product", "product selector"),
             *("no CE of candidates", "fast head", "no gate of the head", "D-PACE", "causal"),
             *("random widths", "late layers"),
             *("rank 64", "K = 16", "K = 256", "block 5", "block 9"),
@@ -32,6 +36,8 @@ AXES = {
     ),
 }
 NAMES = {"dflash": "dflash 1 3 5, SGLang's choice"}
+# Resamples of an interval.
+DRAWS = 1000
 Runs = dict[str, dict[int, dict[str, Any]]]
 
 
@@ -40,20 +46,43 @@ def tau(run: dict[str, Any], temperature: str) -> float:
     return mean(kind["tau"] for kind in run["served"][temperature].values())
 
 
-def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str) -> str:
-    """tau over the baseline's with the same seeds: mean and range."""
-    found = [
-        tau(ours[s], temperature) / tau(theirs[s], temperature)
-        for s in sorted(set(ours) & set(theirs))
+def of_all_rounds(run: dict[str, Any], temperature: str) -> float:
+    """tau over all rounds: a kind of text weighs by how many it took."""
+    rounds, drafts = np.sum([c.sum(0) for c in counts_of([run], temperature)], 0)
+    return 1 + drafts / rounds
+
+
+def counts_of(runs: Sequence[dict[str, Any]], temperature: str) -> list[np.ndarray]:
+    """By kind of text, rounds and accepted drafts of each prompt, all seeds: ``[prompts, 2]``."""
+    kinds = runs[0]["served"][temperature]
+    return [
+        np.sum([run["served"][temperature][kind]["prompts"] for run in runs], 0) for kind in kinds
     ]
-    if not found:
+
+
+def drawn(counts: Sequence[np.ndarray], pooled: bool) -> np.ndarray:
+    """tau of prompts drawn with replacement inside each kind, alike for every drafter."""
+    random = np.random.default_rng(0)
+    sums = [c[random.integers(len(c), size=(DRAWS, len(c)))].sum(1) for c in counts]
+    if pooled:
+        rounds, drafts = np.sum(sums, 0).T
+        return 1 + drafts / rounds
+    return np.mean([1 + each[:, 1] / each[:, 0] for each in sums], 0)
+
+
+def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str, pooled: bool) -> str:
+    """tau over the baseline's with the same seeds: their mean, and its interval over prompts."""
+    seeds = sorted(set(ours) & set(theirs))
+    if not seeds:
         return "no common seed"
-    if len(found) == 1:
-        return f"{found[0]:.2f}x"
-    return f"{mean(found):.2f}x ({min(found):.2f} to {max(found):.2f})"
+    measure = of_all_rounds if pooled else tau
+    found = mean(measure(ours[s], temperature) / measure(theirs[s], temperature) for s in seeds)
+    both = [drawn(counts_of([x[s] for s in seeds], temperature), pooled) for x in (ours, theirs)]
+    low, high = np.percentile(both[0] / both[1], (2.5, 97.5))
+    return f"{found:.2f}x ({low:.2f} to {high:.2f})"
 
 
-def table(title: str, runs: Runs, temperatures: list[str]) -> list[str]:
+def table(title: str, runs: Runs, temperatures: list[str], pooled: bool) -> list[str]:
     """One axis: tau of every variant that was served, and its ratio to the axis' baseline.
 
     Nothing of an axis of which no two were served.
@@ -62,17 +91,19 @@ def table(title: str, runs: Runs, temperatures: list[str]) -> list[str]:
     names = tuple(name for name in names if runs.get(name))
     if len(names) < 2:
         return []
+    measure = of_all_rounds if pooled else tau
     titles = [f"tau T {t}" for t in temperatures]
     titles += [f"over {baseline}, T {t}" for t in temperatures]
-    lines = [f"## {title}", "", f"| variant | seeds | {' | '.join(titles)} |"]
+    lines = [f"## {title}{', over all rounds' if pooled else ''}", ""]
+    lines.append(f"| variant | seeds | {' | '.join(titles)} |")
     lines.append("|---" * (len(titles) + 2) + "|")
     for name in names:
         seeds = runs[name]
-        cells = [f"{mean(tau(run, t) for run in seeds.values()):.2f}" for t in temperatures]
+        cells = [f"{mean(measure(run, t) for run in seeds.values()):.2f}" for t in temperatures]
         if name == baseline:
             cells += ["1"] * len(temperatures)
         else:
-            cells += [ratio(seeds, runs.get(baseline, {}), t) for t in temperatures]
+            cells += [ratio(seeds, runs.get(baseline, {}), t, pooled) for t in temperatures]
         lines.append(f"| {NAMES.get(name, name)} | {len(seeds)} | {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -115,6 +146,7 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
     )
     plot(runs, temperatures[0], out / "tau.svg")
     steps = sorted({run["trained"]["step"] for run in every})
+    kinds = len(every[0]["served"][temperatures[0]])
     same, of = (sum(run[key] for run in every) for key in ("identical", "answers"))
     text = ", ".join(
         f"T {t}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in kinds.items())
@@ -124,8 +156,9 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
         "# Drafters that differ in one choice, served",
         "",
         f"{len(every)} drafters, {', '.join(map(str, steps))} steps each on the same samples; tau "
-        "through a real server, the mean over the kinds of text. "
-        f"{same} of {of} greedy answers were token for token target-only's.",
+        f"through a real server, {kinds} kinds of text. The first table of each question weighs "
+        "the kinds alike, the second by their rounds; a ratio is the mean over seeds, with a 95 % "
+        f"interval over prompts. {same} of {of} greedy answers were token for token target-only's.",
         "",
         f"Mean surprise of target-only's tokens, nats: {text}.",
         "",
@@ -133,5 +166,6 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
         "",
     ]
     for title in AXES:
-        lines += table(title, runs, temperatures)
+        for pooled in (False, True):
+            lines += table(title, runs, temperatures, pooled)
     write_text(out / "report.md", "\n".join(lines))

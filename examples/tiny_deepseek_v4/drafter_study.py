@@ -262,9 +262,11 @@ def nats(answers: list[dict]) -> float:
 
 
 def tau_of(answers: list[dict]) -> dict[str, Any]:
-    """tau, and the rounds by how many drafts each accepted."""
-    histogram = add_histograms(counters(answer["meta_info"])[2] for answer in answers)
-    return {"tau": accept_length_of(histogram), "histogram": histogram}
+    """tau, the rounds by how many drafts each accepted, and of each prompt rounds and drafts."""
+    histograms = [counters(answer["meta_info"])[2] for answer in answers]
+    total = add_histograms(histograms)
+    prompts = [[sum(h), sum(k * rounds for k, rounds in enumerate(h))] for h in histograms]
+    return {"tau": accept_length_of(total), "histogram": total, "prompts": prompts}
 
 
 def serve(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
 from sglang_hyperdflash.portable.core import DeepseekV4Core
-from sglang_hyperdflash.portable.weights import load_core, shard_rows
+from sglang_hyperdflash.portable.weights import load_core, sent_in_parts, shard_rows
 from sglang_hyperdflash.tools.errors import UnsupportedTarget
 
 
@@ -40,7 +40,6 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config)
         self.captured_layers: tuple[int, ...] = ()
-        self.loaded = False
         window = config.sliding_window
         self.attention = nn.ModuleList(
             RadixAttention(
@@ -100,15 +99,12 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load either naming scheme, every tensor finite and in shape; all of them the first time.
-
-        A trainer that updates a running server sends a checkpoint in parts.
-        """
+        """Load either naming scheme, finite and in shape; all of a checkpoint's tensors."""
+        whole = not sent_in_parts(weights)
         own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
         sharded = shard_rows(weights, own, total=self.config.vocab_size)
         beside = self._own_vocabulary()
-        load_core(self.model, sharded, beside=beside, skip=("mtp.",), whole=not self.loaded)
-        self.loaded = True
+        load_core(self.model, sharded, beside=beside, skip=("mtp.",), whole=whole)
 
     def _own_vocabulary(self) -> dict[str, torch.Tensor]:
         """This rank's rows of embedding and LM head, under their checkpoint names."""

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
 from sglang_hyperdflash.portable.nextn_core import NextNCore
-from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
+from sglang_hyperdflash.portable.weights import load_core, nextn_tensors, sent_in_parts
 
 
 class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
@@ -29,7 +29,6 @@ class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config)
-        self.loaded = False
         self.attention = RadixAttention(
             num_heads=config.num_attention_heads,
             head_dim=config.head_dim,
@@ -69,9 +68,8 @@ class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load ``mtp.0.*``, finite and in shape, all of it the first time; the rest is ignored."""
-        load_core(self.model, nextn_tensors(weights), whole=not self.loaded)
-        self.loaded = True
+        """Load ``mtp.0.*``, finite and in shape, all of a checkpoint's; others are ignored."""
+        load_core(self.model, nextn_tensors(weights), whole=not sent_in_parts(weights))
 
 
 EntryClass = PortableDeepSeekV4ForCausalLMNextN

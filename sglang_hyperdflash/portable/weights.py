@@ -35,6 +35,14 @@ def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.
     yield name, (), tensor
 
 
+def sent_in_parts(weights: Iterable[tuple[str, torch.Tensor]]) -> bool:
+    """Whether a trainer sends them to a running server, a few tensors at a time.
+
+    Seam: ``WeightUpdater`` passes such tensors as a list, and a checkpoint's files as an iterator.
+    """
+    return isinstance(weights, list)
+
+
 @torch.no_grad()
 def load_core(
     module: nn.Module,

@@ -2,7 +2,8 @@
 
 SGLang hands them to the drafts, too, where nobody chose: a drafter with a checkpoint of its own
 refuses them, and SGLang's way back, which reads the same files again, ends the server. What the
-drafter shares with the target, embeddings and head, is the target's own memory.
+drafter shares with the target, embeddings and head, is the target's own memory; with attention
+data parallelism the embeddings are a copy of the start's (``_cache_full_embed_weight``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ DRAFTER_STAYS = (
 def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]:
     """The target's runner where a client named none; a client that names the draft is refused."""
     runners = original(self, selector)
-    if selector == "all" and is_ours(self.tp_worker.model_runner.spec_algorithm):
+    if not is_ours(self.tp_worker.model_runner.spec_algorithm):
+        return runners
+    # A scheduler that is paused for it was not idle, and its next round is not a round's time.
+    self.draft_worker.width_control.after_idleness()
+    if selector == "all":
         return [(role, runner) for role, runner in runners if role == "target"]
     return runners
 

@@ -104,39 +104,47 @@ def target_state(worker: Any, width: int, capture: bool = True) -> RunnerState:
     """The target's backend and, if told to capture, graph of ``width`` rows a request."""
     runner = worker.target_worker.model_runner
     with _settings(width):
-        room = capture and _room_for_graph(worker, runner, f"width {width} verifies")
+        room = capture and _room_for_graph(
+            worker, runner, f"width {width} verifies without a CUDA graph"
+        )
         return _build(runner, width, capture=room)
 
 
-def _room_for_graph(worker: Any, runner: Any, what: str) -> bool:
-    """Whether there is memory for one more graph; the least of all ranks' free memory.
+def _room_for_graph(worker: Any, runner: Any, otherwise: str) -> bool:
+    """Whether there is memory for what the block's graphs took once more; alike on all ranks.
 
-    SGLang asks so of the drafter's whole block; its own reserve is for one width's graphs.
-    Seam: ``SpecTpSync.available_memory_gb``, as ``DFlashWorkerV2.init_cuda_graphs`` asks it.
+    SGLang asks for ``LEAST_FREE`` of the drafter's whole block; its own reserve is for one width's
+    graphs. Seams: ``SpecTpSync.available_memory_gb``, as ``DFlashWorkerV2.init_cuda_graphs`` asks
+    it; ``ModelRunner.graph_memory_usage``.
     """
     if not (is_cuda() and captured(runner)):
         return True
+    group, taken = get_parallel().tp_group, sum(runner.graph_memory_usage.values())
+    if group.world_size > 1:
+        taken = max(group.all_gather_object(taken))
     free = worker._tp_sync.available_memory_gb(
-        SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=get_parallel().tp_group
+        SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=group
     )
-    if free < LEAST_FREE:
+    if free < LEAST_FREE + taken:
         logger.warning(
-            "HYPERDFLASH: %s without a CUDA graph: %.2f GB of GPU memory are free. Lower "
+            "HYPERDFLASH: %s: %.2f GB of GPU memory are free, the block's graphs took %.2f. Lower "
             "--mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths.",
-            what,
+            otherwise,
             free,
+            taken,
         )
-    return free >= LEAST_FREE
+    return free >= LEAST_FREE + taken
 
 
 def capture_draft(worker: Any) -> None:
-    """Capture the drafter's whole block once more, if it has a graph; its sampler's hook stays.
+    """Capture the drafter's whole block once more, if it has a graph and there is memory.
 
+    The old one is as good wherever weights were written in place. Its sampler's hook stays.
     Seam: ``ModelRunner.init_decode_cuda_graph``, in the contexts of
     ``DFlashWorkerV2.init_cuda_graphs``.
     """
     runner = worker.draft_model_runner
-    if captured(runner):
+    if captured(runner) and _room_for_graph(worker, runner, "the drafter keeps its old graphs"):
         with (
             worker._own_context(),
             draft_pp_context(),
@@ -159,7 +167,7 @@ def draft_state(worker: Any, width: int) -> RunnerState:
             worker._own_context(),
             draft_tp_context(worker.draft_parallel_layout),
         ):
-            capture = _room_for_graph(worker, runner, f"width {width} drafts")
+            capture = _room_for_graph(worker, runner, f"width {width} drafts without a CUDA graph")
             if not capture:
                 worker._draft_sampler = None
             if worker._draft_sampler is not None:

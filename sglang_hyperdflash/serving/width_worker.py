@@ -10,6 +10,7 @@ need them), and everything sized at start.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.draft_worker_common import (
     build_block_pos_offsets,
     make_draft_block_spec_info,
@@ -152,7 +153,8 @@ class WidthStates:
         graphs hold the target's embeddings and head.
         """
         self.activate(self.full)
-        self.runners = {}  # the memory is for the new graphs
+        self.runners = {}
+        gc.collect()  # graphs and backends refer to each other; the new ones want their memory
         theirs()
         width_graphs.capture_draft(self.worker)
         self.build_runners()
@@ -197,9 +199,15 @@ class WidthWorker(OneRowWorker):
         return WidthSetting(FULL, (self.block,)) if self._whole_blocks_only() else setting
 
     def _whole_blocks_only(self) -> bool:
-        """Whether ranks run different rounds, or states follow each row."""
+        """Whether ranks run different rounds, states follow each row, or one backend must stay.
+
+        Two-batch overlap wraps the target's; a node that changes its role has no others' graphs,
+        and slots that another node fills.
+        """
         states = mambaish_config(self.model_runner.model_config) is not None
-        return bool(get_parallel().attn_dp_enabled or states)
+        wrapped = get_exec().overlap.enable_two_batch_overlap
+        switched = get_disagg().enable_pd_role_switch
+        return bool(get_parallel().attn_dp_enabled or states or wrapped or switched)
 
     def _may_draft_nothing(self) -> bool:
         """Whether a round may be one row; says once where it should be and may not."""
@@ -207,8 +215,8 @@ class WidthWorker(OneRowWorker):
             self._told = True
             logger.warning(
                 "HYPERDFLASH: a custom logit processor is stateful. With attention data "
-                "parallelism or recurrent layers it is called for drafts, too: its answers are "
-                "not target-only's."
+                "parallelism, recurrent layers, two-batch overlap or role switches it is called "
+                "for drafts, too: its answers are not target-only's."
             )
         return self._one_row_for_notes
 

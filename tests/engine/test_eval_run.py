@@ -11,6 +11,7 @@ from eval.client import Sampling, converse_all, messages_before
 from eval.identity import Difference, data_type, logit_gap
 from eval.methods import Method
 from eval.serving_study import Study, run
+from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.checksum import is_intact
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, chat_ids, first_difference_gaps
@@ -65,7 +66,8 @@ def test_a_logit_gap_is_the_target_s_own(target_server, target_dir, tokenizer, d
 def test_the_serving_study_measures_load_latency_and_rounds(target_dir, drafter_dir, data):
     folder, turns = data
     draft = ("--speculative-draft-model-path", str(drafter_dir))
-    ours = Method("hyperdflash6", ("--speculative-algorithm", "HYPERDFLASH", *draft), 6)
+    options = ("--speculative-algorithm", "HYPERDFLASH", *draft)
+    ours = Method("hyperdflash6", options, 6, environment=((WIDTH, FULL),))
     study = Study(
         target=str(target_dir),
         methods=(ours,),

@@ -117,8 +117,13 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     import drafter_report
 
     def run(*taus: float) -> dict:
+        # The first kind takes three times the rounds of the second, which accepts one more.
+        def kind(tau: float, rounds: int) -> dict:
+            prompts = [[rounds, round(rounds * (tau - 1 + by))] for by in (0.1, -0.1)]
+            return {"tau": tau, "prompts": prompts}
+
         served = {
-            t: {"a": {"tau": tau}, "b": {"tau": tau}}
+            t: {"a": kind(tau - 0.5, 300), "b": kind(tau + 0.5, 100)}
             for t, tau in zip(("0", "1"), taus, strict=True)
         }
         return {"served": served, "trained": {"step": 400}, "identical": 4, "answers": 4}
@@ -130,8 +135,11 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     nats = {"0": {"a": 0.0}, "1": {"a": 1.5}}
     drafter_report.write_report(runs, nats, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    row = "| 2 | 4.70 | 3.00 | 1.18x (1.10 to 1.25) | 1.50x (1.50 to 1.50) |"
+    row = "| 2 | 4.70 | 3.00 | 1.18x (1.17 to 1.18) | 1.50x (1.48 to 1.53) |"
     assert f"| hyperdflash2 {row}" in text
+    # Over all rounds both lose a quarter; seeds weigh alike, prompts are drawn together.
+    row = "| 2 | 4.45 | 2.75 | 1.19x (1.18 to 1.19) | 1.57x (1.54 to 1.61) |"
+    assert f"| hyperdflash2 {row}" in text[text.index("rivals, over all rounds") :]
     assert "random gate" not in text and "Depth" not in text
     assert "16 of 16 greedy" in text and "4 drafters, 400 steps" in text and "T 1: a 1.50" in text
     assert json.loads((tmp_path / "results.json").read_text())["provenance"]["argv"]

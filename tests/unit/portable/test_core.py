@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from sglang_hyperdflash.portable.core import DeepseekV4Core, check_config
 from sglang_hyperdflash.portable.mhc import sinkhorn
-from sglang_hyperdflash.portable.weights import load_core
+from sglang_hyperdflash.portable.weights import load_core, sent_in_parts
 from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, UnsupportedTarget
 from sglang_hyperdflash.training.local_target import LocalTarget
@@ -178,6 +180,19 @@ def test_damaged_target_checkpoints_are_refused(damage, message):
     damage(weights)
     with pytest.raises(HyperDFlashConfigError, match=message):
         load_core(core, weights.items())
+
+
+def test_a_trainer_s_tensors_come_as_a_list_and_a_checkpoint_s_do_not():
+    """Found as: a checkpoint that lacked a shard was taken into a running server."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    updated = inspect.getsource(WeightUpdater.update_weights_from_tensor)
+    assert "named_tensors = [" in updated and "load_weights(named_tensors)" in updated
+    loaded = inspect.getsource(DefaultModelLoader._get_weights_iterator)
+    assert "return ((source.prefix + name, tensor) for (name, tensor) in" in loaded
+    assert sent_in_parts([("norm", torch.ones(1))])
+    assert not sent_in_parts((name, tensor) for name, tensor in [("norm", torch.ones(1))])
 
 
 def test_an_update_may_come_in_parts_and_is_checked_all_the_same():

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.arg_groups.overrides import field_names
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.server_args import ServerArgs
 
-from sglang_hyperdflash.serving import width_graphs
+from sglang_hyperdflash.serving import width_graphs, width_worker
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.width_settings import WIDTHS as WIDTHS_VARIABLE
 from sglang_hyperdflash.serving.width_settings import read_setting
@@ -299,10 +301,11 @@ def test_a_width_s_backend_is_built_under_its_number_of_rows(monkeypatch):
     assert settings.speculative_num_draft_tokens == 7
 
 
-@pytest.mark.parametrize("free, found", [(0.9, "eager"), (1.0, "graphs of 2")])
+@pytest.mark.parametrize("free, found", [(1.4, "eager"), (1.5, "graphs of 2")])
 def test_a_width_without_memory_for_a_graph_verifies_without_one(monkeypatch, caplog, free, found):
-    """SGLang keeps memory for one width's graphs: another may find none left."""
-    target = building("backend", lambda runner, **options: "graphs of 2")
+    """SGLang keeps memory for one width's graphs: as much once more, and 1 GB, must be left."""
+    taken = {"prefill": 0.1, "target_verify": 0.4}
+    target = building("backend", lambda runner, **options: "graphs of 2", graph_memory_usage=taken)
     worker = SimpleNamespace(
         target_worker=SimpleNamespace(model_runner=target),
         device="cuda",
@@ -311,11 +314,15 @@ def test_a_width_without_memory_for_a_graph_verifies_without_one(monkeypatch, ca
     )
     monkeypatch.setattr(width_graphs, "get_spec", lambda: SimpleNamespace(speculative_num_steps=1))
     monkeypatch.setattr(width_graphs, "_settings", lambda width: nullcontext())
-    monkeypatch.setattr(width_graphs, "get_parallel", lambda: SimpleNamespace(tp_group="ranks"))
+    ranks = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(width_graphs, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
     monkeypatch.setattr(width_graphs, "is_cuda", lambda: True)
     assert width_graphs.target_state(worker, 2)["decode_cuda_graph_runner"] == found
-    said = "width 2 verifies without a CUDA graph: 0.90 GB" in caplog.text
+    said = "width 2 verifies without a CUDA graph: 1.40 GB" in caplog.text
     assert said == (found == "eager")
+    # Ranks agree: the one whose graphs took the most decides for all.
+    ranks.world_size, ranks.all_gather_object = 2, lambda own: [own, own + 0.1]
+    assert width_graphs.target_state(worker, 2)["decode_cuda_graph_runner"] == "eager"
 
 
 def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left_behind(monkeypatch):
@@ -361,7 +368,9 @@ def test_a_width_without_memory_for_a_graph_drafts_without_one(
         hooks.append(len(runner.capture_tail_hooks))
         return "graphs of 2"
 
-    draft = building("backend", graphs, capture_tail_hooks=["the whole block's"])
+    draft = building(
+        "backend", graphs, capture_tail_hooks=["the whole block's"], graph_memory_usage={}
+    )
     worker = SimpleNamespace(
         draft_model_runner=draft,
         block=7,
@@ -375,7 +384,8 @@ def test_a_width_without_memory_for_a_graph_drafts_without_one(
     monkeypatch.setattr(width_graphs, "get_spec", lambda: SimpleNamespace(speculative_num_steps=1))
     monkeypatch.setattr(width_graphs, "_settings", lambda width: nullcontext())
     monkeypatch.setattr(width_graphs, "draft_tp_context", lambda layout: nullcontext())
-    monkeypatch.setattr(width_graphs, "get_parallel", lambda: SimpleNamespace(tp_group="ranks"))
+    ranks = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(width_graphs, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
     monkeypatch.setattr(width_graphs, "is_cuda", lambda: cuda)
     found = width_graphs.draft_state(worker, 2)
     runner = "graphs of 2" if graph else "eager"
@@ -383,7 +393,7 @@ def test_a_width_without_memory_for_a_graph_drafts_without_one(
     # Its sampler lives in the graph; without one the worker projects the rows itself.
     assert (worker._draft_sampler is not None) == graph and hooks == ([1] if graph else [])
     assert draft.capture_tail_hooks == ["the whole block's"]
-    assert asked == ([{"group": "ranks"}] if cuda else [])
+    assert asked == ([{"group": ranks}] if cuda else [])
     assert ("width 2 drafts without a CUDA graph: 0.90 GB" in caplog.text) == (not graph)
 
 
@@ -395,6 +405,27 @@ def test_sglang_s_own_check_of_a_draft_graph_is_the_same():
     source = inspect.getsource(DFlashWorkerV2.init_cuda_graphs)
     assert f"available_mem < {width_graphs.LEAST_FREE}" in source
     assert "SpecTpSyncSite.DFLASH_MEM" in source and "get_parallel().tp_group" in source
+
+
+@pytest.mark.parametrize("which", ["none", "attention", "overlap", "role", "states"])
+def test_what_keeps_every_round_at_the_block(monkeypatch, which):
+    """Found as: with two-batch overlap a narrow width's capture ended the start."""
+    attention = SimpleNamespace(attn_dp_enabled=which == "attention")
+    overlap = SimpleNamespace(overlap=SimpleNamespace(enable_two_batch_overlap=which == "overlap"))
+    role = SimpleNamespace(enable_pd_role_switch=which == "role")
+    monkeypatch.setattr(width_worker, "get_parallel", lambda: attention)
+    monkeypatch.setattr(width_worker, "get_exec", lambda: overlap)
+    monkeypatch.setattr(width_worker, "get_disagg", lambda: role)
+    states = "a config" if which == "states" else None
+    monkeypatch.setattr(width_worker, "mambaish_config", lambda config: states)
+    worker = object.__new__(WidthWorker)
+    worker.block, worker._target_worker = 7, SimpleNamespace(model_runner=SimpleNamespace())
+    worker._target_worker.model_runner.model_config = None
+    adaptive = read_setting(7, True, {"HYPERDFLASH_WIDTH": "adaptive"})
+    widths = (1, 2, 4, 7) if which == "none" else (7,)
+    assert worker._allowed(adaptive).widths == widths
+    fields = {"enable_two_batch_overlap", "enable_pd_role_switch"}
+    assert fields <= set(field_names(ServerArgs))
 
 
 def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeypatch):

@@ -242,8 +242,8 @@ def _beside_kv(arguments, requests: int) -> dict[str, Any]:
     draft, block = aux.draft_model_config, int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
     # Ranks that run batches of their own are all at the block's.
-    alone = resolved["enable_dp_attention"]
-    widths = (block,) if alone else read_setting(block, drafter.causal).built(block)
+    separate = resolved["enable_dp_attention"]
+    widths = (block,) if separate else read_setting(block, drafter.causal).built(block)
     batches = Batches(
         requests,
         captured,
@@ -252,7 +252,7 @@ def _beside_kv(arguments, requests: int) -> dict[str, Any]:
         model.vocab_size,
         drafter.candidates,
         drafter.dependency.rank if drafter.dependency else 0,
-        1 if alone else int(resolved["tp_size"]),
+        1 if separate else int(resolved["tp_size"]),
     )
     graphs = DraftGraphs(
         requests=requests,
@@ -373,9 +373,9 @@ def _beside_lines(b: Budget, node: Node) -> list[str]:
     lines = [f"Beside weights and K/V {b.method} takes, GiB at most; SGLang leaves {left:.1f}:"]
     lines += [f"{size / GIB:>10.2f}  {name}" for name, size in parts.items()]
     lines.append(f"{sum(parts.values()) / GIB:>10.2f}  together")
-    widths = " and ".join(map(str, b.widths))
+    widths = ", ".join(map(str, b.widths))
     lines.append(
-        f"Not counted: the target's own graphs of {b.captured} batch sizes, at width {widths}."
+        f"Not counted: the target's own graphs, of {b.captured} batch sizes at width {widths}."
     )
     return lines
 

@@ -50,7 +50,7 @@ class Servers:
         self.running: dict[str, Server] = {}
 
     def get(self, name: str, model: Path, *arguments: str, **options) -> Server:
-        # Widths that follow load are of no test's foreseeing; a run may ask for them all the same.
+        # No test can foresee widths that follow load; a run may ask for them all the same.
         whole = {WIDTH: os.environ.get(WIDTH, FULL)}
         options["environment"] = whole | options.get("environment", {})
         if name not in self.running:

@@ -44,7 +44,7 @@ def test_the_report_compares_with_no_speculation_and_explains_every_byte():
     beside = text[text.index("Beside") :].splitlines()
     assert beside[0].endswith("HYPERDFLASH takes, GiB at most; SGLang leaves 15.0:")
     assert [line.split()[0] for line in beside[1:-1]] == ["1.00", "2.00", "3.00"]
-    assert beside[-1].endswith("the target's own graphs of 51 batch sizes, at width 1 and 7.")
+    assert beside[-1].endswith("own graphs, of 51 batch sizes at width 1, 7.")
     assert "draft attention at most (fa3 0.00, triton 2.00)" in beside[2]
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
     assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]

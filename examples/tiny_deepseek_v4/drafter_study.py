@@ -121,6 +121,7 @@ VARIANTS = {
     "D-PACE": Variant("hyperdflash2", objective={"weights": "dpace"}),
     "causal": Variant("hyperdflash2", (*HEAD, "--causal")),
     "random widths": Variant("hyperdflash2", stage={"widths": [2, 4, 7]}),
+    "layers 1 3 5": Variant("hyperdflash2", (*LAYERS, "1", "3", "5", *HEAD)),
     "late layers": Variant("hyperdflash2", (*LAYERS, "5", "6", "7", *HEAD)),
     "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),
     "K = 16": Variant("hyperdflash2", of="hyperdflash2", top_k=16),

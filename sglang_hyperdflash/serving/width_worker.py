@@ -123,9 +123,6 @@ class WidthStates:
         for name in left:
             left[name] = values[name]
         values.update(self.states[width])
-        # A prefill node that becomes a decode node captures its first graphs while it serves.
-        for runner, state in self.runners.get(current, ()):
-            state.update({name: vars(runner)[name] for name in state})
         for runner, state in self.runners.get(width, ()):
             vars(runner).update(state)
 

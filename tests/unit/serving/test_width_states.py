@@ -224,20 +224,6 @@ def test_graphs_of_new_weights_are_captured_at_their_own_widths(monkeypatch):
     assert target.decode_cuda_graph_runner == "eager"
 
 
-def test_graphs_that_sglang_captures_later_are_kept():
-    """A prefill node that becomes a decode node has its first graphs then."""
-    worker = Worker()
-    states = WidthStates(worker, (7,), eager=(1,))
-    target = worker.target_worker.model_runner
-    states.runners = {7: [(target, width_graphs.state_of(target))]}
-    states.runners[1] = [(target, {"attn_backend": "1", "decode_cuda_graph_runner": "eager"})]
-    target.decode_cuda_graph_runner = "captured later"
-    states.activate(1)
-    assert target.decode_cuda_graph_runner == "eager"
-    states.activate(7)
-    assert target.decode_cuda_graph_runner == "captured later"
-
-
 def test_an_update_of_weights_still_calls_what_is_replaced():
     source = inspect.getsource(WeightUpdater.update_weights_from_disk)
     assert "self.recapture_cuda_graph()" in source

@@ -81,6 +81,7 @@ class Replay:
         source = reducer_source(config, self.target, states.residual, states.layers)
         context = self.drafter.reduce(source)
         embeddings = self.block_embeddings(rows.tokens, anchors)
+        embeddings = self.drafter.fuse(embeddings, last_features(context, anchors, starts))
         return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
 
     @torch.no_grad()
@@ -188,6 +189,18 @@ class Replay:
             blocks = Blocks.draw(rows, every, self.block, [0] * len(indices))
             if bool(blocks.keep.any()):
                 yield rows, source.states(indices), blocks
+
+
+def last_features(
+    context: torch.Tensor, anchors: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """The feature before each anchor, ``[b, n, d]`` of ``context [b, S, d]``; zeros at a start.
+
+    Args:
+        anchors: ``[b, n]``; starts: ``[b, n]``, where each anchor's sample starts in its row.
+    """
+    at = (anchors - 1).clamp(min=0).unsqueeze(-1).expand(-1, -1, context.shape[-1])
+    return context.gather(1, at).masked_fill((anchors <= starts).unsqueeze(-1), 0.0)
 
 
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):

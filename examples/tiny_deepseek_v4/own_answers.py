@@ -20,8 +20,10 @@ from transformers import AutoTokenizer
 
 import continuations
 import corpus
-from sglang_hyperdflash.tools.atomic import write_json, write_text
-from sglang_hyperdflash.tools.checksum import bytes_hash
+from sglang_hyperdflash.tools.atomic import write_text
+from sglang_hyperdflash.tools.checksum import short_hash
+from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.ownership import claim, location
 from sglang_hyperdflash.training.local_target import LocalTarget
 
 HERE = Path(__file__).resolve().parent
@@ -51,20 +53,6 @@ def prompts_of_files(tokenizer, folder: Path) -> dict[str, dict[str, list[list[i
 def by_length(prompts: list[list[int]], count: int) -> list[list[int]]:
     """``count`` of them, the shortest first: they are answered together."""
     return sorted(continuations.spread(prompts, count), key=len)
-
-
-def claim(folder: Path, prompts: dict[str, dict[str, list[list[int]]]]) -> None:
-    """Make ``folder``, or see that its answers are to these prompts.
-
-    Raises:
-        SystemExit: they are to others.
-    """
-    found = {part: bytes_hash([json.dumps(kinds).encode()]) for part, kinds in prompts.items()}
-    path = folder / "prompts.json"
-    if not path.is_file():
-        write_json(path, found)
-    elif json.loads(path.read_text()) != found:
-        raise SystemExit(f"{folder} holds answers to other prompts. Remove it, or choose another.")
 
 
 def answers(
@@ -106,7 +94,19 @@ def main() -> None:
     counts = {"train": args.per_kind, "held_out": args.held_out}
     for part, kinds in prompts.items():
         prompts[part] = {kind: by_length(own, counts[part]) for kind, own in kinds.items()}
-    claim(args.out, prompts)
+    settings = {part: short_hash(kinds) for part, kinds in prompts.items()}
+    settings |= {"target": location(args.target), "length": args.length, "batch": args.batch}
+    try:
+        with claim(args.out, "own_answers.py", settings):
+            write_answers(target, prompts, args)
+    except HyperDFlashError as error:
+        raise SystemExit(str(error)) from error
+
+
+def write_answers(
+    target: LocalTarget, prompts: dict[str, dict[str, list[list[int]]]], args: argparse.Namespace
+) -> None:
+    """Every file that is not there yet."""
 
     def write(name: str, chosen: list[list[int]], temperature: float) -> None:
         path = args.out / f"{name}.jsonl"

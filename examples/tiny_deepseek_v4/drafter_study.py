@@ -76,7 +76,7 @@ class Variant:
     @property
     def can_start_anywhere(self) -> bool:
         """Whether ``--from`` may give it a trained drafter's weights."""
-        return not set(self.init) & {"--source", "--block-size", "--fusion"}
+        return not set(self.init) & {"--source", "--block-size"}
 
     @property
     def served(self) -> bool:
@@ -121,7 +121,6 @@ VARIANTS = {
     "D-PACE": Variant("hyperdflash2", objective={"weights": "dpace"}),
     "causal": Variant("hyperdflash2", (*HEAD, "--causal")),
     "random widths": Variant("hyperdflash2", stage={"widths": [2, 4, 7]}),
-    "fusion": Variant("hyperdflash2", (*HEAD, "--fusion")),
     "layers 1 3 5": Variant("hyperdflash2", (*LAYERS, "1", "3", "5", *HEAD)),
     "late layers": Variant("hyperdflash2", (*LAYERS, "5", "6", "7", *HEAD)),
     "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),

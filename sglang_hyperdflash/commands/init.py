@@ -37,7 +37,7 @@ SIZES_OF_ORIGIN = {
         "rope_theta",
     )
 } | {"intermediate_size": None, "layer_ids": None, "source": "pre_hc_head", "gate": "inherited"}
-SIZES_OF_ORIGIN |= {"no_path_norm": False, "mask_token_id": None, "fusion": False}
+SIZES_OF_ORIGIN |= {"no_path_norm": False, "mask_token_id": None}
 
 
 def add_parser(commands) -> None:
@@ -56,11 +56,6 @@ def add_parser(commands) -> None:
     _add_sizes(add, default)
     _add_reducer(add)
     _add_dependency(add, default)
-    add(
-        "--fusion",
-        action="store_true",
-        help="a block's rows start at the target's last state, as an MTP layer's do",
-    )
     add(
         "--from",
         dest="origin",
@@ -177,7 +172,6 @@ def shape_of(args: argparse.Namespace, hidden_size: int) -> DrafterShape:
         dependency_rank=args.dependency_rank,
         dependency_top_k=args.dependency_top_k,
         dependency_form=args.dependency_form,
-        fusion=args.fusion,
     )
 
 
@@ -365,8 +359,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"reducer {reducer_line(drafter)}")
     config = drafter.config
-    if config.fusion:
-        print("fusion  a block starts at the target's last feature")
     if config.dependency is not None:
         print(f"head    rank {config.dependency.rank}, {config.dependency.top_k} candidates")
     if config.source != "pre_hc_head":

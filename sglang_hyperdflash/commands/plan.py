@@ -253,7 +253,6 @@ def _beside_kv(arguments, requests: int) -> dict[str, Any]:
         drafter.candidates,
         drafter.dependency.rank if drafter.dependency else 0,
         1 if separate else int(resolved["tp_size"]),
-        drafter.hidden_size if drafter.fusion else 0,
     )
     graphs = DraftGraphs(
         requests=requests,

@@ -47,9 +47,9 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
         visible = visible.tril(anchor)
     if config.window is not None:
         visible[..., : max(0, anchor - config.window)] = False
-    # With fusion every row starts at the last token's feature, too.
-    embeddings = drafter.fuse(target.embed_tokens(block).unsqueeze(1), context[:, -1:])
-    hidden = drafter(context, embeddings, torch.tensor([[anchor]]), visible)
+    hidden = drafter(
+        context, target.embed_tokens(block).unsqueeze(1), torch.tensor([[anchor]]), visible
+    )
     # Row k drafts the token k places behind the anchor, by the target's own LM head; a dependency
     # head tells a draft's likeliest candidates of the draft before it.
     found = drafter.candidates(target.lm_head(hidden[0, :, 1:]), hidden[0, :, 1:])

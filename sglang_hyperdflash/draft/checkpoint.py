@@ -33,9 +33,6 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
         v, r = config.vocab_size, config.dependency.rank
         shapes |= {"dependency.predecessor": (v, r), "dependency.successor": (v, r)}
         shapes["dependency.gate.weight"] = (r, d)
-    if config.fusion:
-        shapes |= {"fusion.h_proj.weight": (d, d), "fusion.e_proj.weight": (d, d)}
-        shapes["fusion.enorm"] = (d,)
     for i in range(config.num_hidden_layers):
         prefix = f"layers.{i}."
         shapes |= {

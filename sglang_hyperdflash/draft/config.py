@@ -67,7 +67,6 @@ class HyperDFlashConfig:
     plus B-1 drafts). ``window`` is W, the context tokens that a block may see; None for all.
     ``dependency`` is None for drafts that do not know each other. ``causal``: a block's row sees
     itself and the rows before it only, so the first w - 1 drafts are the same at every width w.
-    ``fusion``: a block's rows start at the last context feature (``draft.fusion``).
     """
 
     block_size: int
@@ -87,7 +86,6 @@ class HyperDFlashConfig:
     window: int | None
     dependency: DependencyConfig | None
     causal: bool
-    fusion: bool = False
 
     @property
     def candidates(self) -> int:
@@ -150,7 +148,6 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     window: Size | None
     target: _Target
     dependency: _Dependency | None = None
-    fusion: bool = False
 
 
 class _DFlash(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +228,6 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         window=own.window,
         dependency=dependency and DependencyConfig(**msgspec.structs.asdict(dependency)),
         causal=bool(draft.is_causal),
-        fusion=own.fusion,
     )
     _check_consistency(parsed, dflash.block_size)
     _check_attention(draft)

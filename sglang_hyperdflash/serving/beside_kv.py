@@ -27,7 +27,6 @@ class Batches:
         residual: width of what the drafter reads of a token; vocabulary: tokens.
         candidates: of each draft row; rank: of the dependency head, 0 without one.
         shards: GPUs that share the LM head's rows.
-        fused: width of the last feature that a drafter with fusion keeps, 0 without one.
     """
 
     requests: int
@@ -38,7 +37,6 @@ class Batches:
     candidates: int = 64
     rank: int = 0
     shards: int = 1
-    fused: int = 0
 
 
 def beside_kv(b: Batches) -> dict[str, int]:
@@ -58,6 +56,5 @@ def beside_kv(b: Batches) -> dict[str, int]:
         "drafts' logits": 2 * drafts * -(-b.vocabulary // b.shards),
         "drafts' candidates": drafts * draft,
         "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * b.vocabulary),
-        "last features": 2 * (b.requests + 1) * b.fused,
         "counts of requests with penalties": 4 * (b.requests + 1) * b.vocabulary,
     }

@@ -42,7 +42,6 @@ class OneRowWorker(RehearsedWorker):
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._pending_rows = 0
         self._pending_of: Any = None
-        self._pending_slots: torch.Tensor | None = None
 
     def write_pending(self) -> None:
         """Write the draft K/V of past rounds; anything that reads or reuses a slot comes after."""
@@ -58,11 +57,7 @@ class OneRowWorker(RehearsedWorker):
             ones = torch.ones_like(slots, dtype=torch.int32)
             rows = {"cache_loc_2d": slots.unsqueeze(1), "commit_lens": ones}
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden,
-            cache_loc=slots,
-            positions=positions,
-            req_slots=self._pending_slots,
-            **rows,
+            target_hidden=hidden, cache_loc=slots, positions=positions, **rows
         )
 
     def _keep_pending(
@@ -119,7 +114,6 @@ class OneRowWorker(RehearsedWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         shared = bool(target_out.can_run_cuda_graph)
-        self._pending_slots = batch.req_pool_indices
         self._keep_pending(output.hidden_states, self._draft_write_ids(plan), positions, shared)
         output.hidden_states = None
         return GenerationBatchResult(

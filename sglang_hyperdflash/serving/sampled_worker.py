@@ -40,11 +40,11 @@ from sglang_hyperdflash.serving.exact import (
     verify_block,
     weights_of,
 )
-from sglang_hyperdflash.serving.last_feature import LastFeatureWorker
 from sglang_hyperdflash.serving.penalties import UNLIKELY, GeneratedCounts
 from sglang_hyperdflash.serving.processors import Outputs, apply_processors
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
+from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def renorm_kernels() -> tuple | None:
     return tuple(partial(kernel, is_deterministic=True) for kernel in kernels)
 
 
-class SampledWorker(LastFeatureWorker):
+class SampledWorker(WindowedWorker):
     """Overrides of ``DFlashWorkerV2`` for everything between logits and tokens."""
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:

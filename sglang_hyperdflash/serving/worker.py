@@ -63,7 +63,7 @@ class HyperDFlashWorker(WidthWorker):
             )
         logger.info(
             "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d "
-            "head=%s causal=%s fusion=%s",
+            "head=%s causal=%s",
             config.source,
             config.reducer,
             "triton" if hidden_norm.is_cuda else "torch",
@@ -72,7 +72,6 @@ class HyperDFlashWorker(WidthWorker):
             config.hc_mult,
             f"rank {config.dependency.rank}, K {self.num_candidates}" if self.dependency else None,
             config.causal,
-            config.fusion,
         )
 
     def init_attention_backends(self) -> None:

@@ -29,7 +29,6 @@ from sglang_hyperdflash.draft.config import (
     parse_config,
 )
 from sglang_hyperdflash.draft.dependency import build_dependency
-from sglang_hyperdflash.draft.fusion import build_fusion
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.propose import Candidates
 from sglang_hyperdflash.draft.reducer import HCGateReducer, build_reducer
@@ -60,7 +59,6 @@ class DrafterShape:
     dependency_rank: int | None = None
     dependency_top_k: int | None = None
     dependency_form: str = FORMS[0]
-    fusion: bool = False
 
 
 def draft_config(
@@ -118,8 +116,6 @@ def draft_config(
             },
         },
     }
-    if shape.fusion:
-        config["hyperdflash_config"]["fusion"] = True
     return with_dependency(config, shape)
 
 
@@ -230,9 +226,8 @@ class Drafter(nn.Module):
         cos, sin = rope_tables(raw)
         self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
         self._initialise()
-        # Last: the other weights of a seed are the same with and without them.
+        # Last: the other weights of a seed are the same with and without a head.
         self.dependency = build_dependency(self.config)
-        self.fusion = build_fusion(self.config)
 
     def _initialise(self) -> None:
         for module in self.layers.modules():
@@ -278,16 +273,6 @@ class Drafter(nn.Module):
         for layer in self.layers:
             x = layer(x, context, rope_context, rope_block, mask)
         return self.norm(x).view(b, n, block, -1)
-
-    def fuse(self, block_embeddings: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        """``block_embeddings [b, n, B, d]`` with what the config adds of ``feature [b, n, d]``.
-
-        Args:
-            feature: the context feature of the token before each anchor, zeros without one.
-        """
-        if self.fusion is None:
-            return block_embeddings
-        return block_embeddings + self.fusion(block_embeddings[:, :, 0], feature).unsqueeze(2)
 
     def candidates(
         self, logits: torch.Tensor, hidden: torch.Tensor, k: int | None = None
@@ -381,9 +366,5 @@ def name_for_dflash(folder: Path) -> None:
         raise HyperDFlashConfigError(
             f"{folder}: DFLASH would leave out this drafter's dependency head. Serve it with "
             "HYPERDFLASH."
-        )
-    if config.fusion:
-        raise HyperDFlashConfigError(
-            f"{folder}: DFLASH would leave out this drafter's fusion. Serve it with HYPERDFLASH."
         )
     write_json(path, raw | {"architectures": [DFLASH_ARCHITECTURE]}, indent=2)

@@ -44,11 +44,11 @@ class Replay:
     def __init__(self, drafter: Drafter, target) -> None:
         self.drafter, self.target = drafter, target
         self.block = drafter.config.block_size
-        self.mask_embedding = target.embed_tokens.weight[drafter.config.mask_token_id]
+        self.mask_embedding = target.embed_tokens.weight[drafter.config.mask_token_id].float()
 
     def block_embeddings(self, tokens: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """``[b, n, B, d]``: the anchor token's embedding, then mask embeddings."""
-        first = self.target.embed_tokens(tokens.gather(1, anchors))
+        """``[b, n, B, d]`` fp32: the anchor token's embedding, then mask embeddings."""
+        first = self.target.embed_tokens(tokens.gather(1, anchors)).float()
         masks = self.mask_embedding.expand(*anchors.shape, self.block - 1, -1)
         return torch.cat([first.unsqueeze(2), masks], dim=2)
 
@@ -81,7 +81,6 @@ class Replay:
         source = reducer_source(config, self.target, states.residual, states.layers)
         context = self.drafter.reduce(source)
         embeddings = self.block_embeddings(rows.tokens, anchors)
-        embeddings = self.drafter.fuse(embeddings, last_features(context, anchors, starts))
         return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
 
     @torch.no_grad()
@@ -189,18 +188,6 @@ class Replay:
             blocks = Blocks.draw(rows, every, self.block, [0] * len(indices))
             if bool(blocks.keep.any()):
                 yield rows, source.states(indices), blocks
-
-
-def last_features(
-    context: torch.Tensor, anchors: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    """The feature before each anchor, ``[b, n, d]`` of ``context [b, S, d]``; zeros at a start.
-
-    Args:
-        anchors: ``[b, n]``; starts: ``[b, n]``, where each anchor's sample starts in its row.
-    """
-    at = (anchors - 1).clamp(min=0).unsqueeze(-1).expand(-1, -1, context.shape[-1])
-    return context.gather(1, at).masked_fill((anchors <= starts).unsqueeze(-1), 0.0)
 
 
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):

@@ -27,6 +27,11 @@ def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
     return keep
 
 
+def _to_weight(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A forward pre-hook: a drafter's states are fp32, whatever the target's dtype."""
+    return tuple(x.to(module.weight.dtype) for x in args)
+
+
 def _load(name: str, **options) -> nn.Module:
     """The model of a causal LM or, for a target whose only class is multimodal, of that."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -76,6 +81,7 @@ class TransformersTarget(nn.Module):
         self.hc_head = HcHead(head.hc_fn, head.hc_base, head.hc_scale) if own else None
         self._residual: torch.Tensor | None = None
         head.register_forward_pre_hook(self._keep)
+        self.lm_head.register_forward_pre_hook(_to_weight)
         self.requires_grad_(False)
         self.eval()
 
@@ -116,7 +122,11 @@ class TransformersTarget(nn.Module):
             for i in layer_ids:
                 hook = self.text.layers[i].register_forward_hook(_keep_mean(means, i, self.m))
                 hooks.callback(hook.remove)
-            final = self.text(input_ids=tokens, use_cache=False).last_hidden_state
+            # transformers keeps norms and gates in fp32, and hands their output to bf16 matrices.
+            dtype = self.lm_head.weight.dtype
+            low = dtype != torch.float32
+            with torch.autocast(tokens.device.type, dtype=dtype if low else None, enabled=low):
+                final = self.text(input_ids=tokens, use_cache=False).last_hidden_state
         residual, self._residual = self._residual, None
         layers = [means[i].to(final.device) for i in layer_ids]
         none = final.new_zeros(*tokens.shape, 0)

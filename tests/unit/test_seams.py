@@ -126,29 +126,6 @@ def test_draft_model_is_called_where_we_expect():
     assert "self.draft_model.project_target_hidden(target_hidden)" in source
 
 
-def test_a_draft_pass_says_whose_rows_it_has_and_a_graph_has_both():
-    """``serving/draft_model.py`` reads them inside the draft's graph."""
-    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
-    from sglang.srt.models.dflash import DFlashDraftModel
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-
-    from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
-
-    source = inspect.getsource(DFlashWorkerV2.forward_batch_generation)
-    for name in ("req_pool_indices=batch.req_pool_indices", "input_embeds=input_embeds"):
-        assert source.count(f"{name},") >= 1, name
-    assert "spec_info=self._draft_block_spec_info," in source
-    mine, theirs = (
-        inspect.signature(model.forward).parameters
-        for model in (HyperDFlashDraftModel, DFlashDraftModel)
-    )
-    assert tuple(mine) == tuple(theirs)
-    runner = inspect.getsource(decode_cuda_graph_runner)
-    assert "buffers.input_embeds[:raw_num_token].copy_(forward_batch.input_embeds)" in runner
-    assert "req_pool_indices=buffers.req_pool_indices[:bs]" in runner
-    assert "draft_token_num=self.captured_req_width" in runner
-
-
 def test_the_fused_kv_switches_are_where_we_expect():
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 

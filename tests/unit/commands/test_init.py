@@ -265,7 +265,7 @@ def test_a_hub_id_is_read_through_the_hub_filesystem(tmp_path, target_dir, monke
 
 
 def test_a_head_and_a_causal_block_are_made(tmp_path, target_dir, capsys):
-    options = ("--dependency-rank", "16", "--dependency-top-k", "20", "--causal", "--fusion")
+    options = ("--dependency-rank", "16", "--dependency-top-k", "20", "--causal")
     assert initialise(target_dir, tmp_path / "draft", *options) == 0
     assert initialise(target_dir, tmp_path / "plain") == 0
     config, plain = (load_config(tmp_path / name) for name in ("draft", "plain"))
@@ -278,8 +278,6 @@ def test_a_head_and_a_causal_block_are_made(tmp_path, target_dir, capsys):
     drafters = [Drafter.load(tmp_path / name).state_dict() for name in ("draft", "plain")]
     assert all(torch.equal(drafters[0][name], value) for name, value in drafters[1].items())
     assert drafters[0]["dependency.successor"].abs().max() == 0
-    assert config.fusion and not plain.fusion
-    assert torch.equal(drafters[0]["fusion.h_proj.weight"], torch.eye(config.hidden_size))
 
 
 def test_a_trained_drafter_gets_a_head_and_keeps_its_weights(tmp_path, target_dir, drafter_dir):
@@ -309,7 +307,6 @@ def test_a_trained_drafter_gets_a_head_and_keeps_its_weights(tmp_path, target_di
             "at most the vocabulary of 1363",
         ),
         (("--from", "DRAFTER", "--layers", "2"), "takes its sizes from .* found --layers too"),
-        (("--from", "DRAFTER", "--fusion"), "takes its sizes from .* found --fusion too"),
         (("--from", "DRAFTER", "--dependency-form", "product"), "Pass --dependency-rank too"),
     ],
 )

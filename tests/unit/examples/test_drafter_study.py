@@ -15,7 +15,7 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.training.recipe import read_schedule
 from tests.conftest import EXAMPLE
 
-MADE = ("hyperdflash2", "fusion", "hyperdflash", "dspark", "dflash2", "dflash", "causal", "block 5")
+MADE = ("hyperdflash2", "hyperdflash", "dspark", "dflash2", "dflash", "causal", "block 5")
 # Against the paper's drafter: what differs in the draft config or the objective.
 PARTS = {
     "random gate": {"gate"},

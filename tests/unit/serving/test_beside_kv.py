@@ -109,12 +109,6 @@ def test_all_sizes_share_one_residual_and_a_head_has_its_gates():
     assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4
 
 
-def test_a_drafter_with_fusion_keeps_a_row_a_request():
-    found = beside_kv(Batches(256, [], BLOCK, 4 * 4096, 129_280, fused=4096))
-    assert found["last features"] == 257 * 4096 * 2
-    assert beside_kv(Batches(256, [], BLOCK, 4 * 4096, 129_280))["last features"] == 0
-
-
 def test_a_draft_s_graph_projects_its_rows_at_once():
     """Found as: 0.4 GB at 256 requests that nobody had counted."""
     from sglang.srt.models.dflash import _project_candidate_logits

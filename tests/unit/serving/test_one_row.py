@@ -22,7 +22,7 @@ class Recorded(OneRowWorker):
         arguments = SimpleNamespace(disaggregation_mode=mode)
         with mock.patch.object(SampledWorker, "__init__", lambda *inputs: None):
             super().__init__(arguments, 0, 0, None)
-        self.requests, self._pending_slots = object(), torch.arange(BATCH)
+        self.requests = object()
         self.window = None if ring is None else SimpleNamespace(ring=ring)
         self.calls = []
 
@@ -51,7 +51,7 @@ def test_several_rounds_are_written_in_one_call_in_their_order():
     assert torch.equal(call["target_hidden"], hidden)
     assert call["cache_loc"].tolist() == [r * 100 + n for n in range(4) for r in range(BATCH)]
     assert call["positions"].tolist() == [n for n in range(4) for _ in range(BATCH)]
-    assert set(call) == {"target_hidden", "cache_loc", "positions", "req_slots"}
+    assert set(call) == {"target_hidden", "cache_loc", "positions"}
     worker.write_pending()
     assert len(worker.calls) == 1 and worker._pending_of is None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import requests
 
 from sglang_hyperdflash.serving.counters import ACCEPTED, DRAFTED, ROUNDS
 from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
@@ -220,31 +219,3 @@ def test_other_ways_to_serve(
             assert retractions(server)
     finally:
         servers.stop(name)
-
-
-@pytest.mark.slow
-def test_acceptance_is_as_good_after_narrow_rounds_as_without(
-    servers, hyper_server, target_dir, drafter_dir, own_prompts
-):
-    """Draft K/V written rounds later are those written at once: wide rounds accept as much."""
-    requests.post(f"{hyper_server.url}/flush_cache", timeout=60).raise_for_status()
-    full = greedy_all(hyper_server, own_prompts, 4)
-    tau = 1 + mean_accepted(full, [sum(h) for h in histograms(full)])
-    server = start(
-        servers, "width-1-7", target_dir, drafter_dir, **{WIDTH: "random", WIDTHS: "1,7"}
-    )
-    try:
-        mixed = greedy_all(server, own_prompts, 4)
-        wide = [caps_of(answer)[7] for answer in mixed]
-        found = 1 + mean_accepted(mixed, wide)
-        assert found == pytest.approx(tau, rel=0.1)
-    finally:
-        servers.stop("width-1-7")
-
-
-def histograms(answers: list[dict]) -> list[list[int]]:
-    return [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers]
-
-
-def mean_accepted(answers: list[dict], rounds: list[int]) -> float:
-    return sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) / sum(rounds)

@@ -124,8 +124,7 @@ class TransformersTarget(nn.Module):
                 hooks.callback(hook.remove)
             # transformers keeps norms and gates in fp32, and hands their output to bf16 matrices.
             dtype = self.lm_head.weight.dtype
-            low = dtype != torch.float32
-            with torch.autocast(tokens.device.type, dtype=dtype if low else None, enabled=low):
+            with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
                 final = self.text(input_ids=tokens, use_cache=False).last_hidden_state
         residual, self._residual = self._residual, None
         layers = [means[i].to(final.device) for i in layer_ids]

@@ -18,31 +18,11 @@ from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter, with_window
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import FeatureCache, Sample, collate
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
 from tests.engine.conftest import FP32, install_plugin
 from tests.engine.drafters import assert_varied
+from tests.engine.test_train_and_serve import RECORDER, replayed
 
-RECORDER = '''
-"""Appends every verified block, ``[request, position of its anchor, anchor, draft, ...]``."""
-
-import json
-import os
-
-
-def record(result, self, *args, **kwargs):
-    names = [req.rid for req in self.requests.reqs]
-    blocks = zip(names, kwargs["prefix_lens"].tolist(), kwargs["candidates"].tolist())
-    with open(os.environ["RECORDED_BLOCKS"], "a") as out:
-        out.writelines(json.dumps([name, at, *block]) + "\\n" for name, at, block in blocks)
-
-
-def load():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang_hyperdflash.serving.worker.HyperDFlashWorker._accept_block", record, HookType.AFTER
-    )
-'''
 LENGTH = 48
 SERVERS = {
     "plain": (None, ("--max-running-requests", "3")),
@@ -92,14 +72,14 @@ def check_blocks(target_dir, folder, prompts, texts, blocks) -> None:
     """Blocks of every request against the trainer's, and one of each against the plain decoder."""
     target = LocalTarget(target_dir)
     drafter, compared = Drafter.load(folder).eval(), []
+    replay = Replay(drafter, target)
     for request, tokens in texts.items():
         prompt = prompts[int(request.split()[1])]
         sample = Sample.continuation(tokens, len(prompt))
         states = FeatureCache(target, [sample], dtype=torch.float32).states([0])
-        anchors = torch.tensor([[at for at, *_ in blocks[request]]])
+        anchors = [at for at, *_ in blocks[request]]
         drafts = [block for _, _, *block in blocks[request]]
-        keep, rows = torch.ones_like(anchors).bool(), collate([sample])
-        assert Replay(drafter, target).draft(rows, states, anchors, keep)[0].tolist() == drafts
+        assert replayed(replay, sample, states, anchors) == drafts
         at, anchor, *block = blocks[request][-1]
         assert anchor == tokens[at]
         assert propose_block(target, drafter, tokens[: at + 1]) == block

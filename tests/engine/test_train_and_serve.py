@@ -22,16 +22,17 @@ from tests.engine.conftest import FP32, chat_ids, greedy, install_plugin
 from tests.engine.drafters import assert_varied, rescale_folder
 
 RECORDER = '''
-"""Appends every verified block, ``[position of its anchor, anchor, draft, ...]``, to a file."""
+"""Appends every verified block, ``[request, position of its anchor, anchor, draft, ...]``."""
 
 import json
 import os
 
 
 def record(result, self, *args, **kwargs):
+    names = [req.rid for req in self.requests.reqs]
+    blocks = zip(names, kwargs["prefix_lens"].tolist(), kwargs["candidates"].tolist())
     with open(os.environ["RECORDED_BLOCKS"], "a") as out:
-        for prefix, block in zip(kwargs["prefix_lens"].tolist(), kwargs["candidates"].tolist()):
-            out.write(json.dumps([prefix, *block]) + "\\n")
+        out.writelines(json.dumps([name, at, *block]) + "\\n" for name, at, block in blocks)
 
 
 def load():
@@ -49,7 +50,7 @@ def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, lis
     blocks = [json.loads(line) for line in path.read_text().splitlines()]
     path.unlink()
     found = []
-    for prefix, anchor, *drafts in blocks:
+    for _request, prefix, anchor, *drafts in blocks:
         if start <= prefix < len(tokens):
             assert anchor == tokens[prefix], "a block's anchor is not the token at its position"
             found.append((prefix, drafts))

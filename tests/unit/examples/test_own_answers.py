@@ -37,7 +37,7 @@ def prompts(tmp_path) -> Path:
     return folder
 
 
-def test_answers_are_kept_and_other_settings_are_refused(program, prompts, tmp_path, capsys):
+def test_answers_are_kept_and_other_settings_are_refused(program, prompts, tmp_path):
     out = tmp_path / "answers"
     program("--prompts", prompts, "--out", out, "--length", 12)
     names = ("greedy", "sampled", "held_out_talk", "held_out_talk_sampled")

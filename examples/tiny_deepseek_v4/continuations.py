@@ -71,8 +71,8 @@ def load(
     """Generate, or read back from ``work``, the training and the held-out continuations.
 
     Args:
-        per_kind: training prompts of each kind of text; half are continued greedily, half at
-            temperature 1. Held-out prompts are continued greedily.
+        per_kind: training prompts of each kind of text, times its weight; half are continued
+            greedily, half at temperature 1. Held-out prompts are continued greedily.
 
     Returns:
         Training samples (answers of eight tokens and more), and held-out samples by kind.
@@ -81,7 +81,9 @@ def load(
     split = corpus.load()
     samples, held_out = [], {}
     for kind in corpus.KINDS:
-        prompts = spread(prompts_of(tokenizer, split[kind]["train"]), per_kind)
+        prompts = spread(
+            prompts_of(tokenizer, split[kind]["train"]), per_kind * corpus.WEIGHTS[kind]
+        )
         for temperature, part in ((0.0, prompts[0::2]), (1.0, prompts[1::2])):
             samples += generate(target, part, temperature, work / f"{kind}-{temperature}.jsonl")
         unseen = spread(prompts_of(tokenizer, split[kind]["held_out"]), HELD_OUT_PROMPTS)

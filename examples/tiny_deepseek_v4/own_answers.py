@@ -78,7 +78,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="folder of train.jsonl and held_out.jsonl")
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--per-kind", type=int, default=5000, help="training prompts of each kind")
+    parser.add_argument(
+        "--per-kind",
+        type=int,
+        default=5000,
+        help="training prompts of each kind; twice as many scrambled ones",
+    )
     parser.add_argument(
         "--held-out", type=int, default=continuations.HELD_OUT_PROMPTS, help="prompts of each kind"
     )
@@ -91,9 +96,10 @@ def main() -> None:
         prompts = corpus_prompts(tokenizer)
     else:
         prompts = prompts_of_files(tokenizer, args.prompts)
-    counts = {"train": args.per_kind, "held_out": args.held_out}
-    for part, kinds in prompts.items():
-        prompts[part] = {kind: by_length(own, counts[part]) for kind, own in kinds.items()}
+    for kind, own in prompts["train"].items():
+        prompts["train"][kind] = by_length(own, args.per_kind * corpus.WEIGHTS.get(kind, 1))
+    for kind, own in prompts["held_out"].items():
+        prompts["held_out"][kind] = by_length(own, args.held_out)
     settings = {part: short_hash(kinds) for part, kinds in prompts.items()}
     settings |= {"target": location(args.target), "length": args.length, "batch": args.batch}
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+import corpus
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
@@ -85,7 +86,7 @@ def main() -> None:
 
     raw = nextn_config(json.loads((args.target / "config.json").read_text()))
     core = new_nextn(target, raw, args.out)
-    held_out = {kind: cache(f"held_out_{kind}") for kind in ("math", "code", "chat")}
+    held_out = {kind: cache(f"held_out_{kind}") for kind in corpus.KINDS}
     trainer = NextNTrainer(
         core, target, cache("greedy", "sampled"), steps=args.steps, batch=args.batch
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from exchanges import KINDS
 from transformers import AutoTokenizer
 
 import continuations
@@ -47,7 +48,7 @@ NEW_TOKENS = 96
 def long_prompts(tokenizer, lengths: list[int], count: int) -> dict:
     """``{length: [prompt ids]}``, the same questions at every length, all kinds in turn."""
     split, prompts = corpus.load(), {length: [] for length in lengths}
-    for kind in corpus.KINDS:
+    for kind in KINDS:
         own = continuations.prompts_of(tokenizer, split[kind]["held_out"])
         questions = continuations.spread(own, count)
         others = [prompt for prompt in own if prompt not in questions]

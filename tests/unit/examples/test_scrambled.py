@@ -1,0 +1,87 @@
+"""Scrambled prompts: always the same, no exchange's, a fit prompt's length, double the weight."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.conftest import EXAMPLE
+
+
+@pytest.fixture
+def corpus(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    import corpus
+
+    return corpus
+
+
+def turns_of(conversations) -> list[str]:
+    return [m["content"] for messages in conversations for m in messages if m["role"] == "user"]
+
+
+def test_a_seed_gives_the_same_prompts_and_other_seeds_give_others(corpus):
+    exchanges = corpus.conversations(("addition", "edit", "order"), 1, 20)
+    first, again, other = (corpus.scrambled(exchanges, seed, 50) for seed in (1, 1, 2))
+    assert first == again
+    assert len(first) == 50
+    assert not {*turns_of(first)} & {*turns_of(other)}
+    assert all(len(messages) == 1 and messages[0]["content"].strip() for messages in first)
+
+
+def test_they_are_not_the_exchanges_they_are_made_of(corpus):
+    """A tenth of the words or more is another's place, so hardly one reads as it did."""
+    split = corpus.load()
+    for part in ("train", "held_out"):
+        asked = {turn for kind in corpus.FAMILIES for turn in turns_of(split[kind][part])}
+        made = turns_of(split[corpus.SCRAMBLED][part])
+        assert sum(turn in asked for turn in made) < 0.05 * len(made)
+    train, held_out = ({*turns_of(split[corpus.SCRAMBLED][p])} for p in ("train", "held_out"))
+    assert len(held_out - train) > 0.95 * len(held_out)
+
+
+def test_most_of_them_hold_words_that_no_exchange_has(corpus):
+    split = corpus.load()
+    known = Counter(
+        word
+        for kind in corpus.FAMILIES
+        for turn in turns_of(split[kind]["train"])
+        for word in turn.split()
+    )
+    made = turns_of(split[corpus.SCRAMBLED]["train"])
+    assert sum(any(word not in known for word in turn.split()) for turn in made) > len(made) / 2
+
+
+def test_enough_of_them_are_as_short_as_a_prompt_must_be(corpus):
+    from transformers import AutoTokenizer
+
+    import continuations
+
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "target")
+    made = corpus.load()[corpus.SCRAMBLED]
+    assert (
+        len(continuations.prompts_of(tokenizer, made["train"]))
+        >= 5000 * corpus.WEIGHTS["scrambled"]
+    )
+    assert len(continuations.prompts_of(tokenizer, made["held_out"])) >= 120
+
+
+def test_a_drafter_trains_on_twice_as_many(corpus, monkeypatch, tmp_path):
+    """Found through the files that own_answers.py writes."""
+
+    import own_answers
+
+    answered = Counter()
+
+    def counted(target, prompts, temperature, length, batch):
+        answered["held out" if len(prompts) == 3 else temperature] += len(prompts)
+        return [json.dumps({"samples": []})]
+
+    monkeypatch.setattr(own_answers, "answers", counted)
+    options = ["--out", str(tmp_path / "own"), "--per-kind", "10", "--held-out", "3"]
+    monkeypatch.setattr(sys, "argv", ["own_answers.py", *options])
+    own_answers.main()
+    assert answered == {0.0: 25, 1.0: 25, "held out": 24}

@@ -85,11 +85,11 @@ class TorchAttention(AttentionBackend):
             first += n
 
     def _group(self, first_row: int, n: int, rows: list[int], totals: list[int]) -> QueryGroup:
-        table = self.req_to_token_pool.req_to_token
-        slots = torch.zeros(len(rows), max(totals), dtype=torch.long)
-        for i, (row, total) in enumerate(zip(rows, totals, strict=True)):
-            slots[i, :total] = table[row, :total]
-        return QueryGroup(first_row, n, torch.tensor(totals) - n, slots)
+        longest, ends = max(totals), torch.tensor(totals)
+        slots = self.req_to_token_pool.req_to_token[torch.tensor(rows), :longest].long()
+        # What an earlier request left behind the end is nobody's slot.
+        slots.masked_fill_(torch.arange(longest) >= ends.unsqueeze(1), 0)
+        return QueryGroup(first_row, n, ends - n, slots)
 
     def forward_extend(
         self,

@@ -35,12 +35,13 @@ def assign_req_to_token_pool(
 
     Seam: ``sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func``.
     """
-    taken = 0
-    bounds = torch.stack([req_pool_indices[:batch_size], start_offset, end_offset]).tolist()
-    for row, start, end in zip(*bounds, strict=True):
-        slots = out_cache_loc[taken : taken + end - start]
-        req_to_token[row, start:end] = slots.to(req_to_token.dtype)
-        taken += end - start
+    rows, starts = req_pool_indices[:batch_size].long(), start_offset[:batch_size].long()
+    counts = end_offset[:batch_size].long() - starts
+    # Where each slot goes: its place among its request's own, from the request's start.
+    shifts = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    columns = shifts + torch.arange(len(shifts), device=shifts.device)
+    slots = out_cache_loc[: len(shifts)].to(req_to_token.dtype)
+    req_to_token[rows.repeat_interleave(counts), columns] = slots
 
 
 def norm_rope_stacked(

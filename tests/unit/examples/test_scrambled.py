@@ -19,6 +19,15 @@ def corpus(monkeypatch):
     return corpus
 
 
+@pytest.fixture(scope="module")
+def split():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        import corpus
+
+        return corpus.load()
+
+
 def turns_of(conversations) -> list[str]:
     return [m["content"] for messages in conversations for m in messages if m["role"] == "user"]
 
@@ -32,9 +41,8 @@ def test_a_seed_gives_the_same_prompts_and_other_seeds_give_others(corpus):
     assert all(len(messages) == 1 and messages[0]["content"].strip() for messages in first)
 
 
-def test_they_are_not_the_exchanges_they_are_made_of(corpus):
+def test_they_are_not_the_exchanges_they_are_made_of(corpus, split):
     """A tenth of the words or more is another's place, so hardly one reads as it did."""
-    split = corpus.load()
     for part in ("train", "held_out"):
         asked = {turn for kind in corpus.FAMILIES for turn in turns_of(split[kind][part])}
         made = turns_of(split[corpus.SCRAMBLED][part])
@@ -43,8 +51,7 @@ def test_they_are_not_the_exchanges_they_are_made_of(corpus):
     assert len(held_out - train) > 0.95 * len(held_out)
 
 
-def test_most_of_them_hold_words_that_no_exchange_has(corpus):
-    split = corpus.load()
+def test_most_of_them_hold_words_that_no_exchange_has(corpus, split):
     known = Counter(
         word
         for kind in corpus.FAMILIES
@@ -55,13 +62,13 @@ def test_most_of_them_hold_words_that_no_exchange_has(corpus):
     assert sum(any(word not in known for word in turn.split()) for turn in made) > len(made) / 2
 
 
-def test_enough_of_them_are_as_short_as_a_prompt_must_be(corpus):
+def test_enough_of_them_are_as_short_as_a_prompt_must_be(corpus, split):
     from transformers import AutoTokenizer
 
     import continuations
 
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "target")
-    made = corpus.load()[corpus.SCRAMBLED]
+    made = split[corpus.SCRAMBLED]
     assert (
         len(continuations.prompts_of(tokenizer, made["train"]))
         >= 5000 * corpus.WEIGHTS["scrambled"]
@@ -81,6 +88,8 @@ def test_a_drafter_trains_on_twice_as_many(corpus, monkeypatch, tmp_path):
         return [json.dumps({"samples": []})]
 
     monkeypatch.setattr(own_answers, "answers", counted)
+    monkeypatch.setattr(corpus, "PER_FAMILY", {"train": 20, "held_out": 4})
+    monkeypatch.setattr(corpus, "SCRAMBLED_PROMPTS", {"train": 60, "held_out": 12})
     options = ["--out", str(tmp_path / "own"), "--per-kind", "10", "--held-out", "3"]
     monkeypatch.setattr(sys, "argv", ["own_answers.py", *options])
     own_answers.main()

@@ -28,7 +28,7 @@ AXES = {
         OURS,
         (
             *(OURS, PAPERS, "acceptance", "acceptance no head", "overlap", "argmax labels"),
-            *("selector", "product", "product selector"),
+            *("KL of all drafts", "selector", "product", "product selector"),
             *("no CE of candidates", "fast head", "no gate of the head", "D-PACE", "causal"),
             *("random widths", "layers 1 3 5", "late layers"),
             *("rank 64", "K = 16", "K = 256", "block 5", "block 9"),

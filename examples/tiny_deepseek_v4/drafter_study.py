@@ -109,6 +109,7 @@ VARIANTS = {
     "acceptance": Variant("hyperdflash2", objective={"loss": "acceptance"}),
     "acceptance no head": Variant("hyperdflash2", (), {"loss": "acceptance"}),
     "overlap": Variant("hyperdflash2", objective={"loss": "acceptance", "distance": "overlap"}),
+    "KL of all drafts": Variant("hyperdflash2", objective={"alpha": 1.0, "P": 6}),
     "argmax labels": Variant("hyperdflash2", objective={"loss": "acceptance", "labels": "argmax"}),
     "selector": Variant("hyperdflash2", objective={"loss": "selector"}),
     "product": Variant("hyperdflash2", (*HEAD, "--dependency-form", "product")),

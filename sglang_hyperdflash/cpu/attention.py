@@ -65,31 +65,32 @@ class TorchAttention(AttentionBackend):
         if mode.is_idle() or forward_batch.batch_size == 0:
             self.groups = []
             return
-        rows = forward_batch.req_pool_indices.tolist()
-        totals = forward_batch.seq_lens.tolist()
+        rows, totals = forward_batch.req_pool_indices, forward_batch.seq_lens
         if mode.is_decode():
             lengths = [1] * len(rows)
-            totals = [total + self.ahead for total in totals]
+            totals = totals + self.ahead
         elif mode.is_target_verify():
             n = int(forward_batch.spec_info.draft_token_num)
             lengths = [n] * len(rows)
-            totals = [total + n for total in totals]
+            totals = totals + n
         else:
             lengths = forward_batch.extend_seq_lens.tolist()
         if len(set(lengths)) == 1:
             self.groups = [self._group(0, lengths[0], rows, totals)]
             return
         self.groups, first = [], 0
-        for row, n, total in zip(rows, lengths, totals, strict=True):
-            self.groups.append(self._group(first, n, [row], [total]))
+        for row, n, total in zip(rows.split(1), lengths, totals.split(1), strict=True):
+            self.groups.append(self._group(first, n, row, total))
             first += n
 
-    def _group(self, first_row: int, n: int, rows: list[int], totals: list[int]) -> QueryGroup:
-        longest, ends = max(totals), torch.tensor(totals)
-        slots = self.req_to_token_pool.req_to_token[torch.tensor(rows), :longest].long()
+    def _group(
+        self, first_row: int, n: int, rows: torch.Tensor, totals: torch.Tensor
+    ) -> QueryGroup:
+        longest = int(totals.max())
+        slots = self.req_to_token_pool.req_to_token[rows, :longest].long()
         # What an earlier request left behind the end is nobody's slot.
-        slots.masked_fill_(torch.arange(longest) >= ends.unsqueeze(1), 0)
-        return QueryGroup(first_row, n, ends - n, slots)
+        slots.masked_fill_(torch.arange(longest) >= totals.unsqueeze(1), 0)
+        return QueryGroup(first_row, n, totals - n, slots)
 
     def forward_extend(
         self,

@@ -11,21 +11,18 @@ import pytest
 from tests.conftest import EXAMPLE
 
 
-@pytest.fixture
-def corpus(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    import corpus
-
-    return corpus
-
-
 @pytest.fixture(scope="module")
-def split():
+def corpus():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
         import corpus
 
-        return corpus.load()
+        yield corpus
+
+
+@pytest.fixture(scope="module")
+def split(corpus):
+    return corpus.load()
 
 
 def turns_of(conversations) -> list[str]:
@@ -78,7 +75,6 @@ def test_enough_of_them_are_as_short_as_a_prompt_must_be(corpus, split):
 
 def test_a_drafter_trains_on_twice_as_many(corpus, monkeypatch, tmp_path):
     """Found through the files that own_answers.py writes."""
-
     import own_answers
 
     answered = Counter()

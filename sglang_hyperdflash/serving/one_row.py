@@ -1,8 +1,8 @@
 """Rounds without drafts: one target row a request, as a server without speculation would run it.
 
 Drafting may go on in any later round, so the drafter's K/V of every token are still written: a slot
-that was skipped would hold another request's. They are written for several rounds at once, which
-costs one launch of the reducer and of the projections instead of one a round.
+that was skipped would hold another request's. They are written for many passes at once
+(``pending_kv``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_hyperdflash.serving.exact import draw_rows, weights_of
+from sglang_hyperdflash.serving.pending_kv import PENDING_ROWS, PendingRows
 from sglang_hyperdflash.serving.rehearsal import RehearsedWorker
 from sglang_hyperdflash.serving.rounds import sampling_of
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from triton_ops.gumbel_op import gumbel_argmax
-
-# Rows whose residuals wait: 2 MiB on DeepSeek-V4-Flash. A batch of so many is written at once: what
-# a round costs is then the same in every round.
-PENDING_ROWS = 64
 
 
 class OneRowWorker(RehearsedWorker):
@@ -34,47 +31,57 @@ class OneRowWorker(RehearsedWorker):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # A decode node's slots are not its own between rounds: K/V arrive in those of a request
-        # that has ended, and a retraction backs up those of one that runs.
-        decode_node = server_args.disaggregation_mode == "decode"
-        self._most_pending = 1 if decode_node else PENDING_ROWS
-        # Residuals, slots and positions of tokens whose draft K/V are not written yet.
-        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._pending_rows = 0
+        # Elsewhere a node's slots are not a drafted block's alone: they travel to a decode node and
+        # arrive there, are backed up when a request is retracted, or go to the host's memory.
+        shared = server_args.disaggregation_mode != "null" or server_args.enable_hierarchical_cache
+        self._pending = PendingRows(0 if shared else PENDING_ROWS)
+        # The requests whose rows wait: a window's slots are known by the requests that have them.
         self._pending_of: Any = None
+        # Whether the rows of a prefill that runs may wait.
+        self._prefill_waits = False
 
     def write_pending(self) -> None:
-        """Write the draft K/V of past rounds; anything that reads or reuses a slot comes after."""
-        if not self._pending:
+        """Write the draft K/V of past passes; a drafted block and a later owner come after."""
+        rows = self._pending.take()
+        if rows is None:
             return
-        hidden, slots, positions = (
-            parts[0] if len(parts) == 1 else torch.cat(parts)
-            for parts in zip(*self._pending, strict=True)
-        )
-        self._pending, self._pending_rows, self._pending_of = [], 0, None
-        rows: dict[str, torch.Tensor] = {}
+        hidden, slots, positions = rows
+        self._pending_of = None
+        lengths: dict[str, torch.Tensor] = {}
         if self.window is not None:  # which tells rounds from prefills by these
             ones = torch.ones_like(slots, dtype=torch.int32)
-            rows = {"cache_loc_2d": slots.unsqueeze(1), "commit_lens": ones}
-        self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden, cache_loc=slots, positions=positions, **rows
+            lengths = {"cache_loc_2d": slots.unsqueeze(1), "commit_lens": ones}
+        super()._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=hidden, cache_loc=slots, positions=positions, **lengths
+        )
+
+    def _append_target_hidden_to_draft_kv_by_loc(
+        self, *, target_hidden, cache_loc, positions, **rest
+    ) -> None:
+        """Seam: where ``DFlashWorkerV2`` writes draft K/V; those of some prefills wait.
+
+        What waits is copied here, on the stream that will read it: slots are the scheduler's.
+        """
+        if self._prefill_waits and self._pending.fits(len(cache_loc)):
+            hidden = target_hidden[: len(cache_loc)]  # behind them rows that pad the batch
+            self._pending.add(hidden.clone(), cache_loc.clone(), positions.clone())
+            return
+        self.write_pending()
+        super()._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=target_hidden, cache_loc=cache_loc, positions=positions, **rest
         )
 
     def _keep_pending(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, shared: bool
     ) -> None:
         """Remember a round's rows. ``shared``: the next target pass overwrites ``hidden``."""
-        most = self._most_pending
-        if self.window is not None:
-            # A window's ring takes each of its slots once in a call.
-            most = min(most, self.window.ring)
-        if self._pending_rows + len(slots) > most:
+        pending = self._pending
+        if not pending.fits(len(slots)):
             self.write_pending()
-        self._pending_rows += len(slots)
-        full = self._pending_rows >= most
-        self._pending.append((hidden.clone() if shared and not full else hidden, slots, positions))
+        last = not pending.fits(2 * len(slots))
+        pending.add(hidden.clone() if shared and not last else hidden, slots, positions)
         self._pending_of = self.requests
-        if full:
+        if last:
             self.write_pending()
 
     def one_row_round(

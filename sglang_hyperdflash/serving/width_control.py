@@ -59,6 +59,11 @@ class RoundClock:
         self._repeated = self._last is not None and self._last[0] == key
         self._last = key, now, requests
 
+    def start_again(self, now: float) -> None:
+        """The round that starts begins now: what came before was other rounds' work."""
+        if self._last is not None:
+            self._last = self._last[0], now, self._last[2]
+
 
 class WidthControl:
     """Chooses the width of every round of one worker.
@@ -130,6 +135,11 @@ class WidthControl:
         width = self.policy.next(greedy, sampled)
         self._clock.start(now, greedy + sampled, width)
         return width
+
+    def start_again(self) -> None:
+        """Work of earlier rounds was done since the width was chosen."""
+        if self.policy is not None:
+            self._clock.start_again(self._now())
 
     def _time(self, cell: tuple[int, int], seconds: float) -> None:
         costs = self.policy.costs

@@ -177,6 +177,7 @@ class WidthWorker(OneRowWorker):
         served = get_exec().features.enable_custom_logit_processor
         notes = served and not self._whole_blocks_only()
         self._one_row_for_notes, self._told = bool(notes), False
+        self._rounds_width = self.block
         self._states = WidthStates(self, setting.widths, eager=(1,) if notes else ())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
@@ -223,10 +224,19 @@ class WidthWorker(OneRowWorker):
         self._states.build_runners()
         width_graphs.on_recapture(self.target_worker.model_runner, self._states.capture_again)
 
+    def _must_write(self, idle: bool, width: int) -> bool:
+        """Whether the pass that starts wants the draft K/V of those before it."""
+        if not len(self._pending):
+            return False
+        # A window's slots are another's once the requests have changed.
+        changed = self.window is not None and self._pending_of is not self.requests
+        return changed or (width > 1 and not idle)
+
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""
         mode = batch.forward_mode
         idle = mode.is_extend() or mode.is_idle() or bool(batch.is_extend_in_batch)
+        before = self._rounds_width
         if batch.after_idle_gap:  # seam: Scheduler.run_batch sets it
             self.width_control.after_idleness()
         if idle or self.requests is None:
@@ -237,9 +247,13 @@ class WidthWorker(OneRowWorker):
             width = 1
         else:
             width = self.width_control.next(*self.requests.classes)
-        if width > 1 or self._pending_of is not self.requests:
-            # Before another width drafts, or a slot that changed hands is written.
+        if not idle:
+            self._rounds_width = width
+        # Between rounds without drafts nothing reads what a prefill writes.
+        self._prefill_waits = idle and before == 1 and self.window is None
+        if self._must_write(idle, width):
             self.write_pending()
+            self.width_control.start_again()
         self._states.activate(width)
         if width == 1:
             result = self.one_row_round(batch, *args, **kwargs)

@@ -19,13 +19,15 @@ from sglang_hyperdflash.training.drafter import Drafter, with_window
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
-from tests.engine.conftest import FP32, install_plugin
+from tests.engine.conftest import FP32, SMALL_POOL, install_plugin
 from tests.engine.drafters import assert_varied
 from tests.engine.test_train_and_serve import RECORDER, replayed
 
 LENGTH = 48
 SERVERS = {
     "plain": (None, ("--max-running-requests", "3")),
+    # Slots change hands, and requests are retracted, while rows wait.
+    "small pool": (None, SMALL_POOL),
     "window": (32, ("--chunked-prefill-size", "32")),
 }
 

@@ -7,9 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.arg_groups.overrides import field_names
+from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.serving import one_row
 from sglang_hyperdflash.serving.one_row import OneRowWorker
+from sglang_hyperdflash.serving.pending_kv import PENDING_ROWS, PendingRows, last_owners
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
 
 BATCH, WIDE = 3, 4
@@ -18,16 +21,26 @@ BATCH, WIDE = 3, 4
 class Recorded(OneRowWorker):
     """The part of a worker that keeps rows, and what it would have written."""
 
-    def __init__(self, ring: int | None = None, mode: str = "null") -> None:
-        arguments = SimpleNamespace(disaggregation_mode=mode)
+    def __init__(self, window: bool = False, mode: str = "null", host: bool = False) -> None:
+        arguments = SimpleNamespace(disaggregation_mode=mode, enable_hierarchical_cache=host)
         with mock.patch.object(SampledWorker, "__init__", lambda *inputs: None):
             super().__init__(arguments, 0, 0, None)
         self.requests = object()
-        self.window = None if ring is None else SimpleNamespace(ring=ring)
+        self.window = object() if window else None
         self.calls = []
+        self.pool = torch.zeros(1000, WIDE)
 
-    def _append_target_hidden_to_draft_kv_by_loc(self, **rows) -> None:
-        self.calls.append({name: value.clone() for name, value in rows.items()})
+
+@pytest.fixture(autouse=True)
+def _write(monkeypatch):
+    """Stands in for SGLang's write: remembers the call, and puts the residuals into the pool."""
+
+    def write(worker: Recorded, **rows) -> None:
+        worker.calls.append({name: value.clone() for name, value in rows.items()})
+        for slot, hidden in zip(rows["cache_loc"].tolist(), rows["target_hidden"], strict=True):
+            worker.pool[slot] = hidden
+
+    monkeypatch.setattr(SampledWorker, "_append_target_hidden_to_draft_kv_by_loc", write)
 
 
 def keep_rounds(worker: Recorded, rounds: int, shared: bool = False) -> torch.Tensor:
@@ -57,7 +70,7 @@ def test_several_rounds_are_written_in_one_call_in_their_order():
 
 
 def test_a_window_is_told_that_these_are_no_prefill():
-    worker = Recorded(ring=7)
+    worker = Recorded(window=True)
     keep_rounds(worker, 2)
     worker.write_pending()
     assert worker.calls[0]["cache_loc_2d"].shape == (2 * BATCH, 1)
@@ -71,13 +84,13 @@ def test_a_graph_s_output_is_kept_before_the_next_pass_overwrites_it():
     assert torch.equal(worker.calls[0]["target_hidden"], hidden)
 
 
-@pytest.mark.parametrize(("ring", "most"), [(None, one_row.PENDING_ROWS), (7, 7)])
-def test_no_more_rows_wait_than_fit(ring, most):
-    worker = Recorded(ring)
-    hidden = keep_rounds(worker, 200)
+def test_no_more_rows_wait_than_fit():
+    worker = Recorded()
+    hidden = keep_rounds(worker, 300)
     worker.write_pending()
     sizes = [len(call["cache_loc"]) for call in worker.calls]
-    assert max(sizes) <= most and sum(sizes) == 200 * BATCH
+    assert max(sizes) <= PENDING_ROWS and sum(sizes) == 300 * BATCH
+    assert len(sizes) == -(-300 * BATCH // (PENDING_ROWS // BATCH * BATCH))
     assert torch.equal(torch.cat([c["target_hidden"] for c in worker.calls]), hidden)
 
 
@@ -85,22 +98,77 @@ def test_a_large_batch_is_written_at_once(monkeypatch):
     monkeypatch.setattr(one_row, "PENDING_ROWS", BATCH)
     worker = Recorded()
     keep_rounds(worker, 2)
-    assert len(worker.calls) == 2 and worker._pending == []
+    assert len(worker.calls) == 2 and not len(worker._pending)
 
 
-def test_a_decode_node_writes_every_round_so_that_nothing_is_written_over_what_arrives():
+@pytest.mark.parametrize(
+    "shared", [{"mode": "decode"}, {"mode": "prefill"}, {"host": True}], ids=str
+)
+def test_where_others_read_slots_every_pass_is_written_at_once(shared):
     """A request ends, its slots go to another, whose K/V arrive before its first round."""
-    pool = torch.zeros(1000, WIDE)
-    worker = Recorded(mode="decode")
+    worker = Recorded(**shared)
     hidden = keep_rounds(worker, 4)
-    for call in worker.calls:
-        pool[call["cache_loc"]] = call["target_hidden"]
     slots = torch.cat([call["cache_loc"] for call in worker.calls])
-    assert torch.equal(pool[slots], hidden), "a backup would miss what is still to be written"
-    pool[slots] = arrived = torch.full_like(hidden, -1.0)
-    written = len(worker.calls)
-    worker.requests = object()
+    assert torch.equal(worker.pool[slots], hidden), "a backup would miss what is still to come"
+    worker.pool[slots] = arrived = torch.full_like(hidden, -1.0)
+    worker.requests, worker._prefill_waits = object(), True
     worker.write_pending()
-    for call in worker.calls[written:]:
-        pool[call["cache_loc"]] = call["target_hidden"]
-    assert torch.equal(pool[slots], arrived)
+    assert torch.equal(worker.pool[slots], arrived)
+    prefill(worker, [5, 6], 9.0)
+    assert worker.pool[[5, 6], 0].tolist() == [9.0, 9.0]
+    assert {"disaggregation_mode", "enable_hierarchical_cache"} <= set(field_names(ServerArgs))
+
+
+def prefill(worker: Recorded, slots: list[int], value: float, pad: int = 0) -> torch.Tensor:
+    """SGLang's write behind a prefill; returns the residuals, which the next pass overwrites."""
+    hidden = torch.full((len(slots) + pad, WIDE), value)
+    worker._append_target_hidden_to_draft_kv_by_loc(
+        target_hidden=hidden,
+        cache_loc=torch.tensor(slots),
+        positions=torch.arange(len(slots)),
+        extend_lens=torch.tensor([len(slots)]),
+    )
+    return hidden
+
+
+def test_a_prefill_between_rounds_without_drafts_waits_with_their_rows():
+    worker = Recorded()
+    hidden = keep_rounds(worker, 2)
+    worker._prefill_waits = True
+    prefill(worker, [7, 8], 9.0, pad=1).zero_()
+    worker._prefill_waits = False
+    after = keep_rounds(worker, 1)
+    assert not worker.calls
+    worker.write_pending()
+    (call,) = worker.calls
+    given = torch.cat([hidden, torch.full((2, WIDE), 9.0), after])
+    assert torch.equal(call["target_hidden"], given)
+    assert call["positions"].tolist() == [0] * 3 + [1] * 3 + [0, 1] + [0] * 3
+
+
+def test_a_prefill_that_does_not_wait_is_written_behind_the_rows_that_did():
+    """Too long a one, or one in front of a drafted block."""
+    worker = Recorded()
+    keep_rounds(worker, 1)
+    prefill(worker, [0, 100], 9.0)
+    assert [len(call["cache_loc"]) for call in worker.calls] == [BATCH, 2]
+    assert worker.pool[[0, 100, 200], 0].tolist() == [9.0, 9.0, 0.0]
+    worker._prefill_waits = True
+    prefill(worker, list(range(PENDING_ROWS + 1)), 3.0)
+    assert len(worker.calls) == 3 and not len(worker._pending)
+
+
+def test_a_slot_that_changed_hands_while_its_row_waited_is_its_last_owner_s():
+    """Written in one call, where the order of rows means nothing on a GPU."""
+    pending = PendingRows(10)
+    pending.add(torch.full((3, WIDE), 1.0), torch.tensor([4, 5, 6]), torch.arange(3))
+    pending.add(torch.full((2, WIDE), 2.0), torch.tensor([5, 7]), torch.arange(2))
+    pending.add(torch.full((2, WIDE), 3.0), torch.tensor([7, 4]), torch.arange(2))
+    hidden, slots, positions = pending.take()
+    live = slots != 0
+    assert sorted(slots[live].tolist()) == [4, 5, 6, 7]
+    found = {int(s): float(h[0]) for s, h in zip(slots[live], hidden[live], strict=True)}
+    assert found == {4: 3.0, 5: 2.0, 6: 1.0, 7: 3.0}
+    assert len(hidden) == len(slots) == len(positions) == 7
+    assert pending.take() is None and not len(pending)
+    assert last_owners(torch.tensor([3, 3, 3, 2])).tolist() == [0, 0, 3, 2]

@@ -97,6 +97,20 @@ def test_where_a_launch_is_its_round_every_round_is_timed_and_idleness_is_not():
     assert waiting.pause(1.0) is None
 
 
+def test_what_earlier_rounds_left_behind_is_not_the_next_width_s_time():
+    """Rounds without drafts leave draft K/V to write, before a block is drafted."""
+    at = iter([0.0, 0.1, 0.5, 0.7])
+    control = WidthControl(SET, 7, now=lambda: next(at), alone=True)
+    assert control.next(1, 0) == 1
+    control.next(1, 0)
+    control.start_again()  # 0.4 s of writing
+    control.next(1, 0)
+    assert control.policy.costs.samples[0, 1] == deque([pytest.approx(0.1), pytest.approx(0.2)])
+    fixed = WidthControl(WidthSetting("full", (7,)), 7)
+    fixed.start_again()
+    RoundClock().start_again(1.0)
+
+
 def test_idleness_is_no_round():
     """Found as: an answer that ended by its length, then a minute without requests."""
     at = iter([0.0, 0.1, 0.2, 60.0])

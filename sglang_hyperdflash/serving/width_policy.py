@@ -26,6 +26,8 @@ EXPLORE, PROBE = 4, 2
 ATTEMPTS, RETRY = 3, 32
 # Probing may cost so much of the time, and no width is probed more often than this.
 PROBE_SHARE, PROBE_EVERY = 0.01, 32
+# Probes that change nothing at width 1 come half as often each time, down to one in so many.
+MOST_PATIENCE = 8
 # Ended answers after which one counts half.
 ENDS_HALF_LIFE = 128
 # Prefill passes that tell what one costs without its tokens, and how many it takes.
@@ -225,6 +227,8 @@ class WidthPolicy:
         self.answers = Answers()
         self.rates: dict[int, float] = {}
         self.rounds = self._since = self._turn = 0
+        # How many times fewer probes there are, and the batch's bucket at the last one.
+        self._patience, self._probed = 1, 0
         self._burst: list[int] = []
         self._tries: dict[Cell, tuple[int, int]] = {}
 
@@ -283,6 +287,8 @@ class WidthPolicy:
         if not self.rates:
             return
         self.width = best_width(self.rates, self.width)
+        if self.width > 1 or abs(bucket - self._probed) >= 2:
+            self._patience, self._probed = 1, bucket
         self._probe()
 
     def _prefill_share(self, kept: float) -> float:
@@ -313,6 +319,8 @@ class WidthPolicy:
         if rate is None or mine is None:
             return
         loss = PROBE * max(mine / rate - 1, 0.0)
-        if self._since >= max(PROBE_EVERY, math.ceil(loss / PROBE_SHARE)):
+        rounds = max(PROBE_EVERY, math.ceil(loss / PROBE_SHARE))
+        if self._since >= rounds * self._patience:
             self._since, self._turn = 0, self._turn + 1
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
             self._burst = [other] * PROBE

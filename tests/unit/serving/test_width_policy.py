@@ -219,12 +219,25 @@ def test_one_bad_request_does_not_narrow_the_others():
     assert sum(width >= 4 for width in late) > 0.9 * len(late)
 
 
-def test_probing_a_hopeless_drafter_costs_at_most_one_percent():
+def test_probing_a_hopeless_drafter_costs_little_and_less_with_time():
     loads = [8] * 5000
     found = replay(machine, loads, steady([0.0] * 6), policy=WidthPolicy(WIDTHS))
     without = replay(machine, loads, steady([0.0] * 6), width=1)
     assert set(found.widths[200:]) == {1, 2}
-    assert found.seconds < 1.012 * without.seconds
+    assert found.seconds < 1.005 * without.seconds
+    probes = [number for number, width in enumerate(found.widths) if width > 1]
+    early, late = (sum(n in span for n in probes) for span in (range(50, 550), range(4500, 5000)))
+    assert 0 < late < early / 2
+
+
+def test_a_batch_of_another_size_is_probed_as_often_as_at_the_start():
+    """What draws nothing from one request may draw something from sixteen."""
+    policy = WidthPolicy(WIDTHS)
+    found = replay(machine, [8] * 3000 + [32] * 300, steady([0.0] * 6), policy=policy)
+    probes = [number for number, width in enumerate(found.widths) if width == 2]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(probes) if later > earlier + 1]
+    assert max(gaps) > 400
+    assert 0 < min(number for number in probes if number > 3010) - 3010 < 200
 
 
 def test_narrow_rounds_say_nothing_of_the_drafts_they_leave_out():
@@ -341,4 +354,5 @@ def test_a_round_costs_the_host_less_than_50_microseconds(tmp_path, monkeypatch)
         times.append((time.process_time() - started) / 200)
     assert control.measured_gain() and list(tmp_path.iterdir())
     print(f"{1e6 * statistics.median(times):.1f} microseconds a round")
-    assert statistics.median(times) < 50e-6, times
+    # What else runs on the machine makes it longer, never shorter.
+    assert min(times) < 50e-6, times

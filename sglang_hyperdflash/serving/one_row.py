@@ -31,9 +31,10 @@ class OneRowWorker(RehearsedWorker):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # Elsewhere a node's slots are not a drafted block's alone: they travel to a decode node and
-        # arrive there, are backed up when a request is retracted, or go to the host's memory.
-        shared = server_args.disaggregation_mode != "null" or server_args.enable_hierarchical_cache
+        # There a node's slots are not a drafted block's alone: they travel to a decode node and
+        # arrive there, are backed up when a request is retracted, or go to another's cache.
+        linked = server_args.enable_unified_cache_external_linker
+        shared = server_args.disaggregation_mode != "null" or linked
         self._pending = PendingRows(0 if shared else PENDING_ROWS)
         # The requests whose rows wait: a window's slots are known by the requests that have them.
         self._pending_of: Any = None
@@ -62,7 +63,8 @@ class OneRowWorker(RehearsedWorker):
 
         What waits is copied here, on the stream that will read it: slots are the scheduler's.
         """
-        if self._prefill_waits and self._pending.fits(len(cache_loc)):
+        whole = len(target_hidden) >= len(cache_loc) == len(positions)  # else SGLang's own error
+        if self._prefill_waits and whole and self._pending.fits(len(cache_loc)):
             hidden = target_hidden[: len(cache_loc)]  # behind them rows that pad the batch
             self._pending.add(hidden.clone(), cache_loc.clone(), positions.clone())
             return

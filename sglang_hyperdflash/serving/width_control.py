@@ -38,7 +38,7 @@ class RoundClock:
     def stop(self) -> None:
         """Idleness comes: what follows is not timed yet."""
         self._last: tuple[tuple[int, int], float, int] | None = None
-        self._repeated = False
+        self._repeated = self._late = False
 
     def pause(self, now: float) -> tuple[tuple[int, int], float] | None:
         """A prefill starts; the cell and the seconds of the round before, if they count."""
@@ -56,11 +56,16 @@ class RoundClock:
     def start(self, now: float, requests: int, width: int) -> None:
         """The round that starts has this width."""
         key = bucket_of(requests), width
-        self._repeated = self._last is not None and self._last[0] == key
+        self._repeated = self._last is not None and self._last[0] == key and not self._late
+        self._late = False
         self._last = key, now, requests
 
     def start_again(self, now: float) -> None:
-        """The round that starts begins now: what came before was other rounds' work."""
+        """The round that starts begins now: what came before was other rounds' work.
+
+        On a GPU it was launched, and the time between the next two launches has it.
+        """
+        self._late = not self.alone
         if self._last is not None:
             self._last = self._last[0], now, self._last[2]
 
@@ -137,9 +142,13 @@ class WidthControl:
         return width
 
     def start_again(self) -> None:
-        """Work of earlier rounds was done since the width was chosen."""
-        if self.policy is not None:
-            self._clock.start_again(self._now())
+        """Work of earlier rounds was done since the width was chosen, or the prefill began."""
+        if self.policy is None:
+            return
+        now = self._now()
+        self._clock.start_again(now)
+        if self._prefill is not None:
+            self._prefill = now, self._prefill[1]
 
     def _time(self, cell: tuple[int, int], seconds: float) -> None:
         costs = self.policy.costs

@@ -20,9 +20,10 @@ import numpy as np
 HALF_LIFE, PRIOR_TRIALS, FIRST_PRIOR = 512, 4.0, 0.8
 SAMPLES = 15
 HYSTERESIS = 0.03
-# Rounds in a row: the first follows a round of another width and, but for ``timed_alone``, is not
-# timed.
-EXPLORE, PROBE = 4, 2
+# Rounds in a row. But for ``timed_alone`` the first follows a round of another width and is not
+# timed, nor is the second of a probe: the draft K/V that waited at width 1 were written in between.
+EXPLORE, PROBE = 4, 3
+ALONE = 2
 ATTEMPTS, RETRY = 3, 32
 # Probing may cost so much of the time, and no width is probed more often than this.
 PROBE_SHARE, PROBE_EVERY = 0.01, 32
@@ -220,15 +221,15 @@ class WidthPolicy:
         self, widths: Sequence[int], shared: bool = False, timed_alone: bool = False
     ) -> None:
         self.widths, self.width = tuple(widths), widths[-1]
-        self._explore = PROBE if timed_alone else EXPLORE
+        self._explore, self._look = (ALONE, ALONE) if timed_alone else (EXPLORE, PROBE)
         self.costs = Costs(widths, shared, timed_alone)
         # Greedy requests and sampled ones accept differently.
         self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
         self.answers = Answers()
         self.rates: dict[int, float] = {}
         self.rounds = self._since = self._turn = 0
-        # How many times fewer probes there are, and the batch's bucket at the last one.
-        self._patience, self._probed = 1, 0
+        # By the batch's bucket: how many times fewer probes there are.
+        self._patience: dict[int, int] = {}
         self._burst: list[int] = []
         self._tries: dict[Cell, tuple[int, int]] = {}
 
@@ -250,6 +251,15 @@ class WidthPolicy:
         for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
             if accepted:
                 kind.learn(width, accepted)
+        if width > self.width == 1:
+            self._judge(width, [*greedy, *sampled])
+
+    def _judge(self, width: int, accepted: Sequence[int]) -> None:
+        """A probe that would have paid by itself is followed by others soon."""
+        bucket = bucket_of(len(accepted))
+        mine, one = (self.costs.of(bucket, w) for w in (width, 1))
+        if accepted and mine and one and 1 + sum(accepted) / len(accepted) > mine / one:
+            self._patience.clear()
 
     @property
     def settled(self) -> bool:
@@ -287,9 +297,7 @@ class WidthPolicy:
         if not self.rates:
             return
         self.width = best_width(self.rates, self.width)
-        if self.width > 1 or abs(bucket - self._probed) >= 2:
-            self._patience, self._probed = 1, bucket
-        self._probe()
+        self._probe(bucket)
 
     def _prefill_share(self, kept: float) -> float:
         """Seconds of the prefill pass that a round of so many kept tokens makes room for.
@@ -308,7 +316,7 @@ class WidthPolicy:
         self._tries[cell] = tries + 1, self.rounds
         return True
 
-    def _probe(self) -> None:
+    def _probe(self, bucket: int) -> None:
         """Look at another width now and then; from width 1 at the next one only."""
         at = self.widths.index(self.width)
         others = self.widths[1:2] if self.width == 1 else self.widths[:at] + self.widths[at + 1 :]
@@ -318,9 +326,10 @@ class WidthPolicy:
         rate, mine = self.rates.get(other), self.rates.get(self.width)
         if rate is None or mine is None:
             return
-        loss = PROBE * max(mine / rate - 1, 0.0)
+        loss = self._look * max(mine / rate - 1, 0.0)
         rounds = max(PROBE_EVERY, math.ceil(loss / PROBE_SHARE))
-        if self._since >= rounds * self._patience:
+        patience = self._patience.get(bucket, 1) if self.width == 1 else 1
+        if self._since >= rounds * patience:
             self._since, self._turn = 0, self._turn + 1
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
-            self._burst = [other] * PROBE
+            self._patience[bucket] = min(2 * patience, MOST_PATIENCE) if self.width == 1 else 1
+            self._burst = [other] * self._look

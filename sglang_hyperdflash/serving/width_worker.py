@@ -224,13 +224,14 @@ class WidthWorker(OneRowWorker):
         self._states.build_runners()
         width_graphs.on_recapture(self.target_worker.model_runner, self._states.capture_again)
 
-    def _must_write(self, idle: bool, width: int) -> bool:
-        """Whether the pass that starts wants the draft K/V of those before it."""
-        if not len(self._pending):
-            return False
+    def _write_before(self, width: int) -> None:
+        """Write the draft K/V of passes before the one that starts, if it cannot wait for them."""
         # A window's slots are another's once the requests have changed.
         changed = self.window is not None and self._pending_of is not self.requests
-        return changed or (width > 1 and not idle)
+        goes_on = self._prefill_waits or (width == 1 and not changed)
+        if len(self._pending) and not goes_on:
+            self.write_pending()
+            self.width_control.start_again()
 
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""
@@ -250,10 +251,9 @@ class WidthWorker(OneRowWorker):
         if not idle:
             self._rounds_width = width
         # Between rounds without drafts nothing reads what a prefill writes.
-        self._prefill_waits = idle and before == 1 and self.window is None
-        if self._must_write(idle, width):
-            self.write_pending()
-            self.width_control.start_again()
+        short = self._pending.fits(batch.extend_num_tokens or 0)
+        self._prefill_waits = idle and short and before == 1 and self.window is None
+        self._write_before(width)
         self._states.activate(width)
         if width == 1:
             result = self.one_row_round(batch, *args, **kwargs)

@@ -21,8 +21,10 @@ BATCH, WIDE = 3, 4
 class Recorded(OneRowWorker):
     """The part of a worker that keeps rows, and what it would have written."""
 
-    def __init__(self, window: bool = False, mode: str = "null", host: bool = False) -> None:
-        arguments = SimpleNamespace(disaggregation_mode=mode, enable_hierarchical_cache=host)
+    def __init__(self, window: bool = False, mode: str = "null", linked: bool = False) -> None:
+        arguments = SimpleNamespace(
+            disaggregation_mode=mode, enable_unified_cache_external_linker=linked
+        )
         with mock.patch.object(SampledWorker, "__init__", lambda *inputs: None):
             super().__init__(arguments, 0, 0, None)
         self.requests = object()
@@ -102,7 +104,7 @@ def test_a_large_batch_is_written_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shared", [{"mode": "decode"}, {"mode": "prefill"}, {"host": True}], ids=str
+    "shared", [{"mode": "decode"}, {"mode": "prefill"}, {"linked": True}], ids=str
 )
 def test_where_others_read_slots_every_pass_is_written_at_once(shared):
     """A request ends, its slots go to another, whose K/V arrive before its first round."""
@@ -116,7 +118,8 @@ def test_where_others_read_slots_every_pass_is_written_at_once(shared):
     assert torch.equal(worker.pool[slots], arrived)
     prefill(worker, [5, 6], 9.0)
     assert worker.pool[[5, 6], 0].tolist() == [9.0, 9.0]
-    assert {"disaggregation_mode", "enable_hierarchical_cache"} <= set(field_names(ServerArgs))
+    fields = {"disaggregation_mode", "enable_unified_cache_external_linker"}
+    assert fields <= set(field_names(ServerArgs))
 
 
 def prefill(worker: Recorded, slots: list[int], value: float, pad: int = 0) -> torch.Tensor:

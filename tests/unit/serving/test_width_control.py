@@ -111,6 +111,26 @@ def test_what_earlier_rounds_left_behind_is_not_the_next_width_s_time():
     RoundClock().start_again(1.0)
 
 
+def test_on_a_gpu_the_second_round_behind_such_work_is_not_timed_either():
+    """Between its launch and the next runs the round that the work was launched with."""
+    clock = RoundClock()
+    clock.start(0.0, 16, 1)
+    assert started(clock, 1.0, 16, 2) is None
+    clock.start_again(1.1)
+    assert started(clock, 2.0, 16, 2) is None
+    assert started(clock, 9.0, 16, 2) is None  # with the work
+    assert started(clock, 10.0, 16, 1) == ((8, 2), 1.0)
+
+
+def test_a_prefill_is_timed_from_where_earlier_work_ends():
+    at = iter([0.0, 5.0, 6.0])
+    control = WidthControl(SET, 7, now=lambda: next(at), alone=True)
+    control.pause(40)
+    control.start_again()
+    control.next(1, 0)
+    assert list(control.policy.costs.prefills) == [(40, 1.0)]
+
+
 def test_idleness_is_no_round():
     """Found as: an answer that ended by its length, then a minute without requests."""
     at = iter([0.0, 0.1, 0.2, 60.0])

@@ -427,12 +427,14 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
         setting=SimpleNamespace(fixed=True),
     )
     worker.block, worker.requests, worker._pending_of = 7, SimpleNamespace(classes=(1, 1)), None
-    worker._pending, worker._rounds_width, worker.window, widths = [], 7, None, []
+    worker._pending, worker._rounds_width, worker.window, widths = PendingRows(0), 7, None, []
     worker._states = SimpleNamespace(activate=widths.append)
     worker.one_row_round = lambda batch: "one row"
     entries = {n: SimpleNamespace(processor=SimpleNamespace(stateful=n == 1)) for n in range(2)}
     mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
-    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False)
+    batch = SimpleNamespace(
+        forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False, extend_num_tokens=None
+    )
     worker._info = SimpleNamespace(custom_logit_processor=entries)
     worker._one_row_for_notes = True
     assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]
@@ -463,7 +465,7 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
     worker.write_pending = lambda: said.append("written") or worker._pending.take()
     monkeypatch.setattr(width_worker, "keeps_notes", lambda info: False)
 
-    def run(requests, width: int | None = None) -> list[str]:
+    def run(requests, width: int | None = None, tokens: int = 5) -> list[str]:
         widths.append(width)
         mode = SimpleNamespace(is_extend=lambda: width is None, is_idle=lambda: False)
         worker.requests = requests
@@ -472,7 +474,7 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
                 forward_mode=mode,
                 is_extend_in_batch=False,
                 after_idle_gap=False,
-                extend_num_tokens=5,
+                extend_num_tokens=tokens,
             )
         )
         found = said.copy()
@@ -495,6 +497,10 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
     assert run(second, 1) == [] and not worker._prefill_waits
     assert run(second, 7) == ["written", "again"]
     assert run(second, 7) == [] and run(first) == [] and not worker._prefill_waits
+    # A prompt that is too long to wait: not in the middle of its own pass.
+    assert run(second, 1) == []
+    wait()
+    assert run(second, tokens=10) == ["written", "again"] and not worker._prefill_waits
 
 
 def test_a_batch_still_says_that_the_scheduler_was_idle():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, is_ours
+from sglang_hyperdflash.draft.config import LAYER_SOURCES
 from sglang_hyperdflash.seams import Seam
 
 # Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds its rivals.
@@ -22,7 +23,7 @@ def suppress_aux_capture(config, *args, **kwargs):
     """
     if is_ours(kwargs["spec_algorithm"]) and config.dflash_use_aux_hidden_state:
         section = getattr(config.draft_model_config.hf_config, "hyperdflash_config", None) or {}
-        if section.get("source") == "layers":
+        if section.get("source") in LAYER_SOURCES:
             return config
         config.dflash_use_aux_hidden_state = False
         config.dflash_target_layer_ids = None

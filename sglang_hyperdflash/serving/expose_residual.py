@@ -22,6 +22,8 @@ from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
+BOTH = "pre_hc_head_and_layers"
+
 
 class Residual:
     """The residual ``[N, m*d]`` of the forward that is under way; taken once."""
@@ -41,11 +43,35 @@ def expose_residual(result, runner) -> None:
     whose source is captured layers, which the residual would replace.
     """
     wanted = is_ours(runner.spec_algorithm) or CAPTURE_FOLDER in os.environ
-    expose = EXPOSED.get(type(runner.model).__name__)
-    if expose is None or not wanted or runner.is_draft_worker:
+    if not wanted or runner.is_draft_worker:
         return
+    expose = EXPOSED.get(type(runner.model).__name__)
     if not runner.spec_aux_config.dflash_use_aux_hidden_state:
-        expose(runner.model)
+        if expose is not None:
+            expose(runner.model)
+    elif drafter_source(runner) == BOTH:
+        keep_residual_beside_layers(runner.model)
+
+
+def drafter_source(runner) -> str | None:
+    """The source of the drafter that a target's runner serves; None of another's."""
+    config = runner.spec_aux_config.draft_model_config.hf_config
+    return (getattr(config, "hyperdflash_config", None) or {}).get("source")
+
+
+def keep_residual_beside_layers(model: nn.Module) -> None:
+    """Hand out ``[residual; layers' means]``, ``[N, m*d + n*d]``.
+
+    Raises:
+        HyperDFlashConfigError: the target gives one of the two alone.
+    """
+    if not hasattr(model, "residual_beside_layers"):
+        raise HyperDFlashConfigError(
+            f"the drafter's source is {BOTH}, which the portable target gives; "
+            f"{type(model).__name__} gives the residual or layers. Train a drafter of source "
+            "pre_hc_head."
+        )
+    model.residual_beside_layers = True
 
 
 def expose_hy_v4(model: nn.Module) -> None:

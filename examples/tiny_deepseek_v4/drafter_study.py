@@ -199,6 +199,7 @@ def train(args: argparse.Namespace) -> None:
             start += ["--from", str(args.origin)]
         config = training_file(variant, seed, folder, args)
         work = ["--work", str(folder / "work"), "--threads", str(args.threads)]
+        work += ["--states", str(args.work / "states")]
         for command in (
             ["init", *start, *init_options(variant, args.target)],
             ["train", "--config", str(config), *work],

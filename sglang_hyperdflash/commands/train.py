@@ -26,6 +26,7 @@ from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
 from sglang_hyperdflash.training.conversations import HUB, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.kept_states import kept_states
 from sglang_hyperdflash.training.monitor import Monitor
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
@@ -126,8 +127,18 @@ def load_pair(schedule: Schedule):
     return TransformersTarget(schedule.target, dtype=dtype), drafter
 
 
-def train(schedule: Schedule, work: Path, world: ProcessGroup, device: torch.device) -> None:
-    """Run every stage; finished ones are skipped, a cut one resumes."""
+def train(
+    schedule: Schedule,
+    work: Path,
+    world: ProcessGroup,
+    device: torch.device,
+    states: Path | None = None,
+) -> None:
+    """Run every stage; finished ones are skipped, a cut one resumes.
+
+    Args:
+        states: where the target's states are kept for other runs; None for memory alone.
+    """
     target, drafter = load_pair(schedule)
     captures = schedule.features == "captured"
     tokenizer = None if captures else load_tokenizer(schedule.target)
@@ -142,6 +153,9 @@ def train(schedule: Schedule, work: Path, world: ProcessGroup, device: torch.dev
             return captured(files, drafter.config, target.norm)
         loaded = load_samples(files, tokenizer, schedule.max_length)
         say(f"{title}: {loaded}")
+        if states is not None:
+            layer_ids = drafter.config.captured_layers
+            return kept_states(states, target, loaded.samples, layer_ids, world)
         kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
         return kind(target, loaded.samples, layer_ids=drafter.config.captured_layers)
 
@@ -239,6 +253,13 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--work", type=Path, required=True, help="folder of this run's states and logs"
     )
+    parser.add_argument(
+        "--states",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the target's states there, for all runs of this target on the same samples "
+        "(default: in memory)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument(
         "--threads", type=int, help="CPU threads of each process (default: torch's own number)"
@@ -261,6 +282,11 @@ def run(args: argparse.Namespace) -> int:
     """Train as the file says."""
     check_machine(args)
     schedule = read_schedule(args.config)
+    if args.states is not None and schedule.features != "cache":
+        raise HyperDFlashConfigError(
+            f"--states keeps what features = cache computes; {args.config} has features = "
+            f"{schedule.features}. Drop one of them."
+        )
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     world = ProcessGroup()
@@ -270,7 +296,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with ExitStack() as held:
             world.on_main(lambda: hold(schedule, args.work, held))
-            train(schedule, args.work, world, device)
+            train(schedule, args.work, world, device, args.states)
     finally:
         world.close()
     return 0

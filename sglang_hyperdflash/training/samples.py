@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -141,22 +142,36 @@ class FeatureCache:
     ) -> None:
         self.samples = samples
         self._kept: list[tuple[torch.Tensor, ...]] = [()] * len(samples)
-        order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
-        for start in range(0, len(order), batch):
-            chosen = order[start : start + batch]
-            tokens = pad([samples[i].tokens for i in chosen])
-            final, residual, layers = target.features_with_layers(tokens, layer_ids)
-            for row, i in enumerate(chosen):
-                n = len(samples[i].tokens)
-                self._kept[i] = tuple(
-                    states[row, :n].to(dtype).cpu().clone() for states in (residual, final, layers)
-                )
+        for i, *states in computed(target, samples, batch, layer_ids, dtype):
+            self._kept[i] = tuple(rows.clone() for rows in states)
 
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
         return States(
-            *(_pad_states(rows) for rows in zip(*(self._kept[i] for i in indices), strict=True))
+            *(pad_states(rows) for rows in zip(*(self._kept[i] for i in indices), strict=True))
         )
+
+
+def computed(
+    target,
+    samples: list[Sample],
+    batch: int,
+    layer_ids: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A sample's index and its residual, final and layers' states ``[tokens, .]``, on the CPU.
+
+    Samples of nearly one length run together, the shortest first.
+    """
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        tokens = pad([samples[i].tokens for i in chosen])
+        final, residual, layers = target.features_with_layers(tokens, layer_ids)
+        for row, i in enumerate(chosen):
+            n = len(samples[i].tokens)
+            parts = (part[row, :n].to(dtype).cpu() for part in (residual, final, layers))
+            yield (i, *parts)
 
 
 class OnlineFeatures:
@@ -184,5 +199,6 @@ def pad(rows: list[list[int]]) -> torch.Tensor:
     return out
 
 
-def _pad_states(rows: list[torch.Tensor]) -> torch.Tensor:
+def pad_states(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Right-pad rows ``[n, width]`` with zeros to ``[b, S, width]`` fp32."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).float()

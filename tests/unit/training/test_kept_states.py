@@ -1,0 +1,77 @@
+"""States that stay on disk: the cache's own, computed once, refused to another target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.kept_states import kept_states
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
+
+SAMPLES = [Sample.continuation([5, 9, 7, 11, 4, 8, 6][:n], 2) for n in (7, 3, 5, 7)]
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return LocalTarget(target_dir)
+
+
+class Counting:
+    """A target that counts the rows it computes."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.target, self.rows = target, 0
+
+    def features_with_layers(self, tokens, layer_ids):
+        self.rows += len(tokens)
+        return self.target.features_with_layers(tokens, layer_ids)
+
+
+@pytest.mark.parametrize("layer_ids", [(), (1, 3)])
+def test_they_are_the_cache_s_and_are_computed_once(target, tmp_path, layer_ids):
+    counting, world = Counting(target), ProcessGroup()
+    cached = FeatureCache(target, SAMPLES, layer_ids=layer_ids)
+    for rows in (len(SAMPLES) + 1, 1):  # one more, to know the target by
+        counting.rows = 0
+        kept = kept_states(tmp_path / "states", counting, SAMPLES, layer_ids, world)
+        assert counting.rows == rows
+        for indices in ([0, 1, 2, 3], [2], [3, 1]):
+            found, expected = kept.states(indices), cached.states(indices)
+            for name in ("residual", "final", "layers"):
+                one, other = getattr(found, name), getattr(expected, name)
+                assert one.dtype == torch.float32 and one.shape == other.shape
+                torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert len(list((tmp_path / "states").iterdir())) == 1
+
+
+def test_other_samples_or_layers_have_a_file_of_their_own(target, tmp_path):
+    world = ProcessGroup()
+    for samples, layer_ids in ((SAMPLES, ()), (SAMPLES[:2], ()), (SAMPLES, (2,))):
+        kept_states(tmp_path, target, samples, layer_ids, world)
+    assert len(list(tmp_path.glob("*.states"))) == 3
+    assert kept_states(tmp_path, target, [], (), world).samples == []
+
+
+def test_another_target_is_refused(target, tmp_path):
+    class Other(Counting):
+        def features_with_layers(self, tokens, layer_ids):
+            return tuple(2 * x for x in super().features_with_layers(tokens, layer_ids))
+
+    kept_states(tmp_path, target, SAMPLES, (), ProcessGroup())
+    with pytest.raises(HyperDFlashConfigError, match=r"another target.* differ by 50%"):
+        kept_states(tmp_path, Other(target), SAMPLES, (), ProcessGroup())
+
+
+def test_a_cut_computation_leaves_no_file(target, tmp_path):
+    class Stopped(Counting):
+        def features_with_layers(self, tokens, layer_ids):
+            if len(tokens) > 1:
+                raise KeyboardInterrupt
+            return super().features_with_layers(tokens, layer_ids)
+
+    with pytest.raises(KeyboardInterrupt):
+        kept_states(tmp_path, Stopped(target), SAMPLES, (), ProcessGroup())
+    assert not list(tmp_path.glob("*.states"))

@@ -12,7 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.serving import one_row
 from sglang_hyperdflash.serving.one_row import OneRowWorker
-from sglang_hyperdflash.serving.pending_kv import PENDING_ROWS, PendingRows, last_owners
+from sglang_hyperdflash.serving.pending_kv import PENDING_ROWS
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
 
 BATCH, WIDE = 3, 4
@@ -159,19 +159,3 @@ def test_a_prefill_that_does_not_wait_is_written_behind_the_rows_that_did():
     worker._prefill_waits = True
     prefill(worker, list(range(PENDING_ROWS + 1)), 3.0)
     assert len(worker.calls) == 3 and not len(worker._pending)
-
-
-def test_a_slot_that_changed_hands_while_its_row_waited_is_its_last_owner_s():
-    """Written in one call, where the order of rows means nothing on a GPU."""
-    pending = PendingRows(10)
-    pending.add(torch.full((3, WIDE), 1.0), torch.tensor([4, 5, 6]), torch.arange(3))
-    pending.add(torch.full((2, WIDE), 2.0), torch.tensor([5, 7]), torch.arange(2))
-    pending.add(torch.full((2, WIDE), 3.0), torch.tensor([7, 4]), torch.arange(2))
-    hidden, slots, positions = pending.take()
-    live = slots != 0
-    assert sorted(slots[live].tolist()) == [4, 5, 6, 7]
-    found = {int(s): float(h[0]) for s, h in zip(slots[live], hidden[live], strict=True)}
-    assert found == {4: 3.0, 5: 2.0, 6: 1.0, 7: 3.0}
-    assert len(hidden) == len(slots) == len(positions) == 7
-    assert pending.take() is None and not len(pending)
-    assert last_owners(torch.tensor([3, 3, 3, 2])).tolist() == [0, 0, 3, 2]

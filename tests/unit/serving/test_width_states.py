@@ -445,64 +445,6 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     assert widths == [1, 7, 7]
 
 
-@pytest.mark.parametrize("window", [None, object()])
-def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
-    """Through prefills and other requests; with a window not beyond the requests they are of."""
-    monkeypatch.setattr(OneRowWorker, "run_round", lambda worker, batch: None)
-    worker = object.__new__(WidthWorker)
-    widths, said = [], []
-    worker.width_control = SimpleNamespace(
-        pause=lambda tokens: None,
-        next=lambda *classes: widths[-1],
-        start_again=lambda: said.append("again"),
-        setting=SimpleNamespace(fixed=True),
-    )
-    worker.block, worker._rounds_width, worker.window, worker._info = 7, 7, window, None
-    worker._one_row_for_notes = False
-    worker._pending, worker._pending_of = PendingRows(10), None
-    worker._states = SimpleNamespace(activate=lambda width: None)
-    worker.one_row_round = lambda batch: None
-    worker.write_pending = lambda: said.append("written") or worker._pending.take()
-    monkeypatch.setattr(width_worker, "keeps_notes", lambda info: False)
-
-    def run(requests, width: int | None = None, tokens: int = 5) -> list[str]:
-        widths.append(width)
-        mode = SimpleNamespace(is_extend=lambda: width is None, is_idle=lambda: False)
-        worker.requests = requests
-        worker.run_round(
-            SimpleNamespace(
-                forward_mode=mode,
-                is_extend_in_batch=False,
-                after_idle_gap=False,
-                extend_num_tokens=tokens,
-            )
-        )
-        found = said.copy()
-        said.clear()
-        return found
-
-    def wait() -> None:
-        worker._pending.add(torch.ones(1, 2), torch.ones(1).long(), torch.ones(1))
-        worker._pending_of = worker.requests
-
-    first, second = SimpleNamespace(classes=(1, 0)), SimpleNamespace(classes=(2, 0))
-    assert run(first) == [] and not worker._prefill_waits  # blocks were drafted before it
-    assert run(first, 1) == []
-    wait()
-    assert run(first, 1) == []
-    changed = [] if window is None else ["written", "again"]
-    assert run(second) == changed
-    assert worker._prefill_waits == (window is None)
-    wait()
-    assert run(second, 1) == [] and not worker._prefill_waits
-    assert run(second, 7) == ["written", "again"]
-    assert run(second, 7) == [] and run(first) == [] and not worker._prefill_waits
-    # A prompt that is too long to wait: not in the middle of its own pass.
-    assert run(second, 1) == []
-    wait()
-    assert run(second, tokens=10) == ["written", "again"] and not worker._prefill_waits
-
-
 def test_a_batch_still_says_that_the_scheduler_was_idle():
     """``run_round`` reads what the scheduler sets in front of every round."""
     assert "after_idle_gap" in {field.name for field in dataclasses.fields(ScheduleBatch)}

@@ -198,8 +198,8 @@ def train(args: argparse.Namespace) -> None:
         if args.origin is not None and variant.can_start_anywhere:
             start += ["--from", str(args.origin)]
         config = training_file(variant, seed, folder, args)
-        work = ["--work", str(folder / "work"), "--threads", str(args.threads)]
-        work += ["--states", str(args.work / "states")]
+        work = ["--work", str(folder / "work"), "--states", str(args.work / "states")]
+        work += ["--threads", str(args.threads)]
         for command in (
             ["init", *start, *init_options(variant, args.target)],
             ["train", "--config", str(config), *work],

@@ -153,11 +153,11 @@ def train(
             return captured(files, drafter.config, target.norm)
         loaded = load_samples(files, tokenizer, schedule.max_length)
         say(f"{title}: {loaded}")
+        layer_ids = drafter.config.captured_layers
         if states is not None:
-            layer_ids = drafter.config.captured_layers
             return kept_states(states, target, loaded.samples, layer_ids, world)
         kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
-        return kind(target, loaded.samples, layer_ids=drafter.config.captured_layers)
+        return kind(target, loaded.samples, layer_ids=layer_ids)
 
     held_out: dict[str, Source] = {}
     for kind, file in schedule.held_out.items():

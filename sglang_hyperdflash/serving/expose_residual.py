@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.draft.config import BOTH
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
+from sglang_hyperdflash.serving.dflash_seams import drafter_source
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
-
-BOTH = "pre_hc_head_and_layers"
 
 
 class Residual:
@@ -49,14 +49,8 @@ def expose_residual(result, runner) -> None:
     if not runner.spec_aux_config.dflash_use_aux_hidden_state:
         if expose is not None:
             expose(runner.model)
-    elif drafter_source(runner) == BOTH:
+    elif drafter_source(runner.spec_aux_config) == BOTH:
         keep_residual_beside_layers(runner.model)
-
-
-def drafter_source(runner) -> str | None:
-    """The source of the drafter that a target's runner serves; None of another's."""
-    config = runner.spec_aux_config.draft_model_config.hf_config
-    return (getattr(config, "hyperdflash_config", None) or {}).get("source")
 
 
 def keep_residual_beside_layers(model: nn.Module) -> None:

@@ -49,9 +49,8 @@ class PendingRows:
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """All rows, each slot once, and none wait any more; None where none did."""
-        if not self._parts:
-            return None
-        hidden, slots, positions = (torch.cat(p) for p in zip(*self._parts, strict=True))
-        slots = slots if len(self._parts) == 1 else last_owners(slots.long())
-        self._parts, self._rows = [], 0
-        return hidden, slots, positions
+        parts, self._parts, self._rows = self._parts, [], 0
+        if len(parts) < 2:  # a pass's own slots differ, and its residuals need no copy
+            return parts[0] if parts else None
+        hidden, slots, positions = (torch.cat(p) for p in zip(*parts, strict=True))
+        return hidden, last_owners(slots.long()), positions

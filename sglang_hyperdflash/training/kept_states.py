@@ -7,7 +7,7 @@ they are (residual, final state, chosen layers), mapped into memory: processes s
 
 from __future__ import annotations
 
-from itertools import accumulate
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import InUse, lock
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample, States, computed, pad_states
 
+KIND = "hyperdflash train (states)"
 DTYPE = torch.bfloat16
 # States of another target differ by their own size; other kernels or threads change last bits.
 TOLERANCE = 0.05
@@ -31,26 +33,26 @@ class KeptStates:
         path: the file. widths: columns of residual, final state and layers.
     """
 
-    def __init__(self, path: Path, samples: list[Sample], widths: tuple[int, int, int]) -> None:
+    def __init__(self, path: Path, samples: list[Sample], widths: tuple[int, ...]) -> None:
         self.samples, self.widths = samples, widths
-        self._ends = list(accumulate(len(sample.tokens) for sample in samples))
-        self._rows = mapped(path, self._ends[-1] if samples else 0, sum(widths), False)
+        self._rows = rows_of(path, samples, sum(widths), shared=False)
 
     def states(self, indices: list[int]) -> States:
         """See :class:`~sglang_hyperdflash.training.samples.Source`."""
-        rows = [
-            self._rows[self._ends[i] - len(self.samples[i].tokens) : self._ends[i]] for i in indices
-        ]
-        columns = zip(*(row.split(self.widths, -1) for row in rows), strict=True)
+        columns = zip(*(self._rows[i].split(self.widths, -1) for i in indices), strict=True)
         return States(*(pad_states(list(parts)) for parts in columns))
 
 
-def mapped(path: Path, tokens: int, width: int, shared: bool) -> torch.Tensor:
-    """A file's ``[tokens, width]``; what is written to a ``shared`` one is written to the file."""
-    if not tokens:
-        return torch.empty(0, width, dtype=DTYPE)
-    flat = torch.from_file(str(path), shared=shared, size=tokens * width, dtype=DTYPE)
-    return flat.view(tokens, width)
+def rows_of(
+    path: Path, samples: list[Sample], width: int, *, shared: bool
+) -> tuple[torch.Tensor, ...]:
+    """Each sample's ``[tokens, width]`` of a file; what is written to ``shared`` ones is in it."""
+    lengths = [len(sample.tokens) for sample in samples]
+    if not lengths:
+        return ()
+    size = sum(lengths) * width
+    flat = torch.from_file(str(path), shared=shared, size=size, dtype=DTYPE)
+    return flat.view(-1, width).split(lengths)
 
 
 def kept_states(
@@ -68,26 +70,41 @@ def kept_states(
     """
     name = short_hash({"tokens": [s.tokens for s in samples], "layers": list(layer_ids)})
     path = folder / f"{name}.states"
-    shortest = min(samples, key=lambda sample: len(sample.tokens), default=None)
-    if shortest is None:
-        return KeptStates(path, samples, (0, 0, 0))
-    _, *fresh = next(computed(target, [shortest], 1, layer_ids))
+    if not samples:
+        return KeptStates(path, samples, ())
+    shortest = min(range(len(samples)), key=lambda i: len(samples[i].tokens))
+    _, *fresh = next(computed(target, [samples[shortest]], 1, layer_ids))
     widths = tuple(part.shape[-1] for part in fresh)
-    world.on_main(lambda: path.is_file() or write(path, target, samples, layer_ids, sum(widths)))
+    world.on_main(lambda: write_once(path, target, samples, layer_ids, sum(widths)))
     found = KeptStates(path, samples, widths)
-    _check_target(path, found.states([samples.index(shortest)]), fresh)
+    _check_target(path, found.states([shortest]), fresh)
     return found
+
+
+def write_once(
+    path: Path, target: Any, samples: list[Sample], layer_ids: tuple[int, ...], width: int
+) -> None:
+    """Compute the states of ``samples`` into a file that is not there, whole or not at all.
+
+    A run that computes them already is waited for: two would write to one partial file.
+    """
+    while not path.is_file():
+        try:
+            with lock(path.parent, KIND):
+                if not path.is_file():
+                    write(path, target, samples, layer_ids, width)
+        except InUse:
+            time.sleep(1)
 
 
 def write(
     path: Path, target: Any, samples: list[Sample], layer_ids: tuple[int, ...], width: int
 ) -> None:
-    """Compute the states of ``samples`` into a new file, whole or not at all."""
-    ends = list(accumulate(len(sample.tokens) for sample in samples))
+    """Compute the states of ``samples`` into ``path``."""
     with replacing(path, (OSError, RuntimeError)) as partial:
-        rows = mapped(partial, ends[-1], width, True)
+        rows = rows_of(partial, samples, width, shared=True)
         for i, *parts in computed(target, samples, 32, layer_ids):
-            torch.cat(parts, -1, out=rows[ends[i] - len(samples[i].tokens) : ends[i]])
+            torch.cat(parts, -1, out=rows[i])
 
 
 def _check_target(path: Path, kept: States, fresh: list[torch.Tensor]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
+from sglang_hyperdflash.tools import ownership
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training import kept_states as kept_states_module
 from sglang_hyperdflash.training.kept_states import kept_states
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.process_group import ProcessGroup
@@ -75,3 +79,22 @@ def test_a_cut_computation_leaves_no_file(target, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         kept_states(tmp_path, Stopped(target), SAMPLES, (), ProcessGroup())
     assert not list(tmp_path.glob("*.states"))
+
+
+def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkeypatch):
+    """Found as: two runs of a study began at once, and wrote to one partial file."""
+    world, waited = ProcessGroup(), []
+    counting = Counting(target)
+    with ExitStack() as other:
+        other.enter_context(ownership.lock(tmp_path, kept_states_module.KIND))
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            if len(waited) == 2:  # the other run is killed: this one computes
+                other.close()
+
+        monkeypatch.setattr(kept_states_module.time, "sleep", sleep)
+        kept = kept_states(tmp_path, counting, SAMPLES, (), world)
+    assert len(waited) == 2 and counting.rows == len(SAMPLES) + 1
+    assert kept.states([1]).residual.shape[1] == 3
+    assert [path.suffix for path in tmp_path.iterdir()] == [".states"]

@@ -1,8 +1,8 @@
-"""Where a pass's time goes: the target, draft K/V, drafting and the rest, scheduling between.
+"""Where a pass's time goes: the target, the drafter, draft K/V, the rest, scheduling between.
 
 Only in a server started with ``HYPERDFLASH_ROUND_TIMES=FILE``. Every algorithm is timed alike, at
-functions of SGLang's; on CUDA the device is synchronised around them, so such a server is for
-shares of a round, not for throughput.
+functions of SGLang's, and ours once more where drafts are chosen; on CUDA the device is
+synchronised around them, so such a server is for shares of a round, not for throughput.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -29,8 +30,10 @@ IDLE_SECONDS = 0.2
 class Pass(NamedTuple):
     """One line of the file: a decoding round, or a prefill.
 
-    start, end, target, draft_kv: seconds; the target's passes, and writing draft K/V. requests: of
-    the batch. width: None without speculation. decoding: not a prefill.
+    start, end, target, draft_kv, block, choice: seconds; the target's passes, writing draft K/V,
+    the drafter's passes (on CUDA its graph chooses greedy drafts, too) and choosing the drafts
+    behind them: LM head, candidates, dependency head. requests: of the batch. width: None without
+    speculation. decoding: not a prefill.
     """
 
     start: float
@@ -40,11 +43,13 @@ class Pass(NamedTuple):
     width: int | None
     draft_kv: float
     decoding: bool
+    block: float = 0.0
+    choice: float = 0.0
 
 
 _passes: list[Pass] = []
 # Seconds of the pass that is under way.
-_spent = {"target": 0.0, "draft_kv": 0.0}
+_spent = dict.fromkeys(("target", "draft_kv", "block", "choice"), 0.0)
 
 
 def _now() -> float:
@@ -71,17 +76,43 @@ def time_draft_kv(original, self, *args, **kwargs):
     return result
 
 
+def time_block(original, self, *args, **kwargs):
+    """Seam: ``ModelRunner.forward``; the target's own passes are not counted."""
+    if not self.is_draft_worker:
+        return original(self, *args, **kwargs)
+    started = _now()
+    result = original(self, *args, **kwargs)
+    _spent["block"] += _now() - started
+    return result
+
+
+def timed_choice(method: Callable) -> Callable:
+    """The method that chooses a block's drafts, timed; itself in a server that times nothing."""
+    if ROUND_TIMES not in os.environ:
+        return method
+
+    @wraps(method)
+    def timed(*args, **kwargs):
+        started = _now()
+        result = method(*args, **kwargs)
+        _spent["choice"] += _now() - started
+        return result
+
+    return timed
+
+
 def time_pass(original, self, batch, *args, **kwargs):
     """Seam: ``Scheduler.run_batch``."""
     mode, size = batch.forward_mode, len(batch.reqs)
     decoding = mode.is_decode()
-    _spent.update(target=0.0, draft_kv=0.0)
+    _spent.update(dict.fromkeys(_spent, 0.0))
     started = _now()
     result = original(self, batch, *args, **kwargs)
     if size and not mode.is_idle():
         width = getattr(result, "speculative_num_draft_tokens", None)
-        target, draft_kv = _spent["target"], _spent["draft_kv"]
-        _passes.append(Pass(started, _now(), target, size, width, draft_kv, decoding))
+        _passes.append(
+            Pass(started, _now(), requests=size, width=width, decoding=decoding, **_spent)
+        )
     if len(_passes) >= FLUSH_EVERY:
         with Path(os.environ[ROUND_TIMES]).open("a") as out:
             out.writelines(json.dumps(entry) + "\n" for entry in _passes)
@@ -107,7 +138,8 @@ def summarise(path: Path, batch_size: int) -> dict[str, float] | None:
 
     Returns:
         ``target`` (its passes), ``draft`` (all else inside a round: drafting, accepting, draft
-        K/V), ``scheduler`` (between rounds) and ``rounds``, their number.
+        K/V), of that ``block``, ``choice`` and ``draft_kv``, then ``scheduler`` (between rounds)
+        and ``rounds``, their number.
     """
     if not path.is_file():
         return None
@@ -119,6 +151,10 @@ def summarise(path: Path, batch_size: int) -> dict[str, float] | None:
     return {
         "target": 1e3 * median(r.target for r in rounds),
         "draft": 1e3 * median(r.end - r.start - r.target for r in rounds),
+        **{
+            part: 1e3 * median(getattr(r, part) for r in rounds)
+            for part in ("block", "choice", "draft_kv")
+        },
         "scheduler": 1e3 * median(gaps),
         "rounds": len(rounds),
     }
@@ -142,6 +178,22 @@ SEAMS = (
         ),
         "074f2a1c0794",
         REASON,
+        only_with=ROUND_TIMES,
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner:ModelRunner.forward",
+        "around",
+        time_block,
+        (
+            "self",
+            "forward_batch",
+            "skip_attn_backend_init",
+            "pp_proxy_tensors",
+            "reinit_attn_backend",
+            "split_forward_count",
+        ),
+        "19034759e5d5",
+        "the drafter's pass is a part of a round without a name of its own",
         only_with=ROUND_TIMES,
     ),
     Seam(

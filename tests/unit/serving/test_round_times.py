@@ -91,3 +91,38 @@ def test_draft_kv_and_the_kind_of_a_pass_are_kept(clock, monkeypatch, tmp_path):
     assert (prefill.decoding, first.decoding, first.requests, first.width) == (False, True, 3, 7)
     assert first.draft_kv == pytest.approx(0.003)
     assert first.end - first.start == pytest.approx(0.004)
+
+
+def test_the_drafters_pass_and_choice_are_parts_of_drafting(clock, monkeypatch, tmp_path):
+    file = tmp_path / "rounds.jsonl"
+    monkeypatch.setenv(round_times.ROUND_TIMES, str(file))
+
+    def work(_self):
+        clock.now += 0.004
+
+    @round_times.timed_choice
+    def choose(_self):
+        clock.now += 0.002
+
+    def passes(self, _batch):
+        round_times.time_block(work, SimpleNamespace(is_draft_worker=True))
+        choose(None)
+        round_times.time_block(work, SimpleNamespace(is_draft_worker=False))
+        clock.now += 0.001
+
+    for _ in range(round_times.FLUSH_EVERY):
+        round_times.time_pass(passes, None, batch(1))
+        clock.now += 0.001
+    found = round_times.summarise(file, 1)
+    assert found["block"] == pytest.approx(4)
+    assert found["choice"] == pytest.approx(2)
+    assert found["draft"] == pytest.approx(11), "whatever is not the target's"
+
+
+def test_a_server_that_times_nothing_keeps_its_method(monkeypatch):
+    monkeypatch.delenv(round_times.ROUND_TIMES, raising=False)
+
+    def choose(_self):
+        return "drafts"
+
+    assert round_times.timed_choice(choose) is choose

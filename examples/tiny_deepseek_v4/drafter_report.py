@@ -16,6 +16,7 @@ PAPERS, OURS = "hyperdflash", "hyperdflash2"
 # Title -> (what its rows are compared with, its rows).
 AXES = {
     "The method and its rivals": (PAPERS, (OURS, PAPERS, "dspark", "dflash2", "dflash")),
+    "The rivals against HyperDFlash-2": (OURS, (OURS, "dspark", "dflash2", "dflash")),
     "Depth of the layers that DFlash captures": (
         PAPERS,
         (PAPERS, "dflash 0 1 2", "dflash", "dflash 2 4 6", "dflash 4 5 6", "dflash 5 6 7"),
@@ -71,15 +72,16 @@ def drawn(counts: Sequence[np.ndarray], pooled: bool) -> np.ndarray:
 
 
 def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str, pooled: bool) -> str:
-    """tau over the baseline's with the same seeds: their mean, and its interval over prompts."""
+    """tau over the baseline's with the same seeds: their mean, its interval over prompts, each."""
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:
         return "no common seed"
     measure = of_all_rounds if pooled else tau
-    found = mean(measure(ours[s], temperature) / measure(theirs[s], temperature) for s in seeds)
+    each = [measure(ours[s], temperature) / measure(theirs[s], temperature) for s in seeds]
     both = [drawn(counts_of([x[s] for s in seeds], temperature), pooled) for x in (ours, theirs)]
     low, high = np.percentile(both[0] / both[1], (2.5, 97.5))
-    return f"{found:.2f}x ({low:.2f} to {high:.2f})"
+    spread = f"; {', '.join(f'{one:.2f}' for one in each)}" if len(each) > 1 else ""
+    return f"{mean(each):.2f}x ({low:.2f} to {high:.2f}{spread})"
 
 
 def table(title: str, runs: Runs, temperatures: list[str], pooled: bool) -> list[str]:
@@ -93,6 +95,8 @@ def table(title: str, runs: Runs, temperatures: list[str], pooled: bool) -> list
         return []
     measure = of_all_rounds if pooled else tau
     titles = [f"tau T {t}" for t in temperatures]
+    first, last = temperatures[0], temperatures[-1]
+    titles.append(f"T {last} of T {first}")
     titles += [f"over {baseline}, T {t}" for t in temperatures]
     lines = [f"## {title}{', over all rounds' if pooled else ''}", ""]
     lines.append(f"| variant | seeds | {' | '.join(titles)} |")
@@ -100,6 +104,8 @@ def table(title: str, runs: Runs, temperatures: list[str], pooled: bool) -> list
     for name in names:
         seeds = runs[name]
         cells = [f"{mean(measure(run, t) for run in seeds.values()):.2f}" for t in temperatures]
+        kept = (measure(run, last) / measure(run, first) for run in seeds.values())
+        cells.append(f"{mean(kept):.2f}")
         if name == baseline:
             cells += ["1"] * len(temperatures)
         else:
@@ -157,8 +163,9 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
         "",
         f"{len(every)} drafters, {', '.join(map(str, steps))} steps each on the same samples; tau "
         f"through a real server, {kinds} kinds of text. The first table of each question weighs "
-        "the kinds alike, the second by their rounds; a ratio is the mean over seeds, with a 95 % "
-        f"interval over prompts. {same} of {of} greedy answers were token for token target-only's.",
+        "the kinds alike, the second by their rounds; a ratio is the mean over seeds, in brackets "
+        f"a 95 % interval over prompts and each seed's own. {same} of {of} greedy answers were "
+        "token for token target-only's.",
         "",
         f"Mean surprise of target-only's tokens, nats: {text}.",
         "",

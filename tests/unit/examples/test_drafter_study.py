@@ -135,10 +135,12 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     nats = {"0": {"a": 0.0}, "1": {"a": 1.5}}
     drafter_report.write_report(runs, nats, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    row = "| 2 | 4.70 | 3.00 | 1.18x (1.17 to 1.18) | 1.50x (1.48 to 1.53) |"
+    row = "| 2 | 4.70 | 3.00 | 0.64 | 1.18x (1.17 to 1.18; 1.10, 1.25) | "
+    row += "1.50x (1.48 to 1.53; 1.50, 1.50) |"
     assert f"| hyperdflash2 {row}" in text
     # Over all rounds both lose a quarter; seeds weigh alike, prompts are drawn together.
-    row = "| 2 | 4.45 | 2.75 | 1.19x (1.18 to 1.19) | 1.57x (1.54 to 1.61) |"
+    row = "| 2 | 4.45 | 2.75 | 0.62 | 1.19x (1.18 to 1.19; 1.11, 1.27) | "
+    row += "1.57x (1.54 to 1.61; 1.57, 1.57) |"
     assert f"| hyperdflash2 {row}" in text[text.index("rivals, over all rounds") :]
     assert "random gate" not in text and "Depth" not in text
     assert "16 of 16 greedy" in text and "4 drafters, 400 steps" in text and "T 1: a 1.50" in text

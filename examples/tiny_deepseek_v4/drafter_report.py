@@ -23,7 +23,7 @@ AXES = {
     ),
     "Parts of the paper's drafter": (
         PAPERS,
-        (PAPERS, "random gate", "fc", "fc and 2 4 6", "no path norm", "no KL", "mean teacher"),
+        (PAPERS, "random gate", "fc", "no path norm", "no KL", "mean teacher"),
     ),
     "Parts of HyperDFlash-2": (
         OURS,
@@ -31,8 +31,8 @@ AXES = {
             *(OURS, PAPERS, "acceptance", "acceptance no head", "overlap", "argmax labels"),
             *("KL of all drafts", "selector", "product", "product selector"),
             *("no CE of candidates", "fast head", "no gate of the head", "D-PACE", "causal"),
-            *("random widths", "layers 1 3 5", "late layers", "residual and layers 1 3 5"),
-            *("gate and layers 1 3 5", "rank 64", "K = 16", "K = 256", "block 5", "block 9"),
+            *("random widths", "layers 1 3 5", "late layers"),
+            *("rank 64", "K = 16", "K = 256", "block 5", "block 9"),
         ),
     ),
 }

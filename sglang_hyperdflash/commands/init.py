@@ -362,7 +362,7 @@ def run(args: argparse.Namespace) -> int:
     if config.dependency is not None:
         print(f"head    rank {config.dependency.rank}, {config.dependency.top_k} candidates")
     if config.source != "pre_hc_head":
-        print(f"source  {config.source}, not the pre-collapse residual alone, as the paper's")
+        print(f"source  {config.source}, not the pre-collapse residual of the method")
     if kind.not_served is not None:
         print(f"serving not yet: {kind.not_served}")
     return 0

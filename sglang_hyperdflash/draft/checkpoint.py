@@ -29,8 +29,6 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
         shapes |= {"reducer.fn": (m, m * d), "reducer.base": (m,), "reducer.scale": (1,)}
         if config.path_norm:
             shapes["reducer.path_norm"] = (m, d)
-        if config.captured_layers:
-            shapes["reducer.layers"] = (d, len(config.captured_layers) * d)
     if config.dependency is not None:
         v, r = config.vocab_size, config.dependency.rank
         shapes |= {"dependency.predecessor": (v, r), "dependency.successor": (v, r)}

@@ -285,9 +285,10 @@ def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
                 f"hyperdflash_config.target.{name} {getattr(parsed.target, name)}; the drafter "
                 "borrows the target's embedding and LM head, so they must be equal."
             )
-    if parsed.reducer == "hc_gate" and not parsed.source.startswith("pre_hc_head"):
+    if parsed.reducer == "hc_gate" and parsed.source != "pre_hc_head":
         raise HyperDFlashConfigError(
-            f"draft config: a gate reads residual paths; for source {parsed.source} use reducer fc."
+            f"draft config: a gate reads residual paths alone; for source {parsed.source} use "
+            "reducer fc."
         )
     if parsed.reducer == "hc_gate" and parsed.gate == "none":
         raise HyperDFlashConfigError(

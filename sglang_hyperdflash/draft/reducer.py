@@ -1,13 +1,10 @@
 """The reducer from the pre-collapse residual to the drafter's context feature (paper, eq. 1).
 
 Torch only: serving and training share these modules, and so the checkpoint names
-``reducer.fn``, ``reducer.base``, ``reducer.scale``, ``reducer.path_norm``, ``reducer.layers`` (or
-``fc.weight``).
+``reducer.fn``, ``reducer.base``, ``reducer.scale``, ``reducer.path_norm`` (or ``fc.weight``).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,11 +55,7 @@ class HCGateReducer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
         """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``; fp32 inside."""
-        return self.gated(hidden, hidden_norm)
-
-    def gated(self, paths: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
-        """Eq. 1 of the residual ``[N, m*d]`` alone."""
-        return hc_gate_reduce(*self.operands(paths, hidden_norm), **self.epsilons)
+        return hc_gate_reduce(*self.operands(hidden, hidden_norm), **self.epsilons)
 
     def operands(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> tuple:
         """The tensors of :func:`hc_gate_reduce`, in its order."""
@@ -72,28 +65,6 @@ class HCGateReducer(nn.Module):
     def epsilons(self) -> dict[str, float]:
         """Its keyword arguments."""
         return {"rms_eps": self.rms_eps, "hc_eps": self.hc_eps}
-
-
-class GateAndLayersReducer(HCGateReducer):
-    """Eq. 1, and a projection of the paths' means after chosen layers beside it.
-
-        c = c_gate + layers [y_1 / rms(y_1); ...; y_n / rms(y_n)]       # y_i [d]: a layer's mean
-
-    ``layers [d, n*d]`` starts at zero, so training starts at the inherited gate. It is in the
-    model's dtype: a large target's would be slow in fp32.
-    """
-
-    def __init__(self, m: int, d: int, *, layers: int, **rest: Any) -> None:
-        super().__init__(m, d, **rest)
-        self.layers = nn.Parameter(torch.zeros(d, layers * d))
-
-    def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
-        """``[N, m*d + n*d]``, the residual first, to ``[N, d]`` in ``hidden.dtype``."""
-        paths, means = hidden.split([self.fn.shape[1], self.layers.shape[1]], -1)
-        means = means.unflatten(-1, (-1, len(self.layers)))
-        means = nn.functional.rms_norm(means.float(), means.shape[-1:], eps=self.rms_eps)
-        beside = nn.functional.linear(means.flatten(-2).to(self.layers.dtype), self.layers)
-        return self.gated(paths.contiguous(), hidden_norm) + beside.to(hidden.dtype)
 
 
 class FcReducer(nn.Module):
@@ -122,11 +93,9 @@ def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
     m, d = config.hc_mult, config.hidden_size
     if config.reducer == "fc":
         return "fc", FcReducer(config.source_width, d, rms_eps=config.rms_norm_eps)
-    rest = {"rms_eps": config.rms_norm_eps, "hc_eps": config.hc_eps, "path_norm": config.path_norm}
-    layers = len(config.captured_layers)
-    if layers:
-        return "reducer", GateAndLayersReducer(m, d, layers=layers, **rest)
-    return "reducer", HCGateReducer(m, d, **rest)
+    return "reducer", HCGateReducer(
+        m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps, path_norm=config.path_norm
+    )
 
 
 @torch.inference_mode()
@@ -147,7 +116,7 @@ def check_kernels(reducer: nn.Module, hidden_norm: torch.Tensor) -> None:
     fn, dtype = reducer.fn, hidden_norm.dtype
     for tokens in (1, ROW_KERNEL_TOKENS + 1):
         hidden = torch.randn(tokens, fn.shape[1], device=fn.device).to(dtype)
-        found = reducer.gated(hidden, hidden_norm).float()
+        found = reducer(hidden, hidden_norm).float()
         operands = reducer.operands(hidden.float(), hidden_norm)
         expected = hc_gate_reduce_reference(*operands, **reducer.epsilons)
         error = ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()

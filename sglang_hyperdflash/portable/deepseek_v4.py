@@ -40,7 +40,6 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config)
         self.captured_layers: tuple[int, ...] = ()
-        self.residual_beside_layers = False
         window = config.sliding_window
         self.attention = nn.ModuleList(
             RadixAttention(
@@ -90,8 +89,6 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         trace: list[torch.Tensor] | None = [] if self.captured_layers else None
         hidden, residual = self.model(embeddings, input_ids, positions, attend, trace)
         means = [trace[i].mean(1) for i in self.captured_layers]
-        if self.residual_beside_layers:
-            means.insert(0, residual)
         return self.logits_processor(
             input_ids,
             hidden,

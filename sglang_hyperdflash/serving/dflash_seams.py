@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, is_ours
-from sglang_hyperdflash.draft.config import LAYER_SOURCES
 from sglang_hyperdflash.seams import Seam
 
 # Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds its rivals.
@@ -32,7 +31,7 @@ def suppress_aux_capture(config, *args, **kwargs):
     ``configure_aux_hidden_state_capture`` would demand a capture method the target lacks.
     """
     if is_ours(kwargs["spec_algorithm"]) and config.dflash_use_aux_hidden_state:
-        if drafter_source(config) in LAYER_SOURCES:
+        if drafter_source(config) == "layers":
             return config
         config.dflash_use_aux_hidden_state = False
         config.dflash_target_layer_ids = None

@@ -18,10 +18,8 @@ import torch
 from torch import nn
 
 from sglang_hyperdflash import is_ours
-from sglang_hyperdflash.draft.config import BOTH
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
-from sglang_hyperdflash.serving.dflash_seams import drafter_source
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 
@@ -43,29 +41,11 @@ def expose_residual(result, runner) -> None:
     whose source is captured layers, which the residual would replace.
     """
     wanted = is_ours(runner.spec_algorithm) or CAPTURE_FOLDER in os.environ
-    if not wanted or runner.is_draft_worker:
-        return
     expose = EXPOSED.get(type(runner.model).__name__)
+    if expose is None or not wanted or runner.is_draft_worker:
+        return
     if not runner.spec_aux_config.dflash_use_aux_hidden_state:
-        if expose is not None:
-            expose(runner.model)
-    elif drafter_source(runner.spec_aux_config) == BOTH:
-        keep_residual_beside_layers(runner.model)
-
-
-def keep_residual_beside_layers(model: nn.Module) -> None:
-    """Hand out ``[residual; layers' means]``, ``[N, m*d + n*d]``.
-
-    Raises:
-        HyperDFlashConfigError: the target gives one of the two alone.
-    """
-    if not hasattr(model, "residual_beside_layers"):
-        raise HyperDFlashConfigError(
-            f"the drafter's source is {BOTH}, which the portable target gives; "
-            f"{type(model).__name__} gives the residual or layers. Train a drafter of source "
-            "pre_hc_head."
-        )
-    model.residual_beside_layers = True
+        expose(runner.model)
 
 
 def expose_hy_v4(model: nn.Module) -> None:

@@ -255,10 +255,10 @@ def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
 
 
 def _check_source(config: HyperDFlashConfig) -> None:
-    if config.source == "post_hc_head":
+    if config.source not in ("pre_hc_head", "layers"):
         raise HyperDFlashConfigError(
             f"the drafter's source is {config.source}, which is there to compare with in training; "
-            "a server reads pre_hc_head, layers or both. Train a drafter of one of those."
+            "a server reads pre_hc_head or layers. Train a drafter of one of those."
         )
 
 

@@ -332,7 +332,7 @@ class Drafter(nn.Module):
 
 
 def _is_matrix(name: str) -> bool:
-    return "_proj." in name or name.startswith("dependency.") or name == "reducer.layers"
+    return "_proj." in name or name.startswith("dependency.")
 
 
 def with_window(drafter: Path, folder: Path, window: int | None) -> Path:

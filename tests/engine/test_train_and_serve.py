@@ -109,25 +109,15 @@ def test_training_and_server_propose_the_same_tokens(
     compare_drafts(servers, target_dir, drafter_dir, own_prompts[:8], 96, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "pre_hc_head_and_layers --layer-ids 1 3 5",
-        pytest.param("pre_hc_head_and_layers --reducer fc --layer-ids 1 3", marks=pytest.mark.slow),
-        pytest.param("layers --reducer fc --layer-ids 1 3", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["layers --layer-ids 1 3"])
 def test_other_sources_propose_the_same_tokens_and_lose_nothing(
     servers, target_dir, own_prompts, own_reference, tmp_path, source
 ):
     """Untrained drafters of the sources to compare with: nearly every draft is rejected."""
     draft = tmp_path / "draft"
-    options = f"--source {source} --layers 1 --intermediate-size 128".split()
+    options = f"--reducer fc --source {source} --layers 1 --intermediate-size 128".split()
     assert main(["init", "--target", str(target_dir), "--out", str(draft), *options]) == 0
-    drafter = Drafter.load(draft)
-    if drafter.reducer_name == "reducer":  # a projection that is still zero says nothing
-        torch.nn.init.normal_(drafter.reducer.layers, std=0.1)
-        drafter.save(draft)
     rescale_folder(draft)
     answers = compare_drafts(servers, target_dir, draft, own_prompts[:4], 64, tmp_path, share=0.1)
     assert answers == [reference[:64] for reference in own_reference[:4]]

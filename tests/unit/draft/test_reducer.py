@@ -9,12 +9,7 @@ import torch
 
 from sglang_hyperdflash.draft import reducer as reducer_module
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.draft.reducer import (
-    FcReducer,
-    GateAndLayersReducer,
-    HCGateReducer,
-    check_kernels,
-)
+from sglang_hyperdflash.draft.reducer import FcReducer, HCGateReducer, check_kernels
 from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
 
 
@@ -154,33 +149,6 @@ def test_fc_reducer_is_a_projection_then_the_norm():
     y = hidden @ reducer.weight.T
     expected = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * 2
     torch.testing.assert_close(reducer(hidden, torch.full((8,), 2.0)), expected)
-
-
-def test_layers_are_added_to_the_gate_s_feature_and_are_nothing_at_first():
-    n, m, d, layers = 5, 4, 8, 3
-    hidden, fn, base, scale, path_norm, hidden_norm = random_inputs(n, m, d)
-    means = torch.randn(n, layers * d) * 7
-    reducer = GateAndLayersReducer(m, d, layers=layers, rms_eps=1e-6, hc_eps=1e-6, path_norm=True)
-    reducer.inherit(fn, base, scale)
-    with torch.no_grad():
-        reducer.path_norm.copy_(path_norm)
-    gated = loop_reference(hidden, fn, base, scale, path_norm, hidden_norm, 1e-6, 1e-6).float()
-    both = torch.cat([hidden, means], -1)
-    torch.testing.assert_close(reducer(both, hidden_norm), gated, rtol=1e-4, atol=1e-5)
-    reducer(both, hidden_norm).sum().backward()
-    assert reducer.layers.grad.abs().sum() > 0
-    with torch.no_grad():
-        reducer.layers.normal_()
-    expected = gated.clone()
-    for row in range(n):
-        for i in range(layers):
-            y = means[row, i * d : (i + 1) * d]
-            y = y / (y.square().mean() + 1e-6).sqrt()
-            expected[row] += (reducer.layers[:, i * d : (i + 1) * d] @ y).detach()
-    torch.testing.assert_close(reducer(both, hidden_norm), expected, rtol=1e-4, atol=1e-4)
-    low = reducer(both.bfloat16(), hidden_norm.bfloat16())
-    assert low.dtype == torch.bfloat16
-    check_kernels(reducer, hidden_norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -67,14 +67,9 @@ class HYV4ForCausalLM(nn.Module):
 
 
 def runner(**changes) -> SimpleNamespace:
-    section = {"source": changes.pop("source", "layers")}
-    draft = SimpleNamespace(hf_config=SimpleNamespace(hyperdflash_config=section))
-    aux = SimpleNamespace(
-        dflash_use_aux_hidden_state=changes.pop("aux", False), draft_model_config=draft
-    )
+    aux = SimpleNamespace(dflash_use_aux_hidden_state=changes.pop("aux", False))
     options = {"spec_algorithm": "HYPERDFLASH", "is_draft_worker": False, **changes}
-    options["model"] = options.get("model", HYV4ForCausalLM())
-    return SimpleNamespace(spec_aux_config=aux, **options)
+    return SimpleNamespace(model=HYV4ForCausalLM(), spec_aux_config=aux, **options)
 
 
 def test_only_our_target_is_exposed(monkeypatch):
@@ -85,16 +80,6 @@ def test_only_our_target_is_exposed(monkeypatch):
     monkeypatch.setenv(CAPTURE_FOLDER, "/nowhere")
     with pytest.raises(SeamError, match=r"seam Linear\.hc_head changed"):
         expose_residual(None, runner(spec_algorithm=None))
-
-
-def test_the_residual_stays_beside_layers_where_the_target_has_both():
-    target = SimpleNamespace(residual_beside_layers=False)
-    expose_residual(None, runner(aux=True, model=target))
-    assert not target.residual_beside_layers
-    expose_residual(None, runner(aux=True, source="pre_hc_head_and_layers", model=target))
-    assert target.residual_beside_layers
-    with pytest.raises(HyperDFlashConfigError, match="HYV4ForCausalLM gives the residual or"):
-        expose_residual(None, runner(aux=True, source="pre_hc_head_and_layers"))
 
 
 def test_a_changed_model_is_named():

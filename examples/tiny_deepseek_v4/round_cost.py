@@ -71,9 +71,9 @@ def turn(
     return parts_of(found)
 
 
-def measure(args: argparse.Namespace, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
-    """Every load and temperature: the parts of each server's rounds, a list of turns."""
-    found = []
+def measure(args: argparse.Namespace, prompts: Sequence[list[int]]) -> None:
+    """Every load and temperature: the parts of each server's rounds; written after each."""
+    found: list[dict[str, Any]] = []
     with ExitStack() as stack:
         servers = {}
         for name, folder in DRAFTERS.items():
@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, prompts: Sequence[list[int]]) -> list[dict
                         turns[name] += [one] if repeat else []
                 found.append(row | {"turns": turns})
                 print(table(found[-1]), flush=True)
-    return found
+                write(args, found)
 
 
 def table(row: dict[str, Any]) -> str:
@@ -119,6 +119,17 @@ def table(row: dict[str, Any]) -> str:
     return "\n".join([*lines, f"| all | {' | '.join(sums)} |", ""])
 
 
+def write(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    """The results and the report so far."""
+    write_json(args.out / "results.json", {"provenance": provenance(), "loads": found})
+    head = (
+        "# A round's time, with the dependency head and without, tiny DeepSeek-V4\n\n"
+        f"Milliseconds: medians of {args.repeats} turns, lowest and highest in brackets. fp32, "
+        "whole blocks, answers of a fixed length.\n\n"
+    )
+    write_text(args.out / "report.md", head + "\n".join(table(row) for row in found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -134,14 +145,7 @@ def main() -> None:
     prompts = list(islice(chain.from_iterable(zip(*kinds.values(), strict=False)), most))
     if len(prompts) < most:
         raise SystemExit(f"{args.prompts}: {len(prompts)} prompts, {most} are needed.")
-    found = measure(args, prompts)
-    write_json(args.out / "results.json", {"provenance": provenance(), "loads": found})
-    head = (
-        "# A round's time, with the dependency head and without, tiny DeepSeek-V4\n\n"
-        f"Milliseconds: medians of {args.repeats} turns, lowest and highest in brackets. fp32, "
-        "whole blocks, answers of a fixed length.\n\n"
-    )
-    write_text(args.out / "report.md", head + "\n".join(table(row) for row in found))
+    measure(args, prompts)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -36,3 +37,12 @@ def test_a_table_gives_medians_and_the_sum(round_cost):
     found = round_cost.table({"temperature": "0", "requests": 1, "turns": {"HyperDFlash": turns}})
     assert "| target's pass | 2.00 (1.00 to 9.00) |" in found
     assert "| all | 12.00 (6.00 to 54.00) |" in found
+
+
+def test_what_was_measured_is_written_so_far(round_cost, tmp_path):
+    args = argparse.Namespace(out=tmp_path / "new" / "folder", repeats=1)
+    turns = {"HyperDFlash": [dict.fromkeys(round_cost.PARTS, 1.0)]}
+    loads = [{"temperature": t, "requests": 8, "turns": turns} for t in ("0", "1")]
+    round_cost.write(args, loads)
+    assert json.loads((args.out / "results.json").read_text())["loads"] == loads
+    assert (args.out / "report.md").read_text().count("8 requests:") == 2

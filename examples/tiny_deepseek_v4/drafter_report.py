@@ -72,7 +72,7 @@ def drawn(counts: Sequence[np.ndarray], pooled: bool) -> np.ndarray:
 
 
 def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str, pooled: bool) -> str:
-    """tau over the baseline's with the same seeds: their mean, its interval over prompts, each."""
+    """tau over the baseline's with the same seeds: mean, interval over prompts, each."""
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:
         return "no common seed"

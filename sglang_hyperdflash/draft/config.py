@@ -20,8 +20,7 @@ from sglang_hyperdflash.tools.structs import Keys, checked, shown
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual in front of the collapse (the method); the
 # collapse itself, and means of the paths after chosen layers (DFlash), to compare with.
-BOTH = "pre_hc_head_and_layers"
-LAYER_SOURCES = ("layers", BOTH)
+LAYER_SOURCES = ("layers", "pre_hc_head_and_layers")
 SOURCES = ("pre_hc_head", "post_hc_head", *LAYER_SOURCES)
 REDUCERS = ("hc_gate", "fc")
 # What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only

@@ -54,7 +54,7 @@ class DependencyHead(nn.Module):
 
     def state(self, previous: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """``A[x_{k-1}] * gates``: ``[..., r]`` fp32 of tokens ``[...]``."""
-        return self.predecessor[previous].float() * gates
+        return F.embedding(previous, self.predecessor).float() * gates
 
     def forward(
         self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor
@@ -71,7 +71,8 @@ class DependencyHead(nn.Module):
         if ids.shape[-1] == len(self.successor):
             # Rows of the whole table, in another order: one product instead of a gathered table.
             return F.linear(state, self.successor.float()).gather(-1, ids)
-        return torch.einsum("br,bkr->bk", state, self.successor[ids].float())
+        successors = F.embedding(ids, self.successor).float()
+        return torch.bmm(successors, state.unsqueeze(-1)).squeeze(-1)
 
     def over_vocabulary(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The same for every token: ``[N, V]`` of ``previous [N]`` and rows ``[N, d]``."""

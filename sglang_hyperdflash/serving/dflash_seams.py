@@ -14,16 +14,6 @@ def keep_dtype_of(algorithm: str) -> None:
     _own_dtype.add(algorithm)
 
 
-def drafter_source(config) -> str | None:
-    """The source of the drafter that a target serves; None of another algorithm's.
-
-    Args:
-        config: SGLang's ``SpecAuxHiddenStateConfig``, which has read the drafter's.
-    """
-    section = getattr(config.draft_model_config.hf_config, "hyperdflash_config", None) or {}
-    return section.get("source")
-
-
 def suppress_aux_capture(config, *args, **kwargs):
     """Keep the pre-collapse residual, unless the drafter's source is captured layers.
 
@@ -31,7 +21,8 @@ def suppress_aux_capture(config, *args, **kwargs):
     ``configure_aux_hidden_state_capture`` would demand a capture method the target lacks.
     """
     if is_ours(kwargs["spec_algorithm"]) and config.dflash_use_aux_hidden_state:
-        if drafter_source(config) == "layers":
+        section = getattr(config.draft_model_config.hf_config, "hyperdflash_config", None) or {}
+        if section.get("source") == "layers":
             return config
         config.dflash_use_aux_hidden_state = False
         config.dflash_target_layer_ids = None

@@ -15,7 +15,7 @@ from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,32 +58,31 @@ def _now() -> float:
     return time.perf_counter()
 
 
+def _timed(part: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What ``call`` gives; its seconds are of ``part``."""
+    started = _now()
+    result = call(*args, **kwargs)
+    _spent[part] += _now() - started
+    return result
+
+
 def time_target(original, self, *args, **kwargs):
     """Seam: ``TpModelWorker.forward_batch_generation``; the draft's own passes are not counted."""
     if self.is_draft_worker:
         return original(self, *args, **kwargs)
-    started = _now()
-    result = original(self, *args, **kwargs)
-    _spent["target"] += _now() - started
-    return result
+    return _timed("target", original, self, *args, **kwargs)
 
 
 def time_draft_kv(original, self, *args, **kwargs):
     """Seam: ``DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc``, all that writes them."""
-    started = _now()
-    result = original(self, *args, **kwargs)
-    _spent["draft_kv"] += _now() - started
-    return result
+    return _timed("draft_kv", original, self, *args, **kwargs)
 
 
 def time_block(original, self, *args, **kwargs):
     """Seam: ``ModelRunner.forward``; the target's own passes are not counted."""
     if not self.is_draft_worker:
         return original(self, *args, **kwargs)
-    started = _now()
-    result = original(self, *args, **kwargs)
-    _spent["block"] += _now() - started
-    return result
+    return _timed("block", original, self, *args, **kwargs)
 
 
 def timed_choice(method: Callable) -> Callable:
@@ -93,10 +92,7 @@ def timed_choice(method: Callable) -> Callable:
 
     @wraps(method)
     def timed(*args, **kwargs):
-        started = _now()
-        result = method(*args, **kwargs)
-        _spent["choice"] += _now() - started
-        return result
+        return _timed("choice", method, *args, **kwargs)
 
     return timed
 

@@ -73,7 +73,7 @@ def install(seams: Iterable[Seam]) -> None:
     """
     check_version()
     for seam in seams:
-        if seam.only_with is None or seam.only_with in os.environ:
+        if seam.only_with is None or os.environ.get(seam.only_with):
             _recorded.append(seam)
             when_imported(seam.module, lambda seam=seam: _hook(seam))
 

@@ -126,8 +126,7 @@ def _add_dependency(add: Callable[..., Any], default: DrafterShape) -> None:
     add(
         "--dependency-top-k",
         type=int,
-        help="candidates of a draft that the head scores when serving (default: 256 of a small "
-        "vocabulary, else 64)",
+        help="candidates of a draft that the head scores when serving (default: 64)",
     )
     add(
         "--dependency-form",

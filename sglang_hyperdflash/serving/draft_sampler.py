@@ -16,6 +16,8 @@ from sglang.srt.models.dflash import candidate_topk
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
+from sglang_hyperdflash.serving.round_times import timed_choice
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def supports_candidates(lm_head: Any) -> bool:
@@ -24,6 +26,21 @@ def supports_candidates(lm_head: Any) -> bool:
     dense = is_dense_head_weight(getattr(lm_head, "weight", None))
     known = hasattr(lm_head, "org_vocab_size") and hasattr(lm_head, "shard_indices")
     return known and (dense or should_apply_lm_head_quant_method(lm_head, method))
+
+
+def check_candidates(k: int, lm_head: Any) -> None:
+    """Every rank takes K candidates of its part of the vocabulary.
+
+    Raises:
+        HyperDFlashConfigError: a part is smaller.
+    """
+    shard = getattr(lm_head, "shard_indices", None)
+    if shard is not None and k > int(shard.num_org_elements):
+        raise HyperDFlashConfigError(
+            f"the drafter's dependency head scores {k} candidates a draft; this rank's part of the "
+            f"vocabulary has {int(shard.num_org_elements)} tokens. Lower --tp-size, or "
+            "dependency.top_k of hyperdflash_config in the drafter's config.json."
+        )
 
 
 def candidates_of(
@@ -80,6 +97,7 @@ class CandidateSampler:
         self.first[: len(rows)].copy_(first.view(-1))
 
     @property
+    @timed_choice
     def out(self) -> torch.Tensor:
         """Drafts of the round just replayed, at least ``[bs * (B - 1)]``."""
         bs = self.worker.batch_size

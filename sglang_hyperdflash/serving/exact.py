@@ -4,9 +4,17 @@
 every row; drafts are accepted while ``x_k = y_k`` and the y's are emitted. The output is a function
 of the seed and the target alone.
 
-**Rejection**, for one without: accept ``x`` iff ``u q(x) < p(x)``; at the first refusal draw from
-``(p - q)+``, and behind the last draft from ``p`` (Leviathan et al. 2211.17192, Theorem 1). The
-coins ``u`` and that draw have streams of their own: a draft's noise must not decide its acceptance.
+**Block verification**, for one without (Sun et al. 2403.10444, algorithm 2): what a whole prefix is
+worth decides, so a draft that p wants makes up for one before it that p wanted less. With w_0 = 1,
+
+    w_k = min(w_{k-1} p_k(x_k) / q_k(x_k), 1)
+    h_k = sum (w_k p_{k+1} - q_{k+1})+ / sum (q_{k+1} - w_k p_{k+1})+       # h_D = w_D
+    accepted = the last k with u_k < h_k
+
+and the next token is from ``(w_k p_{k+1} - q_{k+1})+`` of that k, behind the last draft from ``p``.
+It never accepts fewer than a coin for each draft does (2211.17192). The coins ``u`` and that draw
+have streams of their own: a draft's noise must not decide its acceptance. Refused drafts do decide
+it here, so their noise may not come again: every block of such a request has noise of its own.
 
 Greedy rows compare with the argmax of the logits. A block is never longer than its first broken
 row: one whose target logits hold a NaN or +inf, or nothing finite.
@@ -15,7 +23,7 @@ row: one whose target logits hold a NaN or +inf, or nothing finite.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +31,8 @@ from sglang_hyperdflash.draft.filters import Sampling, kept
 from sglang_hyperdflash.draft.propose import SHARPNESS, Proposal, law
 from triton_ops.gumbel import RESIDUAL_STREAM, coins, gumbel_argmax_reference
 
+# Blocks of one request that start at different places draw from different streams. Odd.
+BLOCK_STREAM = -0x61C8864680B583EB
 Draw = Callable[..., torch.Tensor]
 
 
@@ -39,6 +49,16 @@ class Draws:
     seeded: torch.Tensor
     any_seeded: bool = True
     any_unseeded: bool = True
+
+    def of_block(self, start: torch.Tensor) -> Draws:
+        """The noise of blocks behind positions ``start [bs]``: a request's own where it is seeded.
+
+        Both of a round must ask: who drafts and who verifies.
+        """
+        if not self.any_unseeded:
+            return self
+        own = self.seeds + (start + 1) * BLOCK_STREAM  # wraps
+        return replace(self, seeds=torch.where(self.seeded, self.seeds, own))
 
 
 @dataclass(frozen=True)
@@ -129,27 +149,61 @@ def verify_block(
         draw: :func:`triton_ops.gumbel.gumbel_argmax` or its reference.
     """
     bs, block = positions.shape
-    tokens, drafts = proposal.tokens, block - 1
     broken_rows = weights[:, 0].isnan().view(bs, block)
-    rejecting = ~(draws.seeded | sampling.greedy)
     wanted = _wanted(logits, weights, sampling, draws, positions, draw)
-    matches = tokens == wanted[:, :-1]
     p = _at_candidates(weights, proposal.ids, sampling)
-    if draws.any_unseeded:
-        u = coins(draws.seeds.unsqueeze(1).expand(bs, drafts), positions[:, :-1])
-        p_draft, q_draft = (t.gather(2, proposal.choice).squeeze(2) for t in (p, proposal.q))
-        # Strict: a draft the target gives no mass is never accepted, whatever the coin.
-        accepted = u * q_draft.double() < p_draft.double()
-        matches = torch.where(rejecting.unsqueeze(1), accepted, matches)
-    matches &= ~broken_rows[:, :-1]
+    matches = (proposal.tokens == wanted[:, :-1]) & ~broken_rows[:, :-1]
     accept_len = matches.int().cumprod(1).sum(1)
+    rejecting = ~(draws.seeded | sampling.greedy)
+    if draws.any_unseeded:
+        worth = prefix_worth(proposal, p)
+        stay = stay_chances(proposal, p, worth)
+        # A broken row ends the block before it: nothing behind says what its prefix is worth.
+        stay = torch.where(broken_rows[:, 1:], worth[:, 1:], stay)
+        u = coins(draws.seeds.unsqueeze(1).expand(bs, block - 1), positions[:, :-1])
+        # Strict: a draft the target gives no mass is never accepted, whatever the coin.
+        reached = torch.arange(1, block, device=u.device) * (u < stay)
+        accept_len = torch.where(rejecting, reached.amax(1), accept_len)
     at = accept_len.unsqueeze(1)
     bonus = wanted.gather(1, at).squeeze(1)
     if draws.any_unseeded:
-        drawn = _residual_draw(proposal, weights, draws.seeds, positions, accept_len, draw)
+        chance = worth.gather(1, at).squeeze(1)
+        drawn = _residual_draw(proposal, weights, chance, draws.seeds, positions, accept_len, draw)
         bonus = torch.where(rejecting, drawn, bonus)
     broken = broken_rows.gather(1, at).squeeze(1)
     return Verdict(accept_len.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
+
+
+def prefix_worth(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
+    """``w_0 .. w_D`` of every block, ``[bs, D + 1]`` fp64; 0 behind a broken row.
+
+    ``log w_k`` is the sum so far less the largest sum so far: a walk held at 0 from above.
+
+    Args:
+        p: ``[bs, D, K]`` of :func:`_at_candidates`.
+    """
+    ratio = p.double().nan_to_num(nan=0.0).gather(2, proposal.choice).squeeze(2)
+    q = proposal.q.double().gather(2, proposal.choice).squeeze(2)
+    steps = torch.log(ratio) - torch.log(q.clamp(min=torch.finfo(torch.float32).tiny))
+    total = torch.nn.functional.pad(steps.cumsum(1), (1, 0))
+    return torch.exp(total - total.cummax(1).values)
+
+
+def stay_chances(proposal: Proposal, p: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+    """``h_1 .. h_D`` of every block, ``[bs, D]`` fp64: stopping behind k drafts or later ones.
+
+    Args:
+        p: ``[bs, D, K]`` of :func:`_at_candidates`; worth: ``[bs, D + 1]``.
+    """
+    p, q = p[:, 1:].double().nan_to_num(nan=0.0), proposal.q[:, 1:].double()
+    inner = worth[:, 1:-1]
+    # What the target has beside the candidates, where q is zero.
+    beside = (1.0 - p.sum(-1)).clamp(min=0.0) * inner
+    above = (inner.unsqueeze(-1) * p - q).clamp(min=0.0).sum(-1) + beside
+    below = above + (1.0 - inner)
+    # 0 / 0: both laws are one, and so the next draft is accepted anyway.
+    chances = torch.where(below > 0, above / below.clamp(min=1e-300), 1.0)
+    return torch.cat([chances, worth[:, -1:]], 1)
 
 
 def draw_rows(
@@ -202,19 +256,24 @@ def _at_candidates(weights: torch.Tensor, ids: torch.Tensor, sampling: Sampling)
 def _residual_draw(
     proposal: Proposal,
     weights: torch.Tensor,
+    worth: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     accept_len: torch.Tensor,
     draw: Draw,
 ) -> torch.Tensor:
-    """A draw from ``(p - q)+`` at the first refusal, from ``p`` behind the last draft; ``[bs]``."""
+    """A draw from ``(w p - q)+`` at the first refusal, from ``p`` behind the last draft; ``[bs]``.
+
+    Args:
+        worth: ``[bs]`` fp64, ``w`` of what was accepted.
+    """
     bs, block = positions.shape
     rows = torch.arange(bs, device=weights.device) * block + accept_len
     p = weights.index_select(0, rows)
     p = p / p.sum(-1, keepdim=True)
     at = accept_len.clamp(max=block - 2).view(bs, 1, 1).expand(-1, 1, proposal.ids.shape[-1])
     ids, q = (t.gather(1, at).squeeze(1) for t in (proposal.ids, proposal.q))
-    left = p.scatter_add(-1, ids, -q).clamp_(min=0)
+    left = (p * worth.to(p).unsqueeze(-1)).scatter_add_(-1, ids, -q).clamp_(min=0)
     # p and q equal up to rounding leave nothing: the refusal was rounding too.
     refused = (accept_len < block - 1) & (left.sum(-1) > 0)
     left = torch.where(refused.unsqueeze(-1), left, p)
@@ -226,8 +285,8 @@ class Sharpness:
     """How sharp q should be, learnt from past rounds: one choice for each verification.
 
     Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have accepted. Only rows
-    whose prefix was accepted count: what lies behind the first refusal was drawn with noise that
-    the next round's drafts use again, and q may not depend on it.
+    whose prefix was accepted count: others say what the target makes of a text that is not there,
+    and of a request with a seed the next round's drafts use their noise again.
 
     Args:
         memory: learnt rounds after which a row's weight has fallen to 1/e.

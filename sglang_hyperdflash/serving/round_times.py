@@ -8,6 +8,7 @@ synchronised around them, so such a server is for shares of a round, not for thr
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ import torch
 
 from sglang_hyperdflash.seams import Seam
 
+logger = logging.getLogger(__name__)
+
 ROUND_TIMES = "HYPERDFLASH_ROUND_TIMES"
 FLUSH_EVERY = 20
 # A longer pause between two rounds is an idle server, not scheduling.
@@ -31,9 +34,10 @@ class Pass(NamedTuple):
     """One line of the file: a decoding round, or a prefill.
 
     start, end, target, draft_kv, block, choice: seconds; the target's passes, writing draft K/V,
-    the drafter's passes (on CUDA its graph chooses greedy drafts, too) and choosing the drafts
-    behind them: LM head, candidates, dependency head. requests: of the batch. width: None without
-    speculation. decoding: not a prefill.
+    the drafter's passes, and choosing the drafts behind them: LM head, candidates, dependency head.
+    A CUDA graph of the drafter's pass holds LM head, candidates and the greedy drafts too: compare
+    the sum of both there; SGLang's own EAGLE has its graph in neither. requests: of the batch.
+    width: None without speculation. decoding: not a prefill.
     """
 
     start: float
@@ -53,7 +57,8 @@ _spent = dict.fromkeys(("target", "draft_kv", "block", "choice"), 0.0)
 
 
 def _now() -> float:
-    if torch.cuda.is_available():
+    # EAGLE captures a graph of its passes: no waiting there, nor a time worth having.
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -87,7 +92,7 @@ def time_block(original, self, *args, **kwargs):
 
 def timed_choice(method: Callable) -> Callable:
     """The method that chooses a block's drafts, timed; itself in a server that times nothing."""
-    if ROUND_TIMES not in os.environ:
+    if not os.environ.get(ROUND_TIMES):
         return method
 
     @wraps(method)
@@ -110,10 +115,21 @@ def time_pass(original, self, batch, *args, **kwargs):
             Pass(started, _now(), requests=size, width=width, decoding=decoding, **_spent)
         )
     if len(_passes) >= FLUSH_EVERY:
-        with Path(os.environ[ROUND_TIMES]).open("a") as out:
-            out.writelines(json.dumps(entry) + "\n" for entry in _passes)
+        from sglang.srt.runtime_context import get_parallel  # not before SGLang is there
+
+        if get_parallel().tp_rank == 0:
+            _append(Path(os.environ[ROUND_TIMES]))
         _passes.clear()
     return result
+
+
+def _append(path: Path) -> None:
+    """A path that cannot be written costs the times, not the requests under way."""
+    try:
+        with path.open("a") as out:
+            out.writelines(json.dumps(entry) + "\n" for entry in _passes)
+    except OSError as error:
+        logger.warning("%s=%s: %s. No times are written.", ROUND_TIMES, path, error)
 
 
 def read_passes(path: Path) -> list[Pass]:

@@ -30,6 +30,7 @@ from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.draft_sampler import (
     CandidateSampler,
     candidates_of,
+    check_candidates,
     supports_candidates,
 )
 from sglang_hyperdflash.serving.exact import (
@@ -76,6 +77,7 @@ class SampledWorker(WindowedWorker):
         vocabulary = int(runner.model_config.vocab_size)
         head = self.dependency and self.draft_model.hyperdflash_config.dependency
         self.num_candidates = head.top_k if head else default_candidates(vocabulary)
+        check_candidates(self.num_candidates, getattr(runner.model, "lm_head", None))
         # Not the arguments' own: without --random-seed every node draws one for itself.
         self.seeds = Seeds(self.target_worker.random_seed)
         self.sharpness = Sharpness(self.device)
@@ -272,14 +274,14 @@ class SampledWorker(WindowedWorker):
     def draw_drafts(self, candidates: Candidates) -> torch.Tensor:
         """Drafts ``[bs * (B-1)]`` int64 of candidates; their law is kept to be verified."""
         requests, drafts = self.requests, int(self.block_size) - 1
-        first = (self._contexts - 1).unsqueeze(1)
+        first = self._contexts - 1
         self._proposal = propose(
             candidates,
             self._draft_block_ids_buf[: self.batch_size, 0],
             self.dependency,
             sampling_of(self._info),
-            requests.draws.seeds,
-            first + self._block_pos_offsets[:drafts],
+            requests.draws.of_block(first).seeds,
+            first.unsqueeze(1) + self._block_pos_offsets[:drafts],
             self.sharpness.of(requests.draws.seeded),
             self._adjust_candidates if self._changes_drafts() else None,
         )
@@ -387,6 +389,7 @@ class SampledWorker(WindowedWorker):
     ) -> Verdict:
         block = int(self.block_size)
         positions = (self._contexts - 1).unsqueeze(1) + self._block_pos_offsets
+        draws = draws.of_block(positions[:, 0])
         weights = weights_of(logits, sampling.repeated(block), self.renorm)
         verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
         if self.sharpness.due():

@@ -74,7 +74,7 @@ UNSUPPORTED = (
     (
         "speculative_use_block_verification",
         bool,
-        "verification is coupled or token-wise, by each request's seed",
+        "requests without a seed are verified by blocks without it, those with one by their seed",
         "drop the flag",
     ),
     (

@@ -96,7 +96,7 @@ def one_round(
     t = sharpness.of(draws.seeded) if learns else torch.full((count,), float(sharpness))
     candidates = model.candidates(anchor, width - 1)
     adjust = None if penalties is None else penalties.adjust
-    before = positions[:, :-1]
+    before, draws = positions[:, :-1], draws.of_block(positions[:, 0])
     proposal = propose(candidates, anchor, model.head, sampling, draws.seeds, before, t, adjust)
     told = proposal if change is None else change(proposal)
     block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)

@@ -15,7 +15,9 @@ from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
 from sglang_hyperdflash.serving import draft_sampler, sampled_worker
+from sglang_hyperdflash.serving.draft_sampler import check_candidates
 from sglang_hyperdflash.serving.exact import Draws, Sharpness, weights_of
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5
 
@@ -249,3 +251,11 @@ def test_a_head_without_candidates_is_left_out_and_said(worker, caplog):
     assert "the dependency head is not used" in caplog.text
     bare.draft_model = SimpleNamespace(dependency=None)
     assert bare._usable_dependency(None) is None
+
+
+def test_more_candidates_than_a_rank_has_tokens_are_refused():
+    part = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=100))
+    check_candidates(100, part)
+    check_candidates(101, SimpleNamespace())
+    with pytest.raises(HyperDFlashConfigError, match=r"scores 101 candidates.*has 100 tokens"):
+        check_candidates(101, part)

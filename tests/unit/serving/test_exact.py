@@ -154,9 +154,9 @@ def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification()
     assert not torch.equal(verdicts[1].bonus, verdicts[2].bonus)
 
 
-def smallest(change=None, verify=verify_block, t=1.0, setting=None) -> float:
+def smallest(change=None, verify=verify_block, t=1.0, setting=None, model=None) -> float:
     setting = {"top_k": 4} if setting is None else setting
-    model = Markov(3)
+    model = Markov(3) if model is None else model
     tokens, _ = decode(model, one(**setting), SEEDS, False, 3, t, change, verify)
     return min(p_values(tokens, model, setting))
 
@@ -171,19 +171,92 @@ def test_a_q_that_was_not_truncated_as_it_was_drawn_is_caught():
 
 
 def test_a_residual_without_the_subtraction_is_caught():
-    def from_p(proposal, weights, seeds, positions, accept_len, draw):
-        return original(
-            replace(proposal, q=torch.zeros_like(proposal.q)),
-            weights,
-            seeds,
-            positions,
-            accept_len,
-            draw,
-        )
+    def from_p(proposal, *inputs):
+        return original(replace(proposal, q=torch.zeros_like(proposal.q)), *inputs)
 
     original = exact._residual_draw
     with mock.patch.object(exact, "_residual_draw", from_p):
         assert smallest() < 1e-9
+
+
+def test_a_residual_that_forgets_what_the_prefix_is_worth_is_caught():
+    def of_a_coin_each(proposal, weights, worth, *inputs):
+        return original(proposal, weights, torch.ones_like(worth), *inputs)
+
+    original = exact._residual_draw
+    with mock.patch.object(exact, "_residual_draw", of_a_coin_each):
+        assert smallest(setting={}, model=Markov(3, agreement=0.5)) < 1e-9
+
+
+def test_noise_of_refused_drafts_that_comes_again_is_caught():
+    """They decided how many were accepted: what they were drawn with is no longer random."""
+    with mock.patch.object(Draws, "of_block", lambda draws, start: draws):
+        assert smallest(setting={}, model=Markov(5, sure=0.5)) < 1e-9
+    assert smallest(setting={}, model=Markov(5, sure=0.5)) > 1e-5
+
+
+def by_the_book(p, q, tokens, coins) -> tuple[int, list[float]]:
+    """Algorithm 2 of 2403.10444 for one block: drafts accepted, and the next token's weights.
+
+    p: laws of D + 1 rows over the vocabulary, q: of D rows.
+    """
+    worth, accepted, left = 1.0, 0, [max(a - b, 0.0) for a, b in zip(p[0], q[0], strict=True)]
+    for k, token in enumerate(tokens, 1):
+        worth = min(worth * p[k - 1][token] / q[k - 1][token], 1.0)
+        if k < len(tokens):
+            rest = [max(worth * a - b, 0.0) for a, b in zip(p[k], q[k], strict=True)]
+            chance = sum(rest) / (sum(rest) + 1.0 - worth)
+        else:
+            rest, chance = p[k], worth
+        if coins[k - 1] < chance:
+            accepted, left = k, rest
+    return accepted, left
+
+
+def random_blocks(count: int, seed: int):
+    """A round's proposal of blocks, the target's weights, and what verification is given."""
+    model = Linked(seed)
+    seeds, anchor = SEEDS[:count], torch.zeros(count, dtype=torch.long)
+    positions = torch.arange(DRAFTS + 1).expand(count, -1)
+    sampling = same(one(), count)
+    proposal = propose(
+        *(model.candidates(anchor), anchor, model.head, sampling, seeds, positions[:, :-1]),
+        torch.ones(count),
+    )
+    logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
+    weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
+    draws = Draws(seeds, torch.zeros(count, dtype=torch.bool), False, True)
+    return proposal, logits, weights, sampling, draws, positions
+
+
+def test_a_block_is_verified_by_the_book():
+    proposal, logits, weights, sampling, draws, positions = random_blocks(400, 8)
+    drawn_from = []
+
+    def draw(left, *_):
+        drawn_from.append(left.clone())
+        return left.argmax(-1)
+
+    verdict = verify_block(proposal, logits, weights, sampling, draws, positions, draw)
+    q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
+    p = weights.view(400, DRAFTS + 1, VOCAB).double()
+    u = exact.coins(draws.seeds.unsqueeze(1).expand(400, DRAFTS), positions[:, :-1])
+    found = [
+        by_the_book(*(values[i].tolist() for values in (p, q, proposal.tokens, u)))
+        for i in range(400)
+    ]
+    assert verdict.accept_len.tolist() == [accepted for accepted, _ in found]
+    assert len(set(verdict.accept_len.tolist())) == DRAFTS + 1
+    left = torch.tensor([weights for _, weights in found], dtype=torch.float64)
+    torch.testing.assert_close(drawn_from[-1].double(), left, rtol=1e-4, atol=1e-6)
+
+
+def test_a_block_is_worth_more_than_a_coin_for_each_draft():
+    proposal, logits, weights, sampling, draws, positions = random_blocks(20_000, 8)
+    verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
+    p, q = (t.gather(2, proposal.choice).squeeze(2) for t in (verdict.p, proposal.q))
+    each = (p / q).clamp(max=1.0).cumprod(1).sum(1)  # expected, without coins
+    assert verdict.accept_len.double().mean() > 1.03 * each.double().mean()
 
 
 def test_coins_of_the_drafts_own_noise_are_caught():

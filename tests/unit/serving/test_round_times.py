@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_hyperdflash.serving import round_times
 
@@ -16,7 +17,8 @@ def clock(monkeypatch):
     state = SimpleNamespace(now=0.0)
     monkeypatch.setattr(round_times, "_now", lambda: state.now)
     monkeypatch.setattr(round_times, "_passes", [])
-    return state
+    with get_parallel().override(tp_rank=0):
+        yield state
 
 
 def batch(size: int, decoding: bool = True):
@@ -54,6 +56,19 @@ def test_target_and_draft_passes_are_told_apart(clock, monkeypatch, tmp_path):
     assert found["rounds"] == round_times.FLUSH_EVERY
     assert round_times.summarise(file, 1) is None
     assert round_times.summarise(tmp_path / "none", 1) is None
+
+
+def test_one_rank_writes_and_a_bad_path_ends_no_server(clock, monkeypatch, tmp_path, caplog):
+    file = tmp_path / "rounds.jsonl"
+    monkeypatch.setenv(round_times.ROUND_TIMES, str(file))
+    with get_parallel().override(tp_rank=1):
+        for _ in range(round_times.FLUSH_EVERY):
+            one_round(clock, [False], 0.002)
+    assert not file.exists()
+    monkeypatch.setenv(round_times.ROUND_TIMES, str(tmp_path / "none" / "rounds.jsonl"))
+    for _ in range(round_times.FLUSH_EVERY):
+        one_round(clock, [False], 0.002)
+    assert "No times are written" in caplog.text
 
 
 def test_prefills_and_idle_gaps_are_left_out(tmp_path):

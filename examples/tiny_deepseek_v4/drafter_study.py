@@ -233,9 +233,9 @@ def trained(name: str, seed: int, work: Path) -> dict[str, Any]:
 
 
 def read_prompts(folder: Path, tokenizer, count: int) -> dict[str, list[list[int]]]:
-    """Prompts by kind of text, from a folder of ``{"turns": [...]}`` files."""
+    """Prompts by kind of text, from a ``{"turns": [...]}`` file or a folder of them."""
     found = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.glob("*.jsonl") if folder.is_dir() else [folder]):
         turns = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()[:count]]
         found[path.stem] = [
             tokenizer.apply_chat_template(

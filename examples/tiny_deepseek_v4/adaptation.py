@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 from drafter_study import read_prompts
 from msgspec import structs
+from retrain import evaluate
 from transformers import AutoTokenizer
 
 import continuations
@@ -30,7 +29,6 @@ from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import read_schedule
-from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache
 from sglang_hyperdflash.training.trainer import Trainer
 
@@ -39,12 +37,6 @@ RECIPE = HERE / "drafters" / "hyperdflash2.toml"
 # What learns -> the names of its parameters, and the learning rates to try.
 GATE = ("reducer.fn", "reducer.base", "reducer.scale")
 LEARNERS = {"the gate alone": (GATE, (2e-3, 2e-2)), "everything": (None, (2e-4, 1e-3))}
-MAX_LENGTH = 256
-
-
-def tau(drafter: Drafter, target: LocalTarget, sources: Sequence[FeatureCache]) -> float:
-    """Simulated tau, the mean over the sources."""
-    return mean(Replay(drafter, target).evaluate(source)["tau"] for source in sources)
 
 
 def adapted(
@@ -53,8 +45,8 @@ def adapted(
     traffic: FeatureCache,
     names: tuple[str, ...] | None,
     lr: float,
-) -> tuple[Drafter, int]:
-    """The drafter after learning from traffic, and how many numbers learnt."""
+) -> tuple[Path, int]:
+    """The checkpoint after learning from traffic, and how many numbers learnt."""
     drafter = Drafter.load(args.draft)
     for name, parameter in drafter.named_parameters():
         parameter.requires_grad_(names is None or name in names)
@@ -63,25 +55,30 @@ def adapted(
     schedule = read_schedule(RECIPE)
     stage = structs.replace(
         schedule.stages[0],
-        **{"steps": args.steps, "lr": lr, "lr_floor": lr, "every": args.steps + 1},
-        **{"warmup_steps": 10, "dependency_gate": names is None},
+        steps=args.steps,
+        lr=lr,
+        lr_floor=lr,
+        warmup_steps=10,
+        every=args.steps,
+        dependency_gate=names is None,
     )
     recipe = stage.resolve(len(traffic.samples), schedule.objective)
     folder = args.work / "training"
     shutil.rmtree(folder, ignore_errors=True)
     Trainer(drafter, target, traffic, {}, recipe, folder).run(folder / "drafter")
-    return drafter, sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    return folder / "drafter", sum(p.numel() for p in drafter.parameters() if p.requires_grad)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each traffic and learner."""
+def measure(args: argparse.Namespace) -> None:
+    """A row for each traffic and learner; written after each."""
     tokenizer, target = AutoTokenizer.from_pretrained(args.target), LocalTarget(args.target)
-    own = [
-        FeatureCache(target, load_samples([path], tokenizer, MAX_LENGTH).samples)
+    length = read_schedule(RECIPE).max_length
+    own = {
+        path.stem: FeatureCache(target, load_samples([path], tokenizer, length).samples)
         for path in sorted(args.answers.glob("held_out_*.jsonl"))
         if not path.stem.endswith("_sampled")
-    ]
-    rows = []
+    }
+    own_before, rows = evaluate(args.draft, target, own)["tau"], []
     for path in args.traffic:
         asked = read_prompts(path, tokenizer, args.prompts)[path.stem]
         short = (tuple(p) for p in asked if len(p) <= continuations.MAX_PROMPT)
@@ -91,19 +88,18 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         samples = [s for s in samples if s.answer_tokens >= continuations.SHORTEST_ANSWER]
         last, first = samples[:: args.every], list(samples)
         del first[:: args.every]
-        traffic, unseen = FeatureCache(target, first), [FeatureCache(target, last)]
-        before = Drafter.load(args.draft)
+        traffic, unseen = FeatureCache(target, first), {path.stem: FeatureCache(target, last)}
         row = {"traffic": path.stem, "learnt": len(first), "unseen": len(last)}
-        found = {"tau": tau(before, target, unseen), "own": tau(before, target, own)}
+        found = {"tau": evaluate(args.draft, target, unseen)["tau"], "own": own_before}
         rows.append(row | {"learner": "nothing", "numbers": 0, "lr": 0.0} | found)
         for learner, (names, rates) in LEARNERS.items():
             for lr in rates:
                 drafter, numbers = adapted(args, target, traffic, names, lr)
-                found = {"tau": tau(drafter, target, unseen), "own": tau(drafter, target, own)}
+                parts = {"tau": unseen, "own": own}
+                found = {k: evaluate(drafter, target, part)["tau"] for k, part in parts.items()}
                 rows.append(row | {"learner": learner, "numbers": numbers, "lr": lr} | found)
                 print(rows[-1], flush=True)
                 write(args, rows)
-    return rows
 
 
 def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:

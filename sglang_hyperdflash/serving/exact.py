@@ -182,9 +182,10 @@ def prefix_worth(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
     Args:
         p: ``[bs, D, K]`` of :func:`_at_candidates`.
     """
-    ratio = p.double().nan_to_num(nan=0.0).gather(2, proposal.choice).squeeze(2)
-    q = proposal.q.double().gather(2, proposal.choice).squeeze(2)
-    steps = torch.log(ratio) - torch.log(q.clamp(min=torch.finfo(torch.float32).tiny))
+    p, q = (t.gather(2, proposal.choice).squeeze(2).double() for t in (p, proposal.q))
+    steps = torch.log(p.nan_to_num(nan=0.0)) - torch.log(
+        q.clamp(min=torch.finfo(torch.float32).tiny)
+    )
     total = torch.nn.functional.pad(steps.cumsum(1), (1, 0))
     return torch.exp(total - total.cummax(1).values)
 

@@ -130,16 +130,24 @@ def test_greedy_requests_are_argmax_beside_sampled_ones():
     assert len({tuple(row) for row in tokens[1::2].tolist()}) == 32
 
 
-def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification():
-    model, sampling = Markov(4), same(one(), 40)
-    seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
-    positions = torch.arange(DRAFTS + 1).expand(40, -1)
-    anchor = torch.zeros(40, dtype=torch.long)
+def blocks_of(model: Markov, count: int):
+    """A round without a seed: its proposal, and all that verification is given beside it."""
+    seeds, anchor = SEEDS[:count], torch.zeros(count, dtype=torch.long)
+    positions = torch.arange(DRAFTS + 1).expand(count, -1)
+    sampling = same(one(), count)
     proposal = propose(
-        model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], torch.ones(40)
+        *(model.candidates(anchor), anchor, model.head, sampling, seeds, positions[:, :-1]),
+        torch.ones(count),
     )
     logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
     weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
+    draws = Draws(seeds, torch.zeros(count, dtype=torch.bool), False, True)
+    return proposal, logits, weights, sampling, draws, positions
+
+
+def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification():
+    proposal, logits, weights, sampling, _, positions = blocks_of(Markov(4), 40)
+    seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
     verdicts = [
         verify_block(proposal, logits, weights, sampling, draws, positions)
         for draws in (
@@ -213,24 +221,8 @@ def by_the_book(p, q, tokens, coins) -> tuple[int, list[float]]:
     return accepted, left
 
 
-def random_blocks(count: int, seed: int):
-    """A round's proposal of blocks, the target's weights, and what verification is given."""
-    model = Linked(seed)
-    seeds, anchor = SEEDS[:count], torch.zeros(count, dtype=torch.long)
-    positions = torch.arange(DRAFTS + 1).expand(count, -1)
-    sampling = same(one(), count)
-    proposal = propose(
-        *(model.candidates(anchor), anchor, model.head, sampling, seeds, positions[:, :-1]),
-        torch.ones(count),
-    )
-    logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
-    weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
-    draws = Draws(seeds, torch.zeros(count, dtype=torch.bool), False, True)
-    return proposal, logits, weights, sampling, draws, positions
-
-
 def test_a_block_is_verified_by_the_book():
-    proposal, logits, weights, sampling, draws, positions = random_blocks(400, 8)
+    proposal, logits, weights, sampling, draws, positions = blocks_of(Linked(8), 400)
     drawn_from = []
 
     def draw(left, *_):
@@ -252,8 +244,8 @@ def test_a_block_is_verified_by_the_book():
 
 
 def test_a_block_is_worth_more_than_a_coin_for_each_draft():
-    proposal, logits, weights, sampling, draws, positions = random_blocks(20_000, 8)
-    verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
+    proposal, *given = blocks_of(Linked(8), 20_000)
+    verdict = verify_block(proposal, *given)
     p, q = (t.gather(2, proposal.choice).squeeze(2) for t in (verdict.p, proposal.q))
     each = (p / q).clamp(max=1.0).cumprod(1).sum(1)  # expected, without coins
     assert verdict.accept_len.double().mean() > 1.03 * each.double().mean()
@@ -335,15 +327,7 @@ def test_learnt_sharpness_is_never_below_argmax_drafts_nor_below_q_itself(seeded
 
 
 def test_sharpness_does_not_look_behind_the_first_refusal():
-    model, sampling = Markov(6), same(one(), 3)
-    anchor, seeds = torch.zeros(3, dtype=torch.long), SEEDS[:3]
-    positions = torch.arange(DRAFTS + 1).expand(3, -1)
-    proposal = propose(
-        model.candidates(anchor), anchor, None, sampling, seeds, positions[:, :-1], torch.ones(3)
-    )
-    logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
-    weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
-    draws = Draws(seeds, torch.zeros(3, dtype=torch.bool), False, True)
+    proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(6), 3)
     verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
     verdict = replace(verdict, accept_len=torch.tensor([0, 1, 1], dtype=torch.int32))
     before, after = Sharpness("cpu"), Sharpness("cpu")

@@ -32,7 +32,7 @@ from sglang_hyperdflash.training.samples import (
 )
 
 STATE, HASHES, LOG = "state.pt", "state.sha256.json", "training_log.jsonl"
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 class Trainer:
@@ -288,8 +288,10 @@ class Trainer:
         staged = _staged(out)
         if (staged / WEIGHTS).is_file() and file_hash(staged / WEIGHTS) == self.state["best_hash"]:
             out.mkdir(parents=True, exist_ok=True)
-            for name in ("config.json", WEIGHTS):
-                (staged / name).replace(out / name)
+            # Weights last: while they wait, a kill has moved the rest or not, and this runs again.
+            if (staged / CONFIG).is_file():
+                (staged / CONFIG).replace(out / CONFIG)
+            (staged / WEIGHTS).replace(out / WEIGHTS)
         shutil.rmtree(staged, ignore_errors=True)
 
     def check_best(self, out: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -226,36 +229,49 @@ def test_a_full_disk_leaves_the_last_state_whole(target, cache, tmp_path, monkey
     assert "as it was" not in str(caught.value), "there was no checkpoint before"
 
 
-def test_a_kill_between_the_best_and_the_state_loses_neither(target, cache, tmp_path, monkeypatch):
-    """Each file of a checkpoint is cut in turn; the resumed run ends as an undisturbed one."""
+def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
+    target, cache, tmp_path, monkeypatch
+):
+    """A run is cut before each of its renames in turn; resumed, it ends as an undisturbed one."""
+    plain = Path.replace
 
     def run(name: str) -> dict[str, bytes]:
         trainer = new_trainer(target, cache, tmp_path / name, every=2)
         trainer.run(tmp_path / name / "best")
         trainer.check_best(tmp_path / name / "best")
-        names = ("best/model.safetensors", "best/config.json")
-        return {n: (tmp_path / name / n).read_bytes() for n in names}
+        names = ("best/model.safetensors", "best/config.json", "training_log.jsonl")
+        found = {n: (tmp_path / name / n).read_bytes() for n in names}
+        log = [json.loads(line) for line in found.pop(names[-1]).splitlines()]
+        assert [record["step"] for record in log] == [2, 4, 6]
+        return found
 
-    def steps(name: str) -> list[int]:
-        log = (tmp_path / name / "training_log.jsonl").read_text().splitlines()
-        return [json.loads(line)["step"] for line in log]
+    def cut_before(number: int) -> list[str]:
+        """Renames of one run, the last of them not done."""
+        done = itertools.count()
+
+        def cut(path, target):
+            renamed.append(target.name)
+            if next(done) == number:
+                raise KeyboardInterrupt
+            return plain(path, target)
+
+        renamed: list[str] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", cut)
+            with contextlib.suppress(KeyboardInterrupt):
+                run(f"cut-{number}")
+        return renamed
 
     expected = run("whole")
-    for method in ("_save_state", "_promote", "_write_log"):
-        with monkeypatch.context() as patched:
-            whole = getattr(Trainer, method)
-
-            def cut(self, *args, whole=whole):
-                if self.state["step"] == 4:
-                    raise KeyboardInterrupt
-                whole(self, *args)
-
-            patched.setattr(Trainer, method, cut)
-            with pytest.raises(KeyboardInterrupt):
-                run(method)
-        assert run(method) == expected
-        assert steps(method) == steps("whole") == [2, 4, 6]
-        assert not (tmp_path / method / "best.new").exists()
+    every = cut_before(-1)
+    assert set(every) == {
+        *("model.safetensors", "config.json", "state.pt", "state.sha256.json"),
+        "training_log.jsonl",
+    }
+    for number, name in enumerate(every):
+        assert cut_before(number)[-1] == name
+        assert run(f"cut-{number}") == expected, f"cut before rename {number}, {name}"
+        assert not (tmp_path / f"cut-{number}" / "best.new").exists()
 
 
 @pytest.mark.parametrize(

@@ -264,11 +264,17 @@ def nats(answers: list[dict]) -> float:
     return sum(values) / len(values)
 
 
-def tau_of(answers: list[dict]) -> dict[str, Any]:
-    """tau, the rounds by how many drafts each accepted, and of each prompt rounds and drafts."""
+def tau_of(answers: list[dict], repeats: int = 1) -> dict[str, Any]:
+    """tau, the rounds by how many drafts each accepted, and of each prompt rounds and drafts.
+
+    Args:
+        answers: of every prompt, ``repeats`` times one after another; a prompt's are added up.
+    """
     histograms = [counters(answer["meta_info"])[2] for answer in answers]
+    count = len(answers) // repeats
+    of_prompts = [add_histograms(histograms[prompt::count]) for prompt in range(count)]
     total = add_histograms(histograms)
-    prompts = [[sum(h), sum(k * rounds for k, rounds in enumerate(h))] for h in histograms]
+    prompts = [[sum(h), sum(k * rounds for k, rounds in enumerate(h))] for h in of_prompts]
     return {"tau": accept_length_of(total), "histogram": total, "prompts": prompts}
 
 
@@ -277,11 +283,12 @@ def serve(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompts = read_prompts(args.prompts, tokenizer, args.num_prompts)
     settings = {t: SETTINGS[t] | {"max_new_tokens": args.max_new_tokens} for t in SETTINGS}
+    repeats = {t: args.repeats if s["temperature"] else 1 for t, s in settings.items()}
     log, path = args.work / "server.log", args.work / "target.json"
 
     def measure(server: Server) -> dict[str, dict[str, list[dict]]]:
         return {
-            t: {k: ask(server, p, s, args.concurrency) for k, p in prompts.items()}
+            t: {k: ask(server, p * repeats[t], s, args.concurrency) for k, p in prompts.items()}
             for t, s in settings.items()
         }
 
@@ -303,7 +310,10 @@ def serve(args: argparse.Namespace) -> None:
                 args.target, *arguments, log=log, environment={WIDTH: FULL}
             ).wait() as server:
                 found = measure(server)
-            taus = {t: {k: tau_of(a) for k, a in kinds.items()} for t, kinds in found.items()}
+            taus = {
+                t: {k: tau_of(a, repeats[t]) for k, a in kinds.items()}
+                for t, kinds in found.items()
+            }
             pairs = [
                 (answer["output_ids"], tokens)
                 for kind, answers in found["0"].items()
@@ -350,6 +360,7 @@ def main() -> None:
             command.add_argument("--num-prompts", type=int, default=20, help="of each kind")
             command.add_argument("--max-new-tokens", type=int, default=128)
             command.add_argument("--concurrency", type=int, default=8)
+            command.add_argument("--repeats", type=int, default=1, help="of sampled answers")
             continue
         command.add_argument("--answers", type=Path, default=Path("build/own"))
         command.add_argument("--from", dest="origin", type=Path, help="a trained drafter")

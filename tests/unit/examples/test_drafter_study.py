@@ -113,6 +113,21 @@ def test_a_drafter_is_served_with_another_k(study, tmp_path):
     assert (found / "model.safetensors").read_text() == "weights"
 
 
+def test_the_answers_of_a_prompt_are_added_up(study):
+    """Two prompts, asked twice: p, q, p, q."""
+
+    def answer(*histogram: int) -> dict:
+        return {"meta_info": {"spec_correct_drafts_histogram": list(histogram)}}
+
+    answers = [answer(1, 2), answer(0, 0, 3), answer(4), answer(0, 1, 1)]
+    assert study.tau_of(answers, 2) == {
+        "tau": 1 + 11 / 12,
+        "histogram": [5, 3, 4],
+        "prompts": [[7, 2], [5, 9]],
+    }
+    assert [rounds for rounds, _ in study.tau_of(answers)["prompts"]] == [3, 3, 4, 2]
+
+
 def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     import drafter_report
 

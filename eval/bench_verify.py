@@ -28,11 +28,11 @@ from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.exact import (
     Draw,
     Draws,
-    Sharpness,
     Verdict,
     verify_block,
     weights_of,
 )
+from sglang_hyperdflash.serving.sharpness import Sharpness
 from sglang_hyperdflash.serving.verify import accept_sampled, target_probabilities
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance

@@ -12,10 +12,14 @@ import numpy as np
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import provenance
 
-PAPERS, OURS = "hyperdflash", "hyperdflash2"
+PAPERS, OURS, ARGMAX = "hyperdflash", "hyperdflash2", "argmax drafts"
 # Title -> (what its rows are compared with, its rows).
 AXES = {
     "The method and its rivals": (PAPERS, (OURS, PAPERS, "dspark", "dflash2", "dflash")),
+    "Against the paper's drafter, drafting as SGLang's DFLASH does": (
+        ARGMAX,
+        (OURS, PAPERS, ARGMAX),
+    ),
     "The rivals against HyperDFlash-2": (OURS, (OURS, "dspark", "dflash2", "dflash")),
     "Depth of the layers that DFlash captures": (
         PAPERS,
@@ -36,7 +40,10 @@ AXES = {
         ),
     ),
 }
-NAMES = {"dflash": "dflash 1 3 5, SGLang's choice"}
+NAMES = {
+    "dflash": "dflash 1 3 5, SGLang's choice",
+    ARGMAX: "hyperdflash, argmax drafts at every temperature",
+}
 # Resamples of an interval.
 DRAWS = 1000
 Runs = dict[str, dict[int, dict[str, Any]]]
@@ -154,6 +161,8 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
     steps = sorted({run["trained"]["step"] for run in every})
     kinds = len(every[0]["served"][temperatures[0]])
     same, of = (sum(run[key] for run in every) for key in ("identical", "answers"))
+    repeats = sorted({run.get("repeats", 1) for run in every})
+    asked = " or ".join("once" if n == 1 else f"{n} times" for n in repeats)
     text = ", ".join(
         f"T {t}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in kinds.items())
         for t, kinds in nats.items()
@@ -165,7 +174,7 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
         f"through a real server, {kinds} kinds of text. The first table of each question weighs "
         "the kinds alike, the second by their rounds; a ratio is the mean over seeds, in brackets "
         f"a 95 % interval over prompts and each seed's own. {same} of {of} greedy answers were "
-        "token for token target-only's.",
+        f"token for token target-only's. Sampled prompts were asked {asked}.",
         "",
         f"Mean surprise of target-only's tokens, nats: {text}.",
         "",

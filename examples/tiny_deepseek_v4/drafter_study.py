@@ -29,6 +29,8 @@ from transformers import AutoTokenizer
 
 from drafter_report import write_report
 from sglang_hyperdflash.cli import main as hyperdflash
+from sglang_hyperdflash.serving.sharpness import ADAPTIVE
+from sglang_hyperdflash.serving.sharpness import VARIABLE as SHARPNESS
 from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
@@ -63,7 +65,8 @@ class Variant:
     """A training file of ``drafters`` and what differs from it.
 
     Attributes:
-        init: options of ``hyperdflash init``. top_k: serves the drafter ``of`` with another K.
+        init: options of ``hyperdflash init``. of: serves that variant's drafter, with another K
+            (``top_k``) or with drafts of another sharpness.
     """
 
     recipe: str
@@ -72,6 +75,7 @@ class Variant:
     stage: dict[str, Any] = field(default_factory=dict)
     of: str | None = None
     top_k: int | None = None
+    sharpness: str | None = None
 
     @property
     def can_start_anywhere(self) -> bool:
@@ -93,6 +97,8 @@ VARIANTS = {
         (*LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
     ),
     "dflash": Variant("dflash", (*LAYERS, "1", "3", "5")),  # what SGLang chooses
+    # Drafted as SGLang's DFLASH drafts.
+    "argmax drafts": Variant("hyperdflash", of="hyperdflash", sharpness="0"),
     # Acceptance against the depth of the captured layers.
     **{
         f"dflash {' '.join(depth)}": Variant("dflash", (*LAYERS, *depth))
@@ -212,7 +218,10 @@ def train(args: argparse.Namespace) -> None:
 
 
 def drafter_of(name: str, seed: int, work: Path) -> Path | None:
-    """A variant's trained drafter, its K changed where that is the variant; None before it is."""
+    """A variant's trained drafter; None before it is.
+
+    A copy with another K where that is the variant: what was served stays beside its results.
+    """
     variant, folder = VARIANTS[name], run_folder(work, name, seed)
     if variant.of is None:
         return folder / "drafter" if (folder / "trained.json").is_file() else None
@@ -221,7 +230,8 @@ def drafter_of(name: str, seed: int, work: Path) -> Path | None:
         return None
     (folder / "drafter").mkdir(parents=True, exist_ok=True)
     raw = json.loads((source / "config.json").read_text())
-    raw["hyperdflash_config"]["dependency"]["top_k"] = variant.top_k
+    if variant.top_k is not None:
+        raw["hyperdflash_config"]["dependency"]["top_k"] = variant.top_k
     write_json(folder / "drafter" / "config.json", raw, indent=2)
     shutil.copyfile(source / "model.safetensors", folder / "drafter" / "model.safetensors")
     return folder / "drafter"
@@ -306,9 +316,8 @@ def serve(args: argparse.Namespace) -> None:
             if drafter is None or (folder / "served.json").is_file() or not VARIANTS[name].served:
                 continue
             arguments = (*comparable_arguments(), *hyperdflash_arguments(drafter))
-            with Server(
-                args.target, *arguments, log=log, environment={WIDTH: FULL}
-            ).wait() as server:
+            environment = {WIDTH: FULL, SHARPNESS: VARIANTS[name].sharpness or ADAPTIVE}
+            with Server(args.target, *arguments, log=log, environment=environment).wait() as server:
                 found = measure(server)
             taus = {
                 t: {k: tau_of(a, repeats[t]) for k, a in kinds.items()}
@@ -321,6 +330,7 @@ def serve(args: argparse.Namespace) -> None:
             ]
             same = sum(a == b for a, b in pairs)
             record = {"served": taus, "identical": same, "answers": len(pairs)}
+            record["repeats"] = args.repeats
             record["trained"] = trained(VARIANTS[name].of or name, seed, args.work)
             write_json(folder / "served.json", record | {"provenance": provenance()})
             means = {t: sum(x["tau"] for x in k.values()) / len(k) for t, k in taus.items()}

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling, kept
-from sglang_hyperdflash.draft.propose import SHARPNESS, Proposal, law
+from sglang_hyperdflash.draft.propose import Proposal
 from triton_ops.gumbel import RESIDUAL_STREAM, coins, gumbel_argmax_reference
 
 # Blocks of one request that start at different places draw from different streams. Odd.
@@ -280,62 +280,3 @@ def _residual_draw(
     left = torch.where(refused.unsqueeze(-1), left, p)
     where = positions.gather(1, accept_len.unsqueeze(1)).squeeze(1)
     return draw(left, seeds ^ RESIDUAL_STREAM, where)
-
-
-class Sharpness:
-    """How sharp q should be, learnt from past rounds: one choice for each verification.
-
-    Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have accepted. Only rows
-    whose prefix was accepted count: others say what the target makes of a text that is not there,
-    and of a request with a seed the next round's drafts use their noise again.
-
-    Args:
-        memory: learnt rounds after which a row's weight has fallen to 1/e.
-    """
-
-    # One round of so many is learnt from: it takes two hundred launches, and q changes slowly.
-    EVERY = 4
-
-    def __init__(self, device: torch.device | str, memory: int = 200) -> None:
-        self._rounds = 0
-        self.keep = 1.0 - 1.0 / memory
-        self.gains = torch.zeros(2, len(SHARPNESS), dtype=torch.float64, device=device)
-        self.gains[:, -1] = 1e-3  # before the first round: q as the drafter has it
-        self.values = torch.tensor(SHARPNESS, device=device)
-
-    def of(self, seeded: torch.Tensor) -> torch.Tensor:
-        """``t`` of each request, ``[bs]`` fp32."""
-        return self.values[self.gains.argmax(-1)][seeded.long()]
-
-    def due(self) -> bool:
-        """Whether this round is to be learnt from; called once a round."""
-        self._rounds += 1
-        return self._rounds % self.EVERY == 1
-
-    def learn(
-        self, proposal: Proposal, sampling: Sampling, seeded: torch.Tensor, verdict: Verdict
-    ) -> None:
-        """Count one round."""
-        bs, drafts, width = proposal.ids.shape
-        depth = torch.arange(drafts, device=proposal.ids.device)
-        accepted = verdict.accept_len.unsqueeze(1)
-        reached = (depth <= accepted) & ~(sampling.greedy | verdict.broken).unsqueeze(1)
-        emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
-        emitted = emitted.view(-1, 1)
-        each, scores = sampling.repeated(drafts), proposal.scores.view(-1, width)
-        p, noise = verdict.p.view(-1, width), proposal.noise.view(-1, width)
-        coupled = seeded.repeat_interleave(drafts)
-        gains = []
-        for t in SHARPNESS:
-            q = law(scores, each, torch.full_like(scores[:, 0], t))
-            overlap = torch.minimum(p, q).sum(-1)
-            draft = proposal.ids.view(-1, width).gather(
-                1, (noise + q.log()).argmax(-1, keepdim=True)
-            )
-            gain = torch.where(coupled, (draft == emitted).squeeze(1).to(overlap), overlap)
-            # A broken drafter's NaN would stay for ever.
-            gain = gain.double().nan_to_num(nan=0.0).view(bs, drafts)
-            gains.append(gain.masked_fill(~reached, 0.0).sum(1))
-        table = torch.stack(gains, 1)  # [bs, len(SHARPNESS)]
-        rule = torch.stack([~seeded, seeded]).to(table)
-        self.gains.mul_(self.keep).add_(rule @ table)

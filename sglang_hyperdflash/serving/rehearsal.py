@@ -7,8 +7,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.exact import Draws, Sharpness
+from sglang_hyperdflash.serving.exact import Draws
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.sharpness import Sharpness
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 

@@ -35,7 +35,6 @@ from sglang_hyperdflash.serving.draft_sampler import (
 )
 from sglang_hyperdflash.serving.exact import (
     Draws,
-    Sharpness,
     Verdict,
     filtered,
     verify_block,
@@ -46,6 +45,7 @@ from sglang_hyperdflash.serving.processors import Outputs, apply_processors
 from sglang_hyperdflash.serving.round_times import timed_choice
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
+from sglang_hyperdflash.serving.sharpness import Sharpness, read_sharpness
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
@@ -80,7 +80,7 @@ class SampledWorker(WindowedWorker):
         check_candidates(self.num_candidates, getattr(runner.model, "lm_head", None))
         # Not the arguments' own: without --random-seed every node draws one for itself.
         self.seeds = Seeds(self.target_worker.random_seed)
-        self.sharpness = Sharpness(self.device)
+        self.sharpness = Sharpness(self.device, fixed=read_sharpness())
         self.outputs = Outputs()
         self.renorm = renorm_kernels()
         self.requests: Requests | None = None

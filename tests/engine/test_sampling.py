@@ -13,11 +13,13 @@ import sys
 import pytest
 import torch
 
+from sglang_hyperdflash.serving.sharpness import VARIABLE
 from sglang_hyperdflash.serving.verify import target_probabilities
 from sglang_hyperdflash.serving.width_settings import WIDTH
+from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
-from tests.engine.conftest import FP32, install_plugin
+from tests.engine.conftest import FP32, HOT, install_plugin
 from tests.unit.statistics_help import chi_square_p_value
 
 SETTINGS = {
@@ -137,6 +139,27 @@ def test_engine_draws_of_a_forced_width_follow_the_targets_law(
     server = servers.get(name, target_dir, *arguments, environment={WIDTH: width})
     assert_the_law_holds(contexts, server, 1)
     servers.stop(name)
+
+
+@pytest.mark.slow
+def test_a_given_sharpness_changes_drafts_and_nothing_that_is_emitted(
+    servers, contexts, target_dir, drafter_dir, own_prompts
+):
+    arguments, prompts = (*FP32, *hyperdflash_arguments(drafter_dir)), own_prompts[:8]
+    sampling = [
+        {"temperature": HOT, "sampling_seed": i, "max_new_tokens": 48, "ignore_eos": True}
+        for i in range(len(prompts))
+    ]
+    emitted, accepted = {}, {}
+    for t in ("0", "1"):
+        server = servers.get(f"sharp-{t}", target_dir, *arguments, environment={VARIABLE: t})
+        assert_the_law_holds(contexts, server, 1)
+        answers = server.generate(input_ids=prompts, sampling_params=sampling)
+        emitted[t] = [answer["output_ids"] for answer in answers]
+        accepted[t] = [counters(answer["meta_info"])[2] for answer in answers]
+        servers.stop(f"sharp-{t}")
+    assert emitted["0"] == emitted["1"]
+    assert accepted["0"] != accepted["1"]
 
 
 ARGMAX_PLUGIN = '''

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import msgspec
@@ -111,6 +112,9 @@ def test_a_drafter_is_served_with_another_k(study, tmp_path):
     changed = json.loads((found / "config.json").read_text())
     assert changed["hyperdflash_config"]["dependency"] == {"rank": 4, "top_k": 16}
     assert (found / "model.safetensors").read_text() == "weights"
+    shutil.copytree(source, study.run_folder(work, "hyperdflash", 1))
+    found = study.drafter_of("argmax drafts", 1, work)
+    assert json.loads((found / "config.json").read_text()) == raw
 
 
 def test_the_answers_of_a_prompt_are_added_up(study):
@@ -144,7 +148,7 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
         return {"served": served, "trained": {"step": 400}, "identical": 4, "answers": 4}
 
     runs = {
-        "hyperdflash2": {0: run(4.4, 3.0), 1: run(5.0, 3.0)},
+        "hyperdflash2": {0: run(4.4, 3.0) | {"repeats": 3}, 1: run(5.0, 3.0)},
         "hyperdflash": {0: run(4.0, 2.0), 1: run(4.0, 2.0)},
     }
     nats = {"0": {"a": 0.0}, "1": {"a": 1.5}}
@@ -160,6 +164,7 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     assert "random gate" not in text and "Depth" not in text
     assert "16 of 16 greedy" in text and "4 drafters, 400 steps" in text and "T 1: a 1.50" in text
     assert json.loads((tmp_path / "results.json").read_text())["provenance"]["argv"]
+    assert "Sampled prompts were asked once or 3 times." in text
     assert (tmp_path / "tau.svg").read_text().lstrip().startswith("<?xml")
 
 

@@ -12,12 +12,12 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
 from sglang_hyperdflash.serving.exact import (
     Draws,
-    Sharpness,
     Verdict,
     draw_rows,
     verify_block,
     weights_of,
 )
+from sglang_hyperdflash.serving.sharpness import Sharpness
 from triton_ops.gumbel import gumbel_argmax_reference
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3

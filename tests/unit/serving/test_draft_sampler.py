@@ -16,7 +16,8 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
 from sglang_hyperdflash.serving import draft_sampler, sampled_worker
 from sglang_hyperdflash.serving.draft_sampler import check_candidates
-from sglang_hyperdflash.serving.exact import Draws, Sharpness, weights_of
+from sglang_hyperdflash.serving.exact import Draws, weights_of
+from sglang_hyperdflash.serving.sharpness import Sharpness
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5

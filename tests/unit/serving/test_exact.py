@@ -14,7 +14,8 @@ import torch
 
 from sglang_hyperdflash.draft.propose import SHARPNESS, Candidates, law, propose
 from sglang_hyperdflash.serving import exact
-from sglang_hyperdflash.serving.exact import Draws, Sharpness, verify_block, weights_of
+from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
+from sglang_hyperdflash.serving.sharpness import Sharpness, read_sharpness
 from tests.unit.serving.markov import DRAFTS, VOCAB, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -324,6 +325,23 @@ def test_learnt_sharpness_is_never_below_argmax_drafts_nor_below_q_itself(seeded
     learnt = decode(model, one(), seeds, seeded, 24, Sharpness("cpu"))[1]
     fixed = [decode(model, one(), seeds, seeded, 24, t)[1] for t in (0.0, 1.0)]
     assert learnt > 0.97 * max(fixed), (learnt, fixed)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+def test_a_given_sharpness_stays(t):
+    model, seeds = Markov(5, sure=0.7), SEEDS[:50]
+    given = Sharpness("cpu", fixed=t)
+    found, expected = (decode(model, one(), seeds, False, 24, s) for s in (given, t))
+    assert torch.equal(found[0], expected[0])
+    assert found[1] == expected[1]
+    assert not any(given.due() for _ in range(9)), "nothing is to be learnt"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", None), ("adaptive", None), ("0", 0.0), (" 0.5 ", 0.5), ("1", 1.0)]
+)
+def test_sharpness_is_learnt_unless_it_is_given(text, expected):
+    assert read_sharpness({"HYPERDFLASH_SHARPNESS": text}) == expected
 
 
 def test_sharpness_does_not_look_behind_the_first_refusal():

@@ -67,6 +67,13 @@ def test_a_width_beyond_the_block_is_refused_before_the_target_loads(arguments, 
         checks.validate_server_args(arguments)
 
 
+@pytest.mark.parametrize("found", ["sharp", "1.5", "-0.1", "nan"])
+def test_a_bad_sharpness_is_refused_before_the_target_loads(arguments, monkeypatch, found):
+    monkeypatch.setenv("HYPERDFLASH_SHARPNESS", found)
+    with pytest.raises(HyperDFlashConfigError, match=f"from 0 .* to 1 .*; found '{found}'"):
+        checks.validate_server_args(arguments)
+
+
 def test_a_source_that_is_only_there_to_compare_with_is_refused(arguments, tmp_path):
     shutil.copytree(arguments.speculative_draft_model_path, tmp_path / "draft")
     config = tmp_path / "draft" / "config.json"

@@ -54,6 +54,14 @@ def tau(run: dict[str, Any], temperature: str) -> float:
     return mean(kind["tau"] for kind in run["served"][temperature].values())
 
 
+def repeats_of(seeds: dict[int, dict[str, Any]]) -> int:
+    """How often a variant's sampled prompts were asked, with every seed."""
+    found = {run.get("setting", {}).get("repeats", 1) for run in seeds.values()}
+    if len(found) > 1:
+        raise SystemExit(f"seeds of a variant were asked {sorted(found)} times: serve them alike.")
+    return found.pop()
+
+
 def of_all_rounds(run: dict[str, Any], temperature: str) -> float:
     """tau over all rounds: a kind of text weighs by how many it took."""
     rounds, drafts = np.sum([c.sum(0) for c in counts_of([run], temperature)], 0)
@@ -94,11 +102,11 @@ def ratio(ours: dict[int, Any], theirs: dict[int, Any], temperature: str, pooled
 def table(title: str, runs: Runs, temperatures: list[str], pooled: bool) -> list[str]:
     """One axis: tau of every variant that was served, and its ratio to the axis' baseline.
 
-    Nothing of an axis of which no two were served.
+    Nothing of an axis of which no two were served, or not its baseline.
     """
     baseline, names = AXES[title]
     names = tuple(name for name in names if runs.get(name))
-    if len(names) < 2:
+    if baseline not in names or len(names) < 2:
         return []
     measure = of_all_rounds if pooled else tau
     titles = [f"tau T {t}" for t in temperatures]
@@ -161,7 +169,7 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
     steps = sorted({run["trained"]["step"] for run in every})
     kinds = len(every[0]["served"][temperatures[0]])
     same, of = (sum(run[key] for run in every) for key in ("identical", "answers"))
-    repeats = sorted({run.get("repeats", 1) for run in every})
+    repeats = sorted({repeats_of(seeds) for seeds in runs.values() if seeds})
     asked = " or ".join("once" if n == 1 else f"{n} times" for n in repeats)
     text = ", ".join(
         f"T {t}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in kinds.items())

@@ -34,7 +34,7 @@ from sglang_hyperdflash.serving.sharpness import VARIABLE as SHARPNESS
 from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
-from sglang_hyperdflash.tools.checksum import bytes_hash
+from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -218,10 +218,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def drafter_of(name: str, seed: int, work: Path) -> Path | None:
-    """A variant's trained drafter; None before it is.
-
-    A copy with another K where that is the variant: what was served stays beside its results.
-    """
+    """A variant's trained drafter, a copy with another K where that is it; None before it is."""
     variant, folder = VARIANTS[name], run_folder(work, name, seed)
     if variant.of is None:
         return folder / "drafter" if (folder / "trained.json").is_file() else None
@@ -288,6 +285,20 @@ def tau_of(answers: list[dict], repeats: int = 1) -> dict[str, Any]:
     return {"tau": accept_length_of(total), "histogram": total, "prompts": prompts}
 
 
+def was_served(path: Path, setting: dict[str, Any]) -> bool:
+    """Whether ``path`` holds results of ``setting``; refuses those of another."""
+    if not path.is_file():
+        return False
+    found = json.loads(path.read_text()).get("setting", {})
+    changed = [name for name in setting if found.get(name) != setting[name]]
+    if changed:
+        raise SystemExit(
+            f"{path} was served with another {', '.join(changed)}. Move it away, or choose another "
+            "--work."
+        )
+    return True
+
+
 def serve(args: argparse.Namespace) -> None:
     """Serve target-only once and every trained drafter, one after another."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -303,20 +314,25 @@ def serve(args: argparse.Namespace) -> None:
         }
 
     args.work.mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
+    asked = {"sampling": settings, "prompts": bytes_hash([json.dumps(prompts).encode()])}
+    if not was_served(path, asked):
         with Server(args.target, *comparable_arguments(), log=log).wait() as server:
             found = measure(server)
         greedy = {k: [a["output_ids"] for a in answers] for k, answers in found["0"].items()}
         entropy = {t: {k: nats(a) for k, a in kinds.items()} for t, kinds in found.items()}
-        write_json(path, {"greedy": greedy, "nats": entropy})
+        write_json(path, {"greedy": greedy, "nats": entropy, "setting": asked})
     expected = json.loads(path.read_text())["greedy"]
     for name in args.variants:
         for seed in args.seeds:
             folder, drafter = run_folder(args.work, name, seed), drafter_of(name, seed, args.work)
-            if drafter is None or (folder / "served.json").is_file() or not VARIANTS[name].served:
+            if drafter is None or not VARIANTS[name].served:
+                continue
+            environment = {WIDTH: FULL, SHARPNESS: VARIANTS[name].sharpness or ADAPTIVE}
+            setting = asked | {"repeats": args.repeats, "environment": environment}
+            setting["weights"] = file_hash(drafter / "model.safetensors")
+            if was_served(folder / "served.json", setting):
                 continue
             arguments = (*comparable_arguments(), *hyperdflash_arguments(drafter))
-            environment = {WIDTH: FULL, SHARPNESS: VARIANTS[name].sharpness or ADAPTIVE}
             with Server(args.target, *arguments, log=log, environment=environment).wait() as server:
                 found = measure(server)
             taus = {
@@ -329,8 +345,7 @@ def serve(args: argparse.Namespace) -> None:
                 for answer, tokens in zip(answers, expected[kind], strict=True)
             ]
             same = sum(a == b for a, b in pairs)
-            record = {"served": taus, "identical": same, "answers": len(pairs)}
-            record["repeats"] = args.repeats
+            record = {"served": taus, "identical": same, "answers": len(pairs), "setting": setting}
             record["trained"] = trained(VARIANTS[name].of or name, seed, args.work)
             write_json(folder / "served.json", record | {"provenance": provenance()})
             means = {t: sum(x["tau"] for x in k.values()) / len(k) for t, k in taus.items()}

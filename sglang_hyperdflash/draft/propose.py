@@ -62,7 +62,9 @@ class Proposal:
 
 
 def law(scores: torch.Tensor, sampling: Sampling, sharpness: torch.Tensor) -> torch.Tensor:
-    """``q [N, K]`` fp32 of candidate ``scores [N, K]``.
+    """``q [N, K]`` fp32 of candidate ``scores [N, K]``: a law, whatever the drafter gives.
+
+    A row with a NaN, or with nothing possible, is one point: the candidate that will be drafted.
 
     Args:
         sharpness: ``[N]``, ``t`` of each row.
@@ -72,7 +74,8 @@ def law(scores: torch.Tensor, sampling: Sampling, sharpness: torch.Tensor) -> to
     q = torch.softmax(scores / temperature.unsqueeze(-1), dim=-1)
     q = filter_candidates(q, sampling)
     first = torch.zeros_like(q).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    return torch.where(argmax.unsqueeze(-1), first, q)
+    # Softmax and filters spread one NaN over its row.
+    return torch.where((argmax | q[:, 0].isnan()).unsqueeze(-1), first, q)
 
 
 def propose_greedy(candidates: Candidates, anchor: torch.Tensor, head: Head | None) -> torch.Tensor:

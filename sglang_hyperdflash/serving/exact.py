@@ -12,9 +12,10 @@ worth decides, so a draft that p wants makes up for one before it that p wanted 
     accepted = the last k with u_k < h_k
 
 and the next token is from ``(w_k p_{k+1} - q_{k+1})+`` of that k, behind the last draft from ``p``.
-It never accepts fewer than a coin for each draft does (2211.17192). The coins ``u`` and that draw
-have streams of their own: a draft's noise must not decide its acceptance. Refused drafts do decide
-it here, so their noise may not come again: every block of such a request has noise of its own.
+In the mean it accepts no fewer than a coin for each draft does (2211.17192). The coins ``u`` and
+that draw have streams of their own: a draft's noise must not decide its acceptance. Refused drafts
+do decide it here, so their noise may not come again: every block of such a request has noise of its
+own.
 
 Greedy rows compare with the argmax of the logits. A block is never longer than its first broken
 row: one whose target logits hold a NaN or +inf, or nothing finite.
@@ -203,7 +204,7 @@ def stay_chances(proposal: Proposal, p: torch.Tensor, worth: torch.Tensor) -> to
     above = (inner.unsqueeze(-1) * p - q).clamp(min=0.0).sum(-1) + beside
     below = above + (1.0 - inner)
     # 0 / 0: both laws are one, and so the next draft is accepted anyway.
-    chances = torch.where(below > 0, above / below.clamp(min=1e-300), 1.0)
+    chances = torch.where(below == 0, 1.0, above / below.clamp(min=1e-300))
     return torch.cat([chances, worth[:, -1:]], 1)
 
 

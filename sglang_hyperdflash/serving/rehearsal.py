@@ -67,6 +67,10 @@ class RehearsedWorker(SampledWorker):
         seeds = torch.arange(bs, device=device)
         draws, sharpness = Draws(seeds, seeds % 2 == 0), self.sharpness
         self._contexts = torch.ones(bs, dtype=torch.int64, device=device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+        # The proposal lives through its verification.
         ids = torch.arange(self.num_candidates, device=device).repeat(bs, drafts, 1)
         proposal = propose(
             Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)),
@@ -77,9 +81,6 @@ class RehearsedWorker(SampledWorker):
             torch.zeros(bs, drafts, dtype=torch.int64, device=device),
             torch.ones(bs, device=device),
         )
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
         try:
             self.sharpness = Sharpness(device)
             self._verify(target_logits, sampling, proposal, draws)

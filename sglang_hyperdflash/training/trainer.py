@@ -72,6 +72,7 @@ class Trainer:
         self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
+        self._check_processes()
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step, cut to the micro batch, with its anchors drawn."""
@@ -282,6 +283,20 @@ class Trainer:
         self.state, self.records = saved["state"], saved["records"]
         if self.world.is_main:
             self._write_log()
+
+    def _check_processes(self) -> None:
+        """Every process resumes the same state: a node with a folder of its own has none.
+
+        Raises:
+            HyperDFlashConfigError: another process is at another step.
+        """
+        step = self.state["step"]
+        steps = self.world.sum(torch.tensor(float(step), dtype=torch.float64, device=self.device))
+        if steps.item() != step * self.world.size:
+            raise HyperDFlashConfigError(
+                f"{self.folder} gave this process step {step} and another process another. The "
+                "working folder must be one that all nodes share."
+            )
 
     def _promote(self, out: Path) -> None:
         """Make the staged checkpoint the best, if the state on disk says that it is."""

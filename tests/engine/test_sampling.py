@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.sharpness import VARIABLE
 from sglang_hyperdflash.serving.verify import target_probabilities
@@ -160,6 +161,25 @@ def test_a_given_sharpness_changes_drafts_and_nothing_that_is_emitted(
         servers.stop(f"sharp-{t}")
     assert emitted["0"] == emitted["1"]
     assert accepted["0"] != accepted["1"]
+
+
+@pytest.mark.slow
+def test_a_drafter_that_gives_nan_changes_nothing(
+    servers, contexts, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
+):
+    """Finite weights whose products are not: nothing refuses them at start."""
+    shutil.copytree(drafter_dir, tmp_path / "nan")
+    weights = tmp_path / "nan" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["norm.weight"].fill_(3e38)
+    save_file(tensors, weights)
+    arguments = (*FP32, *hyperdflash_arguments(tmp_path / "nan"))
+    server = servers.get("nan", target_dir, *arguments, environment={WIDTH: "7"})
+    assert_the_law_holds(contexts, server, 1)
+    greedy = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+    answers = server.generate(input_ids=own_prompts[:4], sampling_params=greedy)
+    assert [a["output_ids"] for a in answers] == [tokens[:32] for tokens in own_reference[:4]]
+    servers.stop("nan")
 
 
 ARGMAX_PLUGIN = '''

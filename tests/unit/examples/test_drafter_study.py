@@ -147,8 +147,9 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
         }
         return {"served": served, "trained": {"step": 400}, "identical": 4, "answers": 4}
 
+    asked = {"setting": {"repeats": 3}}
     runs = {
-        "hyperdflash2": {0: run(4.4, 3.0) | {"repeats": 3}, 1: run(5.0, 3.0)},
+        "hyperdflash2": {s: run(tau, 3.0) | asked for s, tau in enumerate((4.4, 5.0))},
         "hyperdflash": {0: run(4.0, 2.0), 1: run(4.0, 2.0)},
     }
     nats = {"0": {"a": 0.0}, "1": {"a": 1.5}}
@@ -166,6 +167,22 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["provenance"]["argv"]
     assert "Sampled prompts were asked once or 3 times." in text
     assert (tmp_path / "tau.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_results_of_two_settings_are_not_mixed(study, tmp_path):
+    import drafter_report
+
+    path, setting = tmp_path / "served.json", {"repeats": 1, "prompts": "a"}
+    assert not study.was_served(path, setting)
+    path.write_text(json.dumps({"setting": setting}))
+    assert study.was_served(path, setting)
+    with pytest.raises(SystemExit, match="served with another prompts"):
+        study.was_served(path, setting | {"prompts": "b"})
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="another repeats, prompts"):
+        study.was_served(path, setting)
+    with pytest.raises(SystemExit, match=r"asked \[1, 3\] times"):
+        drafter_report.repeats_of({0: {"setting": {"repeats": 3}}, 1: {}})
 
 
 def test_the_report_asks_for_variants_that_are_made(study, tmp_path):

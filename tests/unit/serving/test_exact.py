@@ -16,7 +16,7 @@ from sglang_hyperdflash.draft.propose import SHARPNESS, Candidates, law, propose
 from sglang_hyperdflash.serving import exact
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
 from sglang_hyperdflash.serving.sharpness import Sharpness, read_sharpness
-from tests.unit.serving.markov import DRAFTS, VOCAB, Linked, Markov, alone, decode, one, same
+from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
 COUNT = 20_000
@@ -315,6 +315,42 @@ def test_an_impossible_draft_is_never_accepted_and_a_certain_one_always():
             verdict = verify_block(proposal, logits, weights, one(), draws, positions)
             assert verdict.accept_len.tolist() == [accepted]
             assert verdict.bonus.tolist() == [2]
+
+
+class Broken(Markov):
+    """A drafter that gives NaN: for one draft of a block, or for all, in one score or in a row."""
+
+    def __init__(self, drafts: slice, scores: slice) -> None:
+        super().__init__(3)
+        self.where = drafts, scores
+
+    def candidates(self, anchor, drafts=DRAFTS):
+        found = super().candidates(anchor, drafts)
+        found.scores[:, self.where[0], self.where[1]] = float("nan")
+        return found
+
+
+class BrokenHead(Linked):
+    """A dependency head that gives NaN behind half of the vocabulary."""
+
+    def head(self, previous, gates, ids):
+        unusable = (previous % 2 == 0).unsqueeze(-1)
+        return super().head(previous, gates, ids).masked_fill(unusable, float("nan"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(Broken(slice(k, k + 1), slice(None)) for k in range(DRAFTS)),
+        Broken(slice(None), slice(None)),
+        Broken(slice(1, 2), slice(WIDTH - 1, WIDTH)),
+        BrokenHead(3),
+    ],
+    ids=["first", "second", "third", "all", "one score", "head"],
+)
+def test_a_drafter_that_gives_nan_changes_no_law(model):
+    tokens, _ = decode(model, one(), SEEDS[:8000], False, 3)
+    assert min(p_values(tokens, model, {})) > 1e-4
 
 
 @pytest.mark.parametrize("seeded", [False, True])

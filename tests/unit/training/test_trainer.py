@@ -23,6 +23,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.losses import position_weights
 from sglang_hyperdflash.training.objective import Blocks, Objective
+from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import (
     FeatureCache,
@@ -190,6 +191,22 @@ def test_resuming_with_another_recipe_is_refused(target, cache, tmp_path):
     assert longer.state["step"] == 6
     with pytest.raises(HyperDFlashConfigError, match="was trained with another lr"):
         new_trainer(target, cache, tmp_path, lr=1.0)
+
+
+def test_a_node_without_the_others_working_folder_is_refused(target, cache, tmp_path):
+    class TwoNodes(ProcessGroup):
+        """This process and one that resumed at step 6."""
+
+        def sum(self, tensor):
+            return tensor + 6
+
+    world = TwoNodes()
+    world.size = 2
+    arguments = (target, cache, {}, RECIPE)
+    new_trainer(target, cache, tmp_path / "has").run(tmp_path / "best")
+    assert Trainer(new_drafter(target), *arguments, tmp_path / "has", world).state["step"] == 6
+    with pytest.raises(HyperDFlashConfigError, match="step 0 and another process another"):
+        Trainer(new_drafter(target), *arguments, tmp_path / "has not", world)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(target, cache, tmp_path):

@@ -32,7 +32,8 @@ AXES = {
     "Parts of HyperDFlash-2": (
         OURS,
         (
-            *(OURS, PAPERS, "acceptance", "acceptance no head", "overlap", "argmax labels"),
+            *(OURS, PAPERS, "acceptance", "half acceptance", "quarter acceptance"),
+            *("acceptance no head", "overlap", "argmax labels"),
             *("KL of all drafts", "selector", "product", "product selector"),
             *("no CE of candidates", "fast head", "no gate of the head", "D-PACE", "causal"),
             *("random widths", "layers 1 3 5", "late layers"),

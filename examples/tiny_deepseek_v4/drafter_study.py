@@ -113,6 +113,8 @@ VARIANTS = {
     "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),
     # One choice against hyperdflash2 each.
     "acceptance": Variant("hyperdflash2", objective={"loss": "acceptance"}),
+    "half acceptance": Variant("hyperdflash2", objective={"loss": "acceptance", "mix": 0.5}),
+    "quarter acceptance": Variant("hyperdflash2", objective={"loss": "acceptance", "mix": 0.25}),
     "acceptance no head": Variant("hyperdflash2", (), {"loss": "acceptance"}),
     "overlap": Variant("hyperdflash2", objective={"loss": "acceptance", "distance": "overlap"}),
     "KL of all drafts": Variant("hyperdflash2", objective={"alpha": 1.0, "P": 6}),

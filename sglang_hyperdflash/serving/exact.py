@@ -44,12 +44,14 @@ class Draws:
     Attributes:
         seeds: ``[bs]`` int64; seeded: ``[bs]`` bool, verified coupled.
         any_seeded, any_unseeded: of the requests that are not greedy, known without a device read.
+        any_greedy: as well; a pass over all logits is for them alone.
     """
 
     seeds: torch.Tensor
     seeded: torch.Tensor
     any_seeded: bool = True
     any_unseeded: bool = True
+    any_greedy: bool = True
 
     def of_block(self, start: torch.Tensor) -> Draws:
         """The noise of blocks behind positions ``start [bs]``: a request's own where it is seeded.
@@ -239,6 +241,8 @@ def _wanted(
 ) -> torch.Tensor:
     """The target's own token of every row ``[bs, B]``; arbitrary for requests without a seed."""
     bs, block = positions.shape
+    if not (draws.any_greedy or draws.any_seeded):
+        return positions.new_zeros(bs, block)
     greedy = logits.argmax(-1).view(bs, block)
     if not draws.any_seeded:
         return greedy

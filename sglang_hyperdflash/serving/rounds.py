@@ -95,6 +95,7 @@ def gather(
         new([seeded for _, seeded in pairs], torch.bool),
         any(s and seeded for s, (_, seeded) in zip(sampled, pairs, strict=True)),
         any(s and not seeded for s, (_, seeded) in zip(sampled, pairs, strict=True)),
+        not all(sampled),
     )
     mine = [(i, req) for i, req in enumerate(reqs) if penalised(parameters[i])]
     penalties = None

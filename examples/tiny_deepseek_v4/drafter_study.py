@@ -125,6 +125,7 @@ VARIANTS = {
         "hyperdflash2", (*HEAD, "--dependency-form", "product"), {"loss": "selector"}
     ),
     "no CE of candidates": Variant("hyperdflash2", objective={"candidates": 0.0}),
+    "head at the drafter's rate": Variant("hyperdflash2", stage={"dependency_lr": 1.0}),
     "fast head": Variant("hyperdflash2", stage={"dependency_lr": 3.0}),
     "no gate of the head": Variant("hyperdflash2", stage={"dependency_gate": False}),
     "D-PACE": Variant("hyperdflash2", objective={"weights": "dpace"}),

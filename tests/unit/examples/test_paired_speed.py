@@ -23,7 +23,7 @@ def answers(of_plain: float, of_head: float) -> dict:
     def row(tokens: int) -> dict:
         seconds = {"no speculation": 1.0, "the same again": 1.0}
         seconds |= {"hyperdflash": 1 / of_plain, "hyperdflash2": 1 / of_head}
-        return {name: [tokens, tokens * one] for name, one in seconds.items()}
+        return {n: [tokens, tokens * one, (tokens - 1) * one * 2] for n, one in seconds.items()}
 
     return {"0": {"short": [row(4), row(6)], "long": [row(40), row(60)]}}
 
@@ -46,9 +46,10 @@ def test_a_ratio_is_the_mean_of_the_seeds_and_its_interval_is_over_prompts(speed
 
 
 def test_the_report_has_every_ratio(speed):
-    args = argparse.Namespace(temperatures=["0"], max_new_tokens=64)
+    variants = ["hyperdflash", "hyperdflash2"]
+    args = argparse.Namespace(temperatures=["0"], max_new_tokens=64, variants=variants)
     text = "\n".join(speed.report({"0": answers(2.0, 3.0)}, args))
     cell = "1.500x (1.500 to 1.500; 1.50)"
-    assert f"| 0 | hyperdflash2 over hyperdflash | {cell} | {cell} |" in text
+    assert f"| 0 | hyperdflash2 over hyperdflash | {cell} | {cell} | {cell} |" in text
     assert "1 seeds of each drafter, 4 prompts of 2 kinds" in text
     assert "hyperdflash2 at 0: 27.5" in text

@@ -186,10 +186,10 @@ def write_report(runs: Runs, nats: dict[str, dict[str, float]], out: Path) -> No
     lines = [
         "# Drafters that differ in one choice, served",
         "",
-        f"{len(every)} drafters, {', '.join(map(str, steps))} steps each on the same samples; tau "
-        f"through a real server, {kinds} kinds of text. The first table of each question weighs "
-        "the kinds alike, the second by their rounds; a ratio is the mean over seeds, in brackets "
-        f"a 95 % interval over prompts and each seed's own. {same} of {of} greedy answers were "
+        f"{len(every)} servers of drafters, {', '.join(map(str, steps))} steps each on the same "
+        f"samples; tau on {kinds} kinds of text. The first table of each question weighs the kinds "
+        "alike, the second by their rounds; a ratio is the mean over seeds, in brackets a 95 % "
+        f"interval over prompts and each seed's own. {same} of {of} greedy answers were "
         f"token for token target-only's. Sampled prompts were asked {asked}.",
         "",
         f"Mean surprise of target-only's tokens, nats: {text}.",

@@ -163,7 +163,11 @@ def test_the_report_pairs_seeds_with_the_papers_drafter(study, tmp_path):
     row += "1.57x (1.54 to 1.61; 1.57, 1.57) |"
     assert f"| hyperdflash2 {row}" in text[text.index("rivals, over all rounds") :]
     assert "random gate" not in text and "Depth" not in text
-    assert "16 of 16 greedy" in text and "4 drafters, 400 steps" in text and "T 1: a 1.50" in text
+    assert (
+        "16 of 16 greedy" in text
+        and "4 servers of drafters, 400 steps" in text
+        and "T 1: a 1.50" in text
+    )
     assert json.loads((tmp_path / "results.json").read_text())["provenance"]["argv"]
     assert "Sampled prompts were asked once or 3 times." in text
     assert (tmp_path / "tau.svg").read_text().lstrip().startswith("<?xml")

@@ -3,7 +3,7 @@
     python examples/tiny_deepseek_v4/paired_speed.py --work build/drafter_study \
         --prompts build/held_out --out eval/results/paired_speed
 
-No speculation (twice: the noise floor) and drafters of the same seed that ``drafter_study.py``
+No speculation (two servers: the noise floor) and drafters of one seed that ``drafter_study.py``
 trained, each against the first of them. What slows a shared machine down for seconds slows them all
 alike. Seeds that are measured already are not measured again.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import requests
-from drafter_study import SETTINGS, drafter_of, read_prompts, was_served
+from drafter_study import SETTINGS, VARIANTS, drafter_of, read_prompts, was_served
 from transformers import AutoTokenizer
 
+from sglang_hyperdflash.serving.sharpness import ADAPTIVE
+from sglang_hyperdflash.serving.sharpness import VARIABLE as SHARPNESS
 from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.atomic import write_json, write_text
-from sglang_hyperdflash.tools.checksum import bytes_hash
+from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import (
     Server,
@@ -56,34 +57,43 @@ def timed(server: Server, prompt: list[int], sampling: dict[str, Any]) -> list[f
 
 
 def measure(seed: int, prompts: dict[str, list[list[int]]], args: argparse.Namespace) -> Answers:
-    """Every prompt at each temperature; the order of the servers is shuffled for each."""
-    order = random.Random(seed)
+    """Every prompt at each temperature; each server comes first, second, ... equally often."""
     with ExitStack() as stack:
         servers = {}
-        for name in (NONE, *args.variants):
-            drafter = None if name == NONE else drafter_of(name, seed, args.work)
-            if name != NONE and drafter is None:
-                raise SystemExit(f"{name}, seed {seed}: not trained in {args.work} yet.")
+        for name in (NONE, AGAIN, *args.variants):
+            drafter = None if name in (NONE, AGAIN) else drafter_of(name, seed, args.work)
             more = () if drafter is None else hyperdflash_arguments(drafter)
+            sharpness = VARIANTS[name].sharpness if drafter is not None else None
             server = Server(
                 args.target,
                 *(*comparable_arguments(), "--disable-radix-cache", *more),
                 log=args.work / "paired_speed.log",
-                environment={WIDTH: FULL},
+                environment={WIDTH: FULL, SHARPNESS: sharpness or ADAPTIVE},
             )
             servers[name] = stack.enter_context(server).wait()
-        servers[AGAIN] = servers[NONE]
-        for name in servers:  # the first answers of a server are its slowest
-            timed(servers[name], prompts[next(iter(prompts))][0], {"max_new_tokens": 64})
         found: Answers = {t: {kind: [] for kind in prompts} for t in args.temperatures}
+        order = list(servers)
         for t in args.temperatures:
             sampling = SETTINGS[t] | {"max_new_tokens": args.max_new_tokens}
+            for server in servers.values():  # its first answers are its slowest
+                for of_kind in prompts.values():
+                    timed(server, of_kind[-1], sampling)
             for kind, of_kind in prompts.items():
                 for prompt in of_kind:
-                    row = {}
-                    for name in order.sample(list(servers), len(servers)):
-                        row[name] = timed(servers[name], prompt, sampling)
+                    order.append(order.pop(0))
+                    row = {name: timed(servers[name], prompt, sampling) for name in order}
                     found[t][kind].append(row)
+    return found
+
+
+def weights_of(seed: int, args: argparse.Namespace) -> dict[str, str]:
+    """The SHA-256 of each variant's drafter."""
+    found = {}
+    for name in args.variants:
+        drafter = drafter_of(name, seed, args.work)
+        if drafter is None:
+            raise SystemExit(f"{name}, seed {seed}: not trained in {args.work} yet.")
+        found[name] = file_hash(drafter / "model.safetensors")
     return found
 
 
@@ -141,11 +151,11 @@ def report(found: dict[str, Answers], args: argparse.Namespace) -> list[str]:
         "# Speed at one request at a time, prompts interleaved",
         "",
         f"{len(seeds)} seeds of each drafter, {count} prompts of {len(kinds)} kinds of text, at "
-        f"most {args.max_new_tokens} tokens. Tokens a second of whole requests, prefill included; "
-        "every prompt was asked of all servers one right after another, in an order of its own. "
-        "No prompt is in a prefix cache. Means over seeds, in brackets a 95 % interval over "
-        "prompts and each seed's own. *Again* is the same server asked twice; "
-        "decoding is what follows an answer's first token.",
+        f"most {args.max_new_tokens} tokens. Tokens a second of whole streamed requests, prefill "
+        "included; every prompt was asked of all servers one right after another. No prompt is in "
+        "a prefix cache. Means over seeds, in brackets a 95 % interval over prompts, the trainings "
+        "as they are, and each seed's own. *Again* is a second server of the same; decoding is "
+        "what follows an answer's first token.",
         "",
         "| temperature | | over all answers | mean of the kinds | decoding, over all answers |",
         "|---|---|---|---|---|",
@@ -177,7 +187,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=Path("build/held_out"))
     parser.add_argument("--num-prompts", type=int, default=20, help="of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--variants", nargs="+", default=["hyperdflash", "hyperdflash2"])
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=["hyperdflash", "hyperdflash2"]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--temperatures", nargs="+", choices=SETTINGS, default=["0", "1"])
     args = parser.parse_args()
@@ -187,12 +199,17 @@ def main() -> None:
     path = args.out / "results.json"
     asked = [args.num_prompts, args.max_new_tokens, args.temperatures, args.variants]
     setting = {"asked": asked, "prompts": bytes_hash([json.dumps(prompts).encode()])}
-    found = json.loads(path.read_text())["seeds"] if was_served(path, setting) else {}
+    known = json.loads(path.read_text()) if was_served(path, setting) else {}
+    found, weights = known.get("seeds", {}), known.get("weights", {})
     for seed in args.seeds:
+        mine = weights_of(seed, args)
+        if str(seed) in found and weights[str(seed)] != mine:
+            raise SystemExit(f"{path}: seed {seed} was measured with other drafters. Move it away.")
         if str(seed) not in found:
-            found[str(seed)] = measure(seed, prompts, args)
-            write_json(path, {"provenance": provenance(), "setting": setting, "seeds": found})
-            write_text(args.out / "report.md", "\n".join(report(found, args)))
+            found[str(seed)], weights[str(seed)] = measure(seed, prompts, args), mine
+            content = {"setting": setting, "weights": weights, "seeds": found}
+            write_json(path, {"provenance": provenance(), **content})
+    write_text(args.out / "report.md", "\n".join(report(found, args)))
     print((args.out / "report.md").read_text())
 
 

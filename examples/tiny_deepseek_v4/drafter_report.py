@@ -38,7 +38,6 @@ AXES = {
             *(
                 "no CE of candidates",
                 "head at the drafter's rate",
-                "shared tables",
                 "fast head",
                 "no gate of the head",
                 "D-PACE",

@@ -127,7 +127,6 @@ VARIANTS = {
     "no CE of candidates": Variant("hyperdflash2", objective={"candidates": 0.0}),
     "head at the drafter's rate": Variant("hyperdflash2", stage={"dependency_lr": 1.0}),
     "fast head": Variant("hyperdflash2", stage={"dependency_lr": 3.0}),
-    "shared tables": Variant("hyperdflash2", stage={"dependency_shared": True}),
     "no gate of the head": Variant("hyperdflash2", stage={"dependency_gate": False}),
     "D-PACE": Variant("hyperdflash2", objective={"weights": "dpace"}),
     "causal": Variant("hyperdflash2", (*HEAD, "--causal")),

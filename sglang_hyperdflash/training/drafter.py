@@ -35,7 +35,6 @@ from sglang_hyperdflash.draft.reducer import HCGateReducer, build_reducer
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.atomic import replacing, write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.shared_tables import folded
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 
@@ -293,14 +292,6 @@ class Drafter(nn.Module):
         at = positions.clamp(max=len(self.cos) - 1)
         return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Tensors by their names in a checkpoint, whatever they are trained through."""
-        found = self.state_dict()
-        if self.dependency is None:
-            return found
-        others = {k: v for k, v in found.items() if not k.startswith("dependency.")}
-        return others | folded(self.dependency)
-
     def save(self, folder: str | Path) -> None:
         """Write the served checkpoint: bf16 matrices and head, fp32 reducer and norms.
 
@@ -310,7 +301,7 @@ class Drafter(nn.Module):
         folder = Path(folder)
         tensors = {
             name: tensor.detach().cpu().to(torch.bfloat16 if _is_matrix(name) else torch.float32)
-            for name, tensor in self.weights().items()
+            for name, tensor in self.state_dict().items()
         }
         tensors = dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))
         with replacing(folder / "model.safetensors", (OSError, SafetensorError)) as partial:

@@ -64,7 +64,6 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     widths: tuple[Annotated[int, Meta(ge=2)], ...] = ()
     dependency_lr: Positive = 0.3
     dependency_gate: bool = True
-    dependency_shared: bool = False
 
 
 class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,8 +73,7 @@ class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     anchors: blocks a sample; pack: tokens of a row that short samples are packed into, None for
     one sample a row; every: steps between checkpoints; widths: what each block's rows are drawn
     from, empty for the whole block. Of a dependency head: dependency_lr, its learning rate in
-    those of the rest; dependency_gate: whether G is trained (DSpark's head has none);
-    dependency_shared: whether its tables are trained through the target's embedding and LM head.
+    those of the rest; dependency_gate: whether G is trained (DSpark's head has none).
 
     Raises:
         HyperDFlashConfigError: a field is of another type or out of range, or the length is not

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_hyperdflash.draft.config import HyperDFlashConfig
 from sglang_hyperdflash.tools.atomic import replacing, write_json, write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -31,7 +30,6 @@ from sglang_hyperdflash.training.samples import (
     collate,
     generator_seed,
 )
-from sglang_hyperdflash.training.shared_tables import share_tables, tables_once
 
 STATE, HASHES, LOG = "state.pt", "state.sha256.json", "training_log.jsonl"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -67,10 +65,6 @@ class Trainer:
         self.world = world or ProcessGroup()
         self.device = next(drafter.parameters()).device
         self.replay = Replay(drafter, target)
-        if recipe.dependency_shared:
-            check_shared(drafter.config)
-            matrices = target.embed_tokens.weight, target.lm_head.weight
-            share_tables(drafter.dependency, *matrices, recipe.seed)
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0, "best_step": 0, "best_hash": ""}
         self.state |= {"best_tau": 0.0, "best_score": 0.0}
@@ -117,12 +111,11 @@ class Trainer:
                 lengths = [len(self.train.samples[i].tokens) for i in ids]
                 plan = first_fit(lengths, self.recipe.pack)
                 rows, states, blocks = pack(plan, lengths, rows, states, blocks)
-            with tables_once(self.drafter.dependency):
-                part = self._sums(rows, states, blocks)
-                terms = torch.stack([part.ce, part.distance, part.own]) / divide
-                loss = (factors * terms).sum()
-                if loss.requires_grad:
-                    loss.backward()
+            part = self._sums(rows, states, blocks)
+            terms = torch.stack([part.ce, part.distance, part.own]) / divide
+            loss = (factors * terms).sum()
+            if loss.requires_grad:
+                loss.backward()
             totals += torch.cat([terms.detach(), part.hits, part.rows])
         self.world.sum(totals)
         totals = totals.cpu()
@@ -220,8 +213,7 @@ class Trainer:
         record |= {k: sum(r[k] for r in reports) / len(reports) for k in self.losses}
         record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
         sampled = self.drafter.dependency is not None
-        with torch.no_grad(), tables_once(self.drafter.dependency):
-            found = {k: self.replay.evaluate(s, sampled=sampled) for k, s in self.held_out.items()}
+        found = {k: self.replay.evaluate(s, sampled=sampled) for k, s in self.held_out.items()}
         means = {
             name: sum(result[name] for result in found.values()) / len(found)
             for name in ("tau", *(["tau_sampled"] if sampled else []))
@@ -347,19 +339,6 @@ def check_widths(widths: tuple[int, ...], block_size: int) -> None:
         raise HyperDFlashConfigError(
             f"widths must be between 2 and the drafter's block size {block_size}, found {wide[0]}. "
             "Drop it, or make a drafter of a larger block."
-        )
-
-
-def check_shared(config: HyperDFlashConfig) -> None:
-    """Refuse ``dependency_shared`` of a drafter that has no tables to share.
-
-    Raises:
-        HyperDFlashConfigError: it has no dependency head.
-    """
-    if config.dependency is None:
-        raise HyperDFlashConfigError(
-            "dependency_shared = true needs a drafter with a dependency head, found one without. "
-            "Make one with `hyperdflash init --dependency-rank R`, or drop it."
         )
 
 

@@ -185,11 +185,15 @@ def prefix_worth(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
     Args:
         p: ``[bs, D, K]`` of :func:`_at_candidates`.
     """
-    p, q = (t.gather(2, proposal.choice).squeeze(2).double() for t in (p, proposal.q))
-    steps = torch.log(p.nan_to_num(nan=0.0)) - torch.log(
-        q.clamp(min=torch.finfo(torch.float32).tiny)
-    )
-    total = torch.nn.functional.pad(steps.cumsum(1), (1, 0))
+    p, q = (t.gather(2, proposal.choice).squeeze(2) for t in (p, proposal.q))
+    return walked_worth(p.nan_to_num(nan=0.0), q)
+
+
+def walked_worth(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """``w_0 .. w_D`` of prefixes whose tokens have ``p`` and ``q [bs, D, ...]``; fp64."""
+    least = torch.finfo(torch.float32).tiny
+    steps = torch.log(p.double()) - torch.log(q.double().clamp(min=least))
+    total = torch.cat([torch.zeros_like(steps[:, :1]), steps.cumsum(1)], 1)
     return torch.exp(total - total.cummax(1).values)
 
 

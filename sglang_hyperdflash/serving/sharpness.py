@@ -16,7 +16,7 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import SHARPNESS, Proposal, law
-from sglang_hyperdflash.serving.exact import Verdict
+from sglang_hyperdflash.serving.exact import Verdict, walked_worth
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 VARIABLE = "HYPERDFLASH_SHARPNESS"
@@ -52,7 +52,7 @@ class Sharpness:
     and of a request with a seed the next round's drafts use their noise again.
 
     Args:
-        memory: learnt rounds after which a row's weight has fallen to 1/e.
+        memory: learnt rows after which a row's weight has fallen to 1/e.
         fixed: ``t`` of every request; nothing is learnt.
     """
 
@@ -60,11 +60,11 @@ class Sharpness:
     EVERY = 4
 
     def __init__(
-        self, device: torch.device | str, memory: int = 200, fixed: float | None = None
+        self, device: torch.device | str, memory: float = 300.0, fixed: float | None = None
     ) -> None:
         self._rounds = 0
         self.fixed = fixed
-        self.keep = 1.0 - 1.0 / memory
+        self.memory = memory
         self.gains = torch.zeros(2, len(SHARPNESS), dtype=torch.float64, device=device)
         self.gains[:, -1] = 1e-3  # before the first round: q as the drafter has it
         self.values = torch.tensor(SHARPNESS, device=device)
@@ -91,21 +91,37 @@ class Sharpness:
         accepted = verdict.accept_len.unsqueeze(1)
         reached = (depth <= accepted) & ~(sampling.greedy | verdict.broken).unsqueeze(1)
         emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
-        emitted = emitted.view(-1, 1)
         each, scores = sampling.repeated(drafts), proposal.scores.view(-1, width)
-        p, noise = verdict.p.view(-1, width), proposal.noise.view(-1, width)
-        coupled = seeded.repeat_interleave(drafts)
         gains = []
         for t in SHARPNESS:
-            q = law(scores, each, torch.full_like(scores[:, 0], t))
-            overlap = torch.minimum(p, q).sum(-1)
-            draft = proposal.ids.view(-1, width).gather(
-                1, (noise + q.log()).argmax(-1, keepdim=True)
-            )
-            gain = torch.where(coupled, (draft == emitted).squeeze(1).to(overlap), overlap)
+            q = law(scores, each, torch.full_like(scores[:, 0], t)).view(bs, drafts, width)
+            choice = (proposal.noise + q.log()).argmax(-1, keepdim=True)
+            same = proposal.ids.gather(2, choice).squeeze(2) == emitted
+            kept = kept_shares(q, verdict.p, proposal.choice)
+            gain = torch.where(seeded.unsqueeze(1), same.double(), kept)
             # A broken drafter's NaN would stay for ever.
-            gain = gain.double().nan_to_num(nan=0.0).view(bs, drafts)
-            gains.append(gain.masked_fill(~reached, 0.0).sum(1))
-        table = torch.stack(gains, 1)  # [bs, len(SHARPNESS)]
-        rule = torch.stack([~seeded, seeded]).to(table)
-        self.gains.mul_(self.keep).add_(rule @ table)
+            gains.append(gain.nan_to_num(nan=0.0).masked_fill(~reached, 0.0).sum(1))
+        rule = torch.stack([~seeded, seeded]).double()
+        rows = rule @ reached.sum(1, keepdim=True).double()
+        self.gains.mul_(torch.exp(-rows / self.memory)).add_(rule @ torch.stack(gains, 1))
+
+
+def kept_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """How much of what a block's prefix is worth its next draft keeps, in the mean over drafts.
+
+        sum_c min(w p(c), q(c)) / w       # w: exact.prefix_worth of the prefix under the same q
+
+    That is the overlap of p and q behind a prefix of worth one, and more behind one of less: a law
+    that is flat enough makes up for it. Behind a prefix that q never drafts w is one.
+
+    Args:
+        q, p: ``[bs, D, K]`` fp32, the drafter's law and the target's; choice: ``[bs, D, 1]`` int64,
+            the drafts.
+
+    Returns:
+        ``[bs, D]`` fp64, from 0 to 1.
+    """
+    chosen, drafted = (t.gather(2, choice).squeeze(2) for t in (p, q))
+    worth = walked_worth(chosen, drafted)[:, :-1]
+    kept = torch.minimum(worth.to(p).unsqueeze(-1) * p, q).sum(-1)
+    return (kept / worth).clamp(max=1.0)

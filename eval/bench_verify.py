@@ -104,7 +104,7 @@ class Case:
     def ours(self, seeded: bool) -> Verdict:
         """A whole verification as a server runs it."""
         mine = torch.full((self.requests,), seeded, device=self.device)
-        draws = Draws(self.seeds, mine, seeded, not seeded)
+        draws = Draws(self.seeds, mine, seeded, not seeded, any_greedy=False)
         weights = weights_of(self.logits, self.sampling.repeated(BLOCK), self.renorm)
         verdict = verify_block(
             self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw

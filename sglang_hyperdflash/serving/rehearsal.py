@@ -82,7 +82,7 @@ class RehearsedWorker(SampledWorker):
             torch.ones(bs, device=device),
         )
         try:
-            self.sharpness = Sharpness(device)
+            self.sharpness = Sharpness(device, fixed=sharpness.fixed)
             self._verify(target_logits, sampling, proposal, draws)
         finally:
             self.sharpness = sharpness

@@ -49,7 +49,9 @@ class Sharpness:
 
     Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have accepted. Only rows
     whose prefix was accepted count: others say what the target makes of a text that is not there,
-    and of a request with a seed the next round's drafts use their noise again.
+    and of a request with a seed the next round's drafts use their noise again. So the ``t`` in use
+    is judged rightly, the others on prefixes that it drafted: an estimate, which acceptance alone
+    depends on.
 
     Args:
         memory: learnt rows after which a row's weight has fallen to 1/e.
@@ -99,7 +101,7 @@ class Sharpness:
             same = proposal.ids.gather(2, choice).squeeze(2) == emitted
             kept = kept_shares(q, verdict.p, proposal.choice)
             gain = torch.where(seeded.unsqueeze(1), same.double(), kept)
-            # A broken drafter's NaN would stay for ever.
+            # A row that is not a law, or a prefix worth nothing: a NaN would stay for ever.
             gains.append(gain.nan_to_num(nan=0.0).masked_fill(~reached, 0.0).sum(1))
         rule = torch.stack([~seeded, seeded]).double()
         rows = rule @ reached.sum(1, keepdim=True).double()

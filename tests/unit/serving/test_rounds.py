@@ -100,6 +100,8 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert not batch.same(requests[:2], [5, 2])
     assert batch.draws.seeded.tolist() == [False, False, True]
     assert (batch.draws.any_seeded, batch.draws.any_unseeded) == (True, True)
+    assert batch.draws.any_greedy
+    assert not gather(requests[1:], [2, 7], Seeds(0), "cpu").draws.any_greedy
     assert batch.penalties.rows.tolist() == [1]
     assert batch.penalties.slots.tolist() == [2]
     assert batch.penalties.presence.tolist() == [[-1.0]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.propose import SHARPNESS
-from sglang_hyperdflash.serving.exact import walked_worth
+from sglang_hyperdflash.draft.propose import SHARPNESS, Proposal
+from sglang_hyperdflash.serving.exact import Verdict, walked_worth
 from sglang_hyperdflash.serving.sharpness import Sharpness, kept_shares, read_sharpness
 from tests.unit.serving.markov import Linked, Markov, decode, one
 
@@ -24,7 +24,7 @@ def test_learnt_sharpness_is_never_below_argmax_drafts_nor_below_q_itself(seeded
 
 
 def test_whole_blocks_decide_what_is_learnt_of_requests_without_a_seed():
-    """By the overlap of each row alone, 0.7 is chosen here, which keeps 5 % fewer drafts."""
+    """By the overlap of each row alone, what is chosen here keeps 5 % fewer drafts."""
     model = Linked(5, sure=3.0, agreement=0.6)
     learnt = decode(model, one(), SEEDS, False, 24, Sharpness("cpu"))[1]
     fixed = [decode(model, one(), SEEDS, False, 24, t)[1] for t in SHARPNESS]
@@ -53,6 +53,60 @@ def test_a_kept_share_is_the_mean_over_the_next_draft_of_what_the_prefix_is_then
         assert (found[:, k] >= overlap - 1e-6).all()
         above += int((found[:, k] > overlap + 1e-3).sum())
     assert above > bs  # a prefix of little worth is made up for
+
+
+def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule():
+    """Greedy and broken requests teach nothing, seeded ones by what was emitted."""
+    g = torch.Generator().manual_seed(8)
+    bs, drafts, width = 6, 3, 4
+    seeded = torch.tensor([True, False, True, False, True, False])
+    sampling = one().repeated(bs)
+    sampling.top_ks[2:4] = 1  # greedy
+    ids = torch.stack([torch.randperm(9, generator=g)[:width] for _ in range(bs * drafts)])
+    ids, scores = ids.view(bs, drafts, width), torch.randn(bs, drafts, width, generator=g) * 2
+    choice = torch.randint(0, width, (bs, drafts, 1), generator=g)
+    noise = torch.randn(bs, drafts, width, generator=g).double()
+    drawn = Proposal(
+        ids.gather(2, choice).squeeze(2), ids, scores.softmax(-1), choice, scores, noise
+    )
+    broken = torch.tensor([False, False, False, False, True, False])
+    p = torch.rand(bs, drafts, width, generator=g) / width
+    p[1, 2] = float("nan")  # never reached
+    p[5, 0] = float("nan")  # a row that says nothing
+    accepted = torch.tensor([1, 0, 3, 2, 2, 1], dtype=torch.int32)
+    verdict = Verdict(accepted, torch.tensor([3, 1, 4, 1, 5, 7]), broken, p)
+    expected = torch.zeros(2, len(SHARPNESS), dtype=torch.float64)
+    rows = [0, 0]
+    for b in (0, 1, 5):
+        for k in range(int(accepted[b]) + 1):
+            rows[int(seeded[b])] += 1
+            emitted = drawn.tokens[b, k] if k < accepted[b] else verdict.bonus[b]
+            for i, t in enumerate(SHARPNESS):
+                q = torch.eye(width)[scores[b, k].argmax()]
+                if t:
+                    q = (scores[b, k] / t).softmax(-1)
+                if seeded[b]:
+                    said = ids[b, k, (noise[b, k] + q.log()).argmax()]
+                    expected[1, i] += float(said == emitted)
+                    continue
+                every = torch.stack(
+                    [
+                        torch.eye(width)[x.argmax()] if not t else (x / t).softmax(-1)
+                        for x in scores[b]
+                    ]
+                )
+                share = kept_shares(every.unsqueeze(0), p[b : b + 1], choice[b : b + 1])[0, k]
+                expected[0, i] += share.nan_to_num(nan=0.0)
+    sharpness, start = Sharpness("cpu", memory=20.0), torch.tensor([[0, 0, 0, 1e-3]] * 2).double()
+    sharpness.learn(drawn, sampling, seeded, verdict)
+    fade = torch.exp(-torch.tensor(rows).double() / 20.0).unsqueeze(1)
+    assert rows == [3, 2]
+    torch.testing.assert_close(sharpness.gains, start * fade + expected, rtol=1e-5, atol=1e-6)
+    # A round of one class leaves the other as it is.
+    before = sharpness.gains.clone()
+    sharpness.learn(drawn, sampling, torch.zeros_like(seeded), verdict)
+    assert torch.equal(before[1], sharpness.gains[1])
+    assert not torch.equal(before[0], sharpness.gains[0])
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])

@@ -44,13 +44,14 @@ AXES = {
                 "causal",
             ),
             *("random widths", "layers 1 3 5", "late layers"),
-            *("rank 64", "K = 16", "K = 256", "block 5", "block 9"),
+            *("rank 64", "K = 16", "K = 256", "t = 0", "t = 0.5", "t = 1", "block 5", "block 9"),
         ),
     ),
 }
 NAMES = {
     "dflash": "dflash 1 3 5, SGLang's choice",
     ARGMAX: "hyperdflash, argmax drafts at every temperature",
+    "t = 0": "t = 0, argmax drafts at every temperature",
 }
 # Resamples of an interval.
 DRAWS = 1000

@@ -136,6 +136,9 @@ VARIANTS = {
     "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),
     "K = 16": Variant("hyperdflash2", of="hyperdflash2", top_k=16),
     "K = 256": Variant("hyperdflash2", of="hyperdflash2", top_k=256),
+    "t = 0": Variant("hyperdflash2", of="hyperdflash2", sharpness="0"),
+    "t = 0.5": Variant("hyperdflash2", of="hyperdflash2", sharpness="0.5"),
+    "t = 1": Variant("hyperdflash2", of="hyperdflash2", sharpness="1"),
     "block 5": Variant("hyperdflash2", (*HEAD, "--block-size", "5")),
     "block 9": Variant("hyperdflash2", (*HEAD, "--block-size", "9")),
 }

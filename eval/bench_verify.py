@@ -99,7 +99,8 @@ class Case:
         self.block = torch.cat([anchor.unsqueeze(1), self.proposal.tokens], 1)
         self.coins = torch.rand(requests, BLOCK - 1, **new)
         self.bonus_coins = torch.rand(requests, **new)
-        self.sharpness = Sharpness(device)
+        self.sharpness = Sharpness(device, requests)
+        self.slots = torch.arange(requests, device=device)
 
     def ours(self, seeded: bool) -> Verdict:
         """A whole verification as a server runs it."""
@@ -109,7 +110,7 @@ class Case:
         verdict = verify_block(
             self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw
         )
-        self.sharpness.learn(self.proposal, self.sampling, mine, verdict)
+        self.sharpness.learn(self.proposal, self.sampling, mine, self.slots, verdict)
         return verdict
 
     def before(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.exact import Draws
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
-from sglang_hyperdflash.serving.sharpness import Sharpness
+from sglang_hyperdflash.serving.sharpness import Sharpness, read_sharpness
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -65,7 +65,7 @@ class RehearsedWorker(SampledWorker):
             True,
         )
         seeds = torch.arange(bs, device=device)
-        draws, sharpness = Draws(seeds, seeds % 2 == 0), self.sharpness
+        draws = Draws(seeds, seeds % 2 == 0)
         self._contexts = torch.ones(bs, dtype=torch.int64, device=device)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -82,9 +82,9 @@ class RehearsedWorker(SampledWorker):
             torch.ones(bs, device=device),
         )
         try:
-            self.sharpness = Sharpness(device, fixed=sharpness.fixed)
-            self._verify(target_logits, sampling, proposal, draws)
+            self.sharpness = Sharpness(device, bs, fixed=read_sharpness())
+            self._verify(target_logits, sampling, proposal, draws, seeds)
         finally:
-            self.sharpness = sharpness
+            del self.sharpness  # the server's own is made when there are requests
         torch.cuda.synchronize()
         return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before

@@ -58,7 +58,7 @@ class Requests:
 
     Attributes:
         reqs: SGLang's requests, held so that no other may take their identity; slots: their rows
-            of the request pool, which change over a retraction.
+            of the request pool, which change over a retraction; at: the same, ``[bs]`` int64.
         draws: their noise; greedy: all of them are, and nothing changes their logits' order.
         penalties, ends: None without such requests.
         mine: requests whose generated tokens are counted, and their rows.
@@ -67,6 +67,7 @@ class Requests:
 
     reqs: list[Any]
     slots: list[int]
+    at: torch.Tensor
     draws: Draws
     greedy: bool
     penalties: Penalties | None
@@ -111,7 +112,8 @@ def gather(
     ends = _ends(reqs, new)
     greedy = not any(sampled) and penalties is None and ends is None
     classes = len(reqs) - sum(sampled), sum(sampled)
-    return Requests(list(reqs), slots, draws, greedy, penalties, ends, mine, classes)
+    at = new(slots, torch.int64)
+    return Requests(list(reqs), slots, at, draws, greedy, penalties, ends, mine, classes)
 
 
 def penalised(parameters: Any) -> bool:

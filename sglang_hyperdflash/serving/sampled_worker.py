@@ -9,9 +9,9 @@ token from the same noise through the hooks of ``sampling_seams``.
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from sglang.srt.speculative.dflash_worker_v2 import (
@@ -20,7 +20,7 @@ from sglang.srt.speculative.dflash_worker_v2 import (
     _DflashDraftSampler,
 )
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.utils import is_cuda
+from sglang.srt.utils import async_h2d, is_cuda
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_hyperdflash.draft.config import default_candidates
@@ -80,7 +80,7 @@ class SampledWorker(WindowedWorker):
         check_candidates(self.num_candidates, getattr(runner.model, "lm_head", None))
         # Not the arguments' own: without --random-seed every node draws one for itself.
         self.seeds = Seeds(self.target_worker.random_seed)
-        self.sharpness = Sharpness(self.device, fixed=read_sharpness())
+        self._owners: dict[int, ReferenceType] = {}
         self.outputs = Outputs()
         self.renorm = renorm_kernels()
         self.requests: Requests | None = None
@@ -133,6 +133,7 @@ class SampledWorker(WindowedWorker):
             return
         if self.requests is None or extend or not self.requests.same(reqs, slots):
             self.requests = gather(reqs, slots, self.seeds, self.device)
+            self._enter(reqs, slots)
         # A decode row of a mixed batch goes on; every other row of a prefill starts.
         going_on = set(map(id, batch.decoding_reqs or ()))
         fresh = [extend and id(req) not in going_on for req in reqs]
@@ -140,6 +141,18 @@ class SampledWorker(WindowedWorker):
             self._start_counting(reqs, slots, fresh)
         # Tokens of every context at its first row: the anchor of a round is not in seq_lens.
         self._contexts = batch.seq_lens if extend else batch.seq_lens + 1
+
+    def _enter(self, reqs, slots: list[int]) -> None:
+        """Slots that changed hands know nothing of their request's text."""
+        if not (self.requests.draws.any_seeded or self.requests.draws.any_unseeded):
+            return
+        owners = [self._owners.get(slot) for slot in slots]
+        rows = [i for i, owner in enumerate(owners) if owner is None or owner() is not reqs[i]]
+        if rows:
+            self._owners |= {slots[i]: ref(reqs[i]) for i in rows}
+            self.sharpness.enter(
+                self.requests.at[async_h2d(rows, dtype=torch.int64, device=self.device)]
+            )
 
     def _start_counting(self, reqs, slots: list[int], fresh: list[bool]) -> None:
         """Take what the host knows of requests that start, or go on after a retraction.
@@ -158,6 +171,12 @@ class SampledWorker(WindowedWorker):
         for row, req in self.requests.mine:
             if stale[row]:
                 self.counts.reset(slots[row], req.output_ids)
+
+    @cached_property
+    def sharpness(self) -> Sharpness:
+        """How sharp the drafts of each request are; the request pool is made after the worker."""
+        slots = len(self.target_worker.model_runner.req_to_token_pool.req_to_token)
+        return Sharpness(self.device, slots, fixed=read_sharpness())
 
     @property
     def counts(self) -> GeneratedCounts:
@@ -282,7 +301,7 @@ class SampledWorker(WindowedWorker):
             sampling_of(self._info),
             requests.draws.of_block(first).seeds,
             first.unsqueeze(1) + self._block_pos_offsets[:drafts],
-            self.sharpness.of(requests.draws.seeded),
+            self.sharpness.of(requests.draws.seeded, requests.at),
             self._adjust_candidates if self._changes_drafts() else None,
         )
         return self.agree(self._proposal.tokens).reshape(-1)
@@ -364,7 +383,8 @@ class SampledWorker(WindowedWorker):
             tokens.clamp_(min=0)
         else:
             sampling = sampling_of(sampling_info)
-            verdict = self._verify(logits, sampling, self._proposal, self.requests.draws)
+            requests = self.requests
+            verdict = self._verify(logits, sampling, self._proposal, requests.draws, requests.at)
             accept_len = verdict.accept_len
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, accept_len)
             bonus = verdict.bonus.masked_fill(verdict.broken, BROKEN)
@@ -385,15 +405,19 @@ class SampledWorker(WindowedWorker):
         return tokens.clamp_(min=0)
 
     def _verify(
-        self, logits: torch.Tensor, sampling: Sampling, proposal: Proposal, draws: Draws
+        self,
+        logits: torch.Tensor,
+        sampling: Sampling,
+        proposal: Proposal,
+        draws: Draws,
+        slots: torch.Tensor,
     ) -> Verdict:
         block = int(self.block_size)
         positions = (self._contexts - 1).unsqueeze(1) + self._block_pos_offsets
         draws = draws.of_block(positions[:, 0])
         weights = weights_of(logits, sampling.repeated(block), self.renorm)
         verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
-        if self.sharpness.due():
-            self.sharpness.learn(proposal, sampling, draws.seeded, verdict)
+        self.sharpness.learn(proposal, sampling, draws.seeded, slots, verdict)
         return verdict
 
     def _adjust_block(self, logits: torch.Tensor, candidates: torch.Tensor) -> None:

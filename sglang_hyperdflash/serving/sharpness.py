@@ -45,67 +45,135 @@ def read_sharpness(environment: Mapping[str, str] = os.environ) -> float | None:
 
 
 class Sharpness:
-    """How sharp q is: learnt from past rounds, one choice for each verification, unless given.
+    """How sharp q is of each request: learnt from past rounds, or given.
 
-    Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have accepted. Only rows
-    whose prefix was accepted count: others say what the target makes of a text that is not there,
-    and of a request with a seed the next round's drafts use their noise again. So the ``t`` in use
-    is judged rightly, the others on prefixes that it drafted: an estimate, which acceptance alone
-    depends on.
+    Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have kept of a draft:
+    apart for requests with a seed and without, and by how unsure the target was of the request's
+    text so far. One server answers texts that it is sure of, where argmaxes are kept, beside
+    others; a kind of text that was hardly met yet goes by all. Only rows whose prefix was accepted
+    count: others say what the target makes of a text that is not there, and of a request with a
+    seed the next round's drafts use their noise again. So the ``t`` in use is judged rightly, the
+    others on prefixes that it drafted: an estimate, which acceptance alone depends on.
 
     Args:
-        memory: learnt rows after which a row's weight has fallen to 1/e.
+        slots: rows of the request pool.
+        memory: learnt rows of a kind after which a row's weight has fallen to 1/e.
         fixed: ``t`` of every request; nothing is learnt.
     """
 
-    # One round of so many is learnt from: it takes two hundred launches, and q changes slowly.
-    EVERY = 4
+    # Doubt from which on a request is of the next kind; one that has none yet (-1) is of the first.
+    KINDS = (0.0, 0.02, 0.1, 0.3)
+    # What a request's doubt keeps of what it was, a round.
+    KEEP = 0.5
+    # Rows of a kind that all kinds' mean counts for.
+    PRIOR_ROWS = 30.0
+    # One round of so many is learnt from: it takes some sixty launches.
+    EVERY = 2
+    # Candidates up to which all ``t`` are tried at once; a head may have a whole vocabulary.
+    AT_ONCE = 1024
 
     def __init__(
-        self, device: torch.device | str, memory: float = 300.0, fixed: float | None = None
+        self,
+        device: torch.device | str,
+        slots: int,
+        memory: float = 1000.0,
+        fixed: float | None = None,
     ) -> None:
         self._rounds = 0
         self.fixed = fixed
         self.memory = memory
-        self.gains = torch.zeros(2, len(SHARPNESS), dtype=torch.float64, device=device)
-        self.gains[:, -1] = 1e-3  # before the first round: q as the drafter has it
         self.values = torch.tensor(SHARPNESS, device=device)
+        self.kinds = torch.tensor(self.KINDS, device=device)
+        self.doubt = torch.full((slots,), -1.0, device=device)
+        # Without a seed and with one; kinds of text.
+        shape = (2, len(self.KINDS) + 1, len(SHARPNESS))
+        self.gains = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.gains[..., -1] = 1e-3  # before the first round: q as the drafter has it
+        self.rows = torch.full_like(self.gains[..., :1], 1e-3)
 
-    def of(self, seeded: torch.Tensor) -> torch.Tensor:
-        """``t`` of each request, ``[bs]`` fp32."""
+    def enter(self, slots: torch.Tensor) -> None:
+        """Requests begin in ``slots [n]`` int64: nothing is known of their texts."""
+        self.doubt[slots] = -1.0
+
+    def of(self, seeded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """``t`` of each request, ``[bs]`` fp32.
+
+        Args:
+            seeded: ``[bs]`` bool; slots: ``[bs]`` int64, different rows of the request pool.
+        """
         if self.fixed is not None:
             return torch.full_like(seeded, self.fixed, dtype=self.values.dtype)
-        return self.values[self.gains.argmax(-1)][seeded.long()]
+        mean = self.gains.sum(1, keepdim=True) / self.rows.sum(1, keepdim=True)
+        best = (self.gains + self.PRIOR_ROWS * mean).argmax(-1)
+        return self.values[best[seeded.long(), self._kind(slots)]]
 
-    def due(self) -> bool:
-        """Whether this round is to be learnt from; called once a round."""
-        if self.fixed is not None:
-            return False
-        self._rounds += 1
-        return self._rounds % self.EVERY == 1
+    def _kind(self, slots: torch.Tensor) -> torch.Tensor:
+        """How unsure of each text the target was, ``[bs]`` int64: 0 where nothing is known."""
+        return torch.bucketize(self.doubt[slots], self.kinds, right=True)
 
     def learn(
-        self, proposal: Proposal, sampling: Sampling, seeded: torch.Tensor, verdict: Verdict
+        self,
+        proposal: Proposal,
+        sampling: Sampling,
+        seeded: torch.Tensor,
+        slots: torch.Tensor,
+        verdict: Verdict,
     ) -> None:
-        """Count one round."""
-        bs, drafts, width = proposal.ids.shape
-        depth = torch.arange(drafts, device=proposal.ids.device)
+        """Take in one round of the requests in ``slots [bs]``; once a round."""
+        if self.fixed is not None:
+            return
+        depth = torch.arange(proposal.ids.shape[1], device=proposal.ids.device)
         accepted = verdict.accept_len.unsqueeze(1)
         reached = (depth <= accepted) & ~(sampling.greedy | verdict.broken).unsqueeze(1)
-        emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
-        each, scores = sampling.repeated(drafts), proposal.scores.view(-1, width)
-        gains = []
-        for t in SHARPNESS:
-            q = law(scores, each, torch.full_like(scores[:, 0], t)).view(bs, drafts, width)
-            choice = (proposal.noise + q.log()).argmax(-1, keepdim=True)
-            same = proposal.ids.gather(2, choice).squeeze(2) == emitted
-            kept = kept_shares(q, verdict.p, proposal.choice)
-            gain = torch.where(seeded.unsqueeze(1), same.double(), kept)
+        self._rounds += 1
+        if self._rounds % self.EVERY == 1:
+            emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
+            gain = self._gain(proposal, sampling, seeded, emitted, verdict.p)
             # A row that is not a law, or a prefix worth nothing: a NaN would stay for ever.
-            gains.append(gain.nan_to_num(nan=0.0).masked_fill(~reached, 0.0).sum(1))
-        rule = torch.stack([~seeded, seeded]).double()
-        rows = rule @ reached.sum(1, keepdim=True).double()
-        self.gains.mul_(torch.exp(-rows / self.memory)).add_(rule @ torch.stack(gains, 1))
+            gain = gain.nan_to_num(nan=0.0).masked_fill(~reached.unsqueeze(-1), 0.0).sum(1)
+            kinds = self.gains.shape[1]
+            mine = seeded.long() * kinds + self._kind(slots)
+            rule = (torch.arange(2 * kinds, device=mine.device).unsqueeze(1) == mine).double()
+            rows = (rule @ reached.sum(1, keepdim=True).double()).view_as(self.rows)
+            fade = torch.exp(-rows / self.memory)
+            self.rows.mul_(fade).add_(rows)
+            self.gains.mul_(fade).add_((rule @ gain).view_as(self.gains))
+        self._doubt(verdict.p, reached, slots)
+
+    def _gain(
+        self,
+        proposal: Proposal,
+        sampling: Sampling,
+        seeded: torch.Tensor,
+        emitted: torch.Tensor,
+        p: torch.Tensor,
+    ) -> torch.Tensor:
+        """What each row would keep at each ``t``: ``[bs, D, len(SHARPNESS)]`` fp64.
+
+        Args:
+            emitted: ``[bs, D]`` int64; p: ``[bs, D, K]``, the target's at the candidates.
+        """
+        bs, drafts, width = proposal.ids.shape
+        found = []
+        for values in self.values.split(len(SHARPNESS) if width <= self.AT_ONCE else 1):
+            tried = len(values)
+            scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
+            each = sampling.repeated(drafts * tried)
+            q = law(scores, each, values.repeat(bs * drafts)).view(bs, drafts, tried, width)
+            choice = (proposal.noise.unsqueeze(2) + q.log()).argmax(-1)
+            same = proposal.ids.gather(2, choice) == emitted.unsqueeze(-1)
+            kept = kept_shares(q, p, proposal.choice)
+            found.append(torch.where(seeded.view(-1, 1, 1), same.double(), kept))
+        return torch.cat(found, -1)
+
+    def _doubt(self, p: torch.Tensor, reached: torch.Tensor, slots: torch.Tensor) -> None:
+        """How unsure the target was of each text: ``1 - max p`` in the mean of the reached rows."""
+        rows = reached.sum(1)
+        now = (1.0 - p.amax(-1)).nan_to_num(nan=1.0).masked_fill(~reached, 0.0).sum(1)
+        before = self.doubt[slots]
+        now = now / rows.clamp(min=1)
+        now = torch.where(before < 0, now, self.KEEP * before + (1.0 - self.KEEP) * now)
+        self.doubt[slots] = torch.where(rows > 0, now.clamp(min=0.0), before)
 
 
 def kept_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -117,13 +185,13 @@ def kept_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch
     that is flat enough makes up for it. Behind a prefix that q never drafts w is one.
 
     Args:
-        q, p: ``[bs, D, K]`` fp32, the drafter's law and the target's; choice: ``[bs, D, 1]`` int64,
-            the drafts.
+        q: ``[bs, D, T, K]`` fp32, the drafter's law at T sharpnesses; p: ``[bs, D, K]`` fp32, the
+            target's; choice: ``[bs, D, 1]`` int64, the drafts.
 
     Returns:
-        ``[bs, D]`` fp64, from 0 to 1.
+        ``[bs, D, T]`` fp64, from 0 to 1.
     """
-    chosen, drafted = (t.gather(2, choice).squeeze(2) for t in (p, q))
-    worth = walked_worth(chosen, drafted)[:, :-1]
-    kept = torch.minimum(worth.to(p).unsqueeze(-1) * p, q).sum(-1)
-    return (kept / worth).clamp(max=1.0)
+    drafted = q.gather(3, choice.unsqueeze(2).expand(-1, -1, q.shape[2], -1)).squeeze(-1)
+    worth = walked_worth(p.gather(2, choice), drafted)[:, :-1].unsqueeze(-1)
+    kept = torch.minimum(worth.to(p) * p.unsqueeze(2), q).sum(-1, keepdim=True)
+    return (kept / worth).clamp(max=1.0).squeeze(-1)

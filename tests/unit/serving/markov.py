@@ -93,7 +93,8 @@ def one_round(
         token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
         return token.unsqueeze(1), torch.zeros_like(anchor)
     learns = isinstance(sharpness, Sharpness)
-    t = sharpness.of(draws.seeded) if learns else torch.full((count,), float(sharpness))
+    slots = torch.arange(count)
+    t = sharpness.of(draws.seeded, slots) if learns else torch.full((count,), float(sharpness))
     candidates = model.candidates(anchor, width - 1)
     adjust = None if penalties is None else penalties.adjust
     before, draws = positions[:, :-1], draws.of_block(positions[:, 0])
@@ -107,7 +108,7 @@ def one_round(
     weights = weights_of(logits, sampling.repeated(width))
     verdict = verify(told, logits, weights, sampling, draws, positions)
     if learns:
-        sharpness.learn(proposal, sampling, draws.seeded, verdict)
+        sharpness.learn(proposal, sampling, draws.seeded, slots, verdict)
     accept = verdict.accept_len.long()
     tokens = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
     return tokens.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1)), accept

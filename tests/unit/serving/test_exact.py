@@ -367,14 +367,16 @@ def test_sharpness_does_not_look_behind_the_first_refusal():
     proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(6), 3)
     verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
     verdict = replace(verdict, accept_len=torch.tensor([0, 1, 1], dtype=torch.int32))
-    before, after = Sharpness("cpu"), Sharpness("cpu")
-    before.learn(proposal, sampling, draws.seeded, verdict)
+    before, after, slots = Sharpness("cpu", 3), Sharpness("cpu", 3), torch.arange(3)
+    before.learn(proposal, sampling, draws.seeded, slots, verdict)
     p = verdict.p.clone()
     p[0, 1:], p[1:, 2:] = 0.123, 0.456
     scores = proposal.scores.clone()
     scores[0, 1:] = 0.0
-    after.learn(replace(proposal, scores=scores), sampling, draws.seeded, replace(verdict, p=p))
+    changed = replace(proposal, scores=scores), sampling, draws.seeded, slots
+    after.learn(*changed, replace(verdict, p=p))
     assert torch.equal(before.gains, after.gains)
+    assert torch.equal(before.doubt, after.doubt)
 
 
 def test_a_head_and_an_adjustment_see_the_drafts_before_them():

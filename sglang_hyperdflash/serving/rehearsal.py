@@ -81,8 +81,8 @@ class RehearsedWorker(SampledWorker):
             torch.zeros(bs, drafts, dtype=torch.int64, device=device),
             torch.ones(bs, device=device),
         )
+        self.sharpness = Sharpness(device, bs, fixed=read_sharpness())
         try:
-            self.sharpness = Sharpness(device, bs, fixed=read_sharpness())
             self._verify(target_logits, sampling, proposal, draws, seeds)
         finally:
             del self.sharpness  # the server's own is made when there are requests

@@ -23,6 +23,8 @@ from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
 
 DETERMINISTIC_SEED = 42
 LONGEST = 1 << 31
+# Of the seed that SGLang's requests carry; a retraction gives blocks other noise. Odd.
+RETRACTION_STREAM = 0x5851F42D4C957F2D
 _SEED = "hyperdflash_seed"
 
 
@@ -33,12 +35,20 @@ class Seeds:
         self.random_seed, self.drawn = random_seed, 0
 
     def of(self, request: Any) -> tuple[int, bool]:
-        """``(seed, the client's)``; a request keeps its seed, also over a retraction."""
+        """``(seed, the client's)``; a request keeps its seed, and a client's over a retraction.
+
+        A decode node drops the last round of a request that it retracts, and drafts the same block
+        again. How sharp its drafts are may by then have been learnt from the dropped round, so the
+        noise of that may not come again.
+        """
         found = getattr(request, _SEED, None)
         if found is None:
             found = self._new(request)
             setattr(request, _SEED, found)
-        return found
+        seed, seeded = found
+        if seeded:
+            return found
+        return signed(seed + request.retraction_count * RETRACTION_STREAM), False
 
     def _new(self, request: Any) -> tuple[int, bool]:
         seed = request.sampling_params.sampling_seed
@@ -52,6 +62,11 @@ class Seeds:
         return int.from_bytes(digest, "little", signed=True), False
 
 
+def signed(value: int) -> int:
+    """``value`` as int64 keeps it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 @dataclass(frozen=True)
 class Requests:
     """The requests of a batch, in its order; bs of them.
@@ -61,12 +76,14 @@ class Requests:
             of the request pool, which change over a retraction; at: the same, ``[bs]`` int64.
         draws: their noise; greedy: all of them are, and nothing changes their logits' order.
         penalties, ends: None without such requests.
+        retractions: how often each was retracted.
         mine: requests whose generated tokens are counted, and their rows.
         classes: how many are greedy and how many sampled.
     """
 
     reqs: list[Any]
     slots: list[int]
+    retractions: list[int]
     at: torch.Tensor
     draws: Draws
     greedy: bool
@@ -76,8 +93,12 @@ class Requests:
     classes: tuple[int, int]
 
     def same(self, reqs: Sequence[Any], slots: list[int]) -> bool:
-        """Whether these are the requests of a batch."""
-        return slots == self.slots and all(a is b for a, b in zip(self.reqs, reqs, strict=True))
+        """Whether these are the requests of a batch, none retracted in between."""
+        return (
+            slots == self.slots
+            and all(a is b for a, b in zip(self.reqs, reqs, strict=True))
+            and [req.retraction_count for req in reqs] == self.retractions
+        )
 
 
 def gather(
@@ -112,8 +133,18 @@ def gather(
     ends = _ends(reqs, new)
     greedy = not any(sampled) and penalties is None and ends is None
     classes = len(reqs) - sum(sampled), sum(sampled)
-    at = new(slots, torch.int64)
-    return Requests(list(reqs), slots, at, draws, greedy, penalties, ends, mine, classes)
+    return Requests(
+        list(reqs),
+        slots,
+        [req.retraction_count for req in reqs],
+        new(slots, torch.int64),
+        draws,
+        greedy,
+        penalties,
+        ends,
+        mine,
+        classes,
+    )
 
 
 def penalised(parameters: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from sglang_hyperdflash.serving import draft_sampler, rounds, sampled_worker
 from sglang_hyperdflash.serving.rounds import Seeds, end_tokens, gather
+from sglang_hyperdflash.serving.sharpness import Sharpness
 
 
 class Request:
@@ -48,8 +49,47 @@ def test_a_client_s_seed_is_taken_and_a_missing_one_drawn_for_each_request(deter
     drawn = [seeds.of(r) for r in requests]
     assert len({seed for seed, _ in drawn}) == 3
     assert not any(seeded for _, seeded in drawn)
-    assert [seeds.of(r) for r in requests] == drawn  # also after a retraction
+    assert [seeds.of(r) for r in requests] == drawn
     assert seeds.of(Request(sampling_seed=-(2**63))) == (-(2**63), True)
+
+
+def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(deterministic):
+    """How sharp its drafts are may have been learnt from the round that was dropped."""
+    seeds, requests = Seeds(7), [Request("a"), Request("b", sampling_seed=5)]
+    first = gather(requests, [3, 4], seeds, "cpu")
+    for count in range(1, 5):
+        for request in requests:
+            request.retraction_count += 1
+        assert not first.same(requests, [3, 4])
+        again = gather(requests, [3, 4], seeds, "cpu")
+        assert again.same(requests, [3, 4])
+        assert again.draws.seeds[0] != first.draws.seeds[0], count
+        assert again.draws.seeds[1] == 5, "the client's"
+        assert again.draws.seeded.tolist() == [False, True]
+    assert first.at.tolist() == [3, 4]
+
+
+def test_a_slot_s_new_owner_begins_anew_in_what_is_known_of_texts(deterministic):
+    worker = object.__new__(sampled_worker.SampledWorker)
+    worker.device, worker.seeds, worker._owners = "cpu", Seeds(7), {}
+    worker.sharpness = Sharpness("cpu", 8)
+    a, b, c, greedy = Request("a"), Request("b"), Request("c"), Request("d", top_k=1)
+
+    def known(reqs, slots):
+        """Which of the slots' texts are known once a batch has begun; all are behind it."""
+        worker.requests = gather(reqs, slots, worker.seeds, "cpu")
+        worker._enter(reqs, slots)
+        found = (worker.sharpness.doubt[slots] >= 0).tolist()
+        worker.sharpness.doubt[slots] = 0.3
+        return found
+
+    assert known([a, b], [5, 2]) == [False, False]
+    assert known([b, a, c], [2, 5, 7]) == [True, True, False]  # another order, and one more
+    assert known([c, b], [5, 2]) == [False, True]  # a has ended, and c was moved to its slot
+    assert known([greedy], [2]) == [True]  # teaches nothing, and reads nothing
+    assert known([b], [2]) == [True]
+    del a, c
+    assert known([Request("e")], [5]) == [False]
 
 
 def test_ranks_draw_the_same_seeds_and_servers_others(deterministic):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -102,12 +103,36 @@ def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule():
     doubt[4], doubt[2] = unsure[0, :2].mean(), unsure[1, 0]
     doubt[7] = 0.5 * 0.2 + 0.5 * (1.0 + unsure[5, 1]) / 2  # no law: nothing is sure
     torch.testing.assert_close(sharpness.doubt, doubt)
-    # The next round teaches the texts alone; a new owner's is not known.
+    # The next round teaches the texts alone; the one behind it all, and all fades.
     sharpness.learn(drawn, sampling, seeded, slots, verdict)
     torch.testing.assert_close(sharpness.gains, gains, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(sharpness.doubt[4], doubt[4])
+    before, sharpness.doubt[7] = sharpness.rows.clone(), 0.2
+    sharpness.learn(drawn, sampling, seeded, slots, verdict)
+    fade = sharpness.rows[0, 3].item(), sharpness.rows[0, 0].item()
+    assert fade[0] == pytest.approx(before[0, 3].item() * math.exp(-2 / 20) + 2)
+    assert fade[1] == before[0, 0].item(), "row 1's text is of another kind by now"
     sharpness.enter(torch.tensor([4, 5]))
     assert sharpness.doubt[4] == -1.0 < sharpness.doubt[2]
+
+
+def test_a_text_is_of_a_kind_by_its_doubt_and_rounding_makes_none_unknown():
+    sharpness = Sharpness("cpu", 6)
+    sharpness.doubt = torch.tensor([-1.0, 0.0, 0.019, 0.02, 0.1, 1.0])
+    assert sharpness._kind(torch.arange(6)).tolist() == [0, 1, 1, 2, 3, 4]
+    p, reached = torch.full((1, 1, 2), 1.0000001), torch.ones(1, 1, dtype=torch.bool)
+    sharpness._doubt(p, reached, torch.tensor([0]))
+    assert sharpness._kind(torch.tensor([0])).item() == 1
+
+
+def test_a_kind_that_was_hardly_met_goes_by_all_kinds():
+    sharpness = Sharpness("cpu", 2)
+    sharpness.doubt[:] = torch.tensor([0.0, 0.5])
+    sharpness.gains[0, 1], sharpness.rows[0, 1] = torch.tensor([90.0, 80, 70, 60]), 100.0
+    unseeded = torch.zeros(2, dtype=torch.bool)
+    assert sharpness.of(unseeded, torch.arange(2)).tolist() == [0.0, 0.0]
+    sharpness.gains[0, 4], sharpness.rows[0, 4] = torch.tensor([40.0, 60, 50, 50]), 100.0
+    assert sharpness.of(unseeded, torch.arange(2)).tolist() == [0.0, 0.5]
 
 
 def law_at(scores: torch.Tensor, t: float) -> torch.Tensor:

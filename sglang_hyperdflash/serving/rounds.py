@@ -35,7 +35,7 @@ class Seeds:
         self.random_seed, self.drawn = random_seed, 0
 
     def of(self, request: Any) -> tuple[int, bool]:
-        """``(seed, the client's)``; a request keeps its seed, and a client's over a retraction.
+        """``(seed, the client's)``; a request keeps its seed; over a retraction a client's alone.
 
         A decode node drops the last round of a request that it retracts, and drafts the same block
         again. How sharp its drafts are may by then have been learnt from the dropped round, so the

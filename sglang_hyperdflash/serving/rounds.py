@@ -23,7 +23,7 @@ from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
 
 DETERMINISTIC_SEED = 42
 LONGEST = 1 << 31
-# Of the seed that SGLang's requests carry; a retraction gives blocks other noise. Odd.
+# Added to a drawn seed for each retraction of its request. Odd.
 RETRACTION_STREAM = 0x5851F42D4C957F2D
 _SEED = "hyperdflash_seed"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from functools import cached_property, partial
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.speculative.dflash_worker_v2 import (
@@ -80,7 +80,6 @@ class SampledWorker(WindowedWorker):
         check_candidates(self.num_candidates, getattr(runner.model, "lm_head", None))
         # Not the arguments' own: without --random-seed every node draws one for itself.
         self.seeds = Seeds(self.target_worker.random_seed)
-        self._owners: dict[int, ReferenceType] = {}
         self.outputs = Outputs()
         self.renorm = renorm_kernels()
         self.requests: Requests | None = None
@@ -89,7 +88,7 @@ class SampledWorker(WindowedWorker):
         self._broken: torch.Tensor | None = None
         self._greedy: torch.Tensor | None = None
         self._counts: GeneratedCounts | None = None
-        self._counted: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         sampling_seams.serve(self)
 
     def _usable_dependency(self, lm_head: Any) -> torch.nn.Module | None:
@@ -131,39 +130,39 @@ class SampledWorker(WindowedWorker):
         if not reqs or self._info is None:
             self.requests = None
             return
+        moved = [False] * len(reqs)
         if self.requests is None or extend or not self.requests.same(reqs, slots):
             self.requests = gather(reqs, slots, self.seeds, self.device)
-            self._enter(reqs, slots)
+            moved = self._moved(reqs, slots)
+            self._forget_texts(moved)
         # A decode row of a mixed batch goes on; every other row of a prefill starts.
         going_on = set(map(id, batch.decoding_reqs or ()))
         fresh = [extend and id(req) not in going_on for req in reqs]
         if self._info.has_custom_logit_processor or self.requests.mine:
-            self._start_counting(reqs, slots, fresh)
+            self._start_counting([new or other for new, other in zip(fresh, moved, strict=True)])
         # Tokens of every context at its first row: the anchor of a round is not in seq_lens.
         self._contexts = batch.seq_lens if extend else batch.seq_lens + 1
 
-    def _enter(self, reqs, slots: list[int]) -> None:
-        """Slots that changed hands know nothing of their request's text."""
-        if not (self.requests.draws.any_seeded or self.requests.draws.any_unseeded):
-            return
-        owners = [self._owners.get(slot) for slot in slots]
-        rows = [i for i, owner in enumerate(owners) if owner is None or owner() is not reqs[i]]
-        if rows:
-            self._owners |= {slots[i]: ref(reqs[i]) for i in rows}
-            self.sharpness.enter(
-                self.requests.at[async_h2d(rows, dtype=torch.int64, device=self.device)]
-            )
-
-    def _start_counting(self, reqs, slots: list[int], fresh: list[bool]) -> None:
-        """Take what the host knows of requests that start, or go on after a retraction.
+    def _moved(self, reqs, slots: list[int]) -> list[bool]:
+        """Which requests are new in their slots, or were retracted since they were seen there.
 
         A decode node resumes a retracted request without a prefill, maybe in the slot it had.
         """
-        stale = []
-        for req, slot, new in zip(reqs, slots, fresh, strict=True):
-            mark = (slot, req.retraction_count)
-            stale.append(new or self._counted.get(req) != mark)
-            self._counted[req] = mark
+        places = [(slot, req.retraction_count) for req, slot in zip(reqs, slots, strict=True)]
+        moved = [self._places.get(req) != place for req, place in zip(reqs, places, strict=True)]
+        self._places.update(zip(reqs, places, strict=True))
+        return moved
+
+    def _forget_texts(self, moved: list[bool]) -> None:
+        """What is known of a text in a slot is not of the request that is new there."""
+        rows = [i for i, new in enumerate(moved) if new]
+        if rows and (self.requests.draws.any_seeded or self.requests.draws.any_unseeded):
+            rows = async_h2d(rows, dtype=torch.int64, device=self.device)
+            self.sharpness.enter(self.requests.at[rows])
+
+    def _start_counting(self, stale: list[bool]) -> None:
+        """Take what the host knows of requests that start, or go on after a retraction."""
+        reqs, slots = self.requests.reqs, self.requests.slots
         if self._info.has_custom_logit_processor:
             for req, start in zip(reqs, stale, strict=True):
                 if start and req.custom_logit_processor is not None:

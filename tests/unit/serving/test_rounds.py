@@ -71,14 +71,14 @@ def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(determ
 
 def test_a_slot_s_new_owner_begins_anew_in_what_is_known_of_texts(deterministic):
     worker = object.__new__(sampled_worker.SampledWorker)
-    worker.device, worker.seeds, worker._owners = "cpu", Seeds(7), {}
+    worker.device, worker.seeds, worker._places = "cpu", Seeds(7), WeakKeyDictionary()
     worker.sharpness = Sharpness("cpu", 8)
     a, b, c, greedy = Request("a"), Request("b"), Request("c"), Request("d", top_k=1)
 
     def known(reqs, slots):
         """Which of the slots' texts are known once a batch has begun; all are behind it."""
         worker.requests = gather(reqs, slots, worker.seeds, "cpu")
-        worker._enter(reqs, slots)
+        worker._forget_texts(worker._moved(reqs, slots))
         found = (worker.sharpness.doubt[slots] >= 0).tolist()
         worker.sharpness.doubt[slots] = 0.3
         return found
@@ -88,6 +88,8 @@ def test_a_slot_s_new_owner_begins_anew_in_what_is_known_of_texts(deterministic)
     assert known([c, b], [5, 2]) == [False, True]  # a has ended, and c was moved to its slot
     assert known([greedy], [2]) == [True]  # teaches nothing, and reads nothing
     assert known([b], [2]) == [True]
+    b.retraction_count += 1
+    assert known([b], [2]) == [False]  # somebody may have been there
     del a, c
     assert known([Request("e")], [5]) == [False]
 
@@ -173,15 +175,15 @@ def test_counts_start_anew_where_a_decode_node_resumes_a_request():
     request = Request(frequency_penalty=0.5)
     resets = []
     worker = object.__new__(sampled_worker.SampledWorker)
-    worker._counted = WeakKeyDictionary()
+    worker._places = WeakKeyDictionary()
     worker._info = SimpleNamespace(has_custom_logit_processor=False)
-    worker.requests = SimpleNamespace(mine=[(0, request)])
+    worker.requests = SimpleNamespace(mine=[(0, request)], reqs=[request], slots=[7])
     worker._counts = SimpleNamespace(reset=lambda slot, ids: resets.append(slot))
-    for fresh in (True, False, False):
-        worker._start_counting([request], [7], [fresh])
+    for _ in range(3):
+        worker._start_counting(worker._moved([request], [7]))
     assert resets == [7]
     request.retraction_count += 1
-    worker._start_counting([request], [7], [False])
+    worker._start_counting(worker._moved([request], [7]))
     assert resets == [7, 7]
 
 

@@ -82,7 +82,7 @@ def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule():
     sharpness = Sharpness("cpu", 10, memory=20.0)
     sharpness.doubt[7] = 0.2
     kinds = {0: (1, 0), 1: (0, 0), 5: (0, 3)}  # seeded or not; of no doubt yet, of some
-    gains, rows = sharpness.gains.clone(), torch.zeros(2, 5)
+    gains, rows = torch.zeros_like(sharpness.gains), torch.zeros(2, 5)
     for b, kind in kinds.items():
         for k in range(int(accepted[b]) + 1):
             rows[kind] += 1
@@ -91,8 +91,7 @@ def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule():
             kept = kept_shares(laws.unsqueeze(0), p[b : b + 1], choice[b : b + 1])[0, k]
             said = ids[b, k, (noise[b, k] + laws[k].log()).argmax(-1)]
             gains[kind] += (said == emitted).double() if seeded[b] else kept.nan_to_num(nan=0.0)
-    start = sharpness.gains.clone()
-    gains = start * torch.exp(-rows.double() / 20.0).unsqueeze(2) + gains - start
+    gains += sharpness.gains * torch.exp(-rows.double() / 20.0).unsqueeze(2)
     sharpness.learn(drawn, sampling, seeded, slots, verdict)
     assert rows.tolist() == [[1, 0, 0, 2, 0], [2, 0, 0, 0, 0]]
     torch.testing.assert_close(sharpness.rows.squeeze(2).round().float(), rows)

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What make test runs; each of the others has a target of its own.
 FAST := not gpu and not slow and not faults and not disaggregation and not replicas and not v4
 
-.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench retrain eval-tiny figures
+.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench retrain eval-tiny figures reference
 
 # A folder with benchmarks/*.jsonl; see docs/evaluation.md.
 DATA ?= data
@@ -77,3 +77,7 @@ eval-tiny: setup
 # The figures of README and docs, and README's table, from eval/results/tiny/results.json.
 figures: setup
 	$(BIN)/python docs/figures/draw.py
+
+# The pages of docs/reference/, from the code.
+reference: setup
+	$(BIN)/python -m docs.reference.generate

@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 # GiB of K/V of a server that was given no --max-total-tokens.
 KV_GIB = "HYPERDFLASH_CPU_KV_GIB"
-DEFAULT_KV_GIB = 1.0
 GIB = 1 << 30
 
 
@@ -40,7 +39,7 @@ def kv_limit() -> int:
     Raises:
         HyperDFlashConfigError: ``HYPERDFLASH_CPU_KV_GIB`` is not a positive number.
     """
-    return int(positive_number(KV_GIB, DEFAULT_KV_GIB, "a positive number of GiB") * GIB)
+    return int(positive_number(KV_GIB, "a positive number of GiB") * GIB)
 
 
 def bound_kv(result: int, self, pre_model_load_memory) -> int:

@@ -8,7 +8,6 @@ from sglang_hyperdflash.tools.environment import positive_number
 
 # Slots of a windowed drafter's pool per target token; the pool of any other has one.
 POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
-DEFAULT_POOL_RATIO = 0.1
 
 
 def pool_ratio() -> float:
@@ -18,7 +17,7 @@ def pool_ratio() -> float:
         HyperDFlashConfigError: ``HYPERDFLASH_DRAFT_POOL_RATIO`` is not a number in (0, 1].
     """
     form = "a number above 0 and at most 1"
-    return positive_number(POOL_RATIO, DEFAULT_POOL_RATIO, form, most=1.0)
+    return positive_number(POOL_RATIO, form, most=1.0)
 
 
 def draft_cell_size(original, kvc) -> int:

@@ -1,29 +1,102 @@
-"""Numbers that a user sets by an environment variable."""
+"""The environment variables of this package and its tests: one table, and how numbers are read."""
 
 from __future__ import annotations
 
 import math
 import os
+from typing import NamedTuple
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
-def positive_number(name: str, default: float, form: str, most: float = math.inf) -> float:
-    """The variable's finite number above 0 and at most ``most``; ``default`` where it is unset.
+class Variable(NamedTuple):
+    """An environment variable; ``docs/reference/environment.md`` is made from these texts."""
+
+    name: str
+    default: str
+    reader: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable(
+        "HYPERDFLASH_WIDTH",
+        "adaptive",
+        "a HYPERDFLASH server",
+        "rows verified for each request in a round: `adaptive`, `full` (the block size), a number "
+        "from 1 to the block size, or `random` (drawn every round, for tests)",
+    ),
+    Variable(
+        "HYPERDFLASH_WIDTHS",
+        "1, 2, 4 and the block size; 1 and the block size if the drafter's block is not causal",
+        "a HYPERDFLASH server with an adaptive or random width",
+        "the allowed widths, separated by commas",
+    ),
+    Variable(
+        "HYPERDFLASH_SHARPNESS",
+        "adaptive",
+        "a HYPERDFLASH server",
+        "draft temperature of sampled requests, relative to the request's own: `adaptive`, or a "
+        "number from 0 (argmax drafts) to 1; it never changes the output distribution",
+    ),
+    Variable(
+        "HYPERDFLASH_DRAFT_POOL_RATIO",
+        "0.1",
+        "a server with a windowed drafter",
+        "draft K/V slots per target token, above 0 and at most 1",
+    ),
+    Variable(
+        "HYPERDFLASH_CPU_KV_GIB",
+        "1",
+        "a server on the CPU platform without `--max-total-tokens`",
+        "upper limit of K/V memory, GiB",
+    ),
+    Variable(
+        "HYPERDFLASH_ROUND_TIMES",
+        "unset",
+        "any server",
+        "file that receives the times of every forward pass",
+    ),
+    Variable(
+        "HYPERDFLASH_CAPTURE_FOLDER",
+        "unset",
+        "the engine of `hyperdflash capture`, which sets it",
+        "folder for the residuals of captured requests",
+    ),
+    Variable("HYPERDFLASH_SOAK_MINUTES", "30", "`make soak`", "minutes of traffic"),
+    Variable(
+        "HYPERDFLASH_TEST_TEMPLATE",
+        "1",
+        "engine tests",
+        "0: start every test server as a new process instead of forking one that has the imports",
+    ),
+    Variable(
+        "HYPERDFLASH_TEST_DATA",
+        "unset",
+        "tests",
+        "folder with the `benchmarks/*.jsonl` of `python -m eval fetch`; unset: prompts of this "
+        "repository",
+    ),
+)
+_DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
+
+
+def positive_number(name: str, form: str, most: float = math.inf) -> float:
+    """The variable's finite number above 0 and at most ``most``; its default where it is unset.
 
     Args:
-        form: what it must be, for the message.
+        name: one of ``VARIABLES``. form: what it must be, for the message.
 
     Raises:
         HyperDFlashConfigError: it is something else.
     """
-    text = os.environ.get(name, str(default))
+    text = os.environ.get(name, _DEFAULTS[name])
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (0 < value <= most and math.isfinite(value)):
         raise HyperDFlashConfigError(
-            f"{name} must be {form}, found {text!r}; the default is {default:g}."
+            f"{name} must be {form}, found {text!r}; the default is {_DEFAULTS[name]}."
         )
     return value

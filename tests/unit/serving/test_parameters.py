@@ -1,4 +1,4 @@
-"""The table of sampling parameters in docs/sampling.md is whole; its tests send what they say."""
+"""The table of sampling parameters is complete; its tests send what they say."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from sglang_hyperdflash.plugin import ALL_SEAMS
 from tests.conftest import ROOT
+from tests.unit.serving.parameters import PARAMETERS
 
 # Made of others by SGLang, not sent by clients.
 INTERNAL = {
@@ -26,12 +27,6 @@ INTERNAL = {
 NOT_SAMPLING = {"model", "prompt", "messages", "stream_options", "user"}
 # SGLang's extension of both under a name of their own.
 EXTENSIONS = {"min_tokens"}
-
-
-def rows() -> dict[str, tuple[str, str]]:
-    text = (ROOT / "docs" / "sampling.md").read_text()
-    found = re.findall(r"^\| `(\w+)` \| ([^|]+) \| `([^`]+)` \|$", text, flags=re.MULTILINE)
-    return {name: (served, test) for name, served, test in found}
 
 
 def openais(request: type, first: str) -> set[str]:
@@ -56,7 +51,7 @@ def test_every_parameter_has_a_row():
         assert named <= own
     legacy, chat = openais(CompletionRequest, "model"), openais(ChatCompletionRequest, "messages")
     assert {"best_of", "echo", "suffix"} <= legacy and "top_logprobs" in chat
-    assert set(rows()) == own | (legacy | chat) - NOT_SAMPLING | EXTENSIONS
+    assert set(PARAMETERS) == own | (legacy | chat) - NOT_SAMPLING | EXTENSIONS
 
 
 @cache
@@ -89,7 +84,7 @@ def source_of(path: str, function: str) -> str:
 
 
 def test_every_row_names_a_test_that_sends_the_parameter():
-    for name, (_, test) in rows().items():
+    for name, (_, test) in PARAMETERS.items():
         path, function = test.split("::")
         assert function in definitions(path), name
         sent = re.search(rf"'{name}'|\b{name}=", source_of(path, function))
@@ -102,7 +97,7 @@ def test_a_test_that_never_names_a_parameter_is_noticed():
 
 
 def test_only_sglangs_own_refusals_are_left():
-    refused = {name for name, (served, _) in rows().items() if served.startswith("refused")}
+    refused = {name for name, (served, _) in PARAMETERS.items() if served.startswith("refused")}
     assert refused == {"beam_width", "watermark"}
     # No hook of ours looks at a request before it is admitted.
     assert not [seam for seam in ALL_SEAMS if "validate_dflash_request" in seam.target]

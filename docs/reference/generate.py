@@ -1,0 +1,157 @@
+"""Writes the pages of docs/reference/ from the code: ``make reference``.
+
+``tests/unit/test_reference.py`` compares the committed pages with what this makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from eval.options import parser as eval_parser
+from sglang_hyperdflash import plugin
+from sglang_hyperdflash.cli import build_parser
+from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.tools.environment import VARIABLES
+from tests.unit.serving.parameters import PARAMETERS
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+GENERATED = "<!-- Generated from the code by `make reference`; do not edit. -->\n"
+_DEFAULT = re.compile(r"^default: (.*)$|^(.*) \(default: (.*)\)$", re.S)
+
+
+def cell(text: object) -> str:
+    """A value as one Markdown table cell."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell(value) for value in line)} |\n" for line in lines)
+
+
+def page(title: str, *parts: str) -> str:
+    """A generated page."""
+    return "\n".join([GENERATED + f"# {title}\n", *parts])
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def shown(value: object) -> str:
+    """An option's default as a user types it."""
+    if isinstance(value, list | tuple):
+        return code(" ".join(map(str, value)))
+    if isinstance(value, Path) and value.is_absolute():
+        value = value.relative_to(ROOT)
+    return code(value)
+
+
+def option(action: argparse.Action) -> tuple[str, str, str]:
+    """One option's row: how it is typed, its default, its meaning."""
+    text = (action.help or "").replace("%%", "%")
+    told = _DEFAULT.match(text)
+    if told:
+        default = told[1] or told[3]
+        text = told[2] or ""
+    elif action.required:
+        default = "required"
+    elif action.nargs == 0:
+        default = "off"
+    else:
+        default = "none" if action.default is None else shown(action.default)
+    if action.choices:
+        text += f"{'; ' if text else ''}one of {', '.join(map(code, action.choices))}"
+    name = ", ".join(action.option_strings) or action.dest
+    if action.nargs != 0 and action.option_strings:
+        name += f" {action.metavar or action.dest.upper()}"
+        name += " ..." if action.nargs == "+" else ""
+    return code(name), default, text
+
+
+def command(parser: argparse.ArgumentParser, help_text: str) -> str:
+    """One command's section."""
+    rows = [option(a) for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    about = " ".join((parser.description or help_text).replace("``", "`").split())
+    return f"## {parser.prog}\n\n{about}\n\n" + table(("option", "default", "meaning"), rows)
+
+
+def commands(parser: argparse.ArgumentParser) -> list[str]:
+    """The sections of a parser's commands."""
+    (choice,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    help_texts = {action.dest: action.help for action in choice._choices_actions}
+    return [command(sub, help_texts[name]) for name, sub in choice.choices.items()]
+
+
+def command_line() -> str:
+    return page("Command line", *commands(build_parser()), *commands(eval_parser()))
+
+
+# --- the other pages -----------------------------------------------------------------------------
+
+
+def environment() -> str:
+    rows = [(code(v.name), v.default, v.reader, v.meaning) for v in VARIABLES]
+    return page("Environment variables", table(("variable", "default", "read by", "meaning"), rows))
+
+
+def sampling_parameters() -> str:
+    about = (
+        "*Exact*: the same output distribution, or with a seed the same tokens, as without "
+        "speculation.\n*Host*: SGLang's own code on the accepted tokens.\n"
+    )
+    rows = [(code(name), how, code(test)) for name, (how, test) in PARAMETERS.items()]
+    return page("Sampling parameters", about, table(("parameter", "served", "tested by"), rows))
+
+
+def hook(seam: Seam) -> tuple[str, ...]:
+    """One hook's row."""
+    module, _, name = seam.target.partition(":")
+    ours = f"{seam.hook.__module__}.{seam.hook.__name__}".removeprefix("sglang_hyperdflash.")
+    reason = seam.reason + (f" (only with `{seam.only_with}`)" if seam.only_with else "")
+    given = ", ".join(seam.parameters)
+    return code(f"{module}.{name}"), seam.kind, code(f"({given})"), code(ours), reason
+
+
+def hooks() -> str:
+    about = (
+        "Every function of SGLang that this package changes. *around*: called with the original "
+        "function; *after*: called with its\nresult; *replace*: called in its place. At start each "
+        "one's parameters and source are compared with those of the\npinned SGLang version.\n"
+    )
+    head = ("SGLang's function", "kind", "parameters", "hook", "reason")
+    parts = [
+        f"## {title}\n\n" + table(head, map(hook, seams))
+        for title, seams in (
+            ("On every platform", plugin.SERVING_SEAMS),
+            ("On the CPU platform", plugin.CPU_SEAMS),
+        )
+    ]
+    return page("Hooks in SGLang", about, *parts)
+
+
+PAGES = {
+    "command_line.md": command_line,
+    "environment.md": environment,
+    "sampling_parameters.md": sampling_parameters,
+    "hooks.md": hooks,
+}
+
+
+def main() -> None:
+    """Write every page."""
+    for name, make in PAGES.items():
+        (HERE / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from eval.options import parser as eval_parser
 from sglang_hyperdflash import plugin
 from sglang_hyperdflash.cli import build_parser
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.tools.environment import VARIABLES
+from sglang_hyperdflash.training.recipe import schema
 from tests.unit.serving.parameters import PARAMETERS
 
 HERE = Path(__file__).resolve().parent
@@ -96,6 +99,49 @@ def command_line() -> str:
     return page("Command line", *commands(build_parser()), *commands(eval_parser()))
 
 
+# --- training file -------------------------------------------------------------------------------
+
+
+def allowed(field: dict[str, Any]) -> str:
+    """What a field of a JSON schema may hold, in words."""
+    if "anyOf" in field:
+        return " or ".join(allowed(one) for one in field["anyOf"] if one.get("type") != "null")
+    if "enum" in field:
+        values = [value for value in field["enum"] if value is not None]
+        return " or ".join(code(json.dumps(value)) for value in values)
+    if field["type"] == "array":
+        return f"list: {allowed(field['items'])}" if "type" in field["items"] else "tables"
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
+    bounds = [f"{word} {field[name]:g}" for name, word in words.items() if name in field]
+    names = {"number": "number", "integer": "whole number", "boolean": "`true` or `false`"}
+    names |= {"string": "text", "object": "table"}
+    return " ".join([names[field["type"]], " and ".join(bounds)]).strip()
+
+
+def fields(struct: dict[str, Any]) -> str:
+    """The table of one section of the training file."""
+    rows = []
+    for name, field in struct["properties"].items():
+        if "$ref" in field:  # a section of its own
+            continue
+        default = "required" if name in struct["required"] else "none"
+        if field.get("default") not in (None, {}):
+            default = code(json.dumps(field["default"]))
+        rows.append((code(name), default, allowed(field), field["description"]))
+    return table(("field", "default", "value", "meaning"), rows)
+
+
+def training_file() -> str:
+    sections = {"_File": "Top level", "Objective": "[objective]", "Stage": "[[stage]]"}
+    defs = schema()["$defs"]
+    about = (
+        "TOML. Relative paths count from the file's folder; an unknown field is an error. A stage "
+        "has exactly one of\n`epochs`, `steps` and `minutes`.\n"
+    )
+    parts = [f"## {title}\n\n" + fields(defs[name]) for name, title in sections.items()]
+    return page("Training file", about, *parts)
+
+
 # --- the other pages -----------------------------------------------------------------------------
 
 
@@ -141,6 +187,7 @@ def hooks() -> str:
 
 PAGES = {
     "command_line.md": command_line,
+    "training_file.md": training_file,
     "environment.md": environment,
     "sampling_parameters.md": sampling_parameters,
     "hooks.md": hooks,

@@ -27,33 +27,57 @@ Count = Annotated[int, Meta(ge=1)]
 class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a drafter learns; the draft before each is the data's own.
 
-    loss: ``ce_kl``, the paper's ``CE + alpha * KL`` with
-    ``L_KL = T^2 / P * sum_{k <= P} KL(p_k || q_k)`` (eq. 2-3); ``acceptance``,
-    ``(1 - mix) CE + mix D`` over all drafts (DSpark's form); ``selector``, CE and a K-way CE over
-    the candidates (DFlash 2's). None: acceptance for a drafter with a dependency head, else ce_kl.
-    distance: D of ``acceptance``: ``tv`` (``||p - q||_1``) or ``overlap`` (``-log sum min(p, q)``).
-    labels: of the CE beside it: the data's tokens, or the target's ``argmax`` at each.
-    teacher: ``mean`` pools the paths as the paper does; ``gated`` takes the target's own collapse.
-    weights: of the drafted positions in the CE and in D: ``exponential``
-    (``exp(-(k-1) / gamma)``), ``dpace`` (the accept length each draft carries) or ``none``.
-    candidates: of a dependency head, what the CE of u alone weighs beside ``ce_kl`` and
-    ``acceptance``. A server's candidates are the likeliest tokens of u; a head that is trained from
-    the start on ``s`` alone carries the drafts by itself, and the right token is seldom among them.
-    chunk: rows of logits at a time.
+    ``ce_kl`` is the paper's eq. 2-3, ``acceptance`` DSpark's form, ``selector`` DFlash 2's.
+    ``candidates`` is needed because a server's candidates are the likeliest tokens of the draft
+    row's own logits u: a head trained from the start on ``s`` alone carries the drafts by itself,
+    and the right token is seldom among the candidates.
     """
 
-    loss: Literal["ce_kl", "acceptance", "selector"] | None = None
-    mix: Annotated[float, Meta(ge=0, le=1)] = 0.9
-    distance: Literal["tv", "overlap"] = "tv"
-    labels: Literal["data", "argmax"] = "data"
-    alpha: Annotated[float, Meta(ge=0)] = 0.15
-    T: Positive = 1.0
-    P: Count = 2
-    teacher: Literal["gated", "mean"] = "gated"
-    weights: Literal["exponential", "dpace", "none"] = "exponential"
-    gamma: Positive = 4.0
-    candidates: Annotated[float, Meta(ge=0)] = 0.3
-    chunk: Count = 2048
+    loss: Annotated[
+        Literal["ce_kl", "acceptance", "selector"] | None,
+        Meta(
+            description="ce_kl: CE + alpha * T^2 / P * sum of KL(p_k || q_k) over k <= P; "
+            "acceptance: (1 - mix) * CE + mix * distance over all drafts; selector: CE and a "
+            "K-way CE over the candidates; none: acceptance with a dependency head, else ce_kl"
+        ),
+    ] = None
+    mix: Annotated[float, Meta(ge=0, le=1, description="weight of the distance")] = 0.9
+    distance: Annotated[
+        Literal["tv", "overlap"],
+        Meta(description="of acceptance: the sum of |p - q|, or -log of the sum of min(p, q)"),
+    ] = "tv"
+    labels: Annotated[
+        Literal["data", "argmax"],
+        Meta(description="of the CE in acceptance: the data's tokens, or the target's argmax"),
+    ] = "data"
+    alpha: Annotated[float, Meta(ge=0, description="weight of the KL term; 0 turns it off")] = 0.15
+    T: Annotated[Positive, Meta(description="temperature of both distributions of the KL")] = 1.0
+    P: Annotated[Count, Meta(description="drafted positions in the KL, from the first")] = 2
+    teacher: Annotated[
+        Literal["gated", "mean"],
+        Meta(description="the target's own collapse, or the mean of its streams (the paper's)"),
+    ] = "gated"
+    weights: Annotated[
+        Literal["exponential", "dpace", "none"],
+        Meta(
+            description="of the drafted positions in CE and distance: exp(-(k-1) / gamma), the "
+            "accept length that each draft carries, or equal"
+        ),
+    ] = "exponential"
+    gamma: Annotated[Positive, Meta(description="decay of the exponential weights, positions")] = (
+        4.0
+    )
+    candidates: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="weight of the CE of the draft rows' own logits, which choose the "
+            "candidates of a dependency head; unused by selector, whose CE is that already",
+        ),
+    ] = 0.3
+    chunk: Annotated[
+        Count, Meta(description="rows of logits in memory at once; changes nothing else")
+    ] = 2048
 
     def resolved(self, config: HyperDFlashConfig) -> Objective:
         """The objective of a drafter: its loss named, no ``candidates`` where they weigh nothing.

@@ -1,18 +1,6 @@
 """The training file: its fields, their checks, and the schedule of stages that it becomes.
 
-target = "DIR"            # the model that is accelerated
-draft = "DIR"             # from `hyperdflash init`
-out = "DIR"               # the trained drafter
-max_length = 512          # tokens of a conversation
-features = "cache"        # or "online": the target's states anew for each batch; or
-                          # "captured": data and held_out are folders of `hyperdflash capture`
-[held_out]                # simulated tau is the mean over these
-math = "math.jsonl"
-[objective]               # loss, mix, distance, alpha, ...: see training.objective
-[[stage]]                 # one or more, in order; each starts from the best of the one before
-data = ["a.jsonl"]       # files, or "hub:OWNER/NAME" data sets
-epochs = 5                # or steps, or minutes
-lr = 8e-4                 # and the other fields of Recipe
+``docs/reference/training_file.md`` is made from the fields and their descriptions.
 """
 
 from __future__ import annotations
@@ -45,35 +33,39 @@ LENGTHS = ("steps", "minutes", "epochs", "every")
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stage may set, beside its data."""
+    """What a stage may set, besides its data."""
 
-    steps: Count | None = None
-    minutes: Positive | None = None
-    lr: Positive = 2e-3
-    lr_floor: AtLeast0 = 2e-5
-    warmup_steps: Annotated[int, Meta(ge=0)] = 50
-    weight_decay: AtLeast0 = 0.0
-    clip: Positive = 1.0
-    batch: Count = 8
-    micro_batch: Count = 8
-    anchors: Count = 32
-    pack: Count | None = None
-    every: Count = 400
-    bf16: bool = True
-    seed: Annotated[int, Meta(ge=0)] = 0
-    widths: tuple[Annotated[int, Meta(ge=2)], ...] = ()
-    dependency_lr: Positive = 0.3
-    dependency_gate: bool = True
+    steps: Annotated[Count | None, Meta(description="length in optimizer steps")] = None
+    minutes: Annotated[Positive | None, Meta(description="length in minutes of training")] = None
+    lr: Annotated[Positive, Meta(description="highest learning rate of AdamW")] = 2e-3
+    lr_floor: Annotated[AtLeast0, Meta(description="where the cosine decay ends")] = 2e-5
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 50
+    weight_decay: Annotated[AtLeast0, Meta(description="of matrices; not of gate or norms")] = 0.0
+    clip: Annotated[Positive, Meta(description="largest norm of the gradient")] = 1.0
+    batch: Annotated[Count, Meta(description="samples of a step, over all processes")] = 8
+    micro_batch: Annotated[Count, Meta(description="samples in memory at once, per process")] = 8
+    anchors: Annotated[Count, Meta(description="blocks per sample, drawn at random")] = 32
+    pack: Annotated[
+        Count | None,
+        Meta(description="tokens of a row that short samples share; none: one sample per row"),
+    ] = None
+    every: Annotated[Count, Meta(description="steps between checkpoints")] = 400
+    bf16: Annotated[bool, Meta(description="autocast of the drafter's forward pass")] = True
+    seed: Annotated[int, Meta(ge=0, description="random seed of the data order")] = 0
+    widths: Annotated[
+        tuple[Annotated[int, Meta(ge=2)], ...],
+        Meta(description="block widths to draw from, in rows; empty: the whole block"),
+    ] = ()
+    dependency_lr: Annotated[
+        Positive, Meta(description="learning rate of a dependency head, as a factor of lr")
+    ] = 0.3
+    dependency_gate: Annotated[
+        bool, Meta(description="train the dependency head's gate G; DSpark's head has none")
+    ] = True
 
 
 class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hyperparameters of one stage; ``steps`` or ``minutes`` is its length.
-
-    batch: samples of the global batch; micro_batch: samples in memory at a time, per process;
-    anchors: blocks a sample; pack: tokens of a row that short samples are packed into, None for
-    one sample a row; every: steps between checkpoints; widths: what each block's rows are drawn
-    from, empty for the whole block. Of a dependency head: dependency_lr, its learning rate in
-    those of the rest; dependency_gate: whether G is trained (DSpark's head has none).
 
     Raises:
         HyperDFlashConfigError: a field is of another type or out of range, or the length is not
@@ -92,8 +84,11 @@ class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Stage(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One ``[[stage]]``: its data, its length in epochs (or as a recipe's), and its recipe."""
 
-    data: Annotated[tuple[Text, ...], Meta(min_length=1)]
-    epochs: Positive | None = None
+    data: Annotated[
+        tuple[Text, ...],
+        Meta(min_length=1, description="files, or hub:OWNER/NAME; one capture folder if captured"),
+    ]
+    epochs: Annotated[Positive | None, Meta(description="length in passes over the data")] = None
 
     def resolve(self, samples: int, objective: Objective) -> Recipe:
         """The recipe for so many samples."""
@@ -109,13 +104,27 @@ class Stage(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    target: Text
-    draft: Text
-    out: Text
-    stage: Annotated[tuple[Stage, ...], Meta(min_length=1)]
-    max_length: Count = 2048
-    features: Literal["cache", "online", "captured"] = "cache"
-    held_out: dict[str, Text] = msgspec.field(default_factory=dict)
+    target: Annotated[Text, Meta(description="folder or hub id of the target")]
+    draft: Annotated[Text, Meta(description="drafter folder made by `hyperdflash init`")]
+    out: Annotated[Text, Meta(description="folder for the best drafter of the last stage")]
+    stage: Annotated[
+        tuple[Stage, ...],
+        Meta(min_length=1, description="stages in order; each starts from the one before's best"),
+    ]
+    max_length: Annotated[Count, Meta(description="tokens; longer conversations are left out")] = (
+        2048
+    )
+    features: Annotated[
+        Literal["cache", "online", "captured"],
+        Meta(
+            description="the target's states: computed once and kept, recomputed for each batch, "
+            "or read from the folders of `hyperdflash capture`"
+        ),
+    ] = "cache"
+    held_out: Annotated[
+        dict[str, Text],
+        Meta(description="name = file (capture folder if captured); tau is the mean over these"),
+    ] = msgspec.field(default_factory=dict)
     objective: Objective = msgspec.field(default_factory=Objective)
 
 
@@ -151,6 +160,11 @@ def _named(path: Path, keys: Keys) -> str:
         keys = ()
     name = ".".join(str(k) for k in keys if isinstance(k, str))
     return ": ".join([*words, name] if name else words)
+
+
+def schema() -> dict[str, Any]:
+    """The training file's JSON schema: ``$defs`` of ``_File``, ``Stage`` and ``Objective``."""
+    return msgspec.json.schema(_File)
 
 
 def read_schedule(path: Path) -> Schedule:

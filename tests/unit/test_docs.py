@@ -11,7 +11,6 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.conftest import EXAMPLE, ROOT
@@ -30,7 +29,6 @@ from tests.unit.serving.test_counters import metrics_in, sglang_metrics
 
 README = ROOT / "README.md"
 SERVING = ROOT / "docs" / "serving.md"
-TRAINING = ROOT / "docs" / "training.md"
 HELD_OUT = ROOT / "eval" / "results" / "tiny_serving" / "held_out.json"
 MARKS = {"", "untested", "elsewhere", "background", "file"}
 VARIABLE = re.compile(r"HYPERDFLASH_[A-Z][A-Z_]*[A-Z]")
@@ -333,39 +331,6 @@ def test_every_refused_argument_is_listed():
     text = SERVING.read_text()
     missing = [name for name, *_ in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text]
     assert missing == []
-
-
-def table_rows(text: str) -> dict[str, str]:
-    """First cell to second cell of the Markdown tables of a text, without backticks."""
-    cells = (line.split("|") for line in text.splitlines() if line.startswith("| `"))
-    return {row[1].strip().strip("`"): row[2].strip().strip("`") for row in cells}
-
-
-def test_the_training_file_s_table_has_every_field_with_its_default():
-    from sglang_hyperdflash.training.objective import Objective
-    from sglang_hyperdflash.training.recipe import Recipe
-
-    text = TRAINING.read_text()
-    listed = table_rows(text[text.index("`[objective]`") : text.index("## What the run says")])
-    expected = {
-        field.name: field.default
-        for struct in (Objective, Recipe)
-        for field in msgspec.structs.fields(struct)
-        if field.name != "objective"
-    }
-    shown = {name: json.dumps(value) for name, value in expected.items() if value is not None}
-    shown |= {name: "none" for name, value in expected.items() if value is None}
-    assert listed == shown | {"data": "required", "epochs": "none"}
-
-
-def test_the_training_file_s_top_fields_are_listed():
-    from sglang_hyperdflash.training.recipe import Schedule
-
-    text = TRAINING.read_text()
-    start = text.index("## The training file")
-    listed = table_rows(text[start : text.index("`[objective]`", start)])
-    names = set(Schedule.__struct_fields__)
-    assert set(listed) == names - {"objective", "stages", "base"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

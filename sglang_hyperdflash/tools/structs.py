@@ -35,6 +35,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _bare(info: inspect.Type) -> inspect.Type:
+    """A type without its description."""
+    return info.type if isinstance(info, inspect.Metadata) else info
+
+
 def _bounds(info: inspect.Type) -> str:
     names = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     found = [(word, getattr(info, name, None)) for name, word in names.items()]
@@ -46,6 +51,7 @@ def _bounds(info: inspect.Type) -> str:
 
 def _expected(info: inspect.Type, *, kind: bool) -> str:
     """What a type takes, in words: its kind, or the bounds of that kind."""
+    info = _bare(info)
     if isinstance(info, inspect.UnionType):
         parts = [_expected(t, kind=kind) for t in info.types if not isinstance(t, inspect.NoneType)]
         null = kind and any(isinstance(t, inspect.NoneType) for t in info.types)
@@ -61,8 +67,9 @@ def _expected(info: inspect.Type, *, kind: bool) -> str:
 
 def _inside(info: inspect.Type, key: str | int) -> inspect.Type:
     """The type of what lies under a key."""
+    info = _bare(info)
     if isinstance(info, inspect.UnionType):
-        info = next(t for t in info.types if not isinstance(t, inspect.NoneType))
+        info = _bare(next(t for t in info.types if not isinstance(t, inspect.NoneType)))
     if isinstance(info, inspect.StructType):
         return next(f.type for f in info.fields if f.encode_name == key)
     if isinstance(info, inspect.DictType):
@@ -91,6 +98,7 @@ def _message(raw: Any, kind: type, error: msgspec.ValidationError, name: Callabl
     for key in keys:
         info = _inside(info, key)
         value = None if key == "..." or value is None else value[key]
+    info = _bare(info)
     if "missing required field" in what:
         return f"{name((*keys, _FIELD.search(what).group(1)))} is missing."
     if "unknown field" in what:

@@ -28,8 +28,8 @@ def tiny() -> dict[str, Any]:
         ],
         "mtp_draft": str(EXAMPLE / "mtp"),
         "dflash_draft": str(EXAMPLE / "dflash"),
-        "dspark6_draft": str(EXAMPLE / "dspark"),
-        "dflash2_draft": str(EXAMPLE / "dflash2"),
+        "dspark6_draft": str(EXAMPLE / "dspark_style"),
+        "dflash2_draft": str(EXAMPLE / "dflash2_style"),
         "hyperdflash_draft": str(EXAMPLE / "hyperdflash"),
         "hyperdflash2_draft": str(EXAMPLE / "drafter"),
         "benchmarks": [

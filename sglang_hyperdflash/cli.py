@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.process_group import exit_on_signals
 
 # Each is a module of its own under commands/.
 COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "plan")
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; user errors print one line on stderr and give exit code 2."""
+    exit_on_signals()
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)

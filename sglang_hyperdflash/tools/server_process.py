@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from pathlib import Path
 import requests
 
 from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.process_group import GroupGuard, signals_deferred
 
 # Below what Linux gives to outgoing connections: one of those cannot take the port meanwhile.
 SERVER_PORTS = range(20000, 32000)
@@ -55,6 +54,8 @@ def reason_of(reply: requests.Response) -> str:
 class Server:
     """``python -m sglang.launch_server`` on loopback; a context manager.
 
+    It leads a process group that ends with this process, however this one ends.
+
     Args:
         model: target folder or hub id. args: further command-line arguments.
         log: file that receives the server's output, after what earlier servers wrote there.
@@ -85,11 +86,16 @@ class Server:
         env = {**os.environ, **(environment or {})}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
-        with log.open("ab") as sink:
+        streams = {"stderr": subprocess.STDOUT, "env": env, "start_new_session": True}
+        with log.open("ab") as sink, signals_deferred():
             self._log_start = sink.tell()
-            self.process = start(
-                self.command, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
-            )
+            self._guard = GroupGuard()
+            try:
+                self.process = start(self.command, stdout=sink, **streams)
+                self._guard.watch(self.process.pid)
+            except BaseException:
+                self._guard.kill()
+                raise
 
     def wait(self, timeout: float = 300.0) -> Server:
         """Block until ``/health`` answers; raise ``ServerFailed`` with the log's end."""
@@ -126,19 +132,16 @@ class Server:
         Args:
             patience: seconds that it has to end by itself.
         """
-        if self.process.poll() is None:
-            for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 3)):
-                try:
-                    os.killpg(self.process.pid, number)
-                    self.process.wait(timeout=seconds)
-                    break
-                except subprocess.TimeoutExpired:
-                    continue
-                except ProcessLookupError:
-                    break
-        # The group outlives its leader when a child ignored SIGTERM.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            if patience and self.process.poll() is None:
+                self.process.terminate()
+                self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # children that ignored the signal outlive their leader
+            self._guard.kill()
+            self.process.kill()
+            self.process.wait()
 
     def __enter__(self) -> Server:
         return self

@@ -1,0 +1,132 @@
+"""No process of a server outlives what started it, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# A server with a child that ignores every polite signal.
+SERVER = """
+import subprocess, sys, time
+child = "import signal, time;"
+child += "[signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)];"
+child += "print('child', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child])
+time.sleep(600)
+"""
+# A command with two servers, started in threads as some studies do: those end, the servers do not.
+COMMAND = """
+import sys, threading, time
+from pathlib import Path
+from sglang_hyperdflash.tools.process_group import exit_on_signals
+from sglang_hyperdflash.tools.server_process import Server
+
+exit_on_signals()
+found = []
+
+def start(name):
+    launcher = (sys.executable, "-c", sys.argv[2])
+    found.append(Server("any", log=Path(sys.argv[1]) / name, launcher=launcher))
+
+for name in ("a", "b"):
+    thread = threading.Thread(target=start, args=(name,))
+    thread.start()
+    thread.join()
+print(*(server.process.pid for server in found), flush=True)
+with found[0], found[1]:
+    time.sleep(600)
+"""
+
+
+def members(session: int) -> list[int]:
+    """The living processes of a session; zombies do not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            pid = int(entry.name)
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if os.getsid(pid) == session and state != "Z":
+                found.append(pid)
+        except (ValueError, OSError):
+            continue
+    return found
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGINT, None),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_no_server_outlives_its_command(tmp_path, number, code):
+    """Found as: ``timeout -s TERM 45 hyperdflash demo`` left two servers of 2.4 GB, spinning."""
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path), SERVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    sessions = [int(pid) for pid in command.stdout.readline().split()]
+    assert len(sessions) == 2
+    try:
+        for name in ("a", "b"):
+            log = tmp_path / name
+            wait_until(lambda log=log: "child" in log.read_text(), 60, "no child started")
+        assert [len(members(session)) for session in sessions] == [2, 2]
+        command.send_signal(number)
+        ended = command.wait(30)
+        assert code is None or ended == code
+        wait_until(lambda: not any(map(members, sessions)), 5, "processes were left")
+    finally:
+        command.kill()
+        command.wait()
+        for pid in [pid for session in sessions for pid in members(session)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_signal_while_a_process_starts_is_answered_when_it_is_held():
+    script = """
+import os, signal
+from sglang_hyperdflash.tools.process_group import exit_on_signals, signals_deferred
+exit_on_signals()
+with signals_deferred():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("held", flush=True)
+print("not reached")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (143, "held\n")
+
+
+def test_a_command_under_nohup_goes_on_after_a_hang_up():
+    script = """
+import os, signal
+from sglang_hyperdflash.tools.process_group import exit_on_signals, signals_deferred
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+exit_on_signals()
+os.kill(os.getpid(), signal.SIGHUP)
+with signals_deferred():
+    os.kill(os.getpid(), signal.SIGHUP)
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0

@@ -2,9 +2,9 @@
 
 The line before a fence may hold a mark:
 
-``<!-- untested: REASON -->``     the commands need what a test machine has not;
+``<!-- untested: REASON -->``     the commands need what a test machine does not have;
 ``<!-- elsewhere: TEST -->``      another test runs them;
-``<!-- background -->``           a server, which the blocks behind it ask;
+``<!-- background -->``           a server for the blocks after it;
 ``<!-- file: PATH -->``           the block is that file's content;
 ``<!-- output of WHAT -->``       the block was printed; a test of its own compares.
 """
@@ -102,14 +102,14 @@ def commands(fence: Fence) -> Iterator[list[str]]:
         raise ValueError(f"{fence.where}: a quote is not closed: {lines!r}")
 
 
-def commands_in_comments(path: Path) -> list[list[str]]:
+def commands_in_comments(text: str) -> list[list[str]]:
     """Commands that the comments of a TOML file show, as words."""
-    found = _IN_COMMENT.findall(path.read_text())
+    found = _IN_COMMENT.findall(text)
     return [shlex.split(re.sub(r"\\\n# +", "", command)) for command in found]
 
 
 def split_environment(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Leading ``NAME=value`` words, and the command behind them."""
+    """Leading ``NAME=value`` words, and the command after them."""
     own: dict[str, str] = {}
     rest = list(words)
     while rest and _ASSIGNMENT.match(rest[0]):

@@ -17,7 +17,7 @@ from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
 from sglang_hyperdflash.tools.checksum import is_intact
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
-from sglang_hyperdflash.tools.ownership import NotOurs, claim_file, refuse_file
+from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
 
 SHOWN = 5  # lines of a list that are printed; the rest is in its file
 ENTRY = {"index", "digest", "where", "reason", "answered"}  # of the list of what was refused
@@ -221,13 +221,13 @@ def hold_answers(
     """
     # Before the claim, whose marker would make a foreign list look like an earlier run's.
     listed = skipped_path(output)
-    left_over = refuse_file(output, kind, settings) is None and listed.exists()
+    left_over = check(output, kind, settings, is_file=True) is None and listed.exists()
     if left_over and not _is_list(listed):
         raise NotOurs(
             f"{listed} is there, but no run of these settings in {output}: it is not this run's "
             "list. Nothing was written. Choose another --output, or remove it."
         )
-    with claim_file(output, kind, settings), ResumableWriter(output, seal=True) as writer:
+    with claim(output, kind, settings, is_file=True), ResumableWriter(output, seal=True) as writer:
         if left_over:
             print(f"{listed}: removed, the list of a run with other settings that has no answers")
             listed.unlink()

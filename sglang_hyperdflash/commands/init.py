@@ -14,7 +14,7 @@ from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.ownership import claim, keep_apart, location, refuse
+from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.drafter import (
     Drafter,
     DrafterShape,
@@ -336,7 +336,7 @@ def run(args: argparse.Namespace) -> int:
     settings = options | {"target": location(args.target)}
     if args.origin is not None:
         settings["origin"] = location(args.origin)
-    refuse(args.out, KIND, settings)
+    check(args.out, KIND, settings)
     files = TargetFiles(args.target, args.revision)
     TargetFacts.from_config(files.config())  # says what the folder lacks
     if args.origin is not None:

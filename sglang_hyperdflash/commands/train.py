@@ -21,7 +21,7 @@ from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_toke
 from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.ownership import claim, keep_apart, location, refuse
+from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
 from sglang_hyperdflash.training.conversations import HUB, load_samples
@@ -95,10 +95,10 @@ def hold(schedule: Schedule, work: Path, held: ExitStack) -> None:
             f"out {schedule.out} must not be or hold --work {work}. Choose another folder."
         )
     settings = settings_of(schedule)
-    earlier = refuse(work, KIND, settings) or "a new one"
-    refuse(schedule.out, OUT, {"work": location(work), "run": earlier})
-    run = held.enter_context(claim(work, KIND, settings))
-    held.enter_context(claim(schedule.out, OUT, {"work": location(work), "run": run.run_id}))
+    earlier = check(work, KIND, settings) or "a new one"
+    check(schedule.out, OUT, {"work": location(work), "run": earlier})
+    run_id = held.enter_context(claim(work, KIND, settings))
+    held.enter_context(claim(schedule.out, OUT, {"work": location(work), "run": run_id}))
 
 
 def load_pair(schedule: Schedule):

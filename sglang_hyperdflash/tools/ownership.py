@@ -1,36 +1,29 @@
 """One owner for every folder or file that a command writes, and one run in it at a time.
 
-:func:`claim` (a folder) and :func:`claim_file` mark what a command writes with a small JSON file
-(kind of command, run id, settings and their hash) and hold a lock beside it. A place that holds
-something else, or the work of other settings, is refused before anything is written; a marker
-whose content was removed refuses nobody. The lock is an ``flock``: the kernel takes it away when
-its holder dies, however it dies.
+:func:`claim` puts a manifest (JSON: kind of command, run id, settings) in the folder, or next to
+the file, and holds a file lock meanwhile. A place with other content, or with the work of other
+settings, is refused before anything is written. A manifest whose content was removed blocks nobody.
+The lock is an ``flock``: the kernel drops it when its holder dies, however it dies.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import secrets
-import shlex
 import socket
-import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout, UnixFileLock
+
 from sglang_hyperdflash.tools.atomic import write_failed, write_json
-from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.structs import shown
 
-MARKER, LOCK = ".hyperdflash.json", ".hyperdflash.lock"
-VERSION = 1
+MANIFEST, LOCK = ".hyperdflash.json", ".hyperdflash.lock"
 
 
 class NotOurs(HyperDFlashError):
@@ -41,313 +34,143 @@ class InUse(HyperDFlashError):
     """Another run holds the folder or file."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A place held by this run.
-
-    Attributes:
-        path: the folder or file. run_id: the same for all runs that resume one another.
-        resumed: whether an earlier run of the same settings was here.
-    """
-
-    path: Path
-    kind: str
-    run_id: str
-    resumed: bool
+def _hidden(path: Path, name: str, is_file: bool) -> Path:
+    """Where the manifest or the lock of a folder or file lies."""
+    return path.with_name(f".{path.name}{name}") if is_file else path / name
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a claim's marker and lock lie, and what is there that no marker speaks of."""
-
-    path: Path
-    is_file: bool
-
-    @property
-    def marker(self) -> Path:
-        return self._beside(MARKER)
-
-    @property
-    def lock(self) -> Path:
-        return self._beside(LOCK)
-
-    def _beside(self, name: str) -> Path:
-        if self.is_file:
-            return self.path.with_name(f".{self.path.name}{name}")
-        return self.path / name
-
-    def contents(self) -> list[str]:
-        """Names of what is there beside marker, lock and their partial files; no empty file."""
-        if self.is_file:
-            empty = self.path.is_file() and not self.path.stat().st_size
-            return [self.path.name] if self.path.exists() and not empty else []
-        if self.path.exists() and not self.path.is_dir():
-            raise NotOurs(f"{self.path}: expected a folder, found a file. Choose another path.")
-        if not self.path.is_dir():
-            return []
-        own = (MARKER, LOCK, MARKER + ".partial")
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name not in own)
+def _contents(path: Path, is_file: bool) -> list[str]:
+    """Names of what is there besides our own files; an empty output file is nothing."""
+    if path.is_file():
+        return [] if is_file and not path.stat().st_size else [path.name]
+    found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    return [name for name in found if not name.startswith((MANIFEST, LOCK))]
 
 
-# Open locks of this process. A forked child must not keep them when its parent dies.
-_held: set[int] = set()
+def _manifest(path: Path, is_file: bool) -> dict[str, Any]:
+    """The manifest there; empty without one that can be read."""
+    try:
+        found = json.loads(_hidden(path, MANIFEST, is_file).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _close_in_child() -> None:
-    for handle in _held:
-        with suppress(OSError):
-            os.close(handle)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(settings: Any, name: str = "") -> dict[str, str]:
     """Nested settings as ``{"section.name": value}``."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
-    return flat
+    if not isinstance(settings, dict):
+        return {name: shown(settings)}
+    parts = (_flat(value, f"{name}.{key}" if name else key) for key, value in settings.items())
+    return {key: value for part in parts for key, value in part.items()}
 
 
-def _differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    """The settings that differ, in words, three at most."""
-    before, now = _flat(found), _flat(asked)
-    absent = object()
-    names = [
-        name
-        for name in dict.fromkeys([*now, *before])
-        if before.get(name, absent) != now.get(name, absent)
-    ]
-
-    def value(settings: Mapping[str, Any], name: str) -> str:
-        return shown(settings[name]) if name in settings else "nothing"
-
-    parts = [f"{n} was {value(before, n)}, now {value(now, n)}" for n in names[:3]]
-    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-    return "; ".join(parts) + more
-
-
-def _read_marker(place: _Place) -> dict[str, Any] | None:
-    try:
-        content = json.loads(place.marker.read_bytes())
-        fields = {"kind": str, "run_id": str, "settings_hash": str, "settings": dict}
-        if not all(isinstance(content[name], kind) for name, kind in fields.items()):
-            raise TypeError("a field is of another type")
-        if content["version"] != VERSION:
-            raise NotOurs(
-                f"{place.marker}: expected version {VERSION}, found {content['version']!r}, of "
-                "another release. Choose a new path, or go on with that release."
-            )
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NotOurs(
-            f"{place.marker} is damaged ({error}), so nobody can tell whose {place.path} is. "
-            "Choose a new path, or remove that file and everything beside it."
-        ) from error
-    return content
-
-
-def _check(place: _Place, kind: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The marker of an earlier run that this one may go on with; None where nothing was.
-
-    Raises:
-        NotOurs: something else is there.
-    """
-    there = place.contents()
-    if not there:
-        return _marker_of_nothing(place, kind, settings)
-    marker = _read_marker(place)
-    if marker is None:
-        shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
-        what = "no file" if place.is_file else "a new or empty folder"
-        raise NotOurs(
-            f"{place.path}: expected {what}, or one that `{kind}` wrote; found {shown}. Nothing "
-            "was written. Choose another path."
-        )
-    if marker["kind"] != kind:
-        raise NotOurs(
-            f"{place.path}: expected what `{kind}` wrote, found what `{marker['kind']}` wrote "
-            f"({place.marker} says so). Nothing was written. Choose another path."
-        )
-    if marker["settings_hash"] != short_hash(settings):
-        raise NotOurs(
-            f"{place.path} holds a run of `{kind}` with other settings: "
-            f"{_differences(marker['settings'], settings)}. Nothing was written. Choose another "
-            "path, repeat that run's settings to go on with it, or remove "
-            f"{place.path} to begin anew."
-        )
-    return marker
-
-
-def _marker_of_nothing(
-    place: _Place, kind: str, settings: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The marker of an empty place, if it is this run's own.
-
-    Any other is what a user left who removed the content: it is replaced.
-    """
-    try:
-        marker = _read_marker(place)
-    except NotOurs:
-        return None
-    same = marker and (marker["kind"], marker["settings_hash"]) == (kind, short_hash(settings))
-    return marker if same else None
-
-
-def _holder(place: _Place) -> str:
-    """Who holds the lock, in words."""
-    try:
-        found = json.loads(place.lock.read_bytes())
-        return (
-            f"process {found['pid']} on {found['host']}, since {found['since']}: {found['command']}"
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process, which did not say its name yet"
-
-
-def _lock(place: _Place) -> int:
-    """Take the lock; returns its open handle.
-
-    Raises:
-        InUse: another run has it.
-    """
-    while True:
-        handle = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A holder removes the file at its end: a lock on a removed file locks nobody out.
-            if os.path.samestat(os.fstat(handle), os.stat(place.lock)):
-                break
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            os.close(handle)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise InUse(
-                    f"{place.path} is in use by {_holder(place)}. Nothing was written. Wait for "
-                    "it to end, or choose another path."
-                ) from error
-            raise
-        os.close(handle)
-    _held.add(handle)
-    holder = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "command": shlex.join(sys.argv),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-    os.ftruncate(handle, 0)
-    os.write(handle, json.dumps(holder).encode())
-    return handle
-
-
-def _release(place: _Place, handle: int) -> None:
-    if handle not in _held:  # closed in a forked child
-        return
-    with suppress(OSError):
-        place.lock.unlink()
-    _held.discard(handle)
-    os.close(handle)
-
-
-@contextmanager
-def _claim(place: _Place, kind: str, settings: Mapping[str, Any]) -> Iterator[Claim]:
-    # Settings are compared after a trip through JSON: a tuple and a list are the same there.
-    settings = json.loads(json.dumps(settings, sort_keys=True))
-    _check(place, kind, settings)  # before the first write, so that a refused place stays as it is
-    try:
-        place.marker.parent.mkdir(parents=True, exist_ok=True)
-        handle = _lock(place)
-    except OSError as error:
-        raise write_failed(place.lock, error) from error
-    try:
-        marker = _check(place, kind, settings)
-        resumed = marker is not None
-        if marker is None:
-            marker = {"kind": kind, "version": VERSION, "run_id": secrets.token_hex(8)}
-            marker |= {"settings_hash": short_hash(settings), "settings": settings}
-            write_json(place.marker, marker, indent=1)
-        yield Claim(place.path, kind, marker["run_id"], resumed)
-    finally:
-        _release(place, handle)
-
-
-def claim(folder: Path, kind: str, settings: Mapping[str, Any]):
-    """Hold a folder for this run; a context manager that gives a :class:`Claim`.
-
-    Args:
-        folder: made when missing; must be empty, or written by a run of the same kind and settings.
-        kind: the command, ``hyperdflash train``. settings: all that must not change between two
-            runs into one folder, as JSON values; large content as a hash
-            (``checksum.short_hash``).
-
-    Raises:
-        NotOurs: the folder holds something else, or a run with other settings (which are named).
-        InUse: another run holds it (its process, host and command are named).
-        WriteFailed: it cannot be written.
-    """
-    return _claim(_Place(Path(folder), is_file=False), kind, settings)
-
-
-def claim_file(file: Path, kind: str, settings: Mapping[str, Any]):
-    """:func:`claim` for a single file; marker and lock lie beside it as hidden files."""
-    return _claim(_Place(Path(file), is_file=True), kind, settings)
-
-
-@contextmanager
-def lock(folder: Path, kind: str) -> Iterator[None]:
-    """Keep a second run out of a folder that the user's own files may share; no marker is written.
-
-    Args:
-        folder: made when missing. kind: the command.
-
-    Raises:
-        NotOurs: another command marked the folder as its own. InUse, WriteFailed: as :func:`claim`.
-    """
-    place = _Place(Path(folder), is_file=False)
-    place.contents()  # refuses a file
-    marker = _read_marker(place)
-    if marker is not None and marker["kind"] != kind:
-        raise NotOurs(
-            f"{folder}: expected a folder of data, found what `{marker['kind']}` wrote "
-            f"({place.marker} says so). Nothing was written. Choose another path."
-        )
-    try:
-        place.path.mkdir(parents=True, exist_ok=True)
-        handle = _lock(place)
-    except OSError as error:
-        raise write_failed(place.lock, error) from error
-    try:
-        yield
-    finally:
-        _release(place, handle)
-
-
-def refuse(folder: Path, kind: str, settings: Mapping[str, Any]) -> str | None:
+def check(
+    path: Path, kind: str, settings: Mapping[str, Any], *, is_file: bool = False
+) -> str | None:
     """What :func:`claim` checks, without writing anything.
 
     Returns:
-        The id of the earlier run that this one would go on with; None where nothing was.
+        The id of the earlier run that this one would resume; None without one.
 
     Raises:
         NotOurs: as :func:`claim`.
     """
-    return _refuse(_Place(Path(folder), is_file=False), kind, settings)
+    settings = json.loads(json.dumps(settings))  # a tuple is a list in JSON
+    found, there = _manifest(path, is_file), _contents(path, is_file)
+    owner = found.get("kind")
+    if (owner, found.get("settings")) == (kind, settings):
+        return found.get("run_id")
+    if not there:
+        return None
+    if owner == kind:
+        before, now = _flat(found.get("settings")), _flat(settings)
+        names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+        parts = [f"{n} was {before.get(n, 'unset')}, now {now.get(n, 'unset')}" for n in names]
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        raise NotOurs(
+            f"{path} holds a run of `{kind}` with other settings: {'; '.join(parts[:3])}{more}. "
+            "Nothing was written. Choose another path, restore those settings to resume that run, "
+            f"or remove {path} to start over."
+        )
+    there = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
+    raise NotOurs(
+        f"{path}: expected {'no file' if is_file else 'a new or empty folder'}, or the output of "
+        f"`{kind}`; found {f'that of `{owner}`' if owner else there}. Nothing was written. Choose "
+        "another path."
+    )
 
 
-def refuse_file(file: Path, kind: str, settings: Mapping[str, Any]) -> str | None:
-    """:func:`refuse` for :func:`claim_file`."""
-    return _refuse(_Place(Path(file), is_file=True), kind, settings)
+@contextmanager
+def claim(
+    path: Path, kind: str, settings: Mapping[str, Any], *, is_file: bool = False
+) -> Iterator[str]:
+    """Hold a folder, or a file, for this run; gives the run's id, kept by runs that resume it.
+
+    Args:
+        path: made when missing; must be empty, or written by a run of the same kind and settings.
+        kind: the command, ``hyperdflash train``. settings: all that must not change between two
+            runs into one place, as JSON values; large content as a hash.
+
+    Raises:
+        NotOurs: it holds something else, or a run with other settings (which are named).
+        InUse: another run holds it (its process and host are named).
+        WriteFailed: it cannot be written.
+    """
+    path = Path(path)
+    check(path, kind, settings, is_file=is_file)  # before the lock: a refused place stays as it is
+    with _locked(path, is_file):
+        run_id = check(path, kind, settings, is_file=is_file)
+        if run_id is None:
+            run_id = secrets.token_hex(8)
+            manifest = {"kind": kind, "run_id": run_id, "settings": settings}
+            write_json(_hidden(path, MANIFEST, is_file), manifest, indent=1)
+        yield run_id
 
 
-def _refuse(place: _Place, kind: str, settings: Mapping[str, Any]) -> str | None:
-    marker = _check(place, kind, json.loads(json.dumps(settings, sort_keys=True)))
-    return None if marker is None else marker["run_id"]
+@contextmanager
+def lock(folder: Path, kind: str) -> Iterator[None]:
+    """Keep a second run out of a folder that a user's own files may share; writes no manifest.
+
+    Raises:
+        NotOurs: another command's folder. InUse, WriteFailed: as :func:`claim`.
+    """
+    owner = _manifest(folder, is_file=False).get("kind", kind)
+    if owner != kind:
+        raise NotOurs(
+            f"{folder}: expected a folder of data, found the output of `{owner}`. Nothing was "
+            "written. Choose another path."
+        )
+    with _locked(folder, is_file=False):
+        yield
+
+
+@contextmanager
+def _locked(path: Path, is_file: bool) -> Iterator[None]:
+    """Hold a place's lock; raises ``InUse`` or ``WriteFailed``.
+
+    filelock closes the descriptor in a forked child. It also checks that the file it locked still
+    has its name, so the holder may remove the file.
+    """
+    file = _hidden(path, LOCK, is_file)
+    held = UnixFileLock(file, fallback_to_soft=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held.acquire(blocking=False)
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    except Timeout as error:
+        holder = file.read_text() if file.is_file() else ""
+        raise InUse(
+            f"{path} is in use by {holder or 'another process'}. Nothing was written. Wait for it "
+            "to end, or choose another path."
+        ) from error
+    except OSError as error:
+        raise write_failed(file, error) from error
+    try:
+        yield
+    finally:
+        if held.is_locked:  # not in a forked child
+            file.unlink(missing_ok=True)
+            held.release()
 
 
 def keep_apart(option: str, path: Path, others: Mapping[str, str | Path]) -> None:
@@ -360,23 +183,17 @@ def keep_apart(option: str, path: Path, others: Mapping[str, str | Path]) -> Non
     Raises:
         NotOurs: ``path`` is one of them, lies inside one, or holds one.
     """
-    mine = Path(path).resolve()
+    ours = Path(path).resolve()
     for name, other in others.items():
-        if not Path(other).exists():
-            continue
         theirs = Path(other).resolve()
-        if mine == theirs:
-            relation = f"is {name}"
-        elif theirs in mine.parents:
-            relation = f"lies inside {name} {other}"
-        elif mine in theirs.parents:
-            relation = f"holds {name} {other}"
-        else:
-            continue
-        raise NotOurs(
-            f"{option} {path} {relation}, which would be overwritten. Nothing was written. Choose "
-            "another path."
-        )
+        relations = {"is": ours == theirs, "lies inside": theirs in ours.parents}
+        relations["holds"] = ours in theirs.parents
+        relation = next((word for word, holds in relations.items() if holds), None)
+        if relation is not None and Path(other).exists():
+            raise NotOurs(
+                f"{option} {path} {relation} {name} {other}, which would be overwritten. Nothing "
+                "was written. Choose another path."
+            )
 
 
 def location(name: str | Path) -> str:

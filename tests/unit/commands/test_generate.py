@@ -116,7 +116,7 @@ def test_a_file_of_another_is_never_appended_to(tmp_path, capsys, target_dir):
         assert main(["generate", "--model", str(target_dir), *files]) == 2
         return capsys.readouterr().err
 
-    assert "expected no file, or one that `hyperdflash generate` wrote" in refusal(output)
+    assert "expected no file, or the output of `hyperdflash generate`" in refusal(output)
     assert output.read_text() == "mine\n"
     assert "is the input" in refusal(source)
     assert "lies inside the target" in refusal(target_dir / "out.jsonl")
@@ -158,7 +158,7 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     assert run(random_seed=3, mem_fraction_static=0.2) == (0, "")
     for other, message in (
         ({"random_seed": 4}, "engine_args.random_seed was 3, now 4"),
-        ({"random_seed": 3, "revision": "b"}, 'engine_args.revision was nothing, now "b"'),
+        ({"random_seed": 3, "revision": "b"}, 'engine_args.revision was unset, now "b"'),
         ({}, "engine_args.random_seed was 3, now nothing"),
     ):
         code, said = run(**other)

@@ -192,7 +192,7 @@ def test_other_settings_another_file_and_a_second_run_are_refused(
 
     assert "temperature was 0.7, now 0.0" in refused(out, "--temperature", "0")
     template = ["--template-args", '{"thinking": true}']
-    assert "other settings: template.thinking was nothing, now true" in refused(out, *template)
+    assert "other settings: template.thinking was unset, now true" in refused(out, *template)
     assert "is the input" in refused(data)
     assert "lies inside the target" in refused(target_dir / "out.jsonl")
     (tmp_path / "notes").write_text("mine")

@@ -168,7 +168,7 @@ def test_what_others_hold_is_never_overwritten(tmp_path, target_dir, capsys):
     (mine / "model.safetensors").write_text("years of work")
     before = contents(target) | contents(mine)
     cases = [
-        ("target", "work", "out .*target is the target, which would be overwritten"),
+        ("target", "work", "out .*target is the target .*, which would be overwritten"),
         ("target/new", "work", "lies inside the target"),
         ("draft", "work", "out .*draft is the draft"),
         ("draft/new", "work", "lies inside the draft"),
@@ -261,7 +261,7 @@ def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, c
     assert main(command) == 2
     said = capsys.readouterr().err
     assert "holds a run of `hyperdflash train (out)` with other settings: run was" in said
-    assert f"remove {tmp_path / 'out'} to begin anew" in said
+    assert f"remove {tmp_path / 'out'} to start over" in said
 
 
 @pytest.mark.parametrize("file", ["state.pt", "best/model.safetensors"])

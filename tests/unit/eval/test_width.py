@@ -163,7 +163,7 @@ def test_a_study_leaves_the_folder_of_another_command_as_it_is(tmp_path, studied
         (out / "results.json").write_text("the comparison's")
     assert width_study.main(study_options(out)) == 2
     error = capsys.readouterr().err
-    assert "found what `python -m eval run` wrote" in error and error.count("\n") == 1
+    assert "found that of `python -m eval run`" in error and error.count("\n") == 1
     assert (out / "results.json").read_text() == "the comparison's" and studied == []
 
 

@@ -20,7 +20,7 @@ from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, 
 from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
-from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, claim_file, lock
+from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, lock
 
 
 def no_space(*args, **kwargs):
@@ -172,87 +172,96 @@ def test_a_full_disk_in_the_middle_of_a_line_takes_the_line_back(tmp_path, monke
 # --- ownership
 
 
-def test_a_new_folder_is_marked_and_found_again_by_the_same_settings(tmp_path):
+def refused(path, kind="train", settings=None, **more) -> str:
+    """The one line with which a place is refused."""
+    with pytest.raises(NotOurs) as found, claim(path, kind, settings or {}, **more):
+        pass
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_a_run_resumes_by_the_same_settings(tmp_path):
     folder = tmp_path / "a" / "b"
     with claim(folder, "eval run", {"n": (1, 2)}) as first:
-        assert not first.resumed
         (folder / "result").write_text("x")
     with claim(folder, "eval run", {"n": [1, 2]}) as second:
-        assert second.resumed and second.run_id == first.run_id
-    marker = json.loads((folder / ".hyperdflash.json").read_text())
-    assert marker["kind"] == "eval run" and marker["settings_hash"] == short_hash({"n": [1, 2]})
+        assert second == first
+    manifest = json.loads((folder / ".hyperdflash.json").read_text())
+    assert manifest == {"kind": "eval run", "run_id": first, "settings": {"n": [1, 2]}}
     assert sorted(p.name for p in folder.iterdir()) == [".hyperdflash.json", "result"]
 
 
 def test_a_folder_that_is_not_ours_is_refused_and_left_as_it_was(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NotOurs, match=r"expected a new or empty folder, .*found config\.json"):
-        claim(tmp_path, "hyperdflash train", {}).__enter__()
+    assert "expected a new or empty folder" in refused(tmp_path)
+    assert "found config.json" in refused(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-    with pytest.raises(NotOurs, match="expected a folder, found a file"):
-        claim(tmp_path / "config.json", "hyperdflash train", {}).__enter__()
+    assert "found config.json" in refused(tmp_path / "config.json")
+    (tmp_path / ".hyperdflash.json").write_text('{"kind": "train"')
+    assert "found config.json" in refused(tmp_path)
 
 
-def test_another_command_s_folder_and_other_settings_are_refused_by_name(tmp_path):
+def test_another_command_and_other_settings_are_refused_by_name(tmp_path):
     with claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "a"}}):
         (tmp_path / "result").write_text("x")
-    with pytest.raises(NotOurs, match=r'other settings: data\.path was "a", now "b"\. Nothing'):
-        claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "b"}}).__enter__()
-    with pytest.raises(NotOurs, match="expected what `capture` wrote, found what `train` wrote"):
-        claim(tmp_path, "capture", {}).__enter__()
-    with pytest.raises(NotOurs, match=r"other settings: lr was 0\.001, now \"high\"; data"):
-        claim(tmp_path, "train", {"lr": "high"}).__enter__()
-    (tmp_path / ".hyperdflash.json").write_text('{"kind": "train"')
-    with pytest.raises(NotOurs, match="is damaged"):
-        claim(tmp_path, "train", {"lr": 1e-3, "steps": 5}).__enter__()
+    said = refused(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "b"}})
+    assert 'other settings: data.path was "a", now "b". Nothing' in said
+    said = refused(tmp_path, "train", {"lr": "high", "new": 1})
+    assert 'lr was 0.001, now "high"; new was unset, now 1; steps was 5, now unset and 1' in said
+    said = refused(tmp_path, "capture")
+    assert "output of `capture`" in said and "found that of `train`" in said
 
 
 def test_a_file_is_claimed_like_a_folder(tmp_path):
     file = tmp_path / "out.jsonl"
-    with claim_file(file, "regenerate", {"t": 1}):
+    with claim(file, "regenerate", {"t": 1}, is_file=True) as first:
         file.write_text("x")
-        with pytest.raises(InUse, match=f"process {os.getpid()} on "):
-            claim_file(file, "regenerate", {"t": 1}).__enter__()
-        with claim_file(tmp_path / "other.jsonl", "regenerate", {"t": 1}):
+        with (
+            pytest.raises(InUse, match=f"process {os.getpid()} on "),
+            claim(file, "regenerate", {"t": 1}, is_file=True),
+        ):
             pass
-    with claim_file(file, "regenerate", {"t": 1}) as again:
-        assert again.resumed
+        with claim(tmp_path / "other.jsonl", "regenerate", {"t": 1}, is_file=True):
+            pass
+    with claim(file, "regenerate", {"t": 1}, is_file=True) as again:
+        assert again == first
     foreign = tmp_path / "mine.txt"
     foreign.write_text("letters")
-    with pytest.raises(NotOurs, match=r"expected no file, or one that `regenerate` wrote"):
-        claim_file(foreign, "regenerate", {"t": 1}).__enter__()
+    assert "expected no file" in refused(foreign, "regenerate", {"t": 1}, is_file=True)
     assert foreign.read_text() == "letters"
 
 
-@pytest.mark.parametrize("marker", ["other settings", "another command", "damaged"])
-def test_a_marker_whose_content_was_removed_refuses_nobody(tmp_path, marker):
+@pytest.mark.parametrize("manifest", ["other settings", "another command", "damaged"])
+def test_a_manifest_whose_content_was_removed_blocks_nobody(tmp_path, manifest):
     """Found as: a removed output stayed refused for settings that nothing visible held."""
-    kind = "capture" if marker == "another command" else "train"
+    kind = "capture" if manifest == "another command" else "train"
     file, folder = tmp_path / "out.jsonl", tmp_path / "work"
-    with claim_file(file, kind, {"t": 1}) as first, claim(folder, kind, {"t": 1}):
+    with claim(file, kind, {"t": 1}, is_file=True) as first, claim(folder, kind, {"t": 1}):
         file.write_text("x")
         (folder / "result").write_text("x")
-    with pytest.raises(NotOurs):
-        claim_file(file, "train", {"t": 2}).__enter__()
-    with pytest.raises(NotOurs, match=f"remove {folder} to begin anew|says so"):
-        claim(folder, "train", {"t": 2}).__enter__()
-    if marker == "damaged":
+    refused(file, "train", {"t": 2}, is_file=True)
+    refused(folder, "train", {"t": 2})
+    if manifest == "damaged":
         (tmp_path / ".out.jsonl.hyperdflash.json").write_text("{")
+        (folder / ".hyperdflash.json").write_text("{")
     file.unlink()
     (folder / "result").unlink()
-    with claim_file(file, "train", {"t": 2}) as found, claim(folder, "train", {"t": 2}) as other:
-        assert not found.resumed and not other.resumed and found.run_id != first.run_id
+    with (
+        claim(file, "train", {"t": 2}, is_file=True) as found,
+        claim(folder, "train", {"t": 2}),
+    ):
+        assert found != first
         file.write_text("")  # what a run leaves that is killed before its first line
-    with claim_file(file, "train", {"t": 2}) as again:
-        assert again.resumed and again.run_id == found.run_id
+    with claim(file, "train", {"t": 2}, is_file=True) as again:
+        assert again == found
 
 
-def test_a_folder_of_data_is_locked_without_a_marker_of_ours(tmp_path):
+def test_a_folder_of_data_is_locked_without_a_manifest(tmp_path):
     (tmp_path / "mine").write_text("x")
     with lock(tmp_path, "fetch"), pytest.raises(InUse), lock(tmp_path, "fetch"):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
-    with claim(tmp_path / "work", "train", {}), pytest.raises(NotOurs, match="`train` wrote"):
+    with claim(tmp_path / "work", "train", {}), pytest.raises(NotOurs, match="of `train`"):
         lock(tmp_path / "work", "fetch").__enter__()
 
 
@@ -282,12 +291,13 @@ def hold(folder, how: str) -> subprocess.Popen:
 def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path, how):
     process = hold(tmp_path, how)
     try:
-        with pytest.raises(InUse, match=rf"in use by process {process.pid} on .*: -c "):
+        with pytest.raises(InUse, match=rf"in use by process {process.pid} on "):
             claim(tmp_path, "train", {}).__enter__()
+        first = json.loads((tmp_path / ".hyperdflash.json").read_text())["run_id"]
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         with claim(tmp_path, "train", {}) as found:
-            assert found.resumed
+            assert found == first
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

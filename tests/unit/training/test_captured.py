@@ -211,7 +211,7 @@ def test_a_capture_is_of_what_its_options_say(tmp_path, target_dir, capsys, monk
     assert "stop here" in run("float32", max_total_tokens=4096)
     assert "stop here" in run("float32", mem_fraction_static=0.2)
     assert 'dtype was "float32", now "bfloat16"' in run("bfloat16")
-    assert "engine_args.quantization was nothing" in run("float32", quantization="fp8")
+    assert "engine_args.quantization was unset" in run("float32", quantization="fp8")
     assert found == ["float32"] * 2
 
 

@@ -159,7 +159,7 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     for other, message in (
         ({"random_seed": 4}, "engine_args.random_seed was 3, now 4"),
         ({"random_seed": 3, "revision": "b"}, 'engine_args.revision was unset, now "b"'),
-        ({}, "engine_args.random_seed was 3, now nothing"),
+        ({}, "engine_args.random_seed was 3, now unset"),
     ):
         code, said = run(**other)
         assert code == 2 and message in said

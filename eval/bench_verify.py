@@ -25,6 +25,7 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.exact import (
     Draw,
     Draws,
@@ -32,7 +33,6 @@ from sglang_hyperdflash.serving.exact import (
     verify_block,
     weights_of,
 )
-from sglang_hyperdflash.serving.sharpness import Sharpness
 from sglang_hyperdflash.serving.verify import accept_sampled, target_probabilities
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
@@ -99,7 +99,7 @@ class Case:
         self.block = torch.cat([anchor.unsqueeze(1), self.proposal.tokens], 1)
         self.coins = torch.rand(requests, BLOCK - 1, **new)
         self.bonus_coins = torch.rand(requests, **new)
-        self.sharpness = Sharpness(device, requests)
+        self.draft_temperature = DraftTemperature(device, requests)
         self.slots = torch.arange(requests, device=device)
 
     def ours(self, seeded: bool) -> Verdict:
@@ -110,7 +110,7 @@ class Case:
         verdict = verify_block(
             self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw
         )
-        self.sharpness.learn(self.proposal, self.sampling, mine, self.slots, verdict)
+        self.draft_temperature.learn(self.proposal, self.sampling, mine, self.slots, verdict)
         return verdict
 
     def before(self) -> tuple[torch.Tensor, torch.Tensor]:

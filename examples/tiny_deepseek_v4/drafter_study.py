@@ -29,8 +29,8 @@ from transformers import AutoTokenizer
 
 from drafter_report import write_report
 from sglang_hyperdflash.cli import main as hyperdflash
-from sglang_hyperdflash.serving.sharpness import ADAPTIVE
-from sglang_hyperdflash.serving.sharpness import VARIABLE as SHARPNESS
+from sglang_hyperdflash.serving.draft_temperature import ADAPTIVE
+from sglang_hyperdflash.serving.draft_temperature import VARIABLE as DRAFT_TEMPERATURE
 from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
@@ -333,7 +333,7 @@ def serve(args: argparse.Namespace) -> None:
             folder, drafter = run_folder(args.work, name, seed), drafter_of(name, seed, args.work)
             if drafter is None or not VARIANTS[name].served:
                 continue
-            environment = {WIDTH: FULL, SHARPNESS: VARIANTS[name].sharpness or ADAPTIVE}
+            environment = {WIDTH: FULL, DRAFT_TEMPERATURE: VARIANTS[name].sharpness or ADAPTIVE}
             setting = asked | {"repeats": args.repeats, "environment": environment}
             setting["weights"] = file_hash(drafter / "model.safetensors")
             if was_served(folder / "served.json", setting):

@@ -23,8 +23,8 @@ import requests
 from drafter_study import SETTINGS, VARIANTS, drafter_of, read_prompts, was_served
 from transformers import AutoTokenizer
 
-from sglang_hyperdflash.serving.sharpness import ADAPTIVE
-from sglang_hyperdflash.serving.sharpness import VARIABLE as SHARPNESS
+from sglang_hyperdflash.serving.draft_temperature import ADAPTIVE
+from sglang_hyperdflash.serving.draft_temperature import VARIABLE as DRAFT_TEMPERATURE
 from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
@@ -68,7 +68,7 @@ def measure(seed: int, prompts: dict[str, list[list[int]]], args: argparse.Names
                 args.target,
                 *(*comparable_arguments(), "--disable-radix-cache", *more),
                 log=args.work / "paired_speed.log",
-                environment={WIDTH: FULL, SHARPNESS: sharpness or ADAPTIVE},
+                environment={WIDTH: FULL, DRAFT_TEMPERATURE: sharpness or ADAPTIVE},
             )
             servers[name] = stack.enter_context(server).wait()
         found: Answers = {t: {kind: [] for kind in prompts} for t in args.temperatures}

@@ -4,7 +4,8 @@
     q_k = filter(softmax(s_k / (T t)))         # t = 0: the largest alone
     x_k = argmax_c(log q_k[c] + g(seed, position_k, c))
 
-Any ``q`` is exact under verification, so the filters and the sharpness ``t`` only raise acceptance.
+Any ``q`` is exact under verification: the filters and the draft temperature ``t`` change acceptance
+only.
 Noise: ``triton_ops.gumbel``. Greedy rows take the largest ``s``.
 """
 
@@ -19,7 +20,7 @@ from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
 from triton_ops.gumbel import gumbel_noise
 
 # Temperatures of q relative to the client's; 0 drafts the argmax.
-SHARPNESS = (0.0, 0.5, 0.7, 1.0)
+DRAFT_TEMPERATURES = (0.0, 0.5, 0.7, 1.0)
 
 # (previous tokens [bs], the head's gates of the rows [bs, r], candidate ids [bs, K]) -> what to
 # add, [bs, K]: draft.dependency.
@@ -61,16 +62,16 @@ class Proposal:
     noise: torch.Tensor
 
 
-def law(scores: torch.Tensor, sampling: Sampling, sharpness: torch.Tensor) -> torch.Tensor:
+def law(scores: torch.Tensor, sampling: Sampling, draft_temperature: torch.Tensor) -> torch.Tensor:
     """``q [N, K]`` fp32 of candidate ``scores [N, K]``: a law, whatever the drafter gives.
 
     A row with a NaN, or with nothing possible, is one point: the candidate that will be drafted.
 
     Args:
-        sharpness: ``[N]``, ``t`` of each row.
+        draft_temperature: ``[N]``, ``t`` of each row.
     """
-    argmax = (sharpness <= 0) | sampling.greedy
-    temperature = (sampling.temperatures * sharpness).masked_fill(argmax, 1.0)
+    argmax = (draft_temperature <= 0) | sampling.greedy
+    temperature = (sampling.temperatures * draft_temperature).masked_fill(argmax, 1.0)
     q = torch.softmax(scores / temperature.unsqueeze(-1), dim=-1)
     q = filter_candidates(q, sampling)
     first = torch.zeros_like(q).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
@@ -103,7 +104,7 @@ def propose(
     sampling: Sampling,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    sharpness: torch.Tensor,
+    draft_temperature: torch.Tensor,
     adjust: Adjust | None = None,
 ) -> Proposal:
     """Draft a block; the drafts depend on one another through ``head`` and ``adjust`` only.
@@ -111,7 +112,7 @@ def propose(
     Args:
         anchor: ``[bs]`` int64, the last committed token.
         head: the dependency head, or None.
-        sampling: of the bs requests; seeds: ``[bs]`` int64; sharpness: ``[bs]``.
+        sampling: of the bs requests; seeds: ``[bs]`` int64; draft_temperature: ``[bs]``.
         positions: ``[bs, D]`` int64: of the token before each draft.
         adjust: penalties and bias, or None.
     """
@@ -123,7 +124,9 @@ def propose(
     noise = gumbel_noise(flat(seeds), positions.reshape(-1), candidates.ids.view(-1, width))
     noise = noise.view(bs, drafts, width)
     if head is None and adjust is None:
-        rows = law(candidates.scores.view(-1, width), sampling.repeated(drafts), flat(sharpness))
+        rows = law(
+            candidates.scores.view(-1, width), sampling.repeated(drafts), flat(draft_temperature)
+        )
         q = rows.view(bs, drafts, width)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
         tokens = candidates.ids.gather(-1, choice).squeeze(-1)
@@ -137,7 +140,7 @@ def propose(
         if adjust is not None:
             so_far = torch.stack(tokens, 1) if tokens else ids[:, :0]
             scores = adjust(k, ids, scores, so_far)
-        q = law(scores, sampling, sharpness)
+        q = law(scores, sampling, draft_temperature)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
         previous = ids.gather(-1, choice).squeeze(-1)
         tokens.append(previous)

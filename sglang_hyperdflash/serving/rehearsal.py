@@ -7,9 +7,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature, read_draft_temperature
 from sglang_hyperdflash.serving.exact import Draws
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
-from sglang_hyperdflash.serving.sharpness import Sharpness, read_sharpness
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -81,10 +81,10 @@ class RehearsedWorker(SampledWorker):
             torch.zeros(bs, drafts, dtype=torch.int64, device=device),
             torch.ones(bs, device=device),
         )
-        self.sharpness = Sharpness(device, bs, fixed=read_sharpness())
+        self.draft_temperature = DraftTemperature(device, bs, fixed=read_draft_temperature())
         try:
             self._verify(target_logits, sampling, proposal, draws, seeds)
         finally:
-            del self.sharpness  # the server's own is made when there are requests
+            del self.draft_temperature  # the server's own is made when there are requests
         torch.cuda.synchronize()
         return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before

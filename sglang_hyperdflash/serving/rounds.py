@@ -38,7 +38,7 @@ class Seeds:
         """``(seed, the client's)``; a request keeps its seed; over a retraction a client's alone.
 
         A decode node drops the last round of a request that it retracts, and drafts the same block
-        again. How sharp its drafts are may by then have been learnt from the dropped round, so the
+        again. Its draft temperature may by then have been learnt from the dropped round, so the
         noise of that may not come again.
         """
         found = getattr(request, _SEED, None)

@@ -33,6 +33,7 @@ from sglang_hyperdflash.serving.draft_sampler import (
     check_candidates,
     supports_candidates,
 )
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature, read_draft_temperature
 from sglang_hyperdflash.serving.exact import (
     Draws,
     Verdict,
@@ -45,7 +46,6 @@ from sglang_hyperdflash.serving.processors import Outputs, apply_processors
 from sglang_hyperdflash.serving.round_times import timed_choice
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
-from sglang_hyperdflash.serving.sharpness import Sharpness, read_sharpness
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
@@ -158,7 +158,7 @@ class SampledWorker(WindowedWorker):
         rows = [i for i, new in enumerate(moved) if new]
         if rows and (self.requests.draws.any_seeded or self.requests.draws.any_unseeded):
             rows = async_h2d(rows, dtype=torch.int64, device=self.device)
-            self.sharpness.enter(self.requests.at[rows])
+            self.draft_temperature.enter(self.requests.at[rows])
 
     def _start_counting(self, stale: list[bool]) -> None:
         """Take what the host knows of requests that start, or go on after a retraction."""
@@ -172,10 +172,10 @@ class SampledWorker(WindowedWorker):
                 self.counts.reset(slots[row], req.output_ids)
 
     @cached_property
-    def sharpness(self) -> Sharpness:
-        """How sharp the drafts of each request are; the request pool is made after the worker."""
+    def draft_temperature(self) -> DraftTemperature:
+        """The draft temperature of each request; the request pool is made after the worker."""
         slots = len(self.target_worker.model_runner.req_to_token_pool.req_to_token)
-        return Sharpness(self.device, slots, fixed=read_sharpness())
+        return DraftTemperature(self.device, slots, fixed=read_draft_temperature())
 
     @property
     def counts(self) -> GeneratedCounts:
@@ -300,7 +300,7 @@ class SampledWorker(WindowedWorker):
             sampling_of(self._info),
             requests.draws.of_block(first).seeds,
             first.unsqueeze(1) + self._block_pos_offsets[:drafts],
-            self.sharpness.of(requests.draws.seeded, requests.at),
+            self.draft_temperature.of(requests.draws.seeded, requests.at),
             self._adjust_candidates if self._changes_drafts() else None,
         )
         return self.agree(self._proposal.tokens).reshape(-1)
@@ -308,7 +308,7 @@ class SampledWorker(WindowedWorker):
     def agree(self, drafts: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``drafts`` on every rank, in place: all must verify the same block.
 
-        Each rank sums up for itself what a dependency head reads of a row, and how sharp q is.
+        Each rank sums for itself what a dependency head reads of a row, and the temperature.
         Seam: ``SpecTpSync``, as DSPARK's drafts.
         """
         return self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
@@ -416,7 +416,7 @@ class SampledWorker(WindowedWorker):
         draws = draws.of_block(positions[:, 0])
         weights = weights_of(logits, sampling.repeated(block), self.renorm)
         verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
-        self.sharpness.learn(proposal, sampling, draws.seeded, slots, verdict)
+        self.draft_temperature.learn(proposal, sampling, draws.seeded, slots, verdict)
         return verdict
 
     def _adjust_block(self, logits: torch.Tensor, candidates: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from sglang_hyperdflash.draft.config import (
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_files import check_draft_files
 from sglang_hyperdflash.serving.draft_kv_size import pool_ratio
-from sglang_hyperdflash.serving.sharpness import read_sharpness
+from sglang_hyperdflash.serving.draft_temperature import read_draft_temperature
 from sglang_hyperdflash.serving.width_settings import read_setting
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
@@ -133,7 +133,7 @@ def validate_server_args(server_args) -> None:
     _check_memory_saver(server_args)
     # The variables, before any load.
     read_setting(config.block_size, causal=True)
-    read_sharpness()
+    read_draft_temperature()
     target = _hub_config(
         server_args.model_path,
         getattr(server_args, "revision", None),

@@ -33,7 +33,7 @@ VARIABLES = (
         "the allowed widths, separated by commas",
     ),
     Variable(
-        "HYPERDFLASH_SHARPNESS",
+        "HYPERDFLASH_DRAFT_TEMPERATURE",
         "adaptive",
         "a HYPERDFLASH server",
         "draft temperature of sampled requests, relative to the request's own: `adaptive`, or a "

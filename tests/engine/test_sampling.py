@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.serving.sharpness import VARIABLE
+from sglang_hyperdflash.serving.draft_temperature import VARIABLE
 from sglang_hyperdflash.serving.verify import target_probabilities
 from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import counters
@@ -143,7 +143,7 @@ def test_engine_draws_of_a_forced_width_follow_the_targets_law(
 
 
 @pytest.mark.slow
-def test_a_given_sharpness_changes_drafts_and_nothing_that_is_emitted(
+def test_a_given_draft_temperature_changes_drafts_and_nothing_that_is_emitted(
     servers, contexts, target_dir, drafter_dir, own_prompts
 ):
     arguments, prompts = (*FP32, *hyperdflash_arguments(drafter_dir)), own_prompts[:8]
@@ -153,12 +153,12 @@ def test_a_given_sharpness_changes_drafts_and_nothing_that_is_emitted(
     ]
     emitted, accepted = {}, {}
     for t in ("0", "1"):
-        server = servers.get(f"sharp-{t}", target_dir, *arguments, environment={VARIABLE: t})
+        server = servers.get(f"draft-t-{t}", target_dir, *arguments, environment={VARIABLE: t})
         assert_the_law_holds(contexts, server, 1)
         answers = server.generate(input_ids=prompts, sampling_params=sampling)
         emitted[t] = [answer["output_ids"] for answer in answers]
         accepted[t] = [counters(answer["meta_info"])[2] for answer in answers]
-        servers.stop(f"sharp-{t}")
+        servers.stop(f"draft-t-{t}")
     assert emitted["0"] == emitted["1"]
     assert accepted["0"] != accepted["1"]
 

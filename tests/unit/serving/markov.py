@@ -10,6 +10,7 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.exact import (
     Draws,
     Verdict,
@@ -17,7 +18,6 @@ from sglang_hyperdflash.serving.exact import (
     verify_block,
     weights_of,
 )
-from sglang_hyperdflash.serving.sharpness import Sharpness
 from triton_ops.gumbel import gumbel_argmax_reference
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3
@@ -75,7 +75,7 @@ def one_round(
     positions: torch.Tensor,
     sampling: Sampling,
     draws: Draws,
-    sharpness: float | Sharpness,
+    draft_temperature: float | DraftTemperature,
     change: Change | None,
     verify: Callable[..., Verdict],
     penalties: Penalising | None,
@@ -92,9 +92,13 @@ def one_round(
         weights = weights_of(logits, sampling)
         token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
         return token.unsqueeze(1), torch.zeros_like(anchor)
-    learns = isinstance(sharpness, Sharpness)
+    learns = isinstance(draft_temperature, DraftTemperature)
     slots = torch.arange(count)
-    t = sharpness.of(draws.seeded, slots) if learns else torch.full((count,), float(sharpness))
+    t = (
+        draft_temperature.of(draws.seeded, slots)
+        if learns
+        else torch.full((count,), float(draft_temperature))
+    )
     candidates = model.candidates(anchor, width - 1)
     adjust = None if penalties is None else penalties.adjust
     before, draws = positions[:, :-1], draws.of_block(positions[:, 0])
@@ -108,7 +112,7 @@ def one_round(
     weights = weights_of(logits, sampling.repeated(width))
     verdict = verify(told, logits, weights, sampling, draws, positions)
     if learns:
-        sharpness.learn(proposal, sampling, draws.seeded, slots, verdict)
+        draft_temperature.learn(proposal, sampling, draws.seeded, slots, verdict)
     accept = verdict.accept_len.long()
     tokens = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
     return tokens.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1)), accept
@@ -120,7 +124,7 @@ def decode(
     seeds: torch.Tensor,
     seeded: bool,
     tokens: int,
-    sharpness: float | Sharpness = 1.0,
+    draft_temperature: float | DraftTemperature = 1.0,
     change: Change | None = None,
     verify: Callable[..., Verdict] = verify_block,
     widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
@@ -144,7 +148,7 @@ def decode(
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
         positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
         emitted, accept = one_round(
-            model, anchor, positions, sampling, draws, sharpness, change, verify, penalties
+            model, anchor, positions, sampling, draws, draft_temperature, change, verify, penalties
         )
         # Requests that are done stay as they are.
         open_ = length <= tokens

@@ -16,8 +16,8 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
 from sglang_hyperdflash.serving import draft_sampler, sampled_worker
 from sglang_hyperdflash.serving.draft_sampler import check_candidates
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.exact import Draws, weights_of
-from sglang_hyperdflash.serving.sharpness import Sharpness
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5
@@ -154,7 +154,7 @@ def eager_worker(head, anchors: torch.Tensor, greedy: bool, ranks: Ranks | None 
     worker._tp_sync, worker.device = ranks or Ranks(), "cpu"
     worker.dependency, worker.num_candidates, worker.block_size = head, K, BLOCK
     worker._draft_block_ids_buf = torch.cat([anchors.unsqueeze(1), torch.ones(bs, 3).long()], 1)
-    worker._contexts, worker.sharpness = torch.arange(bs) + 20, Sharpness("cpu", bs)
+    worker._contexts, worker.draft_temperature = torch.arange(bs) + 20, DraftTemperature("cpu", bs)
     worker._block_pos_offsets = torch.arange(BLOCK)
     draws = Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
     worker.requests = SimpleNamespace(
@@ -194,7 +194,7 @@ def test_eager_rounds_draft_through_the_head(worker, lm_head, greedy):
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_ranks_that_sum_differently_verify_the_same_block(worker, lm_head, greedy):
-    """A gate's last bits, or a sharpness learnt from them, may differ; drafted tokens may not."""
+    """Last bits of a gate, or of what is learnt from them, may differ; drafted tokens may not."""
     head, anchors, rows = worker.dependency, torch.tensor([3, 9]), torch.randn(2 * (BLOCK - 1), D)
     found = draft_sampler.candidates_of(rows, BLOCK - 1, None, K, head)
     other = Candidates(found.ids, found.scores.flip(-1), found.gates)

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.propose import SHARPNESS, Candidates, law, propose
+from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Candidates, law, propose
 from sglang_hyperdflash.serving import exact
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
-from sglang_hyperdflash.serving.sharpness import Sharpness
 from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -47,10 +47,10 @@ def p_values(tokens: torch.Tensor, model: Markov, setting: dict) -> list[float]:
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_tokens_follow_the_targets_law_at_every_setting_and_sharpness(seeded):
+def test_tokens_follow_the_targets_law_at_every_setting_and_draft_temperature(seeded):
     model, values = Markov(3), []
     cases = [(setting, 1.0) for setting in SETTINGS.values()]
-    cases += [(SETTINGS["all of them"], t) for t in SHARPNESS[:-1]]
+    cases += [(SETTINGS["all of them"], t) for t in DRAFT_TEMPERATURES[:-1]]
     for setting, t in cases:
         tokens, accepted = decode(model, one(**setting), SEEDS[:8000], seeded, 3, t)
         values += p_values(tokens, model, setting)
@@ -363,11 +363,11 @@ def test_a_drafter_that_gives_nan_changes_no_law(model):
     assert min(p_values(tokens, model, {})) > 1e-4
 
 
-def test_sharpness_does_not_look_behind_the_first_refusal():
+def test_the_draft_temperature_does_not_look_behind_the_first_refusal():
     proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(6), 3)
     verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
     verdict = replace(verdict, accept_len=torch.tensor([0, 1, 1], dtype=torch.int32))
-    before, after, slots = Sharpness("cpu", 3), Sharpness("cpu", 3), torch.arange(3)
+    before, after, slots = DraftTemperature("cpu", 3), DraftTemperature("cpu", 3), torch.arange(3)
     before.learn(proposal, sampling, draws.seeded, slots, verdict)
     p = verdict.p.clone()
     p[0, 1:], p[1:, 2:] = 0.123, 0.456

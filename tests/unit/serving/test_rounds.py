@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving import draft_sampler, rounds, sampled_worker
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.rounds import Seeds, end_tokens, gather
-from sglang_hyperdflash.serving.sharpness import Sharpness
 
 
 class Request:
@@ -54,7 +54,7 @@ def test_a_client_s_seed_is_taken_and_a_missing_one_drawn_for_each_request(deter
 
 
 def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(deterministic):
-    """How sharp its drafts are may have been learnt from the round that was dropped."""
+    """Its draft temperature may have been learnt from the round that was dropped."""
     seeds, requests = Seeds(7), [Request("a"), Request("b", sampling_seed=5)]
     first = gather(requests, [3, 4], seeds, "cpu")
     for count in range(1, 5):
@@ -72,15 +72,15 @@ def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(determ
 def test_a_slot_s_new_owner_begins_anew_in_what_is_known_of_texts(deterministic):
     worker = object.__new__(sampled_worker.SampledWorker)
     worker.device, worker.seeds, worker._places = "cpu", Seeds(7), WeakKeyDictionary()
-    worker.sharpness = Sharpness("cpu", 8)
+    worker.draft_temperature = DraftTemperature("cpu", 8)
     a, b, c, greedy = Request("a"), Request("b"), Request("c"), Request("d", top_k=1)
 
     def known(reqs, slots):
         """Which of the slots' texts are known once a batch has begun; all are behind it."""
         worker.requests = gather(reqs, slots, worker.seeds, "cpu")
         worker._forget_texts(worker._moved(reqs, slots))
-        found = (worker.sharpness.doubt[slots] >= 0).tolist()
-        worker.sharpness.doubt[slots] = 0.3
+        found = (worker.draft_temperature.doubt[slots] >= 0).tolist()
+        worker.draft_temperature.doubt[slots] = 0.3
         return found
 
     assert known([a, b], [5, 2]) == [False, False]

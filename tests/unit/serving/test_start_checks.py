@@ -68,8 +68,8 @@ def test_a_width_beyond_the_block_is_refused_before_the_target_loads(arguments, 
 
 
 @pytest.mark.parametrize("found", ["sharp", "1.5", "-0.1", "nan"])
-def test_a_bad_sharpness_is_refused_before_the_target_loads(arguments, monkeypatch, found):
-    monkeypatch.setenv("HYPERDFLASH_SHARPNESS", found)
+def test_a_bad_draft_temperature_is_refused_before_the_target_loads(arguments, monkeypatch, found):
+    monkeypatch.setenv("HYPERDFLASH_DRAFT_TEMPERATURE", found)
     with pytest.raises(HyperDFlashConfigError, match=f"from 0 .* to 1 .*; found '{found}'"):
         checks.validate_server_args(arguments)
 

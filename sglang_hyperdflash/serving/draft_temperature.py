@@ -1,6 +1,6 @@
-"""How sharp a drafter's law is made before drafts are drawn from it.
+"""The temperature at which drafts are drawn, relative to the request's own.
 
-Drawing each draft from a marginal of many tokens loses where the target is sure: with p a point and
+Drawing each draft from a flat marginal loses where the target's entropy is low: with p a point and
 q = (.6, .4) a drawn draft is accepted .52 of the time, the argmax .6. Verification is exact for any
 q, so q has a temperature of its own, ``softmax(s / (T t))``; at ``t = 0`` drafts are argmaxes, as
 those of SGLang's DFLASH.
@@ -15,16 +15,16 @@ from collections.abc import Mapping
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import SHARPNESS, Proposal, law
+from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal, law
 from sglang_hyperdflash.serving.exact import Verdict, walked_worth
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-VARIABLE = "HYPERDFLASH_SHARPNESS"
+VARIABLE = "HYPERDFLASH_DRAFT_TEMPERATURE"
 ADAPTIVE = "adaptive"
 
 
-def read_sharpness(environment: Mapping[str, str] = os.environ) -> float | None:
-    """``t`` that the user fixes; None: learnt.
+def read_draft_temperature(environment: Mapping[str, str] = os.environ) -> float | None:
+    """The ``t`` that the user set; None: learnt.
 
     Raises:
         HyperDFlashConfigError: the variable is not of its form.
@@ -38,22 +38,22 @@ def read_sharpness(environment: Mapping[str, str] = os.environ) -> float | None:
         found = math.nan
     if not 0.0 <= found <= 1.0:
         raise HyperDFlashConfigError(
-            f"{VARIABLE} is {ADAPTIVE} or a number from 0 (argmax drafts) to 1 (drafts drawn from "
-            f"the drafter's own law); found {text!r}. Set it so, or unset it."
+            f"{VARIABLE}: expected {ADAPTIVE}, or a number from 0 (argmax drafts) to 1 (drafts "
+            f"drawn at the request's own temperature); found {text!r}. Correct or unset it."
         )
     return found
 
 
-class Sharpness:
-    """How sharp q is of each request: learnt from past rounds, or given.
+class DraftTemperature:
+    """The draft temperature of each request: learnt from past rounds, or given.
 
-    Counts, for every ``t`` of ``SHARPNESS``, what the verified rows would have kept of a draft:
-    apart for requests with a seed and without, and by how unsure the target was of the request's
-    text so far. One server answers texts that it is sure of, where argmaxes are kept, beside
-    others; a kind of text that was hardly met yet goes by all. Only rows whose prefix was accepted
-    count: others say what the target makes of a text that is not there, and of a request with a
-    seed the next round's drafts use their noise again. So the ``t`` in use is judged rightly, the
-    others on prefixes that it drafted: an estimate, which acceptance alone depends on.
+    Estimates, for every ``t`` of ``DRAFT_TEMPERATURES``, how much of a draft the verified rows
+    would have accepted: separately for seeded and unseeded requests, and by the target's
+    uncertainty on the request's text so far. Low-entropy texts favour argmaxes; a class of texts
+    with few rows uses the mean of all classes. Only rows whose prefix was accepted count: the
+    others follow a text that is not emitted, and a seeded request's next drafts reuse their noise.
+    So the estimate of the ``t`` in use is unbiased; the others are judged on prefixes that it
+    drafted. Only acceptance depends on them.
 
     Args:
         slots: rows of the request pool.
@@ -82,11 +82,11 @@ class Sharpness:
         self._rounds = 0
         self.fixed = fixed
         self.memory = memory
-        self.values = torch.tensor(SHARPNESS, device=device)
+        self.values = torch.tensor(DRAFT_TEMPERATURES, device=device)
         self.kinds = torch.tensor(self.KINDS, device=device)
         self.doubt = torch.full((slots,), -1.0, device=device)
         # Without a seed and with one; kinds of text.
-        shape = (2, len(self.KINDS) + 1, len(SHARPNESS))
+        shape = (2, len(self.KINDS) + 1, len(DRAFT_TEMPERATURES))
         self.gains = torch.zeros(shape, dtype=torch.float64, device=device)
         self.gains[..., -1] = 1e-3  # before the first round: q as the drafter has it
         self.rows = torch.full_like(self.gains[..., :1], 1e-3)
@@ -148,14 +148,14 @@ class Sharpness:
         emitted: torch.Tensor,
         p: torch.Tensor,
     ) -> torch.Tensor:
-        """What each row would keep at each ``t``: ``[bs, D, len(SHARPNESS)]`` fp64.
+        """What each row would keep at each ``t``: ``[bs, D, len(DRAFT_TEMPERATURES)]`` fp64.
 
         Args:
             emitted: ``[bs, D]`` int64; p: ``[bs, D, K]``, the target's at the candidates.
         """
         bs, drafts, width = proposal.ids.shape
         found = []
-        for values in self.values.split(len(SHARPNESS) if width <= self.AT_ONCE else 1):
+        for values in self.values.split(len(DRAFT_TEMPERATURES) if width <= self.AT_ONCE else 1):
             tried = len(values)
             scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
             each = sampling.repeated(drafts * tried)
@@ -185,8 +185,8 @@ def kept_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch
     that is flat enough makes up for it. Behind a prefix that q never drafts w is one.
 
     Args:
-        q: ``[bs, D, T, K]`` fp32, the drafter's law at T sharpnesses; p: ``[bs, D, K]`` fp32, the
-            target's; choice: ``[bs, D, 1]`` int64, the drafts.
+        q: ``[bs, D, T, K]`` fp32, the drafter's distribution at T draft temperatures.
+        p: ``[bs, D, K]`` fp32, the target's; choice: ``[bs, D, 1]`` int64, the drafts.
 
     Returns:
         ``[bs, D, T]`` fp64, from 0 to 1.

@@ -29,16 +29,16 @@ TABLE_BEGIN = "<!-- table of docs/figures/draw.py: begin -->\n"
 TABLE_END = "<!-- table of docs/figures/draw.py: end -->\n"
 
 METHODS = {
-    "mtp6": "MTP (6)",
-    "dflash6": "vanilla DFlash (6)",
-    "dspark6": "DSpark stand-in (6)",
-    "dflash2": "DFlash 2 stand-in (6)",
-    "hyperdflash6": "HyperDFlash (6)",
-    "hyperdflash2": "HyperDFlash-2 (6)",
+    "mtp6": "MTP",
+    "dflash6": "DFlash",
+    "dspark6": "DSpark-style",
+    "dflash2": "DFlash 2-style",
+    "hyperdflash6": "HyperDFlash",
+    "hyperdflash2": "HyperDFlash-2",
 }
 OURS = ("hyperdflash6", "hyperdflash2")
-# The kinds of text that the tiny target was trained to answer; it answers other prompts anyhow.
-OWN = ("math", "code", "chat")
+# In-distribution benchmarks: text of the kinds that the tiny target was trained on.
+IN_DISTRIBUTION = ("math", "code", "chat")
 NOISE = "target-again"
 DRAFTS = 6
 
@@ -79,14 +79,16 @@ HUES = {
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def rows_of(content: Row, method: str, own: bool | None = None) -> list[Row]:
-    """A method's rows at temperature 0, thinking off, one request at a time: one a benchmark.
+def rows_of(
+    content: Row, method: str, known: bool | None = None, temperature: float = 0.0
+) -> list[Row]:
+    """A method's rows, thinking off, one request at a time: one row per benchmark.
 
-    own: of the target's own kinds of text, of other prompts, or None for both.
+    known: True for in-distribution benchmarks, False for the others, None for both.
     """
-    chosen = {"method": method, "temperature": 0.0, "thinking": "off", "concurrency": 1}
+    chosen = {"method": method, "temperature": temperature, "thinking": "off", "concurrency": 1}
     rows = [row for row in content["rows"] if chosen.items() <= row.items()]
-    return rows if own is None else [row for row in rows if (row["benchmark"] in OWN) == own]
+    return [row for row in rows if known in (None, row["benchmark"] in IN_DISTRIBUTION)]
 
 
 def tau(rows: Sequence[Row]) -> float:
@@ -106,61 +108,58 @@ def positions(rows: Sequence[Row]) -> list[float]:
 
 
 def speedups(rows: Sequence[Row]) -> list[float]:
-    """Speedup over target-only of each benchmark."""
+    """Speedup over the baseline, one per benchmark."""
     return [row["speedup"] for row in rows]
 
 
 def mean(values: Sequence[float]) -> float:
-    """The plain mean."""
+    """Arithmetic mean."""
     return sum(values) / len(values)
 
 
 def noise_floor(content: Row) -> tuple[float, float]:
-    """The range of target-only's speedup over itself, over all benchmarks and rounds."""
+    """Range of the baseline's speedup over itself, over all benchmarks and rounds."""
     ranges = [row["speedup_range"] for row in rows_of(content, NOISE)]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def table(content: Row) -> str:
-    """README's table of results, a Markdown line for each method."""
-    heads = (
-        "method",
-        "tau, own kinds",
-        "speedup, own kinds",
-        "tau, other prompts",
-        "speedup, other prompts",
-        "greedy answers equal to target-only's",
-    )
+    """README's table of results, one Markdown line per method."""
+    heads = ["method", "τ in-dist., T=0", "T=1", "τ out-of-dist., T=0", "T=1"]
+    heads += ["speedup in-dist., T=0", "out-of-dist., T=0"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method, label in METHODS.items():
-        parts = [rows_of(content, method, own) for own in (True, False)]
-        cells = [cell for rows in parts for cell in (f"{tau(rows):.2f}", spread(speedups(rows)))]
-        same, all_ = (
-            sum(r[k] for r in rows_of(content, method))
-            for k in ("identical_answers", "compared_answers")
-        )
+        taus = [
+            f"{tau(rows_of(content, method, known, temperature)):.2f}"
+            for known in (True, False)
+            for temperature in (0.0, 1.0)
+        ]
         name = f"**{label}**" if method in OURS else label
-        lines.append(f"| {' | '.join((name, *cells, f'{same} of {all_}'))} |")
-    again = [spread(speedups(rows_of(content, NOISE, own))) for own in (True, False)]
-    lines.append(f"| target-only against itself | - | {again[0]} | - | {again[1]} | - |")
+        lines.append(f"| {' | '.join((name, *taus, *speed_cells(content, method)))} |")
+    again = ("baseline, second run", *["1"] * 4, *speed_cells(content, NOISE))
+    lines.append(f"| {' | '.join(again)} |")
     return "\n".join(lines) + "\n"
 
 
-def spread(values: Sequence[float]) -> str:
-    """The mean of ratios, and the least and the largest of them."""
-    return f"{mean(values):.2f}x ({min(values):.2f} to {max(values):.2f})"
+def speed_cells(content: Row, method: str) -> list[str]:
+    """Mean speedup of in- and of out-of-distribution benchmarks, with the range over them."""
+    cells = []
+    for known in (True, False):
+        values = speedups(rows_of(content, method, known))
+        cells.append(f"{mean(values):.2f}x ({min(values):.2f}-{max(values):.2f})")
+    return cells
 
 
 def with_table(readme: str, content: Row) -> str:
-    """README's text with its table of results written anew."""
+    """README's text with its table of results rewritten."""
     before, rest = readme.split(TABLE_BEGIN)
     _, after = rest.split(TABLE_END)
-    return before + TABLE_BEGIN + "\n" + table(content) + "\n" + TABLE_END + after
+    return before + TABLE_BEGIN + table(content) + "\n" + TABLE_END + after
 
 
 def digest(content: Row) -> str:
     """What a figure depends on: this script and the numbers in it, as 16 hex digits."""
-    shares = {name: positions(rows_of(content, name, own=True)) for name in METHODS}
+    shares = {name: positions(rows_of(content, name, known=True)) for name in METHODS}
     numbers = table(content) + json.dumps(shares)
     return hashlib.sha256(Path(__file__).read_bytes() + numbers.encode()).hexdigest()[:16]
 
@@ -169,7 +168,7 @@ def digest(content: Row) -> str:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure whose data units are tenths of an inch, without axes or background."""
+    """A figure in units of a tenth of an inch, without axes or background."""
     figure = Figure(figsize=(width / 10, height / 10))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -196,7 +195,7 @@ def note(axes: Axes, theme: Theme, x: float, y: float, text: str, **style: Any) 
 
 
 def draw_target(axes: Axes, theme: Theme) -> None:
-    """The target: layers, and the four streams that leave the last one."""
+    """The target's layers and the four residual streams that leave the last one."""
     box(axes, theme, 1, 13, 17, 20)
     note(axes, theme, 9.5, 35, "target", fontweight="bold", fontsize=10.5)
     for i in range(3):
@@ -205,11 +204,12 @@ def draw_target(axes: Axes, theme: Theme) -> None:
         )
     for i, hue in enumerate(STREAMS):
         axes.plot([1.6, 25.5], [17 + 4 * i] * 2, color=hue, linewidth=2.6, zorder=3)
-    note(axes, theme, 9.5, 10.6, "its layers carry m = 4\nresidual streams per token", fontsize=8.5)
+    text = "hyper-connections: m = 4\nresidual streams per token"
+    note(axes, theme, 9.5, 10.6, text, fontsize=8.5)
 
 
 def draw_gate(axes: Axes, theme: Theme) -> None:
-    """The gate that weighs the streams, and the one feature behind it."""
+    """The gate that weighs the streams, and the feature that it produces."""
     corners = [(26, 13.5), (26, 32.5), (34, 26.5), (34, 19.5)]
     axes.add_patch(
         Polygon(corners, facecolor=theme["panel"], edgecolor=theme["accent"], linewidth=1.6)
@@ -218,7 +218,7 @@ def draw_gate(axes: Axes, theme: Theme) -> None:
         note(axes, theme, 28.2, 17 + 4 * i, f"$a_{i + 1}$", color=hue, fontsize=10)
     note(axes, theme, 32, 23, "$\\Sigma$", fontsize=12)
     note(axes, theme, 30, 35, "gate", fontweight="bold", fontsize=10.5, color=theme["accent"])
-    text = "inherited: it starts as\nthe target's own hc_head"
+    text = "initialized from the\ntarget's own hc_head"
     note(axes, theme, 30, 10.6, text, fontsize=8.5)
     arrow(axes, theme, (34, 23), (38.4, 23))
     axes.add_patch(Rectangle((38.8, 19.4), 2, 7.2, facecolor=theme["accent"], edgecolor="none"))
@@ -234,7 +234,7 @@ def cell(axes: Axes, theme: Theme, x: float, y: float, text: str, edge: str) -> 
 
 
 def draw_block(axes: Axes, theme: Theme) -> None:
-    """The drafter's block and what the target keeps of it."""
+    """The drafter's block and the part that the target accepts."""
     box(axes, theme, 46.8, 13, 44.2, 20, edgecolor=theme["accent"])
     note(axes, theme, 69, 35, "drafter: one pass", fontweight="bold", fontsize=10.5)
     xs = [49 + 5.8 * i for i in range(DRAFTS + 1)]
@@ -243,7 +243,7 @@ def draw_block(axes: Axes, theme: Theme) -> None:
         if i:
             arrow(axes, theme, (x + 2.5, 19.4), (x + 2.5, 26.4), linewidth=1)
             cell(axes, theme, x, 26.8, f"$d_{i}$", theme["accent"])
-    text = "layers that attend to the features\nof all tokens before the anchor"
+    text = "layers attend to the features\nof all tokens before the anchor"
     axes.text(
         xs[3] + 5.4,
         22.9,
@@ -256,15 +256,15 @@ def draw_block(axes: Axes, theme: Theme) -> None:
         zorder=4,
     )
     for i, x in enumerate(xs[1:], 1):
-        kept = i <= 3
-        mark, hue = ("kept", theme["good"]) if kept else ("cut", theme["soft"])
+        accepted = i <= 3
+        mark, hue = ("accept", theme["good"]) if accepted else ("reject", theme["soft"])
         if i == 4:
             mark, hue = "bonus", theme["bonus"]
         cell(axes, theme, x, 3.6, mark, hue)
         if i <= 4:
             arrow(axes, theme, (x + 2.5, 12.6), (x + 2.5, 8.3), linewidth=1)
-    text = "the target verifies all six in one pass; the longest right\n"
-    text += "prefix stays, and the target adds a bonus token of its own"
+    text = "the target verifies all six in one pass, accepts the\n"
+    text += "longest correct prefix and adds one bonus token"
     note(axes, theme, 28.5, 5.6, text, fontsize=9)
 
 
@@ -280,9 +280,9 @@ def method(theme: Theme, _content: Row) -> Figure:
 STEPS = (
     ("init", "reads the target's\nconfig and hc_head", "untrained\ndrafter"),
     ("regenerate", "the target answers\nyour prompts", "answers\n(JSONL)"),
-    ("capture", "one prefill of each\nanswer, by SGLang", "states\n(shards)"),
-    ("train", "CE + alpha KL;\nresumes exactly", "trained\ndrafter"),
-    ("serve", "SGLang with\nHYPERDFLASH", "the target's\nown answers"),
+    ("capture", "SGLang prefills\neach answer once", "target states\n(shards)"),
+    ("train", "CE + alpha KL,\nexact resume", "trained\ndrafter"),
+    ("serve", "SGLang with\nHYPERDFLASH", "lossless\nspeedup"),
 )
 
 
@@ -300,7 +300,7 @@ def training(theme: Theme, _content: Row) -> Figure:
         arrow(axes, theme, (x + 7.5, 8.9), (x + 7.5, 6.9), linewidth=1)
         if i + 1 < len(STEPS):
             arrow(axes, theme, (x + 15.2, 14), (x + 18.2, 14))
-    text = "capture is for targets that a trainer cannot hold; a small one is run by train itself"
+    text = "capture is for targets too large for the trainer; train runs a small target itself"
     note(axes, theme, 46, 1, text, fontsize=8.5, color=theme["soft"])
     return figure
 
@@ -317,7 +317,7 @@ def dress(axes: Axes, theme: Theme, title: str) -> None:
 
 
 def results(theme: Theme, content: Row) -> Figure:
-    """Speedup of each method beside the noise floor, and acceptance by drafted position."""
+    """Speedup of each method with the noise floor, and acceptance by drafted position."""
     figure = Figure(figsize=(9.2, 3.6))
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     plot_speedups(left, theme, content)
@@ -327,30 +327,30 @@ def results(theme: Theme, content: Row) -> Figure:
 
 
 def plot_speedups(axes: Axes, theme: Theme, content: Row) -> None:
-    """A bar for each method, a dot for each benchmark, a band for the noise floor."""
+    """A bar per method, a dot per benchmark, a band for the noise floor."""
     low, high = noise_floor(content)
     axes.axvspan(low, high, color=theme["line"], alpha=0.3, linewidth=0)
     axes.axvline(1, color=theme["line"], linewidth=1)
     for y, name in enumerate(reversed(METHODS)):
-        rows = rows_of(content, name, own=True)
+        rows = rows_of(content, name, known=True)
         times = speedups(rows)
         axes.barh(y, mean(times), height=0.55, color=HUES[name], alpha=0.85)
         axes.plot(times, [y] * len(times), "o", markersize=3.5, color=theme["ink"])
-        axes.text(0.05, y, f"tau {tau(rows):.2f}", va="center", fontsize=9, color="white")
+        axes.text(0.05, y, f"τ {tau(rows):.2f}", va="center", fontsize=9, color="white")
     axes.set_yticks(range(len(METHODS)), list(reversed(METHODS.values())))
     axes.set(xlim=(0, None), xticks=(0, 1, 2, 3))
-    dress(axes, theme, "Speedup over target-only")
+    dress(axes, theme, "Speedup over the baseline, in-distribution, T = 0")
 
 
 def plot_positions(axes: Axes, theme: Theme, content: Row) -> None:
     """Acceptance of every drafted position."""
     for name, label in METHODS.items():
-        shares = positions(rows_of(content, name, own=True))
+        shares = positions(rows_of(content, name, known=True))
         steps = range(1, len(shares) + 1)
         axes.plot(steps, shares, "o-", color=HUES[name], linewidth=2, markersize=4, label=label)
     axes.set(xticks=range(1, DRAFTS + 1), ylim=(0, 1), xlim=(0.7, DRAFTS + 0.3))
     axes.legend(frameon=False, fontsize=8.5, labelcolor=theme["ink"])
-    dress(axes, theme, "Share of rounds that keep draft k")
+    dress(axes, theme, "Acceptance by drafted position")
 
 
 FIGURES: Mapping[str, Callable[[Theme, Row], Figure]] = {

@@ -1,0 +1,6 @@
+# HYPERDFLASH on SGLang's own image; docs/install.md says how to build and run it.
+ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
+FROM ${SGLANG_IMAGE}
+
+COPY . /opt/sglang-hyperdflash
+RUN pip install --no-cache-dir /opt/sglang-hyperdflash

@@ -8,7 +8,7 @@ FAST := not gpu and not slow and not faults and not disaggregation and not repli
 
 .PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench retrain eval-tiny figures reference
 
-# A folder with benchmarks/*.jsonl; see docs/evaluation.md.
+# A folder with benchmarks/*.jsonl; see docs/results.md.
 DATA ?= data
 
 setup: $(STAMP)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 COPIED = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "docs")
 PRINTED_ADDRESS = "127.0.0.1:30000"
-READ = ("serving", "training", "evaluation", "troubleshooting")
+READ = ("install", "serving", "training", "benchmarking", "troubleshooting")
 MODULE = ["python", "-m", "sglang.launch_server"]
 SECONDS = 1800
 # A machine that runs other things too may take minutes to start a server.
@@ -144,8 +144,12 @@ def test_the_page_on_troubleshooting(reader):
     assert "WRONG" not in "".join(said for _, said in reader.answers)
 
 
-def test_the_page_on_evaluation(reader):
-    reader.read(page("docs/evaluation.md"))
+def test_the_page_on_installation(reader):
+    reader.read(page("docs/install.md"))
+
+
+def test_the_page_on_benchmarking(reader):
+    reader.read(page("docs/benchmarking.md"))
     out = reader.folder / "build" / "comparison"
     assert (out / "report.html").is_file()
     rows = json.loads((out / "results.json").read_text())["rows"]

@@ -5,7 +5,6 @@ One test a cell, so that a part can be asked for: ``-k "capture and Ctrl"``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,6 @@ def cells() -> Iterator[Any]:
         for fault in FAULTS:
             if (name, fault) not in CANNOT:
                 yield pytest.param(name, fault, id=f"{name}-{fault}".replace(" ", "-"))
-
-
-def test_the_page_on_training_has_the_matrix_of_these_tests():
-    text = (ROOT / "docs" / "training.md").read_text()
-    lines = text[text.index("| fault |") :].split("\n\n")[0].splitlines()
-    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    assert [cell.replace("`", "").replace(" ", "-") for cell in header[1:]] == list(SUBJECTS)
-    assert [row[0] for row in rows] == list(FAULTS)
-    shown = {
-        (name, row[0]): cell for row in rows for name, cell in zip(SUBJECTS, row[1:], strict=True)
-    }
-    assert {where for where, cell in shown.items() if not cell} == CANNOT
-    assert all(re.fullmatch(r"\d+ \d+ \d+", cell) for cell in shown.values() if cell)
 
 
 class Matrix:

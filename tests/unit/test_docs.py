@@ -32,7 +32,6 @@ from tests.unit.serving.test_counters import metrics_in, sglang_metrics
 
 README = ROOT / "README.md"
 SERVING = ROOT / "docs" / "serving.md"
-HELD_OUT = ROOT / "eval" / "results" / "tiny_serving" / "held_out.json"
 MARKS = {"", "untested", "elsewhere", "background", "file"}
 VARIABLE = re.compile(r"HYPERDFLASH_[A-Z][A-Z_]*[A-Z]")
 
@@ -373,12 +372,3 @@ def test_every_committed_result_is_named_and_no_other():
         *(re.findall(r"eval/results/(\w+)", page.read_text()) for page in [README, *GUIDES])
     )
     assert committed == named and len(committed) <= 8
-
-
-def test_the_demo_s_output_is_what_it_prints(capsys):
-    from sglang_hyperdflash.commands.demo import print_summary
-
-    print_summary(json.loads(HELD_OUT.read_text()), HELD_OUT.relative_to(ROOT))
-    printed = capsys.readouterr().out.strip()
-    shown = next(f for f in fences(README) if f.mark == f"output of {HELD_OUT.relative_to(ROOT)}")
-    assert shown.text.strip() == printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.beside_kv import VERIFY_MATRICES, Batches, beside_kv
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
 from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
-from tests.conftest import ROOT
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
 
@@ -87,13 +85,6 @@ def test_v4_flash_with_256_requests():
     assert gib["residual of the captured batches"] == pytest.approx(0.055, abs=0.001)
     assert gib["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
     assert gib["counts of requests with penalties"] < 0.13 and gib["drafts' candidates"] < 0.01
-
-
-def test_the_manual_says_the_bytes_of_a_verification():
-    text = (ROOT / "docs" / "serving.md").read_text()
-    (said,) = re.findall(r"transient, ([\d,]+) bytes at 256 requests of 129,280 tokens", text)
-    found = beside_kv(Batches(256, [], BLOCK, 4 * 4096, 129_280))
-    assert int(said.replace(",", "")) == found["verification of sampled requests"]
 
 
 def test_without_graphs_nothing_is_kept_for_them():

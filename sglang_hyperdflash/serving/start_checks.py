@@ -6,14 +6,14 @@ Runs in the launcher before any process starts (seam: ``SpeculativeAlgorithm.reg
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.draft.checkpoint import check_names, expected_tensors
 from sglang_hyperdflash.draft.config import (
     HyperDFlashConfig,
     check_fingerprint,
@@ -22,11 +22,10 @@ from sglang_hyperdflash.draft.config import (
     parse_config,
 )
 from sglang_hyperdflash.seams import check_installed
-from sglang_hyperdflash.serving.draft_files import check_draft_files
 from sglang_hyperdflash.serving.draft_kv_size import pool_ratio
 from sglang_hyperdflash.serving.draft_temperature import read_draft_temperature
 from sglang_hyperdflash.serving.width_settings import read_setting
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.files import DTYPES, TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -39,8 +38,18 @@ UNSUPPORTED = (
         "use --tokenizer-worker-num 1",
     ),
     ("pp_size", lambda v: v not in (None, 1), "block drafting needs one pipeline stage", "use tp"),
-    ("enable_lora", bool, "LoRA changes the target under the drafter", "drop --enable-lora"),
-    ("lora_paths", bool, "LoRA changes the target under the drafter", "drop --lora-paths"),
+    (
+        "enable_lora",
+        bool,
+        "LoRA changes the target that the drafter was trained for",
+        "drop --enable-lora",
+    ),
+    (
+        "lora_paths",
+        bool,
+        "LoRA changes the target that the drafter was trained for",
+        "drop --lora-paths",
+    ),
     (
         "enable_hisparse",
         bool,
@@ -50,32 +59,32 @@ UNSUPPORTED = (
     (
         "enable_unified_memory",
         bool,
-        "the unified pool admits named algorithms only",
+        "the unified pool admits SGLang's own algorithms only",
         "drop --enable-unified-memory",
     ),
     (
         "enable_hierarchical_cache",
         bool,
-        "draft K/V restored from host memory are untested",
+        "draft K/V restored from host memory is untested",
         "drop --enable-hierarchical-cache",
     ),
     ("enable_lmcache", bool, "LMCache rejects speculative decoding", "drop --enable-lmcache"),
     (
         "rl_on_policy_target",
         bool,
-        "target-only then draws from probabilities rounded to bf16, and a block would not",
+        "the baseline then samples from probabilities rounded to bf16, and a block would not",
         "drop --rl-on-policy-target",
     ),
     (
         "speculative_adaptive",
         bool,
-        "it is for named algorithms; HYPERDFLASH_WIDTH says whether the width follows load",
+        "it is for SGLang's own algorithms; HYPERDFLASH_WIDTH=adaptive follows the load",
         "drop the flag",
     ),
     (
         "speculative_use_block_verification",
         bool,
-        "requests without a seed are verified by blocks without it, those with one by their seed",
+        "unseeded requests use block verification already, seeded ones their seed",
         "drop the flag",
     ),
     (
@@ -100,13 +109,13 @@ UNSUPPORTED = (
     (
         "grammar_backend",
         lambda v: v == "outlines",
-        "SGLang cannot check a block of drafts against its masks, nor take a draft back from it",
+        "SGLang can neither check a block of drafts with it nor undo a rejected draft",
         "use --grammar-backend xgrammar or llguidance",
     ),
     (
         "enable_pdmux",
         bool,
-        "its split prefills pass a speculative worker by",
+        "its split prefills bypass the speculative worker",
         "drop --enable-pdmux",
     ),
 )
@@ -145,7 +154,6 @@ def validate_server_args(server_args) -> None:
     if draft.is_dir() and not _without_weights(server_args):
         check_draft_files(draft, _draft_hub_config(server_args).to_dict(), config)
     _check_gate(server_args, config)
-    _check_port(server_args)
 
 
 def _check_gate(server_args, config: HyperDFlashConfig) -> None:
@@ -166,22 +174,45 @@ def _check_gate(server_args, config: HyperDFlashConfig) -> None:
         check_fingerprint(config, hc_head.fingerprint())
 
 
-def _check_port(server_args) -> None:
-    """Refuse a taken port before the model is loaded; SGLang binds it afterwards."""
-    launcher = Path(sys.argv[0]).name in ("launch_server.py", "sglang")
-    here = multiprocessing.parent_process() is None and not getattr(server_args, "node_rank", 0)
-    host, port = getattr(server_args, "host", None), getattr(server_args, "port", None)
-    if not (launcher and here and host and port):
-        return
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise HyperDFlashConfigError(
-                f"--port {port} on {host} cannot be listened on: {error.strerror}. Stop what "
-                "listens there, or choose another --port."
-            ) from error
+def check_draft_files(folder: Path, raw: Mapping[str, Any], config: HyperDFlashConfig) -> None:
+    """Refuse a folder whose safetensors are not those that its ``config.json`` describes.
+
+    Reads headers only; values are checked when the drafter is loaded
+    (``draft.checkpoint.checked_tensors``).
+
+    Raises:
+        HyperDFlashConfigError: no file, a damaged one, or a tensor missing, extra, repeated, of
+            another shape or of another kind; the message names the file.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise HyperDFlashConfigError(
+            f"--speculative-draft-model-path {folder} holds no *.safetensors; pickled weights are "
+            "not loaded. Export the drafter again."
+        )
+    try:
+        found = [pair for path in files for pair in _shapes(path)]
+        check_names(found, expected_tensors(raw, config))
+    except HyperDFlashConfigError as error:
+        raise HyperDFlashConfigError(
+            f"{folder}: {error} Copy or export the drafter again."
+        ) from error
+
+
+def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a safetensors file."""
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                tensor = file.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
+                    raise HyperDFlashConfigError(
+                        f"{path.name}: expected tensor {name} in one of {', '.join(DTYPES)}, found "
+                        f"{tensor.get_dtype()}."
+                    )
+                yield name, tuple(tensor.get_shape())
+    except SafetensorError as error:
+        raise HyperDFlashConfigError(f"{path.name} is damaged or cut short: {error}.") from error
 
 
 def _hub_config(path: str, revision: str | None, trust_remote_code: bool = False):
@@ -271,7 +302,7 @@ def _check_block_size(server_args, config: HyperDFlashConfig) -> None:
         if value is not None and int(value) != config.block_size:
             raise HyperDFlashConfigError(
                 f"the drafter was trained with block size {config.block_size}; {name}={value} "
-                "would silently ruin its acceptance. Drop the flag."
+                "would lower its acceptance without an error. Drop the flag."
             )
 
 
@@ -280,8 +311,8 @@ def _check_window(server_args, config: HyperDFlashConfig) -> None:
     if flag is not None and flag != config.window:
         raise HyperDFlashConfigError(
             f"the drafter was trained with window {config.window or 'none: the full context'}; "
-            f"speculative_draft_window_size={flag} would silently ruin its acceptance. Drop the "
-            "flag."
+            f"speculative_draft_window_size={flag} would lower its acceptance without an error. "
+            "Drop the flag."
         )
     if config.window is None:
         return
@@ -292,13 +323,13 @@ def _check_window(server_args, config: HyperDFlashConfig) -> None:
         raise HyperDFlashConfigError(
             f"{ALGORITHM} does not support SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 with a windowed "
             "drafter: its slots are laid out before graphs are captured, and the pool would be "
-            "resized after. Unset the variable."
+            "resized afterwards. Unset the variable."
         )
     if getattr(server_args, "disaggregation_mode", None) not in (None, "null"):
         raise HyperDFlashConfigError(
             f"{ALGORITHM} does not support prefill/decode disaggregation with a windowed drafter: "
-            "its K/V are not at the target's slots, which are what is sent. Use a drafter without "
-            "a window."
+            "its K/V is not in the target's slots, which are transferred. Use a drafter without a "
+            "window."
         )
 
 
@@ -309,8 +340,8 @@ def _check_memory_saver(server_args) -> None:
         getattr(server_args, name, False) for name in kept
     ):
         raise HyperDFlashConfigError(
-            f"{ALGORITHM} does not support enable_memory_saver=True alone: a trainer sends the "
-            "target's weights again, and the drafter's would be lost without an error. Add "
+            f"{ALGORITHM} does not support enable_memory_saver=True alone: the target's weights "
+            "are sent again after a release, the drafter's would be lost without an error. Add "
             "--enable-draft-weights-cpu-backup."
         )
 
@@ -328,9 +359,9 @@ def _check_context(server_args, target) -> None:
     drafted = length(_draft_hub_config(server_args))
     if drafted < served:
         raise HyperDFlashConfigError(
-            f"the drafter has {drafted} positions (max_position_embeddings of its config.json), "
-            f"the server would serve {served}. Pass --context-length {drafted}, or export the "
-            "drafter with the target's max_position_embeddings."
+            f"expected a drafter of at least {served} positions, the server's context; found "
+            f"{drafted} (max_position_embeddings of its config.json). Pass --context-length {drafted}, "
+            "or export the drafter with the target's max_position_embeddings."
         )
 
 

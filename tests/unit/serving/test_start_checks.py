@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,10 +164,13 @@ def rewritten(path: Path, edit) -> None:
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda p: cut(p, p.stat().st_size - 9), "is cut short: expected [0-9]+ bytes, found"),
-        (lambda p: cut(p, 100), "is not a safetensors file"),
-        (lambda p: cut(p, 0), "is not a safetensors file"),
-        (lambda p: p.write_bytes(p.read_bytes() + b"x"), "is damaged: expected [0-9]+ bytes"),
+        (lambda p: cut(p, p.stat().st_size - 9), "model.safetensors is damaged or cut short"),
+        (lambda p: cut(p, 100), "model.safetensors is damaged or cut short"),
+        (lambda p: cut(p, 0), "model.safetensors is damaged or cut short"),
+        (
+            lambda p: p.write_bytes(p.read_bytes() + b"x"),
+            "model.safetensors is damaged or cut short",
+        ),
         (lambda p: rewritten(p, lambda w: w.pop("norm.weight")), "tensors are missing: norm"),
         (lambda p: rewritten(p, lambda w: w.update(stray=torch.zeros(3))), "unexpected .* stray"),
         (
@@ -208,15 +210,3 @@ def test_a_drafter_of_another_target_is_refused_before_it_loads(arguments, targe
         checks.validate_server_args(arguments)
     (target / "model.safetensors").unlink()
     checks.validate_server_args(arguments)  # SGLang's loader says what is wrong with the target
-
-
-def test_a_taken_port_is_refused_before_the_target_loads(arguments, monkeypatch):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        arguments.host, arguments.port = other.getsockname()
-        checks.validate_server_args(arguments)  # an engine in this process listens nowhere
-        monkeypatch.setattr("sys.argv", ["/x/sglang/launch_server.py"])
-        with pytest.raises(HyperDFlashConfigError, match=r"--port \d+ on 127.0.0.1 cannot be"):
-            checks.validate_server_args(arguments)
-    checks.validate_server_args(arguments)

@@ -360,8 +360,8 @@ def _check_context(server_args, target) -> None:
     if drafted < served:
         raise HyperDFlashConfigError(
             f"expected a drafter of at least {served} positions, the server's context; found "
-            f"{drafted} (max_position_embeddings of its config.json). Pass --context-length {drafted}, "
-            "or export the drafter with the target's max_position_embeddings."
+            f"{drafted} (max_position_embeddings of its config.json). Pass --context-length "
+            f"{drafted}, or export the drafter with the target's max_position_embeddings."
         )
 
 

@@ -27,23 +27,22 @@ AXES = {
     ),
     "Parts of the paper's drafter": (
         PAPERS,
-        (PAPERS, "random gate", "fc", "no path norm", "no KL", "mean teacher"),
+        (PAPERS, "fc", "no KL"),
     ),
     "Parts of HyperDFlash-2": (
         OURS,
         (
             *(OURS, PAPERS, "acceptance", "half acceptance", "quarter acceptance"),
-            *("acceptance no head", "overlap", "argmax labels"),
+            *("acceptance no head",),
             *("KL of all drafts", "selector", "product", "product selector"),
             *(
                 "no CE of candidates",
                 "head at the drafter's rate",
                 "fast head",
                 "no gate of the head",
-                "D-PACE",
                 "causal",
             ),
-            *("random widths", "layers 1 3 5", "late layers"),
+            *("layers 1 3 5", "late layers"),
             *("rank 64", "K = 16", "K = 256", "t = 0", "t = 0.5", "t = 1", "block 5", "block 9"),
         ),
     ),

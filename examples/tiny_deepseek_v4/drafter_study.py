@@ -9,9 +9,9 @@
 
 The paper's drafter, HyperDFlash-2, stand-ins of rivals, the depth of captured layers, and the
 parts of each. ``train`` makes every variant with every seed through ``hyperdflash init`` and
-``hyperdflash train`` from the files of ``drafters``; ``--from DRAFTER`` starts those that can from
-a trained drafter. ``serve`` measures tau of each on held-out prompts at three temperatures, and
-that greedy answers are target-only's. All resume: what is finished is not done again.
+``hyperdflash train`` from the files of ``drafters``. ``serve`` measures tau of each on held-out
+prompts at three temperatures, and that greedy answers are the baseline's. All resume: what is
+finished is not done again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ SETTINGS = {
 }
 HEAD = ("--dependency-rank", "128")
 ALL = "the target's vocabulary"
-LAYERS = ("--source", "layers", "--reducer", "fc", "--layer-ids")
-BOTH = ("--source", "pre_hc_head_and_layers", "--reducer", "fc", "--layer-ids")
+NO_HEAD = ("--dependency-rank", "0")
 
 
 @dataclass(frozen=True)
@@ -77,48 +76,35 @@ class Variant:
     top_k: int | None = None
     sharpness: str | None = None
 
-    @property
-    def can_start_anywhere(self) -> bool:
-        """Whether ``--from`` may give it a trained drafter's weights."""
-        return not set(self.init) & {"--source", "--block-size"}
-
-    @property
-    def served(self) -> bool:
-        """Whether a server can read its source."""
-        return "pre_hc_head_and_layers" not in self.init
-
 
 VARIANTS = {
     "hyperdflash2": Variant("hyperdflash2"),
-    "hyperdflash": Variant("hyperdflash", ()),
-    "dspark": Variant("dspark", (*LAYERS, "5", "6", "7", *HEAD, "--dependency-top-k", ALL)),
+    "hyperdflash": Variant("hyperdflash", NO_HEAD),
+    "dspark": Variant("dspark", ("--layer-ids", "5", "6", "7", *HEAD, "--dependency-top-k", ALL)),
     "dflash2": Variant(
         "dflash2",
-        (*LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
+        (
+            *("--layer-ids", "1", "3", "5", *HEAD),
+            *("--dependency-form", "product", "--dependency-top-k", "16"),
+        ),
     ),
-    "dflash": Variant("dflash", (*LAYERS, "1", "3", "5")),  # what SGLang chooses
+    "dflash": Variant("dflash", ("--layer-ids", "1", "3", "5", *NO_HEAD)),  # what SGLang chooses
     # Drafted as SGLang's DFLASH drafts.
     "argmax drafts": Variant("hyperdflash", of="hyperdflash", sharpness="0"),
     # Acceptance against the depth of the captured layers.
     **{
-        f"dflash {' '.join(depth)}": Variant("dflash", (*LAYERS, *depth))
+        f"dflash {' '.join(depth)}": Variant("dflash", ("--layer-ids", *depth, *NO_HEAD))
         for depth in ("012", "246", "456", "567")
     },
     # One choice against hyperdflash each.
-    "random gate": Variant("hyperdflash", ("--gate", "random")),
-    "fc": Variant("hyperdflash", ("--reducer", "fc")),
-    "fc and 2 4 6": Variant("hyperdflash", (*BOTH, "2", "4", "6")),
-    "no path norm": Variant("hyperdflash", ("--no-path-norm",)),
-    "no KL": Variant("hyperdflash", (), {"alpha": 0.0}),
-    "mean teacher": Variant("hyperdflash", (), {"teacher": "mean"}),
+    "fc": Variant("hyperdflash", ("--reducer", "fc", *NO_HEAD)),
+    "no KL": Variant("hyperdflash", NO_HEAD, {"alpha": 0.0}),
     # One choice against hyperdflash2 each.
     "acceptance": Variant("hyperdflash2", objective={"loss": "acceptance"}),
     "half acceptance": Variant("hyperdflash2", objective={"loss": "acceptance", "mix": 0.5}),
     "quarter acceptance": Variant("hyperdflash2", objective={"loss": "acceptance", "mix": 0.25}),
-    "acceptance no head": Variant("hyperdflash2", (), {"loss": "acceptance"}),
-    "overlap": Variant("hyperdflash2", objective={"loss": "acceptance", "distance": "overlap"}),
+    "acceptance no head": Variant("hyperdflash2", NO_HEAD, {"loss": "acceptance"}),
     "KL of all drafts": Variant("hyperdflash2", objective={"alpha": 1.0, "P": 6}),
-    "argmax labels": Variant("hyperdflash2", objective={"loss": "acceptance", "labels": "argmax"}),
     "selector": Variant("hyperdflash2", objective={"loss": "selector"}),
     "product": Variant("hyperdflash2", (*HEAD, "--dependency-form", "product")),
     "product selector": Variant(
@@ -128,11 +114,9 @@ VARIANTS = {
     "head at the drafter's rate": Variant("hyperdflash2", stage={"dependency_lr": 1.0}),
     "fast head": Variant("hyperdflash2", stage={"dependency_lr": 3.0}),
     "no gate of the head": Variant("hyperdflash2", stage={"dependency_gate": False}),
-    "D-PACE": Variant("hyperdflash2", objective={"weights": "dpace"}),
     "causal": Variant("hyperdflash2", (*HEAD, "--causal")),
-    "random widths": Variant("hyperdflash2", stage={"widths": [2, 4, 7]}),
-    "layers 1 3 5": Variant("hyperdflash2", (*LAYERS, "1", "3", "5", *HEAD)),
-    "late layers": Variant("hyperdflash2", (*LAYERS, "5", "6", "7", *HEAD)),
+    "layers 1 3 5": Variant("hyperdflash2", ("--layer-ids", "1", "3", "5", *HEAD)),
+    "late layers": Variant("hyperdflash2", ("--layer-ids", "5", "6", "7", *HEAD)),
     "rank 64": Variant("hyperdflash2", ("--dependency-rank", "64")),
     "K = 16": Variant("hyperdflash2", of="hyperdflash2", top_k=16),
     "K = 256": Variant("hyperdflash2", of="hyperdflash2", top_k=256),
@@ -208,8 +192,6 @@ def train(args: argparse.Namespace) -> None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         start = ["--target", str(args.target), "--out", str(folder / "draft"), "--seed", str(seed)]
-        if args.origin is not None and variant.can_start_anywhere:
-            start += ["--from", str(args.origin)]
         config = training_file(variant, seed, folder, args)
         work = ["--work", str(folder / "work"), "--states", str(args.work / "states")]
         work += ["--threads", str(args.threads)]
@@ -331,7 +313,7 @@ def serve(args: argparse.Namespace) -> None:
     for name in args.variants:
         for seed in args.seeds:
             folder, drafter = run_folder(args.work, name, seed), drafter_of(name, seed, args.work)
-            if drafter is None or not VARIANTS[name].served:
+            if drafter is None:
                 continue
             environment = {WIDTH: FULL, DRAFT_TEMPERATURE: VARIANTS[name].sharpness or ADAPTIVE}
             setting = asked | {"repeats": args.repeats, "environment": environment}
@@ -394,7 +376,6 @@ def main() -> None:
             command.add_argument("--repeats", type=int, default=1, help="of sampled answers")
             continue
         command.add_argument("--answers", type=Path, default=Path("build/own"))
-        command.add_argument("--from", dest="origin", type=Path, help="a trained drafter")
         command.add_argument("--steps", type=int, help="default: the training file's")
         command.add_argument("--lr", type=float, help="default: the training file's")
         command.add_argument("--part", default="1/1", help="i/n: every n-th run from the i-th")

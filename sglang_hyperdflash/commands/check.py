@@ -70,7 +70,7 @@ def kernels() -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for m, d in REDUCERS:
-        reducer = HCGateReducer(m, d, rms_eps=1e-6, hc_eps=1e-6, path_norm=True).to(device)
+        reducer = HCGateReducer(m, d, rms_eps=1e-6, hc_eps=1e-6).to(device)
         reducer.randomise()
         check_kernels(reducer, torch.ones(d, device=device, dtype=dtype))
     sizes = ", ".join(f"{m} x {d}" for m, d in REDUCERS)

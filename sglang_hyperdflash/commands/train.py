@@ -32,7 +32,7 @@ from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Source
-from sglang_hyperdflash.training.trainer import STATE, Trainer, check_widths
+from sglang_hyperdflash.training.trainer import STATE, Trainer
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"  # loaded by this package; others by transformers
@@ -109,8 +109,6 @@ def load_pair(schedule: Schedule):
     """
     drafter = Drafter.load(schedule.draft)
     schedule.objective.resolved(drafter.config)  # says what does not go together, before any work
-    for stage in schedule.stages:
-        check_widths(stage.widths, drafter.config.block_size)
     files = TargetFiles(schedule.target)
     facts = TargetFacts.from_config(files.config())
     hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)

@@ -37,7 +37,7 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
         torch.tensor([tokens[:-1]]), config.captured_layers
     )
     # Eq. 1: m streams, weighted by the inherited gate, become one feature per token.
-    context = drafter.reduce(reducer_source(config, target, residual, layers))
+    context = drafter.reduce(reducer_source(config, residual, layers))
     # The block: the anchor, then B-1 masks, in the target's own embedding.
     block = torch.tensor([[tokens[-1], *[config.mask_token_id] * config.num_drafts]])
     # A row sees the context before the anchor, its last W tokens at most, and its whole block, or

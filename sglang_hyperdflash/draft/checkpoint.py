@@ -27,8 +27,7 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
         shapes["fc.weight"] = (d, config.source_width)
     else:
         shapes |= {"reducer.fn": (m, m * d), "reducer.base": (m,), "reducer.scale": (1,)}
-        if config.path_norm:
-            shapes["reducer.path_norm"] = (m, d)
+        shapes["reducer.path_norm"] = (m, d)
     if config.dependency is not None:
         v, r = config.vocab_size, config.dependency.rank
         shapes |= {"dependency.predecessor": (v, r), "dependency.successor": (v, r)}

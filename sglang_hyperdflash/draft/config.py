@@ -18,15 +18,14 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.structs import Keys, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
-# Where the context features come from: the residual in front of the collapse (the method); the
-# collapse itself, and means of the paths after chosen layers (DFlash), to compare with.
-LAYER_SOURCES = ("layers", "pre_hc_head_and_layers")
-SOURCES = ("pre_hc_head", "post_hc_head", *LAYER_SOURCES)
+# Where the context features come from: the residual in front of the collapse (HyperDFlash), or
+# means of the paths after chosen layers (DFlash).
+SOURCES = ("pre_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
-# What an hc_gate started from: the target's hc_head, nothing, a gate of the target that only
-# resembles its collapse, or the constant gate of a mean (targets.kinds). An fc has none.
-GATES = ("inherited", "random", "approximate", "constant", "none")
-# How a dependency head uses the draft row: A * (1 + G h), or DFlash 2's A * (G h), to compare with.
+# What an hc_gate started from: the target's hc_head, a gate of the target that only resembles its
+# collapse, or the constant gate of a mean (targets.kinds). An fc has none.
+GATES = ("inherited", "approximate", "constant", "none")
+# How a dependency head uses the draft row: A * (1 + G h), or DFlash 2's A * (G h).
 FORMS = ("residual", "product")
 FULL = "full_attention"
 # On the tiny target's low-entropy text 16, 64 and 256 accept the same number of drafts, and 256
@@ -79,7 +78,6 @@ class HyperDFlashConfig:
     hc_mult: int
     hc_eps: float
     rms_norm_eps: float
-    path_norm: bool
     target_layer_ids: tuple[int, ...]
     target: TargetIdentity
     gate: str
@@ -99,20 +97,17 @@ class HyperDFlashConfig:
     @property
     def reads_hc_head(self) -> bool:
         """Whether the drafter depends on the target's ``hc_head``."""
-        gated = self.reducer == "hc_gate" and self.gate in ("inherited", "random")
-        return gated or self.source == "post_hc_head"
+        return self.reducer == "hc_gate" and self.gate == "inherited"
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs the drafter reads: none unless the source has layers."""
-        return self.target_layer_ids if self.source in LAYER_SOURCES else ()
+        return self.target_layer_ids if self.source == "layers" else ()
 
     @property
     def source_width(self) -> int:
         """Columns of the source that the reducer reads."""
-        residual = self.hc_mult if self.source.startswith("pre_hc_head") else 0
-        # Without either: the collapse.
-        return (residual + len(self.captured_layers) or 1) * self.hidden_size
+        return (len(self.captured_layers) or self.hc_mult) * self.hidden_size
 
 
 Size = Annotated[int, Meta(ge=1)]
@@ -144,7 +139,6 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gate: Literal[GATES]
     hc_mult: Size
     hc_eps: Epsilon
-    path_norm: bool
     window: Size | None
     target: _Target
     dependency: _Dependency | None = None
@@ -221,7 +215,6 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         hc_mult=own.hc_mult,
         hc_eps=own.hc_eps,
         rms_norm_eps=draft.rms_norm_eps,
-        path_norm=own.path_norm,
         target_layer_ids=dflash.target_layer_ids,
         target=TargetIdentity(**msgspec.structs.asdict(own.target)),
         gate=own.gate,
@@ -297,19 +290,19 @@ def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
     _check_layer_ids(parsed)
     if parsed.reads_hc_head and parsed.target.hc_head_fingerprint is None:
         raise HyperDFlashConfigError(
-            f"draft config: source {parsed.source} with reducer {parsed.reducer} needs a target "
-            "with an hc_head, but hyperdflash_config.target.hc_head_fingerprint is missing. Use "
-            "source pre_hc_head with reducer fc for a target without hc_head."
+            "draft config: an inherited gate needs a target with an hc_head, but "
+            "hyperdflash_config.target.hc_head_fingerprint is missing. Use reducer fc for a target "
+            "without hc_head."
         )
 
 
 def _check_layer_ids(parsed: HyperDFlashConfig) -> None:
-    if parsed.source not in LAYER_SOURCES:
+    if parsed.source != "layers":
         return
     layers = parsed.target.num_hidden_layers
     if not parsed.target_layer_ids or max(parsed.target_layer_ids) >= layers:
         raise HyperDFlashConfigError(
-            f"draft config: source {parsed.source} needs dflash_config.target_layer_ids between 0 "
+            "draft config: source layers needs dflash_config.target_layer_ids between 0 "
             f"and {layers - 1}, found {list(parsed.target_layer_ids)}."
         )
 
@@ -380,8 +373,8 @@ def check_fingerprint(config: HyperDFlashConfig, found: str | None) -> None:
         return
     if found is None:
         raise HyperDFlashConfigError(
-            f"the drafter's reducer is {config.reducer} (source {config.source}) but the served "
-            "target has no hc_head. Use a drafter with reducer fc, source pre_hc_head, for it."
+            "the drafter's gate was inherited from an hc_head but the served target has none. Use "
+            "a drafter with reducer fc for it."
         )
     raise HyperDFlashConfigError(
         f"the drafter was made for another target: its hc_head fingerprint is {expected}, the "

@@ -23,16 +23,16 @@ class HCGateReducer(nn.Module):
     """Per-path sigmoid gates inherited from the target's ``hc_head``, with a per-path RMSNorm.
 
     Parameters are fp32 whatever the model's dtype: ``fn [m, m*d]``, ``base [m]``, ``scale [1]``
-    and, unless switched off, ``path_norm [m, d]`` (ones at start).
+    and ``path_norm [m, d]`` (ones at start).
     """
 
-    def __init__(self, m: int, d: int, *, rms_eps: float, hc_eps: float, path_norm: bool) -> None:
+    def __init__(self, m: int, d: int, *, rms_eps: float, hc_eps: float) -> None:
         super().__init__()
         self.rms_eps, self.hc_eps = rms_eps, hc_eps
         self.fn = nn.Parameter(torch.zeros(m, m * d, dtype=torch.float32))
         self.base = nn.Parameter(torch.zeros(m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
-        self.path_norm = nn.Parameter(torch.ones(m, d, dtype=torch.float32)) if path_norm else None
+        self.path_norm = nn.Parameter(torch.ones(m, d, dtype=torch.float32))
 
     @torch.no_grad()
     def inherit(self, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class HCGateReducer(nn.Module):
 
     @torch.no_grad()
     def randomise(self) -> None:
-        """Gates that inherit nothing: ``x @ fn.T`` of unit size before the sigmoid."""
+        """Random gates, for tests: ``x @ fn.T`` of unit size before the sigmoid."""
         self.fn.normal_(std=self.fn.shape[1] ** -0.5)
         self.base.zero_()
         self.scale.fill_(1.0)
@@ -93,9 +93,7 @@ def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
     m, d = config.hc_mult, config.hidden_size
     if config.reducer == "fc":
         return "fc", FcReducer(config.source_width, d, rms_eps=config.rms_norm_eps)
-    return "reducer", HCGateReducer(
-        m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps, path_norm=config.path_norm
-    )
+    return "reducer", HCGateReducer(m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps)
 
 
 @torch.inference_mode()

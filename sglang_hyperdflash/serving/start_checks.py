@@ -136,7 +136,6 @@ def validate_server_args(server_args) -> None:
                 f"{ALGORITHM} does not support {name}={value!r}: {reason}; {advice}."
             )
     config = load_draft_config(server_args)
-    _check_source(config)
     _check_block_size(server_args, config)
     _check_window(server_args, config)
     _check_memory_saver(server_args)
@@ -285,14 +284,6 @@ def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
             f"num_attention_heads and intermediate_size to be multiples of it, and "
             f"num_key_value_heads a multiple or a divisor; found {heads}, {width} and "
             f"{kv_heads}. Choose another --tp-size."
-        )
-
-
-def _check_source(config: HyperDFlashConfig) -> None:
-    if config.source not in ("pre_hc_head", "layers"):
-        raise HyperDFlashConfigError(
-            f"the drafter's source is {config.source}, which is there to compare with in training; "
-            "a server reads pre_hc_head or layers. Train a drafter of one of those."
         )
 
 

@@ -3,16 +3,12 @@
 A block anchored at ``a`` holds rows ``[anchor, mask x (B-1)]`` at positions ``a ... a+B-1``; row
 k is trained to give the token at ``a+k``. It sees context features strictly before ``a`` (the
 anchor's own target state does not exist yet when serving) and its own block: bidirectionally, or
-in a causal block itself and the rows before it. A block may be narrower than the one trained for,
-``w`` rows of B, as a server under load verifies it.
+in a causal block itself and the rows before it.
 """
 
 from __future__ import annotations
 
 import torch
-
-# Widths are drawn beside the anchors, from a stream of their own.
-WIDTH_STREAM = 0x5851F42D
 
 
 def sample_anchors(
@@ -62,15 +58,6 @@ def block_labels(
     return labels, supervised.int().cumprod(-1).bool()
 
 
-def sample_widths(keep: torch.Tensor, widths: tuple[int, ...], seeds: list[int]) -> torch.Tensor:
-    """One of ``widths`` for each block of ``keep [b, n]``, int64; a row's draw is its seed's."""
-    choices, rows = torch.tensor(widths), []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed ^ WIDTH_STREAM)
-        rows.append(choices[torch.randint(len(widths), keep.shape[1:], generator=generator)])
-    return torch.stack(rows)
-
-
 def block_mask(
     anchors: torch.Tensor,
     keep: torch.Tensor,
@@ -79,7 +66,6 @@ def block_mask(
     starts: torch.Tensor | None = None,
     *,
     causal: bool = False,
-    widths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``[b, n*B, context + n*B]`` bool, True where a block row may look.
 
@@ -87,7 +73,6 @@ def block_mask(
         anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
         starts: ``[b, n]`` first position that each block may see; None for zeros.
         causal: whether a row sees no later row of its block.
-        widths: ``[b, n]`` rows of each block that exist; None for all. The others see what exists.
     """
     b, n = anchors.shape
     before = torch.arange(context) < anchors.unsqueeze(-1)  # [b, n, S]
@@ -95,12 +80,10 @@ def block_mask(
         before &= torch.arange(context) >= starts.unsqueeze(-1)
     before = before.unsqueeze(2).expand(b, n, block_size, context).reshape(b, -1, context)
     owner = torch.arange(n).repeat_interleave(block_size)
-    own = (owner[:, None] == owner[None, :]).expand(b, -1, -1)
-    row = torch.arange(block_size).repeat(n)
+    own = owner[:, None] == owner[None, :]
     if causal:
-        own = own & (row[None, :] <= row[:, None])
-    if widths is not None:
-        own = own & (row < widths.clamp(min=1).repeat_interleave(block_size, 1)).unsqueeze(1)
+        own = own.tril()
+    own = own.expand(b, -1, -1)
     rows = keep.repeat_interleave(block_size, dim=1).unsqueeze(-1)
     # Padding blocks keep their own block visible: a row without any key would be NaN.
     return torch.cat([before & rows, own], dim=-1)

@@ -5,16 +5,14 @@ Of a checkpoint that no trainer could load, these are about 1 GB (DeepSeek-V4-Fl
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
 
 class BorrowedTarget(nn.Module):
-    """``embed_tokens``, ``lm_head`` and ``mean_pooled_state`` of a target checkpoint, fp32, frozen.
+    """``embed_tokens``, ``lm_head`` and final ``norm`` of a target checkpoint, fp32, frozen.
 
     Raises:
         HyperDFlashConfigError: a tensor is missing or does not fit the target's config.
@@ -38,10 +36,3 @@ class BorrowedTarget(nn.Module):
         self.lm_head.weight = nn.Parameter(head)
         self.norm = nn.Parameter(files.tensor("norm"))
         self.requires_grad_(False)
-
-    def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
-        """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""
-        return mean_pooled_state(residual, self.facts.hc_mult, self._norm)
-
-    def _norm(self, state: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(state, self.norm.shape, self.norm, self.facts.rms_norm_eps)

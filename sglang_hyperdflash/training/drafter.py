@@ -7,6 +7,7 @@ projected context features followed by the block's own rows.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,17 @@ from sglang_hyperdflash.tools.atomic import replacing, write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
+# Context tokens that a block may see by default, and the longest that common training data have.
+WINDOW = 2048
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """Sizes that a drafter may choose; everything else follows from its target."""
+    """Sizes that a drafter may choose; everything else follows from its target.
+
+    The defaults are those of the tiny target's drafters. ``layer_ids``: the drafter reads means of
+    the paths after these target layers (DFlash); empty for the pre-collapse residual.
+    """
 
     layers: int = 3
     heads: int = 4
@@ -50,15 +57,37 @@ class DrafterShape:
     intermediate_size: int = 768
     block_size: int = 7
     reducer: str = "hc_gate"
-    path_norm: bool = True
     rope_theta: float = 10000.0
-    source: str = "pre_hc_head"
     layer_ids: tuple[int, ...] = ()
     window: int | None = None
     causal: bool = False
     dependency_rank: int | None = None
     dependency_top_k: int | None = None
     dependency_form: str = FORMS[0]
+
+
+def shape_for(target: TargetFacts) -> DrafterShape:
+    """The shape that ``hyperdflash init`` gives a drafter unless it is told another.
+
+    The drafter's layers work at the target's hidden size d, so they are those of a dense Qwen3 of
+    that width (Qwen3-8B at d = 4,096): heads of 128 (64 below d = 1,024) that add up to d, an MLP
+    of 3 d. At most 8 K/V heads, a power of two where the heads allow it: draft K/V cost memory for
+    every token, and 8 split over 8 GPUs. Five layers, as in the paper, fewer for a target of less
+    than 16. A window of 2,048 tokens, unless the context is no longer: contexts of a million tokens
+    are served, and none is trained on. A dependency head of rank 256, at most d / 2.
+    """
+    d = target.hidden_size
+    head_dim = 128 if d >= 1024 else 64
+    heads = max(1, d // head_dim)
+    return DrafterShape(
+        layers=min(5, 1 + target.num_hidden_layers // 4),
+        heads=heads,
+        kv_heads=math.gcd(heads, min(8, max(1, heads // 2))),
+        head_dim=head_dim,
+        intermediate_size=3 * d,
+        window=WINDOW if target.max_position_embeddings > WINDOW else None,
+        dependency_rank=max(1, min(256, d // 2)),
+    )
 
 
 def draft_config(
@@ -100,12 +129,11 @@ def draft_config(
             "target_layer_ids": list(shape.layer_ids) or [last - 1],
         },
         "hyperdflash_config": {
-            "source": shape.source,
+            "source": "layers" if shape.layer_ids else "pre_hc_head",
             "reducer": shape.reducer,
             "gate": "inherited" if shape.reducer == "hc_gate" else "none",
             "hc_mult": target.hc_mult,
             "hc_eps": target.hc_eps,
-            "path_norm": shape.path_norm,
             "window": shape.window,
             "target": {
                 "architecture": target.architecture,
@@ -252,23 +280,19 @@ class Drafter(nn.Module):
         block_embeddings: torch.Tensor,
         anchors: torch.Tensor,
         mask: torch.Tensor,
-        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draft every block in one pass.
 
         Args:
             context: ``[b, S, d]`` reduced features; block_embeddings: ``[b, n, B, d]``.
             anchors: ``[b, n]`` positions in their samples; mask: ``[b, n*B, S + n*B]`` bool.
-            positions: ``[b, S]`` of the context in its samples; None for one sample a row.
 
         Returns:
             Hidden states ``[b, n, B, d]`` after the final norm; row k drafts the token at a+k.
         """
         b, n, block = block_embeddings.shape[:3]
-        if positions is None:
-            positions = torch.arange(context.shape[1]).unsqueeze(0)
         rope_block = self._rope((anchors.unsqueeze(-1) + torch.arange(block)).flatten(1))
-        rope_context = self._rope(positions)
+        rope_context = self._rope(torch.arange(context.shape[1]).unsqueeze(0))
         x, mask = block_embeddings.flatten(1, 2), mask.unsqueeze(1)
         for layer in self.layers:
             x = layer(x, context, rope_context, rope_block, mask)

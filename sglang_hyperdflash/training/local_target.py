@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
@@ -17,7 +16,6 @@ from transformers import AutoConfig
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.portable.core import DeepseekV4Core, softmax_with_sinks
 from sglang_hyperdflash.portable.weights import load_core
-from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
 
 class DenseCache:
@@ -164,14 +162,6 @@ class LocalTarget(nn.Module):
         layers = [trace[i].mean(1).view_as(final) for i in layer_ids]
         none = final.new_zeros(*tokens.shape, 0)
         return final, residual, torch.cat([none, *layers], -1)
-
-    def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
-        """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``."""
-        return mean_pooled_state(residual, self.config.hc_mult, self._norm)
-
-    def _norm(self, state: torch.Tensor) -> torch.Tensor:
-        size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
-        return F.rms_norm(state, size, self.core.norm, eps)
 
 
 def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,31 +20,9 @@ from sglang_hyperdflash.draft.dependency import DependencyHead
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
-def position_weights(num_drafts: int, gamma: float | None) -> torch.Tensor:
-    """``w_k = exp(-(k-1) / gamma)`` for k = 1..num_drafts, ``[num_drafts]``; ones without gamma."""
-    k = torch.arange(num_drafts, dtype=torch.float32)
-    return torch.ones(num_drafts) if gamma is None else torch.exp(-k / gamma)
-
-
-def dpace_weights(
-    cost: torch.Tensor, supervised: torch.Tensor, smoothing: float = 0.5
-) -> torch.Tensor:
-    """D-PACE: ``w_j = sum_{m >= j} prod_{i <= m} q_i``, the accept length that draft j carries.
-
-    ``q_i = (1 - a) exp(-cost_i) + a`` is a smoothed chance that draft i is accepted.
-
-    Args:
-        cost: ``[..., num_drafts]``, minus the log of a draft's acceptance, or its CE in that
-            place; no gradient flows through it.
-        supervised: the same shape, bool: a prefix of each block.
-        smoothing: a.
-
-    Returns:
-        fp32 weights of the same shape, zero where nothing is supervised.
-    """
-    q = (1 - smoothing) * torch.exp(-cost.detach().float()) + smoothing
-    reach = torch.where(supervised, q, 0.0).cumprod(-1)
-    return reach.flip(-1).cumsum(-1).flip(-1)
+def position_weights(num_drafts: int, gamma: float) -> torch.Tensor:
+    """``w_k = exp(-(k-1) / gamma)`` for k = 1..num_drafts, ``[num_drafts]``."""
+    return torch.exp(-torch.arange(num_drafts, dtype=torch.float32) / gamma)
 
 
 class RowLosses(NamedTuple):
@@ -74,7 +52,6 @@ def row_losses(
     dependency: DependencyHead | None = None,
     previous: torch.Tensor | None = None,
     top_k: int = 0,
-    argmax_labels: bool = False,
     own: bool = False,
 ) -> RowLosses:
     """CE and hit of every row, a distance of the early ones, without all logits at once.
@@ -87,15 +64,13 @@ def row_losses(
         term: the distance, one of :data:`TERMS`.
         dependency: the dependency head, whose predecessors are ``previous [M]``.
         top_k: candidates of the term ``selector``.
-        argmax_labels: the target's most probable token takes the label's place in ``ce``; needs a
-            teacher for every row.
         own: whether the CE of a row's own logits is wanted.
 
     Returns:
         Of every row, without weights.
     """
     parts, at = [], 0
-    options = _Options(head, dependency, term, temperature, top_k, argmax_labels, own)
+    options = _Options(head, dependency, term, temperature, top_k, own)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         count = int(early[rows].sum())
@@ -115,7 +90,6 @@ class _Options(NamedTuple):
     term: str
     temperature: float
     top_k: int
-    argmax_labels: bool
     own: bool
 
 
@@ -132,8 +106,6 @@ def _chunk(hidden, labels, previous, early, teacher, options: _Options):
     alone = own[:0, 0]
     if options.own:
         alone = F.cross_entropy(own, labels, reduction="none")
-    if options.argmax_labels:
-        labels = log_p.argmax(-1)
     ce = F.cross_entropy(logits, labels, reduction="none")
     log_q = F.log_softmax(logits[early] / options.temperature, dim=-1)
     distance, hits = TERMS[options.term](log_p, log_q), logits.argmax(-1) == labels
@@ -164,14 +136,8 @@ def _tv(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
-def _overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
-
-
-# ``KL(p || q)``; ``||p - q||_1``, twice the share of drafts that p/q rejection refuses; and
-# ``-log sum min(p, q)``, of the same minimum but steep where p and q hardly overlap.
+# ``KL(p || q)``, and ``||p - q||_1``: twice the share of drafts that p/q rejection rejects.
 TERMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kl": _kl,
     "tv": _tv,
-    "overlap": _overlap,
 }

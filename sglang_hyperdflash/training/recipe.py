@@ -45,17 +45,9 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     batch: Annotated[Count, Meta(description="samples of a step, over all processes")] = 8
     micro_batch: Annotated[Count, Meta(description="samples in memory at once, per process")] = 8
     anchors: Annotated[Count, Meta(description="blocks per sample, drawn at random")] = 32
-    pack: Annotated[
-        Count | None,
-        Meta(description="tokens of a row that short samples share; none: one sample per row"),
-    ] = None
     every: Annotated[Count, Meta(description="steps between checkpoints")] = 400
     bf16: Annotated[bool, Meta(description="autocast of the drafter's forward pass")] = True
     seed: Annotated[int, Meta(ge=0, description="random seed of the data order")] = 0
-    widths: Annotated[
-        tuple[Annotated[int, Meta(ge=2)], ...],
-        Meta(description="block widths to draw from, in rows; empty: the whole block"),
-    ] = ()
     dependency_lr: Annotated[
         Positive, Meta(description="learning rate of a dependency head, as a factor of lr")
     ] = 0.3

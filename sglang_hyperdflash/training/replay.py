@@ -53,35 +53,16 @@ class Replay:
         return torch.cat([first.unsqueeze(2), masks], dim=2)
 
     def draft_states(
-        self,
-        rows: Rows,
-        states: States,
-        anchors: torch.Tensor,
-        keep: torch.Tensor,
-        widths: torch.Tensor | None = None,
+        self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``.
-
-        Args:
-            widths: ``[b, n]``, rows of each block that exist; None for all.
-        """
+        """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``."""
         config = self.drafter.config
-        starts = rows.starts.gather(1, anchors)
-        first = starts if config.window is None else torch.maximum(starts, anchors - config.window)
-        mask = block_mask(
-            anchors,
-            keep,
-            rows.tokens.shape[1],
-            self.block,
-            first,
-            causal=config.causal,
-            widths=widths,
-        )
-        positions = torch.arange(rows.tokens.shape[1]) - rows.starts
-        source = reducer_source(config, self.target, states.residual, states.layers)
-        context = self.drafter.reduce(source)
+        starts = None if config.window is None else anchors - config.window
+        tokens = rows.tokens.shape[1]
+        mask = block_mask(anchors, keep, tokens, self.block, starts, causal=config.causal)
+        context = self.drafter.reduce(reducer_source(config, states.residual, states.layers))
         embeddings = self.block_embeddings(rows.tokens, anchors)
-        return self.drafter(context, embeddings, anchors - starts, mask, positions)[:, :, 1:]
+        return self.drafter(context, embeddings, anchors, mask)[:, :, 1:]
 
     @torch.no_grad()
     def draft(

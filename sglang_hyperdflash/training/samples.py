@@ -41,15 +41,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rows(Tensors):
-    """Padded samples: tokens ``[b, S]`` int64 and loss_mask ``[b, S]`` bool (answer tokens).
-
-    starts: ``[b, S]`` int64, where the sample that a position belongs to begins in its row; zero
-    unless samples are packed.
-    """
+    """Padded samples: tokens ``[b, S]`` int64 and loss_mask ``[b, S]`` bool (answer tokens)."""
 
     tokens: torch.Tensor
     loss_mask: torch.Tensor
-    starts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ def collate(samples: list[Sample]) -> Rows:
     for row, sample in enumerate(samples):
         for start, end in sample.spans:
             loss_mask[row, start:end] = True
-    return Rows(tokens, loss_mask, torch.zeros_like(tokens))
+    return Rows(tokens, loss_mask)
 
 
 class FeatureCache:

@@ -18,7 +18,6 @@ from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, denominators, sums
-from sglang_hyperdflash.training.packing import first_fit, pack
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import LENGTHS, Recipe
 from sglang_hyperdflash.training.replay import Replay
@@ -60,7 +59,6 @@ class Trainer:
         self.losses = ("loss", "ce", self.objective.term)
         if self.objective.candidates:
             self.losses += ("own",)
-        check_widths(recipe.widths, drafter.config.block_size)
         self.train, self.held_out, self.folder = train, held_out, folder
         self.world = world or ProcessGroup()
         self.device = next(drafter.parameters()).device
@@ -84,9 +82,7 @@ class Trainer:
         for start in range(0, len(mine), self.recipe.micro_batch):
             ids, part_seeds = zip(*mine[start : start + self.recipe.micro_batch], strict=True)
             rows = collate([self.train.samples[i] for i in ids])
-            blocks = Blocks.draw(
-                rows, self.recipe.anchors, block, list(part_seeds), self.recipe.widths
-            )
+            blocks = Blocks.draw(rows, self.recipe.anchors, block, list(part_seeds))
             parts.append((list(ids), rows, blocks))
         return parts
 
@@ -107,10 +103,6 @@ class Trainer:
         totals = torch.zeros(3 + 2 * drafts, device=self.device)
         for ids, rows, blocks in parts:
             states = self.train.states(ids)
-            if self.recipe.pack:
-                lengths = [len(self.train.samples[i].tokens) for i in ids]
-                plan = first_fit(lengths, self.recipe.pack)
-                rows, states, blocks = pack(plan, lengths, rows, states, blocks)
             part = self._sums(rows, states, blocks)
             terms = torch.stack([part.ce, part.distance, part.own]) / divide
             loss = (factors * terms).sum()
@@ -136,9 +128,7 @@ class Trainer:
         kind = self.device.type
         with self.device:  # new tensors are made there too
             with torch.autocast(kind, dtype=torch.bfloat16, enabled=self.recipe.bf16):
-                hidden = self.replay.draft_states(
-                    rows, states, blocks.anchors, blocks.keep, blocks.widths
-                )
+                hidden = self.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
             return sums(self.objective, self.target, rows, states, blocks, hidden, self.drafter)
 
     def progress(self) -> float:
@@ -326,20 +316,6 @@ class Trainer:
 def _staged(out: Path) -> Path:
     """Where a new best waits until the state that knows it is on disk."""
     return out.with_name(f"{out.name}.new")
-
-
-def check_widths(widths: tuple[int, ...], block_size: int) -> None:
-    """Refuse a width beyond the block.
-
-    Raises:
-        HyperDFlashConfigError: there is one.
-    """
-    wide = [width for width in widths if width > block_size]
-    if wide:
-        raise HyperDFlashConfigError(
-            f"widths must be between 2 and the drafter's block size {block_size}, found {wide[0]}. "
-            "Drop it, or make a drafter of a larger block."
-        )
 
 
 def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:

@@ -14,7 +14,6 @@ from torch import nn
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.kinds import TARGETS
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.mean_pool import mean_pooled_state
 
 
 def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
@@ -130,18 +129,3 @@ class TransformersTarget(nn.Module):
         layers = [means[i].to(final.device) for i in layer_ids]
         none = final.new_zeros(*tokens.shape, 0)
         return final, residual.flatten(2), torch.cat([none, *layers], -1)
-
-    def mean_pooled_state(self, residual: torch.Tensor) -> torch.Tensor:
-        """The paper's KL teacher state: the paths' mean through the final norm, ``[..., d]``.
-
-        Raises:
-            HyperDFlashConfigError: the target has no final norm (Qwen4-exp).
-        """
-        if not hasattr(self.text, "norm"):
-            raise HyperDFlashConfigError(
-                f"{type(self.text).__name__} has no final norm behind its collapse, so a mean of "
-                "the paths is no state of its; use the gated teacher."
-            )
-        return mean_pooled_state(
-            residual, self.m, lambda mean: self.text.norm(mean.to(residual.dtype))
-        )

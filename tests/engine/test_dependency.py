@@ -14,7 +14,12 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.algorithm import propose_block
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import Drafter, with_window
+from sglang_hyperdflash.training.drafter import (
+    Drafter,
+    DrafterShape,
+    with_dependency,
+    with_window,
+)
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
@@ -38,13 +43,12 @@ from tests.engine.test_train_and_serve import RECORDER, recorded
 RANK = 8
 
 
-def with_head(target_dir: Path, drafter_dir: Path, out: Path, *options: str) -> Path:
-    """The committed drafter with a head of random weights; untrained where it has one already."""
-    given = ["--from", str(drafter_dir), *options]
-    if Drafter.load(drafter_dir).dependency is None:
-        given += ["--dependency-rank", str(RANK)]
-    assert main(["init", "--target", str(target_dir), "--out", str(out), *given]) == 0
-    drafter = Drafter.load(out)
+def with_head(drafter_dir: Path, out: Path, *, causal: bool = False) -> Path:
+    """A drafter with a dependency head of random weights."""
+    old = Drafter.load(drafter_dir)
+    rank = RANK if old.dependency is None else None
+    drafter = Drafter(with_dependency(old.raw, DrafterShape(causal=causal, dependency_rank=rank)))
+    drafter.load_state_dict(old.state_dict(), strict=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter, size in (
@@ -53,13 +57,14 @@ def with_head(target_dir: Path, drafter_dir: Path, out: Path, *options: str) -> 
             (drafter.dependency.gate.weight, drafter.config.hidden_size**-0.5),
         ):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    out.mkdir(parents=True, exist_ok=True)
     drafter.save(out)
     return out
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, target_dir, drafter_dir) -> Path:
-    return with_head(target_dir, drafter_dir, tmp_path_factory.mktemp("head") / "draft")
+def folder(tmp_path_factory, drafter_dir) -> Path:
+    return with_head(drafter_dir, tmp_path_factory.mktemp("head") / "draft")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +121,7 @@ def test_training_and_server_propose_the_same_tokens(
 def test_a_causal_block_is_served_as_it_was_trained(
     servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):
-    folder = with_head(target_dir, drafter_dir, tmp_path / "draft", "--causal")
+    folder = with_head(drafter_dir, tmp_path / "draft", causal=True)
     causal = servers.get(
         "causal",
         target_dir,

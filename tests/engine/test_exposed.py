@@ -75,6 +75,7 @@ def drafter(target, tmp_path_factory) -> Path:
     """An untrained drafter with the target's gate, whose blocks differ."""
     folder = tmp_path_factory.mktemp("hy-v4") / "drafter"
     sizes = {"layers": 2, "heads": 2, "kv-heads": 1, "head-dim": 32, "intermediate-size": 96}
+    sizes["dependency-rank"] = 0
     options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     assert main(["init", "--target", str(target), "--out", str(folder), *options]) == 0
     rescale_folder(folder)

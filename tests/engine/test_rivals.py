@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow
 # Stand-ins with a head: shape, objective, and what their stage sets.
 STAND_INS = {
     "dspark6": (
-        DrafterShape(2, reducer="fc", source="layers", layer_ids=(5, 6, 7), dependency_rank=16),
+        DrafterShape(2, reducer="fc", layer_ids=(5, 6, 7), dependency_rank=16),
         Objective(loss="acceptance"),
         {"dependency_gate": False},
     ),
@@ -42,7 +42,6 @@ STAND_INS = {
         DrafterShape(
             2,
             reducer="fc",
-            source="layers",
             layer_ids=(1, 3, 5),
             dependency_rank=16,
             dependency_top_k=16,
@@ -104,7 +103,7 @@ def folders(
     while chain.done < chain.steps:
         chain.step()
     save(core, out / "mtp")
-    shape = DrafterShape(layers=2, reducer="fc", source="layers", layer_ids=(1, 3, 5))
+    shape = DrafterShape(layers=2, reducer="fc", layer_ids=(1, 3, 5))
     facts = TargetFacts.from_config(target.config.to_dict())
     drafter = Drafter(draft_config(facts, target.hc_head, shape, mask_token_of(str(target_dir))))
     recipe = Recipe(steps=80, batch=4, anchors=32, lr=3e-3, warmup_steps=10, every=80)

@@ -110,14 +110,13 @@ def test_training_and_server_propose_the_same_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["layers --layer-ids 1 3"])
-def test_other_sources_propose_the_same_tokens_and_lose_nothing(
-    servers, target_dir, own_prompts, own_reference, tmp_path, source
+def test_a_drafter_of_layers_proposes_the_same_tokens_and_loses_nothing(
+    servers, target_dir, own_prompts, own_reference, tmp_path
 ):
-    """Untrained drafters of the sources to compare with: nearly every draft is rejected."""
+    """An untrained DFlash-style drafter: nearly every draft is rejected."""
     draft = tmp_path / "draft"
-    options = f"--reducer fc --source {source} --layers 1 --intermediate-size 128".split()
-    assert main(["init", "--target", str(target_dir), "--out", str(draft), *options]) == 0
+    options = "--layer-ids 1 3 --layers 1 --intermediate-size 128 --dependency-rank 0"
+    assert main(["init", "--target", str(target_dir), "--out", str(draft), *options.split()]) == 0
     rescale_folder(draft)
     answers = compare_drafts(servers, target_dir, draft, own_prompts[:4], 64, tmp_path, share=0.1)
     assert answers == [reference[:64] for reference in own_reference[:4]]
@@ -128,6 +127,7 @@ def test_one_sample_overfits_and_every_full_block_is_accepted(
 ):
     """Init, train on one answer, serve: the gate that the whole path has to pass."""
     options = "--layers 2 --heads 2 --kv-heads 1 --head-dim 64 --intermediate-size 256"
+    options += " --dependency-rank 0"
     draft = tmp_path / "draft"
     assert main(["init", "--target", str(target_dir), "--out", str(draft), *options.split()]) == 0
     prompt, answer = own_prompts[0], own_reference[0][:64]

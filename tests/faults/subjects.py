@@ -51,6 +51,7 @@ ENGINE = {"max_total_tokens": 8192, "mem_fraction_static": 0.2}
 def prepare(folder: Path) -> None:
     """A drafter, training data and prompts that all subjects share."""
     sizes = "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64"
+    sizes += " --dependency-rank 0"
     init = ["init", "--target", TARGET, "--out", str(folder / "draft"), *sizes.split()]
     assert main(init) == 0
     chats = [

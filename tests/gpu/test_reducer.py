@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("tokens, kernel", [(7, "_row_kernel"), (512, "_tile_kernel")])
 def test_the_served_module_runs_our_kernel_and_no_other(tokens, kernel):
-    reducer = HCGateReducer(4, 256, rms_eps=1e-6, hc_eps=1e-6, path_norm=True).cuda()
+    reducer = HCGateReducer(4, 256, rms_eps=1e-6, hc_eps=1e-6).cuda()
     norm = torch.ones(256, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(tokens, 1024, device="cuda").bfloat16()
     check_kernels(reducer, norm)

@@ -87,12 +87,12 @@ def test_graphs_of_every_width_survive_new_weights(
         assert drafts > len(part)
 
 
-@pytest.mark.parametrize("options", [(), ("--causal",)], ids=["whole block", "causal"])
+@pytest.mark.parametrize("causal", [False, True], ids=["whole block", "causal"])
 def test_a_dependency_head_drafts_the_same_inside_the_graph(
-    servers, target_dir, drafter_dir, own_prompts, expected, tmp_path, options
+    servers, target_dir, drafter_dir, own_prompts, expected, tmp_path, causal
 ):
     """Greedy and seeded rounds, from the graph's buffers and without any graph."""
-    folder = with_head(target_dir, drafter_dir, tmp_path / "draft", *options)
+    folder = with_head(drafter_dir, tmp_path / "draft", causal=causal)
     seeded = {"temperature": HOT, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 7}
 
     def sample(server, prompt):

@@ -8,13 +8,14 @@ example=$(dirname "$here")
 cd "$example/../.."
 out=build/tiny_drafters
 
-declare -A init=( # what hyperdflash init is told beside the target
-    [hyperdflash]=""
+shape="--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window none"
+declare -A init=( # options of hyperdflash init for each drafter
+    [hyperdflash]="--dependency-rank 0"
     [hyperdflash2]="--dependency-rank 128"
-    [dflash]="--source layers --reducer fc --layer-ids 1 3 5"
-    [dflash_late]="--source layers --reducer fc --layer-ids 4 5 6"
-    [dspark]="--source layers --reducer fc --layer-ids 5 6 7 --dependency-rank 128 --dependency-top-k 1363"
-    [dflash2]="--source layers --reducer fc --layer-ids 1 3 5 --dependency-rank 128 --dependency-top-k 16 --dependency-form product"
+    [dflash]="--layer-ids 1 3 5 --dependency-rank 0"
+    [dflash_late]="--layer-ids 4 5 6 --dependency-rank 0"
+    [dspark]="--layer-ids 5 6 7 --dependency-rank 128 --dependency-top-k 1363"
+    [dflash2]="--layer-ids 1 3 5 --dependency-rank 128 --dependency-top-k 16 --dependency-form product"
 )
 names=("$@")
 [ $# -gt 0 ] || names=(hyperdflash2 hyperdflash dflash dspark dflash2 mtp)
@@ -28,7 +29,7 @@ for name in "${names[@]}"; do
     fi
     # shellcheck disable=SC2086
     [ -d $out/"$name"/new ] ||
-        hyperdflash init --target "$example/target" --out $out/"$name"/new ${init[$name]}
+        hyperdflash init --target "$example/target" --out $out/"$name"/new $shape ${init[$name]}
     hyperdflash train --config "$here/$name.toml" --work $out/"$name"/work \
         --threads "${THREADS:-2}"
     case $name in dflash | dflash_late) # for SGLang's own DFLASH

@@ -44,7 +44,7 @@ features = "online"
 math = "math.jsonl"
 [objective]
 alpha = 0.2
-teacher = "mean"
+P = 3
 [[stage]]
 data = ["a.jsonl", "hub:owner/name"]
 epochs = 1.5
@@ -66,7 +66,7 @@ def test_a_whole_file(tmp_path):
     schedule = read_schedule(written(tmp_path, WHOLE))
     assert schedule.target == "target"  # no such folder here: a hub id
     assert schedule.held_out == {"math": tmp_path / "math.jsonl"}
-    assert schedule.objective == Objective(alpha=0.2, teacher="mean")
+    assert schedule.objective == Objective(alpha=0.2, P=3)
     first, second = schedule.stages
     assert schedule.data(first) == (tmp_path / "a.jsonl", "hub:owner/name")
     recipe = first.resolve(samples=10, objective=schedule.objective)
@@ -88,14 +88,14 @@ def test_the_committed_recipes_are_valid(path):
         ('draft = "draft"', "", "draft is missing"),
         ('target = "target"', "target = ", "is not TOML"),
         ("max_length = 99", "max_len = 99", "unknown field max_len; known are"),
-        ('teacher = "mean"', "tau = 1", r"\[objective\]: unknown field tau"),
+        ("P = 3", "tau = 1", r"\[objective\]: unknown field tau"),
         (
-            'teacher = "mean"',
-            'teacher = "none"',
-            r"\[objective\]: teacher must be one of gated, mean",
+            "P = 3",
+            'loss = "none"',
+            r"\[objective\]: loss must be one of acceptance, ce_kl, selector",
         ),
         ("alpha = 0.2", "alpha = -1", r"\[objective\]: alpha must be at least 0, found -1"),
-        ("alpha = 0.2", "P = 1.5", r"\[objective\]: P must be a whole number, found 1.5"),
+        ("P = 3", "P = 1.5", r"\[objective\]: P must be a whole number, found 1.5"),
         ("lr = 8e-4", 'lr = "high"', 'stage 1: lr must be a number, found "high"'),
         ("lr = 8e-4", "lr = 0", "stage 1: lr must be above 0, found 0"),
         ("lr = 8e-4", "lr = nan", "stage 1: lr must be a finite number"),
@@ -103,7 +103,7 @@ def test_the_committed_recipes_are_valid(path):
         ("batch = 4", "batch = 2.5", "stage 1: batch must be a whole number, found 2.5"),
         ("batch = 4", "batch = true", "stage 1: batch must be a whole number, found true"),
         ("batch = 4", "bf16 = 1", "stage 1: bf16 must be true or false, found 1"),
-        ("batch = 4", "pack = 0", "stage 1: pack must be at least 1, found 0"),
+        ("batch = 4", "every = 0", "stage 1: every must be at least 1, found 0"),
         ("epochs = 1.5", "steps = 2.5", "stage 1: steps must be a whole number or null, found 2.5"),
         ('["b.jsonl"]', '"b.jsonl"', 'stage 2: data must be a list of text, found "b.jsonl"'),
         ('["b.jsonl"]', "[]", "stage 2: data must be not empty"),
@@ -129,7 +129,7 @@ def small(tmp_path: Path, target_dir: Path, out="out", steps=2, **changes) -> Pa
     """A training file that runs in seconds, with its drafter and data beside it."""
     if not (tmp_path / "draft").exists():
         sizes = ["--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32"]
-        sizes += ["--intermediate-size", "64"]
+        sizes += ["--intermediate-size", "64", "--dependency-rank", "0"]
         command = ["init", "--target", str(target_dir), "--out", str(tmp_path / "draft")]
         assert main([*command, *sizes]) == 0
         line = {"instruction": "Count", "output": ", ".join(map(str, range(30)))}
@@ -463,7 +463,9 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     identity = CaptureIdentity("any", fingerprint, norm, 4, 256, "float32", data_digest(samples))
     states = [online.states([i]) for i in range(3)]
     CaptureWriter(tmp_path / "states", identity).add(0, samples, states)
-    options = "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64"
+    options = (
+        "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64 --dependency-rank 0"
+    )
     sizes = options.split()
     assert (
         main(["init", "--target", str(target_dir), "--out", str(tmp_path / "draft"), *sizes]) == 0
@@ -474,7 +476,7 @@ draft = "draft"
 out = "out"
 features = "captured"
 [objective]
-teacher = "mean"
+alpha = 0.2
 [[stage]]
 data = ["states"]
 steps = 4
@@ -488,7 +490,7 @@ bf16 = false
     monkeypatch.setattr(LocalTarget, "__init__", forbidden)
     config = written(tmp_path, text)
     assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 0
-    recipe = Recipe(steps=4, batch=2, bf16=False, objective=Objective(teacher="mean"))
+    recipe = Recipe(steps=4, batch=2, bf16=False, objective=Objective(alpha=0.2))
     drafter = Drafter.load(tmp_path / "draft")
     Trainer(drafter, target, online, {}, recipe, tmp_path / "plain").run(tmp_path / "expected")
     expected = load_file(tmp_path / "expected" / "model.safetensors")

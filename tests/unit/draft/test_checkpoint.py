@@ -60,10 +60,10 @@ def changed(raw, path, value):
         (
             "hyperdflash_config.source",
             "layer_3",
-            "must be one of layers, post_hc_head, pre_hc_head, pre_hc_head_and_layers",
+            "must be one of layers, pre_hc_head",
         ),
         ("hyperdflash_config.hc_mult", 0, "hc_mult must be at least 1, found 0"),
-        ("hyperdflash_config.path_norm", 1, "path_norm must be true or false, found 1"),
+        ("is_causal", 1, "is_causal must be true or false or null, found 1"),
         ("hyperdflash_config.gate", None, "hyperdflash_config.gate is missing. Re-export"),
         ("hyperdflash_config.gate", "none", "gate is none, which is for reducer fc"),
         ("hyperdflash_config.window", 6, "window must be at least the block size 7"),
@@ -145,7 +145,7 @@ def test_fingerprint_is_of_values_not_of_dtype_and_refuses_others(raw):
     assert head.fingerprint() == HcHead(*(t.double() for t in head)).fingerprint()
     with pytest.raises(HyperDFlashConfigError, match="another target"):
         check_fingerprint(config, head.fingerprint())
-    with pytest.raises(HyperDFlashConfigError, match="has no hc_head"):
+    with pytest.raises(HyperDFlashConfigError, match="the served target has none"):
         check_fingerprint(config, None)
     check_fingerprint(config, config.target.hc_head_fingerprint)
 

@@ -73,17 +73,6 @@ def test_a_bad_draft_temperature_is_refused_before_the_target_loads(arguments, m
         checks.validate_server_args(arguments)
 
 
-def test_a_source_that_is_only_there_to_compare_with_is_refused(arguments, tmp_path):
-    shutil.copytree(arguments.speculative_draft_model_path, tmp_path / "draft")
-    config = tmp_path / "draft" / "config.json"
-    raw = json.loads(config.read_text())
-    raw["hyperdflash_config"] |= {"source": "post_hc_head", "reducer": "fc"}
-    config.write_text(json.dumps(raw))
-    arguments.speculative_draft_model_path = str(tmp_path / "draft")
-    with pytest.raises(HyperDFlashConfigError, match=r"source is post_hc_head, .* Train a drafter"):
-        checks.validate_server_args(arguments)
-
-
 @pytest.mark.parametrize("architecture, served", [("HYV4ForCausalLM", False), (None, True)])
 def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architecture, served):
     raw = json.loads((Path(arguments.model_path) / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What a drafter can read of its target: the residual, its collapse, or layers' means."""
+"""What a drafter can read of its target: the residual, or the means of layers."""
 
 from __future__ import annotations
 
@@ -48,50 +48,28 @@ def test_layers_are_the_means_of_the_paths_after_them(target_dir, target, sample
     assert (found[1, :, :256] - mean[0]).abs().max() < 1e-4 * mean.abs().max()
 
 
-def test_post_hc_head_is_the_target_s_own_collapse(target, samples):
-    """The final norm of what the drafter reads is the target's final-norm state."""
-    drafter = new_drafter(target, reducer="fc", source="post_hc_head")
-    assert drafter.fc.weight.shape == (256, 256)
-    states = FeatureCache(target, samples, dtype=torch.float32).states([0, 1])
-    read = reducer_source(drafter.config, target, states.residual, states.layers)
-    normed = torch.nn.functional.rms_norm(
-        read, (256,), target.core.norm, target.config.rms_norm_eps
-    )
-    torch.testing.assert_close(normed[1], states.final[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"reducer": "fc", "source": "post_hc_head"},
-        {"reducer": "fc", "source": "layers", "layer_ids": LAYERS},
-        {"reducer": "fc", "source": "pre_hc_head_and_layers", "layer_ids": LAYERS},
-    ],
-)
-def test_every_source_trains(target, samples, tmp_path, shape):
-    drafter = new_drafter(target, **shape)
+def test_a_drafter_of_layers_trains(target, samples, tmp_path):
+    drafter = new_drafter(target, reducer="fc", layer_ids=LAYERS)
     cache = FeatureCache(target, samples, layer_ids=drafter.config.captured_layers)
     recipe = Recipe(steps=2, batch=2, anchors=2, every=2, warmup_steps=1)
     before = drafter.fc.weight.detach().clone()
     Trainer(drafter, target, cache, {}, recipe, tmp_path).run(tmp_path / "out")
-    assert Drafter.load(tmp_path / "out").config.source == shape["source"]
+    assert Drafter.load(tmp_path / "out").config.source == "layers"
     assert not torch.equal(drafter.fc.weight, before)
 
 
 def test_states_without_the_asked_layers_are_refused(target):
-    drafter = new_drafter(target, reducer="fc", source="layers", layer_ids=LAYERS)
+    drafter = new_drafter(target, reducer="fc", layer_ids=LAYERS)
     states = States.without_layers(torch.zeros(1, 3, 1024), torch.zeros(1, 3, 256))
     with pytest.raises(HyperDFlashConfigError, match=r"reads layers \[1, 3\] \(512 columns\)"):
-        reducer_source(drafter.config, target, states.residual, states.layers)
+        reducer_source(drafter.config, states.residual, states.layers)
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--source layers --layer-ids 1 2", "a gate reads residual paths alone"),
-        ("--source layers --reducer fc", "a --source with layers needs --layer-ids"),
-        ("--layer-ids 1", "no other source takes them"),
-        ("--source layers --reducer fc --layer-ids 1 9", "between 0 and 7, found [1, 9]"),
+        ("--layer-ids 1 2 --reducer hc_gate", "a gate reads residual paths alone"),
+        ("--layer-ids 1 9", "between 0 and 7, found [1, 9]"),
     ],
 )
 def test_init_refuses_what_cannot_work(target_dir, tmp_path, capsys, options, message):

@@ -82,7 +82,7 @@ def gradients(trainer: Trainer) -> torch.Tensor:
 def eager_loss(trainer: Trainer) -> float:
     """Eq. 3 of step 0, one drafted token at a time, from the logits of each block alone."""
     objective, target, drafter = trainer.recipe.objective, trainer.target, trainer.drafter
-    weights = position_weights(6, objective.gamma if objective.weights == "exponential" else None)
+    weights = position_weights(6, objective.gamma)
     ce = weight = kl = blocks = 0.0
     for ids, rows, drawn in trainer.micro_batches(0):
         for row, i in enumerate(ids):
@@ -101,8 +101,6 @@ def eager_loss(trainer: Trainer) -> float:
                     weight += weights[k - 1].item()
                     if k <= objective.P:
                         state = states.final[0, at - 1]
-                        if objective.teacher == "mean":
-                            state = target.mean_pooled_state(states.residual[0, at - 1])
                         p = (target.lm_head(state) / objective.T).log_softmax(-1)
                         q = (target.lm_head(hidden[k - 1]) / objective.T).log_softmax(-1)
                         kl += (p.exp() * (p - q)).sum().item()
@@ -114,8 +112,8 @@ def eager_loss(trainer: Trainer) -> float:
     "objective",
     [
         Objective(),
-        Objective(teacher="mean", T=2.0, P=3, alpha=0.4),
-        Objective(weights="none", alpha=0.0),
+        Objective(T=2.0, P=3, alpha=0.4),
+        Objective(alpha=0.0),
         Objective(chunk=3, gamma=2.0),
     ],
 )
@@ -126,18 +124,10 @@ def test_the_loss_is_eq_3(target, cache, tmp_path, objective):
     assert trainer.accumulate(0)["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["exponential", "dpace"])
-def test_micro_batches_and_chunks_change_no_gradient(target, cache, tmp_path, weights):
-    whole = gradients(
-        new_trainer(target, cache, tmp_path / "a", objective=Objective(weights=weights))
-    )
-    pieces = new_trainer(
-        target,
-        cache,
-        tmp_path / "b",
-        micro_batch=1,
-        objective=Objective(weights=weights, chunk=5),
-    )
+def test_micro_batches_and_chunks_change_no_gradient(target, cache, tmp_path):
+    whole = gradients(new_trainer(target, cache, tmp_path / "a"))
+    objective = Objective(chunk=5)
+    pieces = new_trainer(target, cache, tmp_path / "b", micro_batch=1, objective=objective)
     assert (gradients(pieces) - whole).norm() < 1e-5 * whole.norm()
 
 

@@ -28,12 +28,6 @@ def test_both_targets_give_the_same_states(target_dir):
         assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max(), name
     for a, b in zip(theirs.hc_head, ours.hc_head, strict=True):
         assert torch.equal(a.float(), b)
-    torch.testing.assert_close(
-        theirs.mean_pooled_state(expected.residual),
-        ours.mean_pooled_state(expected.residual),
-        rtol=1e-4,
-        atol=1e-4,
-    )
     assert theirs.lm_head.weight.shape == ours.lm_head.weight.shape
     assert not any(p.requires_grad for p in theirs.parameters())
 
@@ -44,13 +38,10 @@ def test_a_target_in_bf16_teaches_a_drafter(target_dir, drafter_dir, tmp_path):
     g = torch.Generator().manual_seed(0)
     rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 40)]
     cache = FeatureCache(target, [Sample.continuation(row, 3) for row in rows])
-    for teacher in ("gated", "mean"):
-        objective = Objective(loss="ce_kl", teacher=teacher)
-        recipe = Recipe(steps=2, batch=2, warmup_steps=1, every=2, objective=objective)
-        held_out, work = {"same": cache}, tmp_path / teacher
-        drafter = Drafter.load(drafter_dir)
-        record = Trainer(drafter, target, cache, held_out, recipe, work).run(tmp_path / "out")
-        assert record["tau"] >= 1.0 and record["tau_sampled"] >= 1.0 and record["ce"] > 0
+    recipe = Recipe(steps=2, batch=2, warmup_steps=1, every=2, objective=Objective(loss="ce_kl"))
+    drafter, work = Drafter.load(drafter_dir), tmp_path / "work"
+    record = Trainer(drafter, target, cache, {"same": cache}, recipe, work).run(tmp_path / "out")
+    assert record["tau"] >= 1.0 and record["tau_sampled"] >= 1.0 and record["ce"] > 0
 
 
 def test_a_model_without_hc_head_is_refused(monkeypatch):

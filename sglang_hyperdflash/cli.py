@@ -1,4 +1,4 @@
-"""``hyperdflash``: the command line of everything that is not a server flag."""
+"""The ``hyperdflash`` command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.process_group import exit_on_signals
 
-# Each is a module of its own under commands/.
+# Each is a module under commands/.
 COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "plan")
 
 

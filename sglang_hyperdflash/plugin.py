@@ -18,7 +18,7 @@ from sglang_hyperdflash.serving import (
     weight_updates,
 )
 
-# Everything that we hook in SGLang, by what it is for.
+# Every hook on SGLang, by purpose.
 SERVING_SEAMS: tuple[Seam, ...] = (
     *dflash_seams.SEAMS,
     *sampling_seams.SEAMS,
@@ -41,7 +41,7 @@ ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 
 
 def _worker_class(server_args) -> type:
-    """Worker factory; imports the worker only when the algorithm is really used."""
+    """Worker factory; imports the worker only when the algorithm is used."""
     from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
     seams.check_installed()
@@ -81,8 +81,8 @@ def _register_resolution() -> None:
 def _register_models() -> None:
     """Seam: ``ModelRegistry.models``, filled in every process before a model is built.
 
-    The registry imports all of SGLang's models, seconds in each process, unless it is named an
-    external package; then it does so when an architecture is asked for that nobody registered.
+    The registry imports all of SGLang's models, seconds in each process, unless an external
+    package is named; then only when an unregistered architecture is requested.
     """
 
     def add() -> None:
@@ -97,7 +97,7 @@ def _register_models() -> None:
 
 
 def load() -> None:
-    """Register the algorithm, the models, the hooks and, without an accelerator, the CPU's parts.
+    """Register the algorithm, the models, the hooks and, without an accelerator, the CPU platform.
 
     SGLang calls this once in every process it starts; it changes nothing for a server that
     runs another algorithm.
@@ -107,7 +107,7 @@ def load() -> None:
     _register_models()
     seams.install(SERVING_SEAMS)
     if activation.is_active():
-        activation.calm_threads()
+        activation.limit_threads()
         from sglang_hyperdflash.cpu.attention_registry import register_attention
 
         register_attention()

@@ -1,11 +1,11 @@
-"""How this extension hooks SGLang's private functions: one named :class:`Seam` each.
+"""How this package hooks SGLang's private functions: one named :class:`Seam` each.
 
-This file knows no seam by name: ``plugin.ALL_SEAMS`` is the table of contents. SGLang's plugin
-loader logs exceptions and goes on, so a hook that could not be applied would be silent.
-``install`` therefore records what it was given, and ``check_installed``, called when the server
-arguments are validated and when the worker is created, refuses to start, naming the seam. A seam
-also holds the parameters and a hash of the source that its hook was written for: another SGLang
-fails at once and not in the middle of a request.
+``plugin.ALL_SEAMS`` lists them. SGLang's plugin loader logs exceptions and continues, so a hook
+that could not be applied would go unnoticed. ``install`` therefore records its seams, and
+``check_installed`` refuses to start and names those that are missing; it is called when the server
+arguments are validated and when the worker is created. A seam also holds the parameters and a
+source hash of the function its hook was written for: another SGLang fails at start, not in
+mid-request.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Seam:
 
     Attributes:
         target: ``module:function`` or ``module:Class.method`` of SGLang.
-        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``; a target has one.
-        parameters: of the target, as the hook relies on them. source: :func:`source_hash` of it.
+        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``; one per target.
+        parameters: the target's parameters. source: its :func:`source_hash`.
         reason: why the hook is needed.
-        only_with: an environment variable; without it the seam is not used.
+        only_with: environment variable without which the seam is not used.
     """
 
     target: str
@@ -66,7 +66,7 @@ _failures: list[SeamError] = []
 
 
 def install(seams: Iterable[Seam]) -> None:
-    """Hook every seam whose environment asks for it, as soon as SGLang imports its module.
+    """Hook every enabled seam as soon as SGLang imports its module.
 
     Raises:
         SeamError: SGLang is not the pinned version.
@@ -79,7 +79,7 @@ def install(seams: Iterable[Seam]) -> None:
 
 
 def _hook(seam: Seam) -> None:
-    """Check a seam and hook it; a failure is kept, for a server of ours, and harms no other."""
+    """Check and hook a seam; a failure is recorded and stops HYPERDFLASH servers only."""
     try:
         check_seam(seam)
         _apply(seam)
@@ -90,10 +90,10 @@ def _hook(seam: Seam) -> None:
 
 
 def _apply(seam: Seam) -> None:
-    """Wrap a seam's target, in its module and wherever else its name was taken to.
+    """Wrap a seam's target in its module and wherever else its name was imported.
 
     Seam: ``HookRegistry._apply_target``, without the registry's list: ``apply_hooks`` would import
-    every module of every plugin's hooks now, and skip what another plugin registers later.
+    the modules of all plugins' hooks now, and skip what another plugin registers later.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
@@ -121,7 +121,7 @@ def source_hash(function: Callable) -> str:
 
 
 def check_seam(seam: Seam) -> None:
-    """Refuse a seam whose target is gone, or is not the one that its hook was written for."""
+    """Refuse a seam whose target is gone or differs from the one its hook was written for."""
     try:
         function = inspect.unwrap(pkgutil.resolve_name(seam.target))
     except (AttributeError, ImportError) as error:
@@ -141,17 +141,17 @@ def check_seam(seam: Seam) -> None:
 
 
 def recorded() -> tuple[Seam, ...]:
-    """The seams that :func:`install` took in this process."""
+    """The seams that :func:`install` received in this process."""
     return tuple(_recorded)
 
 
 def in_place() -> frozenset[str]:
-    """The targets that are hooked in this process."""
+    """The targets hooked in this process."""
     return frozenset(_in_place)
 
 
 def check_installed() -> None:
-    """Raise ``SeamError`` naming every seam whose hook should be in place here and is not.
+    """Raise ``SeamError`` naming every seam whose hook is missing in this process.
 
     A seam whose module SGLang has not imported in this process has nothing to hook yet.
     """
@@ -170,7 +170,7 @@ def check_installed() -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables that are not set yet, for a while."""
+    """Set the variables that are not set yet, inside the context."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(new)
     try:
@@ -181,7 +181,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Runs callbacks right after a module was imported, before anything reads names from it."""
+    """Runs callbacks right after a module's import, before anything reads names from it."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
@@ -210,12 +210,12 @@ _watch = _ImportWatch()
 def when_imported(
     module: str, callback: Callable[[], None], environment: Mapping[str, str] | None = None
 ) -> None:
-    """Call ``callback`` after ``module`` is imported: now, if it has been.
+    """Call ``callback`` after ``module`` is imported; immediately, if it already is.
 
-    Importing all that the hooks touch would cost every process of every server seconds.
+    Importing every hooked module at once would cost every server process seconds.
 
     Args:
-        environment: variables, unless the user set them, for the time of that import only.
+        environment: variables for the time of that import only, unless the user set them.
     """
     if module in sys.modules:
         callback()

@@ -1,4 +1,4 @@
-"""``make bench``: the reducer against its rivals on one GPU, beside the copy bandwidth.
+"""``make bench``: the reducer and its alternatives on one GPU, compared with copy bandwidth.
 
 For every size and number of tokens, the served kernel is checked against the fp32 reference on
 fresh inputs; then each contender is captured in a CUDA graph of several calls over rotating inputs
@@ -39,7 +39,7 @@ MEMORY_BYTES = 24 << 30
 
 
 def traffic_bytes(n: int, m: int, d: int, itemsize: int = 2) -> int:
-    """Least DRAM traffic of ``n`` tokens: the residual read once, the feature written once."""
+    """Minimum DRAM traffic of ``n`` tokens: the residual read once, the feature written once."""
     return n * (m + 1) * d * itemsize
 
 

@@ -1,4 +1,4 @@
-"""The seeded draw beside SGLang's seeded sampler, torch's sort and a copy, on one GPU.
+"""The seeded draw compared with SGLang's seeded sampler, torch's sort and a copy, on one GPU.
 
 Part of ``make bench``. Rows are those of a verified round, seven a request.
 """
@@ -21,7 +21,7 @@ BLOCK = 7
 
 
 def contenders(rows: int) -> dict[str, Callable[[int], Any]]:
-    """Calls on ``[rows, V]`` probabilities; the number given to a call is not used."""
+    """Calls on ``[rows, V]`` probabilities; the number passed to a call is unused."""
     probs = torch.randn(rows, VOCABULARY, device="cuda").mul_(3).softmax(-1)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device="cuda")
     positions = torch.randint(0, 1 << 20, (rows,), device="cuda")
@@ -29,7 +29,9 @@ def contenders(rows: int) -> dict[str, Callable[[int], Any]]:
     expected = gumbel_argmax_reference(probs[few], seeds[few], positions[few])
     different = int((launch(probs, seeds, positions, None)[few] != expected).sum())
     if different:
-        raise RuntimeError(f"the kernel draws another token than its reference in {different} rows")
+        raise RuntimeError(
+            f"the kernel draws a different token than its reference in {different} rows"
+        )
     # As many bytes moved as the draw must read.
     source = torch.empty(probs.numel() // 2, device="cuda")
     target = torch.empty_like(source)

@@ -9,7 +9,7 @@ CONTENDERS = ("triton", "eager", "compile", "fused_hc_head", "fused_hc_head+norm
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Median microseconds of every contender, the reducer's TB/s beside the copy's, its error."""
+    """Median microseconds of every contender, TB/s of reducer and copy, and the error."""
     names = [name for name in CONTENDERS if any(name in row for row in rows)]
     head = f"{'m x d':>9} {'tokens':>7}" + "".join(f"{n:>{max(10, len(n) + 2)}}" for n in names)
     lines = [f"{head}  | TB/s  copy TB/s  share  error"]
@@ -46,7 +46,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 style = "--" if name == "copy" else "-"
                 axis.plot(*zip(*points, strict=True), style, marker="o", label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"m = {m}, d = {d}, bf16")
-        axis.set_ylabel("TB/s of the least traffic")
+        axis.set_ylabel("TB/s at minimum traffic")
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize="small")
     figure.tight_layout()

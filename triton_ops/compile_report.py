@@ -1,4 +1,4 @@
-"""What the kernels cost a Hopper GPU, compiled ahead of time: no GPU is needed.
+"""What the kernels cost on a Hopper GPU, compiled ahead of time: no GPU is needed.
 
 ``python -m triton_ops.compile_report`` prints registers, spills and shared memory of every kernel
 for the DeepSeek-V4 widths; ``--json`` prints one JSON list instead. Spilled bytes come from ptxas,
@@ -86,7 +86,7 @@ def _spills(ptx: str) -> int:
     words = log.replace(",", " ").split()
     found = [int(words[i - 2]) for i, word in enumerate(words) if word == "spill"]
     if not found:
-        raise RuntimeError(f"ptxas said nothing of spills: {log}")
+        raise RuntimeError(f"ptxas reported no spill counts: {log}")
     return sum(found)
 
 
@@ -100,7 +100,7 @@ def compile_kernel(
     """Compile one ``@triton.jit`` function for ``sm_90`` as serving on CUDA would specialise it.
 
     Args:
-        known: types of arguments that are not the reducer's.
+        known: types of arguments that the reducer does not have.
     """
     names = kernel.arg_names
     types = {n: (known or {}).get(n) or _type_of(n, dtype) for n in names}

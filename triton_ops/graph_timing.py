@@ -1,4 +1,4 @@
-"""Time calls on CUDA, in turns; through graphs, launches from the host do not count."""
+"""Interleaved timing on CUDA; through graphs, launches from the host do not count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 
 def events_ms(work: Callable[[], Any]) -> float:
-    """Milliseconds of what ``work`` puts on the current stream, by CUDA events."""
+    """Milliseconds of what ``work`` enqueues on the current stream, by CUDA events."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()
@@ -47,9 +47,9 @@ def events_ms(work: Callable[[], Any]) -> float:
 def interleaved(
     contenders: Iterable[str], time_of: Callable[[str], float], rounds: int
 ) -> Mapping[str, list[float]]:
-    """What ``time_of`` gave of each contender in ``rounds`` rounds, in another order every round.
+    """``time_of`` of each contender in ``rounds`` rounds, in a different order every round.
 
-    So what the machine does meanwhile falls on all of them.
+    Disturbances of the machine thus affect all of them alike.
     """
     order = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in order}

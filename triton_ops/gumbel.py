@@ -1,4 +1,4 @@
-"""Noise that any process can compute again: Gumbel variables from a hash of seed, position, token.
+"""Noise that any process can recompute: Gumbel variables from a hash of seed, position, token.
 
     h     = murmur3_32(seed low, seed high, position, id)        # four 32-bit words
     x     = h / (2^32 - 1)                                       # fp64
@@ -10,13 +10,13 @@ Source: SGLang's seeded sampler (``layers/sampler.py: multinomial_with_seed`` an
 batch filters; here it is the vocabulary id always, so a draw does not depend on its batchmates.
 
     tensor      shape     dtype
-    weights     [R, V]    fp32, not negative, need not be normalised
+    weights     [R, V]    fp32, nonnegative, need not be normalised
     rows        [N]       int64, rows of ``weights``; or None: all of them, in order
     seeds       [N]       int64, all 64 bits count
     positions   [N]       int64, the low 32 bits count
 
 :func:`gumbel_argmax` runs :func:`gumbel_argmax_reference` on a CPU and Triton on CUDA. A row with
-a NaN, or without any mass, gives some index in ``[0, V)``: the caller looks for broken rows.
+a NaN, or without any mass, gives some index in ``[0, V)``: the caller checks for broken rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _C1, _C2, _M, _N = 0xCC9E2D51, 0x1B873593, 5, 0xE6546B64
 _F1, _F2 = 0x85EBCA6B, 0xC2B2AE35
 _WORDS_BYTES = 16
 
-# Streams beside the draws themselves. A draft's own noise must not decide whether it is accepted.
+# Streams besides that of the draws. A draft's own noise must not decide whether it is accepted.
 COIN_STREAM = 0x5DEECE66D1CE4E5B
 RESIDUAL_STREAM = 0x2545F4914F6CDD1D
 

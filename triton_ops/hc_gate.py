@@ -113,12 +113,12 @@ class GateArguments:
         return self.fn.shape[1] // self.fn.shape[0]
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by name."""
+        """The tensors that are present, by name."""
         names = ("hidden", "fn", "base", "scale", "path_norm", "hidden_norm")
         return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """Six tensors for a kernel; ``fn`` stands in for a norm that is absent (never read)."""
+        """Six tensors for a kernel; ``fn`` replaces an absent norm (never read)."""
         return (
             self.hidden,
             self.fn,
@@ -168,9 +168,9 @@ class GateArguments:
             )
 
     def check_kernel_limits(self) -> None:
-        """Raise ``ValueError`` for sizes that the CUDA kernels do not take."""
+        """Raise ``ValueError`` for sizes that the CUDA kernels do not support."""
         if self.m not in PATHS or self.d % 64 or self.d > MAX_WIDTH:
             raise ValueError(
-                f"on CUDA the reducer takes m in {PATHS} paths whose width is a multiple of 64 up "
-                f"to {MAX_WIDTH}; found m={self.m}, d={self.d}"
+                f"on CUDA the reducer supports m in {PATHS} paths whose width is a multiple of 64 "
+                f"up to {MAX_WIDTH}; found m={self.m}, d={self.d}"
             )

@@ -13,7 +13,7 @@ from triton_ops.hc_gate import GateArguments, gated_sum, hc_gate_reduce_referenc
 _ARGUMENTS = (
     "Tensor hidden, Tensor fn, Tensor base, Tensor scale, Tensor? path_norm, Tensor? hidden_norm"
 )
-# Up to so many tokens each has a CTA of its own (two a multiprocessor); above, they share the gate
+# Up to this many tokens, each has its own CTA (two a multiprocessor); above, they share the gate
 # matrix. Estimated from the traffic of both kernels; `make bench` measures it.
 ROW_KERNEL_TOKENS = 256
 _EPSILONS = "float rms_eps, float hc_eps"
@@ -22,7 +22,7 @@ _EPSILONS = "float rms_eps, float hc_eps"
 def reduce_cuda(
     arguments: GateArguments, save_stats: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the forward kernel that suits the number of tokens.
+    """Launch the forward kernel for this number of tokens.
 
     Returns:
         ``c [N, d]`` in the residual's dtype and, if asked for, ``stats [2m + 1, N]`` fp32.
@@ -172,7 +172,7 @@ def hc_gate_reduce(
         ``[N, d]`` in ``hidden.dtype``; differentiable once in every tensor argument.
 
     Raises:
-        ValueError: a shape, device or stride does not fit, or CUDA does not take the sizes.
+        ValueError: a shape, device or stride does not fit, or CUDA does not support the sizes.
         TypeError: a dtype is not supported.
         Each says what was expected and what was found.
     """

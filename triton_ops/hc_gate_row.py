@@ -1,6 +1,6 @@
 """Few rows (decode, verify): one CTA per token, every load in flight at once.
 
-Latency decides here, and one CTA asks for the whole gate matrix in a few microseconds. Formulas:
+Latency matters here, and one CTA loads the whole gate matrix in a few microseconds. Formulas:
 :mod:`triton_ops.hc_gate`.
 
 What a token costs on V4-Flash (m 4, d 4096, bf16), counted: DRAM 32 KiB read and 8 KiB written;

@@ -4,19 +4,19 @@ Programs do two kinds of work. A *stats* item reads a tile of tokens in a slice 
 leaves partial sums; the last slice of a tile to arrive turns them into one coefficient per token
 and path. An *apply* item multiplies the tile by those coefficients. The gate matrix is read once
 per tile instead of once per token, and an apply item finds its tile in L2, because it runs only
-``lag`` tiles behind the stats items that brought it there.
+``lag`` tiles after the stats items that loaded it.
 
-Apply items wait for a flag of an item with a *lower* program id, and stats items for nothing. On
+Apply items wait for the flag of an item with a *lower* program id; stats items wait for nothing. On
 NVIDIA's GPUs programs start in the order of their ids (no document promises it; CUB's single-pass
-scan has relied on it), and one that has started keeps its multiprocessor until it ends or comes
-back to one. So what an item waits for runs or is done, and some item always gets on. Were ids
-started in another order, a launch could hang; it could not give a wrong answer. That is why AMD's
-GPUs, which deal programs out to several dies, are not supported. (Numbers drawn from a counter
-would not rely on the order, but are no constants of a warp: compiled for sm_90 they cost 16
+scan has relied on it), and one that has started keeps its multiprocessor until it ends or
+returns to one. So what an item waits for is running or done, and some item always makes progress.
+In another order a launch could hang; it could not give a wrong answer. That is why AMD's GPUs,
+which distribute programs over several dies, are not supported. (Numbers from a counter
+would not rely on the order, but are not constants of a warp: compiled for sm_90 they cost 16
 registers a thread, and with those the second CTA of a multiprocessor. Two launches would read the
 residual from DRAM twice.) A wait costs its CTA's place on the multiprocessor and one atomic read of
-L2 a turn; ``lag`` keeps it short. The last slice of a tile alone finishes it, while the other items
-of its step go on; only what follows ``lag`` tiles later reads its flag.
+L2 per turn; ``lag`` keeps it short. Only the last slice of a tile finishes it, while the other
+items of its step go on; only what follows ``lag`` tiles later reads its flag.
 All sums have a fixed order: a result does not change from run to run. Formulas:
 :mod:`triton_ops.hc_gate`.
 
@@ -25,7 +25,7 @@ counted: DRAM 32 KiB read, 8 KiB written, 1 KiB of partial sums; L2 32 KiB for s
 of ``fn`` and 1 KiB of ``path_norm`` (their 320 KiB over 64 tokens), 2 KiB of partial sums, 32 KiB
 again and 9 KiB of weights and output for the apply items: 80 KiB. (One CTA per token would take
 256 KiB of ``fn`` alone.) Compiled for sm_90: 256 threads, 128 registers, 81 KiB of shared memory,
-no spills, two CTAs on a multiprocessor; ``python -m triton_ops.compile_report`` prints it anew.
+no spills, two CTAs on a multiprocessor (``python -m triton_ops.compile_report``).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _gate_product(
 ):
     """``z [T, G] + x @ fn[:, columns].T`` on the matrix units; the columns past M stay zero.
 
-    A 16-bit ``x`` meets each fp32 weight as two 16-bit terms, whose products are exact and whose
-    sum keeps 16 bits of the weight (bf16) or 22 (fp16).
+    A 16-bit ``x`` is multiplied by each fp32 weight as two 16-bit terms, whose products are exact
+    and whose sum keeps 16 bits of the weight (bf16) or 22 (fp16).
     """
     gate = tl.arange(0, G)
     w = tl.load(
@@ -141,7 +141,7 @@ def _sum_of_squares(
     M: tl.constexpr, D: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr,
     PATH_NORM: tl.constexpr,
 ):
-    """``sum_d y^2 [T]`` from ``y`` itself; the rare way, where the Gram form cancels."""
+    """``sum_d y^2 [T]`` from ``y`` itself: the rare case in which the Gram form cancels."""
     live = (rows < n_tokens)[:, None]
     total = tl.zeros([T], tl.float32)
     for start in range(0, D, CHUNK):
@@ -197,7 +197,7 @@ def _finish_tile(
             for k in tl.static_range(j, M):
                 entry = where + (2 * M + j * (2 * M - j - 1) // 2 + k) * padded
                 g = tl.sum(tl.load(entry, mask=have, other=0.0, cache_modifier=".cg"), axis=0)
-                # Two factors in turn: s^2 alone can leave fp32's range beside a huge path.
+                # Two factors in turn: s^2 alone can leave fp32's range when another path is huge.
                 share = s[j] * (s[k] * g)
                 if j == k:
                     total += share
@@ -338,7 +338,7 @@ def tile_lag(shape: TileShape, d: int, multiprocessors: int) -> int:
     """Tiles between the stats items and the apply items of one step.
 
     One step more than the GPU holds at once (two CTAs a multiprocessor, two items a piece): apply
-    items then seldom wait, and what they read again is some 25 MB behind, inside L2.
+    items then seldom wait, and what they reread is about 25 MB old, inside L2.
     """
     return triton.cdiv(2 * multiprocessors, 2 * shape.pieces(d)) + 1
 
@@ -354,7 +354,7 @@ def launch(
     sums = 2 * m + m * (m + 1) // 2
     partial = torch.empty(pieces, sums, tiles * shape.tokens, dtype=torch.float32, **new)
     coefficient = torch.empty(m, tiles * shape.tokens, dtype=torch.float32, **new)
-    # Both start at 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise.
+    # Both start at 16 bytes: Triton recompiles a kernel for pointers of another alignment.
     flags = torch.zeros(2, 4 * triton.cdiv(tiles, 4), dtype=torch.int32, **new)
     _tile_kernel[(2 * pieces * (tiles + lag),)](
         *a.pointers(),

@@ -1,1 +1,1 @@
-"""SGLang on a CPU without its CPU kernels: a platform and the torch code that stands in."""
+"""SGLang on a CPU without its CPU kernels: a platform, and torch code in place of the kernels."""

@@ -12,7 +12,7 @@ def is_active() -> bool:
     """Whether our CPU platform serves this process.
 
     Only where torch finds no accelerator of any kind (CUDA, ROCm, XPU, MPS, NPU, MUSA, ...), and
-    when SGLang's own CPU engine is not asked for: out-of-tree platforms come before SGLang's own.
+    when SGLang's own CPU engine is not selected: out-of-tree platforms come before SGLang's own.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return False
@@ -21,11 +21,11 @@ def is_active() -> bool:
     return not torch.accelerator.is_available()
 
 
-def calm_threads() -> None:
-    """Give processes to come one thread each, which does not spin; a user's own choice stays.
+def limit_threads() -> None:
+    """Default later processes to one OpenMP thread that does not spin; the user's settings win.
 
-    Waiting threads of OpenMP spin, so that a server beside any other work takes several times as
-    long; a model that is small enough for this platform gains nothing from more of them.
+    Waiting OpenMP threads spin, which makes a server several times slower when the machine has
+    other work; a model small enough for this platform gains nothing from more threads.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,7 @@
 """An SGLang attention backend in plain torch: paged K/V, sinks, windows, causal or block-wide.
 
-Serves the CPU platform. Every query group of one length is one batched product, so a
-verify block of a batch costs few operations whatever the batch.
+Used on the CPU platform. All query groups of one length are one batched product, so verifying a
+batch takes few operations whatever its size.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TorchAttention(AttentionBackend):
     ) -> QueryGroup:
         longest = int(totals.max())
         slots = self.req_to_token_pool.req_to_token[rows, :longest].long()
-        # What an earlier request left behind the end is nobody's slot.
+        # Entries past the end are left over from an earlier request.
         slots.masked_fill_(torch.arange(longest) >= totals.unsqueeze(1), 0)
         return QueryGroup(first_row, n, totals - n, slots)
 

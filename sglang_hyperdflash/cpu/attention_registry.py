@@ -1,4 +1,4 @@
-"""Make the torch attention backend of the CPU platform known to SGLang."""
+"""Register the CPU platform's torch attention backend with SGLang."""
 
 from __future__ import annotations
 

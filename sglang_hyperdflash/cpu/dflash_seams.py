@@ -1,4 +1,4 @@
-"""Triton kernels of SGLang's DFLASH path that the CPU platform replaces."""
+"""Triton kernels of SGLang's DFLASH path, replaced on the CPU platform."""
 
 from __future__ import annotations
 

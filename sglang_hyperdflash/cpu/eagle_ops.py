@@ -1,4 +1,4 @@
-"""Torch forms of the Triton helpers that SGLang's EAGLE worker reaches without a GPU (top-k 1).
+"""Torch forms of the Triton helpers that SGLang's EAGLE worker calls without a GPU (top-k 1).
 
 With one candidate a step the tree is a chain, so every function is a gather or a comparison.
 Seams: the functions of the same names in ``sglang.kernels.ops.speculative``.

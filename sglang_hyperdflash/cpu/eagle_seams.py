@@ -1,6 +1,6 @@
 """What SGLang's EAGLE worker needs replaced on the CPU platform, and for the portable NextN layer.
 
-EAGLE is a rival here, not our algorithm: it runs SGLang's own worker, drafts and verification.
+EAGLE is a method to compare with: it runs SGLang's own worker, drafts and verification.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def portable_residual_width(result, hf_config, hidden_size, hc_mult):
 
 
 def keep_overlap(server_args) -> None:
-    """Overlap scheduling works on the reference platform; other methods run with it too."""
+    """Keep overlap scheduling: it works on this platform, and other methods run with it too."""
 
 
 def fill_missing_kernels() -> None:
     """Give SGLang the sampled chain verification that it has no kernel for without CUDA.
 
-    Its names are None there. A hook registry REPLACE of None would replace every None in every
-    module, so the modules that hold the names are set one by one; in-tree DFLASH then verifies
-    sampled requests exactly too.
+    SGLang's names are None there. A registry hook that replaces None would replace every None in
+    every module, so the modules with these names are set one by one. In-tree DFLASH then verifies
+    sampled requests exactly, too.
     """
     for name in (
         f"{OPS}.verify_sampling",

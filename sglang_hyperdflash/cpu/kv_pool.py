@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchKVPool(MHATokenToKVPool):
-    """Seam: ``SRTPlatform.get_kv_pool_cls``; the in-tree constructor warms a Triton copy up."""
+    """Seam: ``SRTPlatform.get_kv_pool_cls``; the in-tree constructor warms up a Triton copy."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""How much memory a server on the CPU platform has: its own affair, not its neighbours'.
+"""How much memory a server on the CPU platform has, whatever other processes use.
 
 SGLang sizes a pool of K/V from the difference of free memory before and after loading. On a CPU
-it reads the host's free memory, so that whatever any process allocates meanwhile looks like ours.
+it reads the host's free memory, so memory that other processes allocate meanwhile would count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_hyperdflash.tools.environment import positive_number
 
 logger = logging.getLogger(__name__)
 
-# GiB of K/V of a server that was given no --max-total-tokens.
+# GiB of K/V of a server without --max-total-tokens.
 KV_GIB = "HYPERDFLASH_CPU_KV_GIB"
 GIB = 1 << 30
 
@@ -45,7 +45,7 @@ def kv_limit() -> int:
 def bound_kv(result: int, self, pre_model_load_memory) -> int:
     """Do not take most of a machine for the K/V of a small model.
 
-    Seam: ``KVCacheConfigurator._profile_available_bytes``; with ``--max-total-tokens`` that rules.
+    Seam: ``KVCacheConfigurator._profile_available_bytes``; ``--max-total-tokens`` overrides it.
     """
     from sglang.srt.runtime_context import get_schedule
 

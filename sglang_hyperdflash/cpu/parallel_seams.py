@@ -1,7 +1,7 @@
-"""What SGLang's CPU start-up assumes of tensor parallel that does not hold on this platform.
+"""Assumptions of SGLang's CPU start-up about tensor parallelism that do not hold here.
 
 The assumptions belong to SGLang's own CPU engine: sgl_kernel's operators bind threads and pad
-heads. The portable platform has gloo and plain torch, and its shards follow the GPU's rules.
+heads. This platform has gloo and plain torch, and its shards follow the GPU's rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def unpadded_heads(original, model_config, load_config, tp_size: int):
 
 
 def gather_over_gloo(original, self, output, input):
-    """Concatenate every rank's ``input [n]`` into ``output [ranks * n]``, any shape alike.
+    """Concatenate every rank's ``input [n]`` into ``output [ranks * n]``, of any shape.
 
     SGLang registers its custom operator for its out-of-tree platform's own device only, so CPU
     tensors have no kernel there; its plain path is what its CPU engine takes.

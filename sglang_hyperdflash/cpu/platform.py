@@ -31,7 +31,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace what SGLang's ``--device cpu`` rule has already named and cannot run here.
+        """Replace what SGLang's ``--device cpu`` rule has already chosen and cannot run here.
 
         AMX's backend needs sgl_kernel's CPU operators; torch_native has no sinks and no verify
         mode. Ranks reduce over gloo: custom all-reduce would only fail to set up, with a warning.
@@ -64,9 +64,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return extend_cache_locs
 
     def get_torch_profiler_activity_str(self) -> str:
-        """SGLang's profiler asks every out-of-tree platform; no answer ends the scheduler.
+        """SGLang's profiler calls this on every out-of-tree platform, and fails without it.
 
-        A name of its own: beside ``CPU`` a second profiler would be started in the first.
+        Not ``CPU``: that would start a second profiler inside the first.
         """
         return "CPU_PLATFORM"
 

@@ -1,4 +1,4 @@
-"""The line in which the CPU platform's K/V pools say their size, and its reader."""
+"""The log line with the size of the CPU platform's K/V pools, and its parser."""
 
 from __future__ import annotations
 

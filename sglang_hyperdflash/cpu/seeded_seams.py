@@ -1,4 +1,4 @@
-"""Deterministic inference on the CPU platform: SGLang's hash and matrix kernels are not for it."""
+"""Deterministic inference on the CPU platform: SGLang's hash and matrix kernels cannot run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def torch_murmur_hash(seed, positions, col_indices):
 
 
 def keep_matrix_products(self):
-    """Leave torch's own products: SGLang's batch-invariant ones are Triton kernels.
+    """Keep torch's own products: SGLang's batch-invariant ones are Triton kernels.
 
     A CPU's fp32 results may still differ in the last bits between batch sizes.
     """

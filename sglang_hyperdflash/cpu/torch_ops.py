@@ -1,4 +1,4 @@
-"""Torch forms of the Triton helpers that SGLang's DFLASH path reaches without a GPU."""
+"""Torch forms of the Triton helpers that SGLang's DFLASH path calls without a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assign_req_to_token_pool(
 
     Seam: ``sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func``.
     """
-    # Every round of a server that speculates: numpy's operations cost half of torch's here.
+    # Runs every round: numpy's operations cost half of torch's here.
     inputs = (req_pool_indices, start_offset, end_offset)
     rows, starts, ends = (each[:batch_size].numpy() for each in inputs)
     counts = ends - starts
@@ -61,7 +61,7 @@ def norm_rope_stacked(
     """K normed and rotated, and V, of all draft layers at once: ``[layers, n, heads, head_dim]``.
 
     Seam: ``fused_kv_materialize._fused_norm_rope_stacked``; neox form, fp32 inside, ``k_out`` and
-    ``v_out`` are room that is not needed here.
+    ``v_out`` are buffers that are not needed here.
 
     Args:
         kv: ``[n, layers, 2 * heads * head_dim]``: each layer's K, then V.

@@ -1,6 +1,6 @@
 """DeepSeek-V4 (sliding-attention layers) in plain torch, without an engine.
 
-The attention product itself is a callable handed in by the owner: SGLang's paged attention in
+The attention product itself is a callable passed in by the owner: SGLang's paged attention in
 ``deepseek_v4.py``, a dense one in training and tests. Everything else is here: mHC streams,
 shared-KV attention with sinks and partial interleaved RoPE, its inverse on the output, the
 grouped output projection, and hash or top-k MoE with a shared expert.
@@ -23,7 +23,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def check_config(config) -> None:
-    """Refuse what the portable target cannot compute, naming the field, its value and a way out."""
+    """Refuse what the portable target cannot compute: one error with field, value and remedy."""
     expected = {
         "layer_types": (set(config.layer_types), {"sliding_attention"}),
         "mlp_layer_types": (set(config.mlp_layer_types), {"hash_moe", "moe"}),

@@ -1,7 +1,7 @@
 """The portable DeepSeek-V4 target as an SGLang model: the core over paged RadixAttention.
 
 Runs wherever SGLang has an attention backend with sinks: the torch reference on a CPU, triton or
-flashinfer on CUDA. It gives the speculative framework what SGLang's own V4 class gives: the
+flashinfer on CUDA. It gives the speculative framework what SGLang's own V4 class does: the
 pre-collapse residual ``[N, m * d]`` as ``hidden_states_before_norm``.
 """
 
@@ -27,7 +27,7 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
         if quant_config is not None:
-            raise UnsupportedTarget("the portable DeepSeek-V4 target has no quantised form.")
+            raise UnsupportedTarget("the portable DeepSeek-V4 target supports no quantisation.")
         if config.v_head_dim != config.head_dim:
             raise UnsupportedTarget(
                 f"the portable DeepSeek-V4 target reads K and V from a head of {config.head_dim}; "
@@ -62,7 +62,7 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         return self.embed_tokens.weight, self.lm_head.weight
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Seam: ModelRunner sizes window metadata with it; None when the window never closes."""
+        """Seam: ModelRunner sizes window metadata with it; None for an unlimited window."""
         window = self.config.sliding_window
         return None if window >= self.config.max_position_embeddings else window - 1
 
@@ -103,8 +103,8 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         whole = not sent_in_parts(weights)
         own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
         sharded = shard_rows(weights, own, total=self.config.vocab_size)
-        beside = self._own_vocabulary()
-        load_core(self.model, sharded, beside=beside, skip=("mtp.",), whole=whole)
+        outside = self._own_vocabulary()
+        load_core(self.model, sharded, outside=outside, skip=("mtp.",), whole=whole)
 
     def _own_vocabulary(self) -> dict[str, torch.Tensor]:
         """This rank's rows of embedding and LM head, under their checkpoint names."""

@@ -16,7 +16,7 @@ from torch import nn
 
 @functools.cache
 def compiled() -> Callable:
-    """:func:`sinkhorn` of a float32 array ``[N, m, m]``, in place; a GPU's server never asks."""
+    """:func:`sinkhorn` of a float32 array ``[N, m, m]``, in place; not used on a GPU."""
     import numba
 
     signature = "void(float32[:, :, ::1], int64, float32)"

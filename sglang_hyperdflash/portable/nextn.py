@@ -18,7 +18,7 @@ from sglang_hyperdflash.portable.weights import load_core, nextn_tensors, sent_i
 class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
     """A checkpoint of ``mtp.0.*`` tensors; embedding and LM head come from the target.
 
-    Seam: ``EagleDraftWorker`` calls ``set_embed_and_head`` and hands the residual over as
+    Seam: ``EagleDraftWorker`` calls ``set_embed_and_head`` and passes the residual as
     ``forward_batch.spec_info.hidden_states``.
     """
 

@@ -26,7 +26,7 @@ from sglang_hyperdflash.portable.core import (
 class NextNCore(nn.Module):
     """From a token's embedding and the residual before it to the state of the token after it.
 
-    Parameters bear the names of DeepSeek-V4's ``mtp.0.`` tensors.
+    Parameters have the names of DeepSeek-V4's ``mtp.0.`` tensors.
     """
 
     def __init__(self, config) -> None:

@@ -36,7 +36,7 @@ def _place(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, tuple, torch.
 
 
 def sent_in_parts(weights: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    """Whether a trainer sends them to a running server, a few tensors at a time.
+    """Whether these are weights that a trainer sends to a running server, a few tensors at a time.
 
     Seam: ``WeightUpdater`` passes such tensors as a list, and a checkpoint's files as an iterator.
     """
@@ -48,21 +48,21 @@ def load_core(
     module: nn.Module,
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
-    beside: Mapping[str, torch.Tensor] | None = None,
+    outside: Mapping[str, torch.Tensor] | None = None,
     skip: tuple[str, ...] = (),
     whole: bool = True,
 ) -> None:
-    """Fill a core, and what its owner holds beside it, and demand every tensor, with its shape.
+    """Fill a core and its owner's other parameters; require every tensor, in its shape.
 
     Args:
-        beside: checkpoint names to parameters outside the core: embedding, LM head.
+        outside: checkpoint names to parameters outside the core: embedding, LM head.
         skip: name prefixes that are not part of this module (``mtp.``).
         whole: False for an update of a filled core, which may come in parts.
 
     Raises:
         HyperDFlashConfigError: an unknown, misshapen, missing or non-finite tensor.
     """
-    parameters = dict(module.named_parameters()) | dict(beside or {})
+    parameters = dict(module.named_parameters()) | dict(outside or {})
     filled = {name: 0 for name in parameters}
     for source, tensor in weights:
         name = core_name(source)
@@ -98,14 +98,14 @@ def load_core(
 def shard_rows(
     weights: Iterable[tuple[str, torch.Tensor]], rows: Mapping[str, slice], *, total: int
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Cut the tensors named in ``rows`` to one rank's rows; pass all others through.
+    """Cut the tensors named in ``rows`` to one rank's rows; pass all others on.
 
     Args:
         rows: core names to the rows ``[start, stop)`` to keep. total: rows each must have.
 
     Raises:
-        HyperDFlashConfigError: a named tensor without ``total`` rows; a wrong one could
-            otherwise have just the rows of a shard.
+        HyperDFlashConfigError: a named tensor without ``total`` rows; a wrong tensor could
+            otherwise happen to have the rows of a shard.
     """
     for source, tensor in weights:
         name = core_name(source)

@@ -62,7 +62,7 @@ class LocalTarget(nn.Module):
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         borrowed = {f"{n}.weight": getattr(self, n).weight for n in ("embed_tokens", "lm_head")}
-        load_core(self.core, _read_safetensors(Path(folder)), beside=borrowed, skip=("mtp.",))
+        load_core(self.core, _read_safetensors(Path(folder)), outside=borrowed, skip=("mtp.",))
         self.requires_grad_(False)
         self.eval()
         self.scaling = self.config.head_dim**-0.5

@@ -44,7 +44,7 @@ def test_sglang_finds_the_platform_by_its_entry_point():
 def test_threads_are_calm_unless_the_user_chose(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    activation.calm_threads()
+    activation.limit_threads()
     assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("5", "PASSIVE")
 
 

@@ -44,22 +44,22 @@ class PositionCounters:
 
         rounds = counter(
             name=ROUNDS,
-            documentation="Verification rounds, one for each request of a decoding batch.",
+            documentation="Verification rounds, counted once per request in the decoding batch.",
             labelnames=list(labels),
         )
         accepted = counter(
             name=ACCEPTED,
-            documentation="Rounds in which the draft at this position was accepted (1 is first).",
+            documentation="Drafts accepted at this position (1 is the first).",
             labelnames=[*labels, POSITION],
         )
         drafted = counter(
             name=DRAFTED,
-            documentation="Rounds that had a draft at this position (1 is first).",
+            documentation="Drafts verified at this position (1 is the first).",
             labelnames=[*labels, POSITION],
         )
         broken = counter(
             name=BROKEN,
-            documentation="Requests ended with an error: NaN or infinity in the target's logits.",
+            documentation="Requests aborted because the target's logits held NaN or infinity.",
             labelnames=list(labels),
         )
         self._rounds = rounds.labels(**labels)
@@ -85,7 +85,7 @@ class PositionCounters:
             counter.inc(reached)
 
     def add_broken(self) -> None:
-        """Count a request that a broken row ended."""
+        """Count a request that a broken row aborted."""
         self._broken.inc()
 
 
@@ -110,7 +110,7 @@ def start_counting(_, self) -> None:
 
 
 def count_broken() -> None:
-    """Count a request that a broken row ended."""
+    """Count a request that a broken row aborted."""
     if _counters is not None:
         _counters.add_broken()
 

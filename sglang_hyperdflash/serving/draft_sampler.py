@@ -37,8 +37,8 @@ def check_candidates(k: int, lm_head: Any) -> None:
     shard = getattr(lm_head, "shard_indices", None)
     if shard is not None and k > int(shard.num_org_elements):
         raise HyperDFlashConfigError(
-            f"the drafter's dependency head scores {k} candidates a draft; this rank's part of the "
-            f"vocabulary has {int(shard.num_org_elements)} tokens. Lower --tp-size, or "
+            f"the drafter's dependency head scores {k} candidates per draft; this rank's part of "
+            f"the vocabulary has {int(shard.num_org_elements)} tokens. Lower --tp-size, or "
             "dependency.top_k of hyperdflash_config in the drafter's config.json."
         )
 

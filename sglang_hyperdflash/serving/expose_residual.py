@@ -81,9 +81,9 @@ def expose_glm5_next(model: nn.Module) -> None:
     config = model.config
     if not config.mhc or body.pp_group.world_size != 1:
         raise HyperDFlashConfigError(
-            f"GLM-5-next has a residual of several paths, all on one pipeline stage, only with mhc "
-            f"true in its config.json and --pp-size 1; found mhc {config.mhc} (SGLang takes a "
-            f"missing field for false) and {body.pp_group.world_size} stages."
+            f"GLM-5-next: expected mhc true in its config.json and --pp-size 1, so that one "
+            f"pipeline stage has the whole residual; found mhc {config.mhc} (a missing field "
+            f"counts as false) and {body.pp_group.world_size} stages."
         )
     state = part(body.layers[-1], "ffn_boundary", "declaration", "update", "state")
     if part(state, "is_last_layer") is not True:

@@ -1,4 +1,4 @@
-"""The verify width in the server's own ``/metrics``: now, by rounds, and what it gains."""
+"""The verify width in the server's own ``/metrics``: current value, rounds by width, gain."""
 
 from __future__ import annotations
 
@@ -48,20 +48,24 @@ class WidthMetrics:
 
         rounds = counter(
             name=WIDTH_ROUNDS,
-            documentation="Decoding rounds of a batch, by rows verified for each request.",
+            documentation="Decoding rounds of the batch, by verify width.",
             labelnames=[*names, LABEL],
         )
         self._labels = dict(labels)
-        self._now = new_gauge(WIDTH_NOW, "Rows verified for each request.").labels(**labels)
+        self._now = new_gauge(
+            WIDTH_NOW, "Current verify width: tokens verified per request in a round."
+        ).labels(**labels)
         self._rounds = {w: rounds.labels(**labels, **{LABEL: str(w)}) for w in widths}
-        gain = new_gauge(GAIN, "Tokens a second over those of width 1, by the cost table.", KIND)
+        gain = new_gauge(GAIN, "Throughput relative to width 1 (no speculation).", KIND)
         self._gains = [gain.labels(**labels, **{KIND: kind}) for kind in ("predicted", "measured")]
-        self._seconds = new_gauge(SECONDS, "Measured seconds of a round.", REQUESTS, LABEL)
+        self._seconds = new_gauge(
+            SECONDS, "Round duration in seconds, by batch size and verify width.", REQUESTS, LABEL
+        )
         self._cells: dict[tuple[int, int], Any] = {}
         self._turn = self._exported = 0
 
     def add(self, width: int, control: WidthControl) -> None:
-        """Export one round's result and what the policy thinks now.
+        """Export one round's result and the policy's current estimates.
 
         Gains and seconds follow every few rounds only: each value is written to a file.
         """

@@ -70,6 +70,6 @@ def _width(variable: str, text: str, block: int, other: str = "") -> int:
         if variable == WIDTHS:
             form = f"widths from 1 to the drafter's block size {block}, separated by commas"
         raise HyperDFlashConfigError(
-            f"{variable} is {form}; found {text!r}. Set it so, or unset it."
+            f"{variable}: expected {form}, found {text!r}. Correct or unset it."
         )
     return width

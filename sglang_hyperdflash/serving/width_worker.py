@@ -78,7 +78,7 @@ def check_ranks_agree(setting: WidthSetting, gather: Callable[[Any], list[Any]])
     if any(other != setting for other in found):
         said = "; ".join(f"rank {i}: {one.mode} of {one.widths}" for i, one in enumerate(found))
         raise HyperDFlashConfigError(
-            f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}. Set them alike."
+            f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}."
         )
 
 
@@ -214,7 +214,7 @@ class WidthWorker(OneRowWorker):
             logger.warning(
                 "HYPERDFLASH: a custom logit processor is stateful. With attention data "
                 "parallelism, recurrent layers, two-batch overlap or role switches it is called "
-                "for drafts, too: its answers are not target-only's."
+                "for drafts as well, and answers may differ from the baseline's."
             )
         return self._one_row_for_notes
 

@@ -37,7 +37,7 @@ def ring_size(max_total_num_tokens: int, window: int, block: int, batch: int) ->
     if ring < window:
         raise HyperDFlashConfigError(
             f"the drafter's pool of {pool_ratio():g} slots per target token has {max(ring, 0)} "
-            f"left for windows of {window} tokens beside the blocks of {batch} requests. Raise "
+            f"left for windows of {window} tokens besides the blocks of {batch} requests. Raise "
             f"{POOL_RATIO}, --mem-fraction-static or --max-total-tokens, or lower "
             "--max-running-requests."
         )
@@ -47,7 +47,7 @@ def ring_size(max_total_num_tokens: int, window: int, block: int, batch: int) ->
 def report_ring(ring: int, window: int, batch: int) -> None:
     """Say how many of the requests that may run at once keep a whole window.
 
-    Below 1, requests push each other's tokens out: drafts get worse, answers do not.
+    Below 1, requests evict each other's tokens: acceptance falls, answers do not change.
     """
     share = ring / (window * batch)
     text = (

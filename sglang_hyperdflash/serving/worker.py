@@ -42,15 +42,16 @@ class HyperDFlashWorker(WidthWorker):
         config = self.draft_model.hyperdflash_config
         if self.block_size != config.block_size:
             raise HyperDFlashConfigError(
-                f"the drafter was trained with block size {config.block_size}; the server "
-                f"resolved {self.block_size}."
+                f"expected block size {config.block_size}, which the drafter was trained with; "
+                f"found {self.block_size}. Drop the flags that set it."
             )
         target = self.target_worker.model_runner
         width = pre_collapse_residual_width(target.model_config.hf_text_config)
         if not config.captured_layers and width != config.hc_mult * config.hidden_size:
             raise HyperDFlashConfigError(
-                f"the reducer reads residuals of width {config.hc_mult * config.hidden_size}; the "
-                f"target's pre-collapse residual is {width} wide."
+                f"expected a target whose pre-collapse residual has "
+                f"{config.hc_mult * config.hidden_size} values, which the drafter reads; found "
+                f"{width}. Serve the target that the drafter was trained for."
             )
         hc_head = target_hc_head(target.model)
         check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())

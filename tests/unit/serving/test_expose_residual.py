@@ -104,7 +104,7 @@ def glm_like(*, mhc: bool, stages: int = 1) -> nn.Module:
 
 @pytest.mark.parametrize("case", [{"mhc": False}, {"mhc": True, "stages": 2}])
 def test_a_model_without_paths_or_in_stages_is_refused(case):
-    with pytest.raises(HyperDFlashConfigError, match=r"only with mhc true .* and --pp-size 1"):
+    with pytest.raises(HyperDFlashConfigError, match=r"mhc true .* and --pp-size 1"):
         expose_glm5_next(glm_like(**case))
 
 

@@ -164,7 +164,7 @@ def measure_gaps(plan: Plan, servers: Servers) -> str | None:
             todo.setdefault(repr(key_of(cell, difference)), (cell, target, difference))
     if not todo:
         return None
-    with ResumableWriter(plan.out / DIFFERENCES, seal=True) as writer:
+    with ResumableWriter(plan.out / DIFFERENCES) as writer:
         known = {repr(record["key"]) for record in writer.records}
         asked = [entry for name, entry in todo.items() if name not in known]
         baseline = next(m for m in plan.methods if m.name == BASELINE)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
-from sglang_hyperdflash.tools.checksum import is_intact
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
@@ -107,8 +106,8 @@ class Skipped:
         self.found: dict[int, dict[str, Any]] = {}
         self.new: list[dict[str, Any]] = []
         if self.path.exists():
-            self.writer = ResumableWriter(self.path, seal=True)
-            entries = self.writer.records
+            self.writer = ResumableWriter(self.path)
+            entries = [entry for entry in self.writer.records if entry.keys() == ENTRY]
             self.found = {e["index"]: e for e in entries if digests.get(e["index"]) == e["digest"]}
 
     @property
@@ -137,7 +136,7 @@ class Skipped:
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self.writer is None:
-            self.writer = ResumableWriter(self.path, seal=True)
+            self.writer = ResumableWriter(self.path)
         self.writer.append(entry)
         self.found[entry["index"]] = entry
 
@@ -161,7 +160,7 @@ class Skipped:
         if self.new and not answered:
             raise HyperDFlashConfigError(
                 f"the target refused all {noun}: {self.new[0]['where']}: {self.new[0]['reason']}. "
-                "Mend or shorten them, or give a longer context."
+                "Fix or shorten them, or give a longer context."
             )
 
 
@@ -198,7 +197,7 @@ class Answers:
 def _is_list(path: Path) -> bool:
     """Whether every line is an entry as :class:`Skipped` writes them."""
     try:
-        return all(is_intact(e) and e.keys() >= ENTRY for _, e in read_lines(path))
+        return all(e.keys() == ENTRY for _, e in read_lines(path))
     except JsonlError:
         return False
 
@@ -209,15 +208,15 @@ def hold_answers(
 ) -> Iterator[Answers]:
     """Hold an output file whose records have ``index`` and ``digest``.
 
-    The prompt of a last line that a kill cut is asked again. So is that of a line that no longer
-    fits its checksum; the line is kept in ``NAME.damaged``.
+    The prompt of a last line that a kill cut is asked again.
 
     Args:
         settings: all that shapes an answer. digests: of the prompts, by index.
 
     Raises:
         NotOurs: the file is something else, or answers with other settings. InUse: another run
-            writes it. HyperDFlashConfigError: it answers another input.
+            writes it. HyperDFlashConfigError: it answers another input, or is damaged.
+        JsonlError: a line inside it is damaged.
     """
     # Before the claim, whose marker would make a foreign list look like an earlier run's.
     listed = skipped_path(output)
@@ -227,24 +226,19 @@ def hold_answers(
             f"{listed} is there, but no run of these settings in {output}: it is not this run's "
             "list. Nothing was written. Choose another --output, or remove it."
         )
-    with claim(output, kind, settings, is_file=True), ResumableWriter(output, seal=True) as writer:
+    with claim(output, kind, settings, is_file=True), ResumableWriter(output) as writer:
         if left_over:
             print(f"{listed}: removed, the list of a run with other settings that has no answers")
             listed.unlink()
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
-        if writer.moved:
-            lines = ", ".join(map(str, writer.moved[:SHOWN]))
-            more = f" and {len(writer.moved) - SHOWN} more" if len(writer.moved) > SHOWN else ""
-            print(
-                f"{output}: line {lines}{more} is not as it was written; moved to "
-                f"{writer.damaged}, the prompt is asked again"
-            )
-        done = {r["index"]: r for r in writer.records if r["index"] in digests}
+        done = {record.get("index"): record for record in writer.records}
         for index, record in done.items():
-            if digests[index] != record["digest"]:
+            digest = record.get("digest")
+            if index is None or digest != digests.get(index, digest):
                 raise HyperDFlashConfigError(
-                    f"--output {output} holds answers to another input (index {index}). Choose "
-                    "another --output, or remove the file."
+                    f"--output {output} holds answers to another input, or is damaged (index "
+                    f"{index}). Choose another --output, or remove {output} and run again."
                 )
+        done = {index: done[index] for index in done if index in digests}
         yield Answers(output, writer, done, Skipped(output, digests))

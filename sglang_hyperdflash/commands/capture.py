@@ -163,7 +163,7 @@ def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> i
     if type(context) is not int or context <= KEPT:
         raise HyperDFlashConfigError(
             f"expected a context of at least {KEPT + 1} tokens, of which SGLang keeps {KEPT}; "
-            f"found {shown(context)}. Mend context_length in --engine-args, or leave it out: then "
+            f"found {shown(context)}. Fix context_length in --engine-args, or leave it out: then "
             "it is max_position_embeddings of the target's config.json."
         )
     limit = min(asked, context - KEPT)
@@ -219,7 +219,7 @@ def _capture(
     )
     writer = CaptureWriter(args.out, identity)
     for name in writer.damaged:
-        print(f"{args.out / name} is damaged: it is made anew")
+        print(f"{args.out / name} is damaged: it is captured again")
     ranges = shard_ranges(loaded.samples, m, d, itemsize, args.shard_mib << 20)
     waiting = [r for r in ranges if not writer.has(*r)]
     print(f"{_shards(len(ranges))}, {len(ranges) - len(waiting)} already in {args.out}")

@@ -14,7 +14,7 @@ class TemplateRefused(HyperDFlashConfigError):
     """The template refuses one conversation; ``reason`` says so without naming which."""
 
     def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}. Mend or remove it.")
+        super().__init__(f"{where}: {reason}. Fix or remove it.")
         self.reason = reason
 
 

@@ -1,4 +1,4 @@
-"""Every error that a user can mend. Commands print its text on one line and end with code 2."""
+"""Every error that a user can fix. Commands print its text on one line and end with code 2."""
 
 from __future__ import annotations
 

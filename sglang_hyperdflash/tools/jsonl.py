@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.tools.atomic import write_bytes, write_failed
-from sglang_hyperdflash.tools.checksum import is_intact, sealed
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 _JSON_NAMES = {dict: "object", list: "list", str: "text", int: "number", float: "number"}
@@ -52,11 +51,11 @@ def parse(line: bytes, where: str, expected: type | None = dict) -> Any:
     except json.JSONDecodeError as error:
         raise JsonlError(
             f"{where}: expected {wanted}, found {_shown(line)} ({error.msg} at column "
-            f"{error.colno}). Mend or remove the line."
+            f"{error.colno}). Fix or remove this line."
         ) from error
     if expected is not None and not isinstance(value, expected):
         raise JsonlError(
-            f"{where}: expected {wanted}, found {_shown(line)}. Mend or remove the line."
+            f"{where}: expected {wanted}, found {_shown(line)}. Fix or remove this line."
         )
     return value
 
@@ -80,65 +79,35 @@ def read_lines(path: Path, expected: type | None = dict) -> Iterator[tuple[int, 
 
 
 class ResumableWriter:
-    """Appends JSON objects to a file; a killed run's file is opened again and goes on.
+    """Appends JSON objects to a file; the file of a killed run is opened again and goes on.
 
-    A last line without a newline was cut by a kill: it is dropped. With ``seal`` every record
-    carries a checksum, and a line that no longer fits (a flipped byte, an edit) is moved to
-    ``NAME.damaged``; without, a damaged line inside the file is an error. Safe to call from several
-    threads; two processes must be kept apart by ``ownership``.
+    A last line without a newline was cut by a kill: it is dropped. A damaged byte elsewhere is
+    noticed only where it breaks the JSON. Safe to call from several threads; two processes must be
+    kept apart by ``ownership``.
 
     Attributes:
         records: what the file held. torn: the number of the line that was cut, or None.
-        moved: numbers of the lines that were moved to ``damaged``.
 
     Raises:
-        JsonlError: a damaged line, without ``seal``. WriteFailed: the file cannot be written.
+        JsonlError: a line inside the file is not a JSON object.
+        WriteFailed: the file cannot be written.
     """
 
-    def __init__(self, path: Path, *, seal: bool = False) -> None:
-        self.path, self.seal = path, seal
-        self.records: list[dict[str, Any]] = []
-        self.torn: int | None = None
-        self.moved: list[int] = []
-        self.damaged = path.with_name(f"{path.name}.damaged")
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
-        kept, damaged = self._read()
-        if damaged:  # first: a kill in between keeps them twice, never not at all
-            before = self.damaged.read_bytes() if self.damaged.is_file() else b""
-            write_bytes(self.damaged, before + b"".join(damaged))
-        if damaged or self.torn:
-            write_bytes(path, b"".join(kept))
+        content = path.read_bytes() if path.is_file() else b""
+        *lines, torn = content.split(b"\n")
+        whole = ((f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip())
+        self.records: list[dict[str, Any]] = [parse(line, where) for where, line in whole]
+        self.torn = len(lines) + 1 if torn else None
+        if torn:
+            write_bytes(path, content[: -len(torn)])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise write_failed(path, error) from error
-
-    def _read(self) -> tuple[list[bytes], list[bytes]]:
-        """Parse the file into ``records``; returns the lines to keep and those to move."""
-        kept: list[bytes] = []
-        damaged: list[bytes] = []
-        content = self.path.read_bytes() if self.path.is_file() else b""
-        lines = content.split(b"\n")
-        torn = lines.pop()
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = parse(line, f"{self.path}:{number}")
-            except JsonlError:
-                if not self.seal:
-                    raise
-                record = None
-            if self.seal and not is_intact(record):
-                self.moved.append(number)
-                damaged.append(line + b"\n")
-                continue
-            self.records.append(record)
-            kept.append(line + b"\n")
-        if torn:
-            self.torn = len(lines) + 1
-        return kept, damaged
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one line, whole or not at all.
@@ -146,8 +115,7 @@ class ResumableWriter:
         Raises:
             WriteFailed: the disk is full; the lines before are whole.
         """
-        content = sealed(record) if self.seal else record
-        line = _encode(content)
+        line = _encode(record)
         with self._lock:
             end = os.fstat(self._file.fileno()).st_size
             try:

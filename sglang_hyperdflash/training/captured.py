@@ -2,14 +2,12 @@
 
 ``index.json`` names what was captured (target, data, sizes) and every shard with its SHA-256 and
 its samples; shard ``i`` holds, for each of its samples ``n``, ``n.tokens [S]`` int32,
-``n.residual [S, m*d]`` (pre-collapse) and ``n.final [S, d]`` (after the final norm). The index
-carries a checksum of its own.
+``n.residual [S, m*d]`` (pre-collapse) and ``n.final [S, d]`` (after the final norm).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sglang_hyperdflash.tools.atomic import replacing, write_json
-from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash, is_intact, sealed
+from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.samples import Sample, States
 
@@ -40,6 +38,17 @@ class CaptureIdentity:
     hidden_size: int
     dtype: str
     data_digest: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file with the samples ``[start, end)``, its SHA-256 and their answers' spans."""
+
+    file: str
+    sha256: str
+    start: int
+    end: int
+    spans: list[Any]
 
 
 def data_digest(samples: list[Sample]) -> str:
@@ -69,8 +78,8 @@ def shard_ranges(
 class CaptureWriter:
     """Adds shards to a folder, each whole or not at all; finished ranges are skipped on resume.
 
-    A shard that is missing, or whose SHA-256 is not the index's, is not finished; without a whole
-    index none is.
+    A shard that is missing, or whose SHA-256 is not the index's, is not finished; without an index
+    that can be read none is.
 
     Attributes:
         damaged: names of the shards of another SHA-256, or of the index.
@@ -82,27 +91,30 @@ class CaptureWriter:
     def __init__(self, folder: Path, identity: CaptureIdentity) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.identity = folder, identity
-        self.shards: list[dict[str, Any]] = []
+        self.shards: list[Shard] = []
         self.damaged: list[str] = []
-        index = _whole_index(folder)
-        if index is None and (folder / INDEX).is_file():
+        try:
+            found, shards = _read_index(folder)
+        except FileNotFoundError:
+            return
+        except HyperDFlashConfigError:
             self.damaged.append(INDEX)
-        if index is not None:
-            if index["identity"] != asdict(identity):
-                raise HyperDFlashConfigError(
-                    f"{folder} holds a capture of another target, dtype or data "
-                    f"({index['identity']}); choose a new folder."
-                )
-            for shard in index["shards"]:
-                path = folder / shard["file"]
-                if path.is_file() and file_hash(path) == shard["sha256"]:
-                    self.shards.append(shard)
-                elif path.is_file():
-                    self.damaged.append(shard["file"])
+            return
+        if found != identity:
+            raise HyperDFlashConfigError(
+                f"{folder} holds a capture of another target, dtype or data ({found}). Choose a "
+                "new folder."
+            )
+        for shard in shards:
+            path = folder / shard.file
+            if path.is_file() and file_hash(path) == shard.sha256:
+                self.shards.append(shard)
+            elif path.is_file():
+                self.damaged.append(shard.file)
 
     def has(self, start: int, end: int) -> bool:
         """Whether exactly this range is on disk."""
-        return any((s["start"], s["end"]) == (start, end) for s in self.shards)
+        return any((s.start, s.end) == (start, end) for s in self.shards)
 
     def add(self, start: int, samples: list[Sample], states: list[States]) -> None:
         """Write one shard and then the index.
@@ -122,40 +134,26 @@ class CaptureWriter:
         with replacing(self.folder / name, (OSError, SafetensorError)) as partial:
             save_file(tensors, partial)
             digest = file_hash(partial)
-        entry = {
-            "file": name,
-            "sha256": digest,
-            "start": start,
-            "end": start + len(samples),
-            "spans": [sample.spans for sample in samples],
-        }
-        self.shards = sorted([*self.shards, entry], key=lambda s: s["start"])
-        content = {"identity": asdict(self.identity), "shards": self.shards}
-        write_json(self.folder / INDEX, sealed(content), indent=1)
+        spans = [sample.spans for sample in samples]
+        others = [shard for shard in self.shards if shard.file != name]
+        made = Shard(name, digest, start, start + len(samples), spans)
+        self.shards = sorted([*others, made], key=lambda shard: shard.start)
+        content = {"identity": asdict(self.identity), "shards": list(map(asdict, self.shards))}
+        write_json(self.folder / INDEX, content, indent=1)
 
 
-def _whole_index(folder: Path) -> Mapping[str, Any] | None:
-    """The index; None where there is none that fits its checksum."""
+def _read_index(folder: Path) -> tuple[CaptureIdentity, list[Shard]]:
     path = folder / INDEX
     if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
-        return None
-    return found if is_intact(found) else None
-
-
-def _read_index(folder: Path) -> Mapping[str, Any]:
-    if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder} holds no capture ({INDEX} is missing).")
-    index = _whole_index(folder)
-    if index is None:
+    try:
+        index = json.loads(path.read_bytes())
+        return CaptureIdentity(**index["identity"]), [Shard(**s) for s in index["shards"]]
+    except (KeyError, TypeError, ValueError) as error:
         raise HyperDFlashConfigError(
-            f"{folder / INDEX} is damaged: it does not fit its checksum. Run `hyperdflash capture` "
-            "again: it makes the shards anew."
-        )
-    return index
+            f"{path} is damaged ({error!r}). Run `hyperdflash capture` again: it repeats the "
+            "shards that the index does not name."
+        ) from error
 
 
 class CapturedFeatures:
@@ -170,35 +168,33 @@ class CapturedFeatures:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        index = _read_index(self.folder)
-        self.identity = CaptureIdentity(**index["identity"])
+        self.identity, shards = _read_index(self.folder)
         self._handles: dict[str, Any] = {}
         self._places: list[tuple[str, int]] = []
         self.samples: list[Sample] = []
-        for shard in index["shards"]:
-            for offset, spans in enumerate(shard["spans"]):
-                at = shard["start"] + offset
+        for shard in shards:
+            for at, spans in enumerate(shard.spans, shard.start):
                 tokens = self._open(shard).get_tensor(f"{at}.tokens").tolist()
                 self.samples.append(Sample(tokens, tuple(map(tuple, spans))))
-                self._places.append((shard["file"], at))
+                self._places.append((shard.file, at))
         if data_digest(self.samples) != self.identity.data_digest:
             raise HyperDFlashConfigError(
                 f"{self.folder} holds {len(self.samples)} samples, which are not all of the data "
                 "that was to be captured. Run the same `hyperdflash capture` again to finish it."
             )
 
-    def _open(self, shard: Mapping[str, Any]):
-        name = shard["file"]
+    def _open(self, shard: Shard):
+        name = shard.file
         if name not in self._handles:
             path = self.folder / name
             if not path.is_file():
                 raise HyperDFlashConfigError(
-                    f"shard {path} is missing; run `hyperdflash capture` again to make it."
+                    f"shard {path} is missing. Run `hyperdflash capture` again to repeat it."
                 )
-            if file_hash(path) != shard["sha256"]:
+            if file_hash(path) != shard.sha256:
                 raise HyperDFlashConfigError(
-                    f"shard {path} is corrupt (its SHA-256 is not the index's). Delete it and run "
-                    "`hyperdflash capture` again: only this shard is made anew."
+                    f"shard {path} is corrupt (its SHA-256 is not the index's). Run `hyperdflash "
+                    "capture` again: only this shard is repeated."
                 )
             self._handles[name] = safe_open(path, framework="pt")
         return self._handles[name]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.tools.chat_template import render
-from sglang_hyperdflash.tools.checksum import CHECKSUM, is_intact
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.structs import shown
@@ -104,7 +103,7 @@ def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
         if not isinstance(message["content"], str):
             raise HyperDFlashConfigError(
                 f"{where}: every message must be text, found {shown(message['content'])} of the "
-                f"{message['role']}. Mend or remove the line."
+                f"{message['role']}. Fix or remove this line."
             )
     return messages
 
@@ -113,14 +112,9 @@ def line_samples(tokenizer, record: Mapping[str, Any], where: str) -> list[Sampl
     """The samples of one line: regenerated tokens as they are, else its conversation's one.
 
     Raises:
-        HyperDFlashConfigError: the line is in none of the forms, or damaged since it was written.
+        HyperDFlashConfigError: the line is in none of the forms.
     """
     if "samples" in record:
-        if CHECKSUM in record and not is_intact(record):
-            raise HyperDFlashConfigError(
-                f"{where} no longer fits its checksum: the file is damaged. Run `hyperdflash "
-                "regenerate` again to make this line anew."
-            )
         return [_regenerated(entry, where) for entry in _list(record, "samples", where)]
     sample = to_sample(tokenizer, parse_conversation(record, where), where)
     return [] if sample is None else [sample]
@@ -145,8 +139,8 @@ def _list(record: Mapping[str, Any], name: str, where: str) -> list:
     value = record[name]
     if not isinstance(value, list) or not value:
         raise HyperDFlashConfigError(
-            f"{where}: {name} must be a non-empty list, found {shown(value)}. Mend or remove the "
-            "line."
+            f"{where}: {name} must be a non-empty list, found {shown(value)}. Fix or remove "
+            "this line."
         )
     return value
 

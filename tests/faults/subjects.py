@@ -151,7 +151,7 @@ class Line:
                 end.shutdown(socket.SHUT_RDWR)
         self.ends.clear()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self.open = True
 
 
@@ -172,8 +172,9 @@ def regenerating(shared: Path) -> Subject:
         result=lambda f: records(f / "out.jsonl", "index", "digest", "messages", "samples"),
         lines=lambda folder: folder / "out.jsonl",
         data=lambda folder: folder / "out.jsonl",
+        hashed=False,
         kill_helper=lambda _process: line.cut(),
-        mend_helper=line.mend,
+        restore_helper=line.restore,
     )
 
 
@@ -203,6 +204,7 @@ def generating(shared: Path) -> Subject:
         result=lambda f: records(f / "out.jsonl", "index", "digest", "outputs"),
         lines=lambda folder: folder / "out.jsonl",
         data=lambda folder: folder / "out.jsonl",
+        hashed=False,
         kill_helper=kill_scheduler,
     )
 
@@ -270,5 +272,5 @@ def comparing(shared: Path) -> Subject:
         data=lambda folder: units(folder)[0],
         launcher=EVAL,
         kill_helper=lambda _process: line.cut(),
-        mend_helper=line.mend,
+        restore_helper=line.restore,
     )

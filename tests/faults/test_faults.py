@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults import subjects
-from tests.faults.matrix import FAULTS, Cell, Subject, in_peace, run_cell, table
+from tests.faults.matrix import FAULTS, Cell, Subject, run_cell, table, undisturbed
 
 SHORT = ("kill -9 at 50%", "disk full", "second run")
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
@@ -48,7 +48,7 @@ class Matrix:
         """One cell; a table of all so far is in ``build/faults.txt``."""
         if name not in self.known:
             subject = SUBJECTS[name](self.shared)
-            self.known[name] = (subject, in_peace(subject, self.root))
+            self.known[name] = (subject, undisturbed(subject, self.root))
         subject, expected = self.known[name]
         cell = run_cell(subject, fault, self.root, expected)
         self.cells.append(cell)

@@ -71,22 +71,29 @@ def held(output, prompts, **settings):
     return hold_answers(output, KIND, settings, {p.index: p.digest for p in prompts})
 
 
-def test_resume_drops_a_cut_line_and_a_flipped_byte_and_keeps_the_rest(tmp_path, capsys):
+def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path, capsys):
     prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(4)))
     output = tmp_path / "out.jsonl"
     with held(output, prompts) as answers:
         for p in prompts[:3]:
             answers.writer.append({"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]})
-    lines = output.read_bytes().splitlines(keepends=True)
-    lines[1] = lines[1].replace("é".encode(), "è".encode())
-    output.write_bytes(b"".join(lines) + b'{"index": 3, "dig')
+    whole = output.read_bytes()
+    output.write_bytes(whole + b'{"index": 3, "dig')
     with held(output, prompts) as answers:
-        assert sorted(answers.done) == [0, 2]
-    assert output.read_bytes() == lines[0] + lines[2]
-    assert (tmp_path / "out.jsonl.damaged").read_bytes() == lines[1]
-    said = capsys.readouterr().out
-    assert "dropped line 4, cut by a kill" in said
-    assert f"line 2 is not as it was written; moved to {output}.damaged" in said
+        assert sorted(answers.done) == [0, 1, 2]
+    assert output.read_bytes() == whole
+    assert "dropped line 4, cut by a kill" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("found, damaged", [('"index"', '"inde8"'), ('"dig', '"dyg'), ("1", "2")])
+def test_resume_refuses_a_record_that_is_no_longer_of_its_prompt(tmp_path, found, damaged):
+    prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(3)))
+    output = tmp_path / "out.jsonl"
+    with held(output, prompts) as answers:
+        answers.writer.append({"index": 1, "digest": prompts[1].digest, "outputs": ["x"]})
+    output.write_text(output.read_text().replace(found, damaged, 1))
+    with pytest.raises(HyperDFlashConfigError, match="or is damaged"), held(output, prompts):
+        pass
 
 
 def test_resume_refuses_answers_to_another_input_and_other_settings(tmp_path):

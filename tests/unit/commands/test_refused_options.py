@@ -163,7 +163,7 @@ def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run
     assert sorted(longer.asked) == [(1, 49), (4, 46)]
     assert not listed.exists()
     (tmp_path / "out.jsonl").unlink()
-    listed.write_text('{"index": 0, "digest": "a", "where": "b", "reason": "c", "answered": 0}\n')
+    listed.write_text('{"index": 0, "digest": "a", "where": "b", "note": "a user\'s own"}\n')
     assert run(None, lines) == 2
     assert "it is not this run's list" in capsys.readouterr().err
     assert listed.exists()

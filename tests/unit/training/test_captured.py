@@ -77,7 +77,7 @@ def test_a_capture_resumes_with_what_is_missing(tmp_path):
     write(tmp_path, [(0, 2)])
     assert CapturedFeatures(tmp_path).samples == SAMPLES
     (tmp_path / "states-00000002.safetensors").unlink()
-    with pytest.raises(HyperDFlashConfigError, match=r"shard .* is missing; run"):
+    with pytest.raises(HyperDFlashConfigError, match=r"shard .* is missing. Run"):
         CapturedFeatures(tmp_path)
     assert not CaptureWriter(tmp_path, IDENTITY).has(2, 4)
 
@@ -102,9 +102,9 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     other = CaptureIdentity("Target", "abc", "def", M, D, "auto", data_digest(SAMPLES[:1]))
     with pytest.raises(HyperDFlashConfigError, match="holds a capture of another target"):
         CaptureWriter(tmp_path, other)
-    for damage in ("{", "[]", (tmp_path / "index.json").read_text().replace("abc", "abd")):
+    for damage in ("{", "[]", (tmp_path / "index.json").read_text().replace("spans", "spins")):
         (tmp_path / "index.json").write_text(damage)
-        with pytest.raises(HyperDFlashConfigError, match=r"index.json is damaged: .* Run `hyperd"):
+        with pytest.raises(HyperDFlashConfigError, match=r"index.json is damaged .* Run `hyperd"):
             CapturedFeatures(tmp_path)
         again = CaptureWriter(tmp_path, IDENTITY)
         assert again.damaged == ["index.json"] and not again.has(0, 2)
@@ -278,7 +278,7 @@ def test_a_context_that_sglang_cannot_take_is_one_line(
     assert main([*command, json.dumps({"context_length": context})]) == 2
     said = capsys.readouterr().err
     assert "expected a context of at least 8 tokens" in said and said.count("\n") == 1
-    assert f"found {json.dumps(context)}. Mend context_length in --engine-args" in said
+    assert f"found {json.dumps(context)}. Fix context_length in --engine-args" in said
     assert not (tmp_path / "out").exists()
     assert main([*command, json.dumps({"context_length": 99})]) == 0
     assert "cut to 92" in capsys.readouterr().out

@@ -8,7 +8,6 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_hyperdflash.tools.checksum import sealed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training.conversations import (
     load_samples,
@@ -129,7 +128,7 @@ def test_regenerated_lines_keep_their_exact_tokens(tokenizer, tmp_path):
 
 def test_samples_that_are_no_list_are_named(tokenizer, tmp_path):
     path = write(tmp_path / "data.jsonl", {"samples": 5})
-    message = r"data.jsonl:1: samples must be a non-empty list, found 5\. Mend or remove the line"
+    message = r"data.jsonl:1: samples must be a non-empty list, found 5\. Fix or remove this line"
     with pytest.raises(HyperDFlashConfigError, match=message):
         load_samples([path], tokenizer, max_length=5)
 
@@ -139,21 +138,12 @@ def test_a_template_that_is_missing_or_refuses_is_one_line(tokenizer, tmp_path):
     path = write(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = r"data.jsonl:1: the target's chat template refuses .*: roles must alternate\. Mend"
+    message = r"data.jsonl:1: the target's chat template refuses .*: roles must alternate\. Fix"
     with pytest.raises(HyperDFlashConfigError, match=message):
         load_samples([path], other, max_length=5)
     other.chat_template = None
     with pytest.raises(HyperDFlashConfigError, match=r"has no chat template, .* Add a chat_templ"):
         load_samples([path], other, max_length=5)
-
-
-def test_a_regenerated_line_that_was_damaged_is_refused(tokenizer, tmp_path):
-    sample = {"tokens": [5, 6, 7, 8], "spans": [[2, 4]]}
-    path = write(tmp_path / "data.jsonl", sealed({"samples": [sample]}))
-    assert len(load_samples([path], tokenizer, max_length=5).samples) == 1
-    path.write_text(path.read_text().replace("[5, 6", "[5, 9"))
-    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:1 no longer fits its checksum"):
-        load_samples([path], tokenizer, max_length=5)
 
 
 @pytest.mark.parametrize(

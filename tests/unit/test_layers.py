@@ -78,7 +78,7 @@ LIBRARIES = {
     "draft": {"msgspec", "pydantic", "torch"},
     "targets": {"fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},
     "portable": {"numba", "sglang", "torch"},
-    "serving": {"numpy", "prometheus_client", "sglang", "torch"},
+    "serving": {"numpy", "prometheus_client", "safetensors", "sglang", "torch"},
     "training": {
         *("datasets", "msgspec", "pydantic", "safetensors", "tensorboard", "tomli", "torch"),
         *("tqdm", "transformers", "typing_extensions", "wandb"),

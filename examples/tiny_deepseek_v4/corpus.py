@@ -1,38 +1,52 @@
-"""The text of the tiny DeepSeek-V4's drafters: prompts of four kinds, as chat conversations.
+"""Text of the tiny target's drafters: conversations of four kinds.
 
-A kind is a group of families of :mod:`exchanges`, or prompts scrambled from them. Held-out
-conversations are problems that neither the target nor a drafter was trained on.
+A kind is a group of families of :mod:`exchanges`, or prompts scrambled from them. The target
+answers scrambled prompts with high-entropy text; a drafter trained without them accepts little on
+any other text. Held-out conversations are problems that neither target nor drafter learns from.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from itertools import product
+from random import Random
+
 from exchanges import KINDS as FAMILIES
 from exchanges import Message, in_turn
-from scrambled import conversations as scrambled
 
 SCRAMBLED = "scrambled"
 KINDS = (*FAMILIES, SCRAMBLED)
-# Training prompts of a kind beside the others': a drafter has most to learn where nothing is sure.
+# Training prompts of a kind, relative to the others.
 WEIGHTS = dict.fromkeys(FAMILIES, 1) | {SCRAMBLED: 2}
-TRAINING_SEED, HELD_OUT_SEED = 100, 2000
+SEEDS = {"train": 100, "held_out": 2000}
 # At most: some families have fewer training problems.
 PER_FAMILY = {"train": 1600, "held_out": 30}
-# Some are longer than any prompt may be.
+# Some are longer than a prompt may be.
 SCRAMBLED_PROMPTS = {"train": 12_000, "held_out": 160}
+
+# Of a scrambled prompt: its sentences, the share of its words that are replaced, and the share of
+# those that are invented.
+SENTENCES = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+SHARES = (0.1, 0.4, 0.8)
+INVENTED = 0.6
+ONSETS = (*"bcdfghjklmnprstvw", "st", "tr", "ch", "sh", "pl")
+VOWELS = (*"aeiou", "ea", "ou")
+ENDS = ("", *"nrstl", "ck")
+SYLLABLES = ["".join(parts) for parts in product(ONSETS, VOWELS, ENDS)]
 
 
 def load() -> dict[str, dict[str, list[list[Message]]]]:
-    """``{kind: {"train": [...], "held_out": [...]}}``, families in turn, always the same."""
-    seeds = {"train": TRAINING_SEED, "held_out": HELD_OUT_SEED}
+    """``{kind: {"train": [...], "held_out": [...]}}``; always the same."""
     found = {
         kind: {
-            part: conversations(families, seed, PER_FAMILY[part]) for part, seed in seeds.items()
+            part: conversations(families, seed, PER_FAMILY[part]) for part, seed in SEEDS.items()
         }
         for kind, families in FAMILIES.items()
     }
-    every = {part: [c for kind in found.values() for c in kind[part]] for part in seeds}
+    every = {part: [c for kind in found.values() for c in kind[part]] for part in SEEDS}
     found[SCRAMBLED] = {
-        part: scrambled(every[part], seed, SCRAMBLED_PROMPTS[part]) for part, seed in seeds.items()
+        part: scrambled(every[part], seed, SCRAMBLED_PROMPTS[part]) for part, seed in SEEDS.items()
     }
     return found
 
@@ -42,3 +56,33 @@ def conversations(families: tuple[str, ...], seed: int, per_family: int) -> list
     return [
         list(exchange.messages) for exchange in in_turn(seed, per_family, families, or_all=True)
     ]
+
+
+def scrambled(exchanges: Sequence[Sequence[Message]], seed: int, count: int) -> list[list[Message]]:
+    """``count`` conversations of one user turn, made of the user's sentences in ``exchanges``."""
+    rng = Random(f"{seed}/scrambled")
+    turns = [m["content"] for messages in exchanges for m in messages if m["role"] == "user"]
+    sentences = [s for turn in turns for s in re.split(r"(?<=[.?!:])\s+|\n", turn) if s.strip()]
+    return [[{"role": "user", "content": _turn(rng, sentences)}] for _ in range(count)]
+
+
+def _turn(rng: Random, sentences: Sequence[str]) -> str:
+    share, words = rng.choice(SHARES), []
+    for _ in range(rng.choice(SENTENCES)):
+        words += [_word(rng, word, share, sentences) for word in rng.choice(sentences).split()]
+        words.append(rng.choice(("\n", "", "")))
+    return re.sub(r" *\n *", "\n", " ".join(filter(None, words))).strip()
+
+
+def _word(rng: Random, word: str, share: float, sentences: Sequence[str]) -> str:
+    """The word or, with probability ``share``, another one."""
+    if rng.random() >= share:
+        return word
+    if rng.random() >= INVENTED or not re.search("[A-Za-z]", word):
+        return rng.choice(rng.choice(sentences).split())
+    return re.sub("[A-Za-z]+", lambda found: _invented(rng, found.group()[0].isupper()), word)
+
+
+def _invented(rng: Random, capital: bool) -> str:
+    word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    return word.capitalize() if capital else word

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from exchanges import stream
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from exchanges import stream
 
 BOS, EOS, USER, ASSISTANT, MASK = (
     "<｜begin▁of▁sentence｜>",

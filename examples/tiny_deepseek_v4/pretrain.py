@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers import AutoTokenizer
+
 from muon import Muon
 from pretrain_data import held_out_batches, training_batch
 from pretrain_model import export, make_config, make_model, token_losses, token_scores
-from transformers import AutoTokenizer
 
 HELD_OUT_SEED, HELD_OUT_PER_FAMILY = 1000, 24
 WARMUP_STEPS, LOG_STEPS, EVALUATION_STEPS, SAVE_SECONDS = 100, 25, 250, 180

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
 from exchanges import Exchange, generate, stream
 from make_tokenizer import ASSISTANT, USER
 

@@ -1,60 +1,58 @@
-"""A target's own answers: the exact tokens, kept, and never mixed with those of other settings."""
+"""The tiny target's own answers: exact tokens, kept, never mixed with answers to other prompts."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
+from collections import Counter
 
 import pytest
 
+from sglang_hyperdflash.tools.errors import HyperDFlashError
 from tests.conftest import EXAMPLE
 
-QUESTIONS = ("What is 2 + 3?", "Name a colour.", "Count to four.", "Say yes or no.")
-
 
 @pytest.fixture
-def program(monkeypatch):
+def own_answers(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLE))
+    import corpus
     import own_answers
 
-    def run(*options: object) -> None:
-        arguments = ["--batch", "2", "--per-kind", "2", "--held-out", "1", *map(str, options)]
-        monkeypatch.setattr(sys, "argv", ["own_answers.py", *arguments])
-        own_answers.main()
-
-    return run
+    monkeypatch.setattr(corpus, "PER_FAMILY", {"train": 20, "held_out": 4})
+    monkeypatch.setattr(corpus, "SCRAMBLED_PROMPTS", {"train": 60, "held_out": 12})
+    return own_answers
 
 
-@pytest.fixture
-def prompts(tmp_path) -> Path:
-    folder = tmp_path / "prompts"
-    folder.mkdir()
-    for name, questions in (("train", QUESTIONS[:3]), ("held_out", QUESTIONS[3:])):
-        turns = ([{"role": "user", "content": question}] for question in questions)
-        lines = (json.dumps({"kind": "talk", "messages": messages}) + "\n" for messages in turns)
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    return folder
-
-
-def test_answers_are_kept_and_other_settings_are_refused(program, prompts, tmp_path):
+def test_answers_are_kept_and_other_prompts_are_refused(own_answers, monkeypatch, tmp_path):
+    monkeypatch.setattr(own_answers, "MAX_NEW", 12)
     out = tmp_path / "answers"
-    program("--prompts", prompts, "--out", out, "--length", 12)
-    names = ("greedy", "sampled", "held_out_talk", "held_out_talk_sampled")
-    found = {name: (out / f"{name}.jsonl").read_text() for name in names}
+    own_answers.write_answers(out, per_kind=2, held_out=1)
+    found = {path.name: path.read_text() for path in out.glob("*.jsonl")}
+    assert len(found) == 10
     lines = [json.loads(line) for text in found.values() for line in text.splitlines()]
-    assert lines, "answers of eight tokens and more"
+    assert lines
     for line in lines:
         (sample,) = line["samples"]
         ((start, end),) = sample["spans"]
         assert 8 <= end - start <= 12 and end == len(sample["tokens"])
     (out / "greedy.jsonl").unlink()
     (out / "sampled.jsonl").write_text("kept\n")
-    program("--prompts", prompts, "--out", out, "--length", 12)
-    assert (out / "greedy.jsonl").read_text() == found["greedy"]
+    own_answers.write_answers(out, per_kind=2, held_out=1)
+    assert (out / "greedy.jsonl").read_text() == found["greedy.jsonl"]
     assert (out / "sampled.jsonl").read_text() == "kept\n"
-    with pytest.raises(SystemExit, match="length was 12, now 16"):
-        program("--prompts", prompts, "--out", out, "--length", 16)
-    (prompts / "held_out.jsonl").write_text((prompts / "train.jsonl").read_text())
-    with pytest.raises(SystemExit, match="other settings: held_out was"):
-        program("--prompts", prompts, "--out", out, "--length", 12)
+    with pytest.raises(HyperDFlashError, match="held_out"):
+        own_answers.write_answers(out, per_kind=2, held_out=2)
+
+
+def test_a_drafter_trains_on_twice_as_many_scrambled_prompts(own_answers, monkeypatch, tmp_path):
+    answered = Counter()
+
+    def counted(target, prompts, temperature):
+        answered["held out" if len(prompts) == 3 else temperature] += len(prompts)
+        return [json.dumps({"samples": []})]
+
+    monkeypatch.setattr(own_answers, "answers", counted)
+    options = ["--out", str(tmp_path / "own"), "--per-kind", "10", "--held-out", "3"]
+    monkeypatch.setattr(sys, "argv", ["own_answers.py", *options])
+    own_answers.main()
+    assert answered == {0.0: 25, 1.0: 25, "held out": 24}

@@ -64,7 +64,7 @@ gpu-visit: setup
 
 bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels
-	$(BIN)/python -m eval.bench_verify --out eval/results/kernels
+	$(BIN)/python -m tests.gpu.bench_verify --out eval/results/kernels
 
 # Under 45 minutes on two idle cores; fails when the new drafter is worse than the committed one.
 retrain: setup

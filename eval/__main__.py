@@ -1,48 +1,33 @@
-"""``python -m eval run``, ``serving``, ``report`` and ``fetch``."""
+"""``python -m eval run``, ``report``, ``serving``, ``width`` and ``fetch``."""
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import time
 from contextlib import nullcontext
-from typing import Any
 
-from eval import fetch, runner, serving_study
+from eval import fetch, runner, serving, width
 from eval.errors import FAILED, INTERRUPTED, UNUSABLE, USER_ERRORS, one_line
 from eval.identity import measure_gaps
-from eval.methods import Method
-from eval.options import parser, plan_of, study_of
+from eval.options import parse, plan_of, study_of, width_plan_of
 from eval.report import read, write
-from eval.runner import Cell
 from sglang_hyperdflash.tools.ownership import claim, lock
-
-
-def _terminated(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)  # so that servers are stopped on the way out
+from sglang_hyperdflash.tools.process_group import exit_on_signals
 
 
 def _report(args: argparse.Namespace) -> None:
     content = write(args.out)
     for row in (row for row in content["rows"] if row.get("error")):
         print(f"incomplete: {row['method']} on {row['benchmark']}: {row['error'][:200]}")
-    print(f"report: {args.out / 'report.md'} and report.html ({len(content['rows'])} rows)")
+    print(f"report: {args.out / 'report.md'} ({len(content['rows'])} rows)")
 
 
 def _run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
-    started = time.monotonic()
-
-    def progress(number: int, total: int, round_index: int, cell: Cell, method: Method) -> None:
-        minutes = (time.monotonic() - started) / 60
-        where = f"round {round_index + 1}, {cell.folder}, {method.name}"
-        print(f"[{number + 1}/{total}, {minutes:.1f} min] {where}", flush=True)
-
     with claim(plan.out, runner.KIND, plan.settings()):
         runner.write_run(plan)
         with runner.Servers(plan) as servers:
-            failed = runner.run_units(plan, servers, progress)
+            failed = runner.run_units(plan, servers)
             missing = measure_gaps(plan, servers)
         if missing is not None:
             print(f"logit gaps of differing answers were not measured: {missing}")
@@ -50,58 +35,63 @@ def _run(args: argparse.Namespace) -> int:
     return FAILED if failed else 0
 
 
+def _width(args: argparse.Namespace) -> int:
+    plan = width_plan_of(args)
+    with claim(plan.out, width.KIND, plan.settings()):
+        with runner.Servers(plan) as servers:
+            failed = runner.run_units(plan, servers)
+        width.write(plan)
+    print(f"report: {args.out / 'report.md'}")
+    return FAILED if failed else 0
+
+
 def _serving(args: argparse.Namespace) -> int:
     study = study_of(args)
     read(args.out)  # refuses a folder without a run before an hour of work, not after it
-    if (run_file := args.out / runner.RUN).is_file():
-        measured = runner.read_run(args.out).get("identities", {})
-        serving_study.check_identities(study.methods, measured, run_file)
+    if (args.out / runner.RUN).is_file():
+        serving.check_drafts(study, args.out)
     # The report at its end is written into the run's folder, so that is held as well.
-    with (
-        lock(args.out, runner.KIND),
-        claim(study.out, serving_study.KIND, study.settings()),
-    ):
-        serving_study.run(study)
+    with lock(args.out, runner.KIND), claim(study.plan.out, serving.KIND, study.settings()):
+        serving.run(study)
         _report(args)
     return 0
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    names = args.benchmarks or list(fetch.SOURCES)
     with lock(args.out, fetch.KIND):
-        fetch.fetch(args.out, names, args.copies)
+        fetch.fetch(args.out, args.benchmarks, args.copies)
     return 0
 
 
 def _report_again(args: argparse.Namespace) -> int:
     # A lock makes its folder: where none is, the report refuses without one.
-    held = lock(args.out, runner.KIND) if args.out.exists() else nullcontext()
-    with held:
+    with lock(args.out, runner.KIND) if args.out.exists() else nullcontext():
         _report(args)
     return 0
 
 
-COMMANDS = {"run": _run, "serving": _serving, "fetch": _fetch, "report": _report_again}
+COMMANDS = {
+    "run": _run,
+    "report": _report_again,
+    "serving": _serving,
+    "width": _width,
+    "fetch": _fetch,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; 0, 1 when a unit failed, 2 for what the user must mend, 130 for Ctrl-C."""
-    args = parser().parse_args(argv)
+    """Run a command; 0, 1 when a unit failed, 2 for what the user must fix, 130 for Ctrl-C."""
+    exit_on_signals()
     try:
+        args = parse(argv)
         return COMMANDS[args.command](args)
     except USER_ERRORS as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:
-        print("stopped: the same command goes on where this one ended.", file=sys.stderr)
+        print("stopped: run the same command again to resume.", file=sys.stderr)
         return INTERRUPTED
 
 
-def entry(argv: list[str] | None = None) -> int:
-    """:func:`main` as a process of its own: a SIGTERM stops its servers, too."""
-    signal.signal(signal.SIGTERM, _terminated)
-    return main(argv)
-
-
 if __name__ == "__main__":
-    raise SystemExit(entry())
+    raise SystemExit(main())

@@ -1,11 +1,11 @@
-"""One conversation against an OpenAI-compatible SGLang server, with what was drafted."""
+"""One conversation with an OpenAI-compatible SGLang server, with what was drafted."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
@@ -21,7 +21,11 @@ class Unanswered(requests.RequestException):
 
 @dataclass
 class Answer:
-    """All turns of one conversation: tokens and text of every turn, wall seconds, counters."""
+    """All turns of one conversation: tokens and text of every turn, wall seconds, counters.
+
+    histogram: entry i counts the rounds with i accepted drafts. widths: entry w counts the rounds
+    of width w; empty where every round had every draft.
+    """
 
     output_ids: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -30,14 +34,6 @@ class Answer:
     verify_rounds: int = 0
     histogram: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Output tokens of all turns."""
-        return sum(map(len, self.output_ids))
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,11 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
         requests.RequestException: the server died.
     """
     answer = Answer()
+    asked = {"return_spec_tokens_details": True, "return_output_ids_in_sglext": True}
     for i in range(len(turns)):
         messages = messages_before(turns, answer.texts, i)
         started = time.perf_counter()
-        content = chat(
-            url,
-            messages,
-            sampling,
-            return_spec_tokens_details=True,
-            return_output_ids_in_sglext=True,
-        )
+        content = chat(url, messages, sampling, **asked)
         answer.seconds += time.perf_counter() - started
         extension = content.get("sglext") or {}
         details = extension.get("spec_tokens_details") or {}
@@ -129,17 +120,18 @@ def converse_all(
         Unanswered: the server refused a prompt, whose number (from 1) the message holds.
         requests.RequestException: the server died. After either no other conversation is begun.
     """
-    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     finished: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
     for i in range(len(conversations)):
         waiting.put(i)
-    workers = min(concurrency, len(conversations))
-    for _ in range(workers):
-        waiting.put(None)
     stop = threading.Event()
 
     def work() -> None:
-        while (i := waiting.get()) is not None and not stop.is_set():
+        while not stop.is_set():
+            try:
+                i = waiting.get_nowait()
+            except queue.Empty:
+                return
             try:
                 finished.put((i, converse(url, conversations[i], sampling)))
             except BaseException as error:
@@ -147,7 +139,7 @@ def converse_all(
                 finished.put((i, error))
 
     started = time.perf_counter()
-    for _ in range(workers):
+    for _ in range(min(concurrency, len(conversations))):
         threading.Thread(target=work, daemon=True).start()
     answers: dict[int, Answer] = {}
     try:

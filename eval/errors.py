@@ -1,20 +1,11 @@
-"""What the user of ``python -m eval`` can mend, how it is said (one line), and exit codes."""
+"""What the user of ``python -m eval`` can fix, how it is said (one line), and exit codes."""
 
 from __future__ import annotations
 
-import subprocess
-
-import requests
-
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
-# What a user can mend. All else is a fault of ours and keeps its traceback.
-USER_ERRORS = (
-    HyperDFlashError,
-    subprocess.CalledProcessError,
-    requests.RequestException,
-    OSError,
-)
+# What a user can fix (OSError: requests' errors as well). All else keeps its traceback.
+USER_ERRORS = (HyperDFlashError, OSError)
 FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 
 

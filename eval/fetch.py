@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,131 +53,95 @@ def _livecodebench(record: Record) -> list[str]:
 class Source:
     """A benchmark's home: arguments of ``datasets.load_dataset``, its columns, its turns.
 
-    turns: from a record to the user turns of one conversation. prompts: how many there are.
+    turns: from a record to the user turns of one conversation.
     """
 
     name: str
     split: str
     columns: tuple[str, ...]
     turns: Callable[[Record], list[str]]
-    prompts: int
     config: str | None = None
-    files: tuple[str, ...] = field(default=())
+    files: tuple[str, ...] = ()
 
 
 _LIVE = "hf://datasets/livecodebench/code_generation_lite/test"
+_MBPP = ("google-research-datasets/mbpp", "test", ("prompt",), lambda r: [r["prompt"]], "sanitized")
 SOURCES = {
-    "gsm8k": Source(
-        "openai/gsm8k", "test", ("question",), _mathematics("question"), 1319, config="main"
-    ),
-    "math500": Source("HuggingFaceH4/MATH-500", "test", ("problem",), _mathematics("problem"), 500),
-    "aime25": Source("MathArena/aime_2025", "train", ("problem",), _mathematics("problem"), 30),
-    "humaneval": Source("openai/openai_humaneval", "test", ("prompt",), _humaneval, 164),
-    "mbpp": Source(
-        "google-research-datasets/mbpp",
-        "test",
-        ("prompt",),
-        lambda record: [record["prompt"]],
-        257,
-        config="sanitized",
-    ),
-    # Its own loading script is no longer run by the library: its files are read as they are.
+    "gsm8k": Source("openai/gsm8k", "test", ("question",), _mathematics("question"), "main"),
+    "math500": Source("HuggingFaceH4/MATH-500", "test", ("problem",), _mathematics("problem")),
+    "aime25": Source("MathArena/aime_2025", "train", ("problem",), _mathematics("problem")),
+    "humaneval": Source("openai/openai_humaneval", "test", ("prompt",), _humaneval),
+    "mbpp": Source(*_MBPP),
+    # The library no longer runs its own loading script: its files are read as they are.
     "livecodebench": Source(
         "json",
         "train",
         ("question_content", "starter_code"),
         _livecodebench,
-        1055,
         files=tuple(f"{_LIVE}{number}.jsonl" for number in ("", *range(2, 7))),
     ),
     "mt-bench": Source(
-        "HuggingFaceH4/mt_bench_prompts",
-        "train",
-        ("prompt",),
-        lambda record: list(record["prompt"]),
-        80,
+        "HuggingFaceH4/mt_bench_prompts", "train", ("prompt",), lambda r: list(r["prompt"])
     ),
 }
 
 
-def _library():
+def _open(source: Source, copy: Path | None) -> Iterable[Record]:
+    """A benchmark's records, streamed; ``copy``: what ``save_to_disk`` wrote."""
     try:
         import datasets
     except ImportError as error:
         raise EvalError(
             "fetching needs the datasets library: pip install 'sglang-hyperdflash[eval]'."
         ) from error
-    return datasets
-
-
-def open_source(name: str, copies: Path | None) -> Iterable[Record]:
-    """A benchmark's records with its columns alone, streamed.
-
-    Args:
-        copies: folder of ``NAME/`` data sets written by ``save_to_disk``; None for the hub.
-
-    Raises:
-        EvalError: it cannot be reached or read, or lacks a column.
-    """
-    datasets, source = _library(), SOURCES[name]
-    where = f"the hub ({source.files[0] if source.files else source.name})"
-    try:
-        if copies is not None:
-            where = str(copies / name)
-            found = datasets.load_from_disk(where)
-            if isinstance(found, datasets.DatasetDict):
-                found = found[source.split]
-        else:
-            files = {"data_files": list(source.files)} if source.files else {}
-            found = datasets.load_dataset(
-                source.name, source.config, split=source.split, streaming=True, **files
-            )
-        # A hub's data set may know its columns only from its first record.
-        columns = found.column_names or list(next(iter(found)))
-    except Exception as error:  # the library raises many kinds, of several others
-        raise EvalError(
-            f"benchmark {name}: {where} cannot be read: {type(error).__name__}: {one_line(error)} "
-            "Files that were fetched are kept; run the same command again, or give --copies."
-        ) from error
-    missing = [column for column in source.columns if column not in columns]
-    if missing:
-        raise EvalError(
-            f"benchmark {name}: expected the columns {', '.join(source.columns)} in {where}, found "
-            f"{', '.join(columns)}."
+    if copy is None:
+        files = {"data_files": list(source.files)} if source.files else {}
+        return datasets.load_dataset(
+            source.name, source.config, split=source.split, streaming=True, **files
         )
-    return found.select_columns(list(source.columns))
+    found = datasets.load_from_disk(copy)
+    return found[source.split] if isinstance(found, datasets.DatasetDict) else found
 
 
 def lines_of(name: str, copies: Path | None) -> list[str]:
     """A benchmark's JSON lines.
 
+    Args:
+        copies: folder of ``NAME/`` data sets written by ``save_to_disk``; None for the hub.
+
     Raises:
         EvalError: it cannot be read, or a record is of another form.
     """
-    lines = []
-    records = iter(open_source(name, copies))
-    while True:
-        try:
-            record = next(records, None)
-            if record is None:
-                return lines
-            turns = SOURCES[name].turns(record)
-        except Exception as error:  # a connection that breaks in the middle, a null column
+    source = SOURCES[name]
+    hub = source.files[0] if source.files else source.name
+    where = f"the hub ({hub})" if copies is None else copies / name
+    lines: list[str] = []
+    try:
+        found = _open(source, None if copies is None else copies / name)
+        # A hub's data set may know its columns only from its first record.
+        columns = found.column_names or list(next(iter(found)))
+        if missing := set(source.columns) - set(columns):
             raise EvalError(
-                f"benchmark {name}, record {len(lines) + 1}: {type(error).__name__}: "
-                f"{one_line(error)} Run the same command again."
-            ) from error
-        if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise EvalError(f"benchmark {name}, record {len(lines) + 1}: a turn is not a text.")
-        lines.append(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
+                f"benchmark {name}: expected the columns {', '.join(source.columns)} in {where}, "
+                f"found {', '.join(columns)} without {', '.join(sorted(missing))}."
+            )
+        for record in found.select_columns(list(source.columns)):
+            turns = source.turns(record)
+            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+                raise EvalError(f"benchmark {name}, record {len(lines) + 1}: a turn is not a text.")
+            lines.append(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
+    except EvalError:
+        raise
+    except Exception as error:  # the library raises many kinds, of several others
+        raise EvalError(
+            f"benchmark {name}: {where} cannot be read, after {len(lines)} records: "
+            f"{type(error).__name__}: {one_line(error)} Files that were fetched are kept; run the "
+            "same command again, or give --copies."
+        ) from error
+    return lines
 
 
-def fetch(
-    out: Path,
-    names: Sequence[str] = BENCHMARKS,
-    copies: Path | None = None,
-    progress: Callable[[str], None] = print,
-) -> None:
+def fetch(out: Path, names: Sequence[str] = BENCHMARKS, copies: Path | None = None) -> None:
     """Write ``OUT/NAME.jsonl`` of every benchmark that is not there yet, whole or not at all.
 
     Raises:
@@ -189,10 +153,8 @@ def fetch(
     for name in names:
         path = out / f"{name}.jsonl"
         if path.is_file():
-            progress(f"{name}: {path} is there already")
+            print(f"{name}: {path} exists already")
             continue
         lines = lines_of(name, copies)
         write_text(path, "".join(lines))
-        usual = SOURCES[name].prompts
-        note = "" if len(lines) == usual else f" (the comparisons of the paper had {usual})"
-        progress(f"{name}: {len(lines)} prompts{note}")
+        print(f"{name}: {len(lines)} prompts")

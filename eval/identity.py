@@ -1,15 +1,16 @@
-"""Greedy answers against target-only's: where they first differ, by how much, tie or fault.
+"""Greedy answers against the baseline's: where they first differ, by how much, tie or fault.
 
-Where two answers part, both servers had the same tokens before them. The target is asked how far
-apart it holds the two candidates there. A method verifies several positions in one pass, and a
-pass of another shape rounds otherwise; so two candidates closer than the data type can tell apart
-may change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
+Where two answers part, both servers had the same tokens so far. The target is asked how far apart
+it holds the two candidates there. A method verifies several positions in one pass, and a pass of
+another shape rounds differently; so two candidates closer than the data type can tell apart may
+change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import requests
@@ -19,8 +20,9 @@ from eval.errors import one_line
 from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, Plan, Servers, read_sealed
 from sglang_hyperdflash.targets.files import model_dtype
+from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.tools.checksum import sealed
 from sglang_hyperdflash.tools.errors import ServerFailed
-from sglang_hyperdflash.tools.jsonl import ResumableWriter
 
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
 # the largest logits lie, its numbers are 0.125 apart; the hidden states before them round as well.
@@ -29,7 +31,7 @@ TIE_GAPS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an answer leaves target-only's.
+    """The first token at which an answer departs from the baseline's.
 
     prompt, turn, position: from 0; position in the tokens of the turn's answer. expected, found:
     token ids, None where the answer had ended.
@@ -55,9 +57,9 @@ def first_difference(
     return None
 
 
-def differences(target: dict[str, Any], unit: dict[str, Any]) -> list[Difference]:
-    """First differences of a unit's answers from a target-only unit's."""
-    pairs = zip(target["answers"], unit["answers"], strict=True)
+def differences(baseline: dict[str, Any], unit: dict[str, Any]) -> list[Difference]:
+    """First differences of a unit's answers from the baseline's."""
+    pairs = zip(baseline["answers"], unit["answers"], strict=True)
     found = (
         first_difference(i, a["output_ids"], b["output_ids"]) for i, (a, b) in enumerate(pairs)
     )
@@ -71,10 +73,14 @@ def verdict(gap: float | None, tie_gap: float | None) -> str:
     return "tie" if gap <= tie_gap else "fault"
 
 
-def key_of(cell: Cell, difference: Difference) -> list[Any]:
+def question(cell: Cell, at: Difference) -> str:
     """What makes one question to the target: the same difference in two rounds is asked once."""
-    d = difference
-    return [cell.folder, d.prompt, d.turn, d.position, d.expected, d.found]
+    return f"{cell.folder} {at.prompt} {at.turn} {at.position} {at.expected} {at.found}"
+
+
+def read_gaps(out: Path) -> dict[str, Any]:
+    """What the target answered about first differences, by question."""
+    return (read_sealed(out / DIFFERENCES) or {}).get("gaps", {})
 
 
 def data_type(url: str) -> str:
@@ -97,23 +103,23 @@ def data_type(url: str) -> str:
 
 
 def logit_gap(
-    url: str, turns: list[str], target: dict[str, Any], at: Difference, sampling: Sampling
+    url: str, turns: list[str], baseline: dict[str, Any], at: Difference, sampling: Sampling
 ) -> float:
-    """How far the target holds apart the two tokens of a difference, in logits.
+    """How far apart the target holds the two tokens of a difference, in logits.
 
     Args:
-        url: the target's server. target: target-only's answer.
+        url: the baseline's server. baseline: its answer.
 
     Raises:
         requests.RequestException: the server refused or died.
         LookupError: the answer lacks what was asked for.
     """
-    messages = messages_before(turns, target["texts"], at.turn)
+    messages = messages_before(turns, baseline["texts"], at.turn)
     one = Sampling(0.0, 1, sampling.template_args)
     asked = chat(url, messages, one, return_prompt_token_ids=True)
     prompt = asked["choices"][0]["prompt_token_ids"]
     payload = {
-        "input_ids": prompt + target["output_ids"][at.turn][: at.position],
+        "input_ids": prompt + baseline["output_ids"][at.turn][: at.position],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [at.expected, at.found],
@@ -126,57 +132,45 @@ def logit_gap(
     return abs(of[at.expected] - of[at.found])
 
 
-def reference_unit(plan: Plan, cell: Cell) -> dict[str, Any] | None:
-    """Target-only's first whole unit of a cell: what all others are compared with."""
-    for i in range(plan.rounds):
-        unit = read_sealed(plan.unit(cell, BASELINE, i))
-        if unit is not None and "error" not in unit:
-            return unit
-    return None
-
-
 def _found(plan: Plan) -> Iterator[tuple[Cell, dict[str, Any], Difference]]:
-    """Every first difference of the run's greedy answers, with target-only's unit."""
-    for cell in plan.cells:
-        target = reference_unit(plan, cell) if cell.temperature == 0 else None
-        if target is None:
-            continue
-        for method in (m for m in plan.methods if m.name != BASELINE):
-            for i in range(plan.rounds):
-                unit = read_sealed(plan.unit(cell, method.name, i))
-                if unit is None or "error" in unit:
-                    continue
-                for difference in differences(target, unit):
-                    yield cell, target, difference
+    """Every first difference of the run's greedy answers, with the baseline's unit."""
+
+    def units(cell: Cell, method: str) -> list[dict[str, Any]]:
+        found = (read_sealed(plan.unit(cell, method, i)) for i in range(plan.rounds))
+        return [unit for unit in found if unit is not None and "error" not in unit]
+
+    for cell in (cell for cell in plan.cells if cell.temperature == 0):
+        for baseline in units(cell, BASELINE)[:1]:  # the first whole round, as in the rows
+            for method in (m.name for m in plan.methods if m.name != BASELINE):
+                for unit in units(cell, method):
+                    for difference in differences(baseline, unit):
+                        yield cell, baseline, difference
 
 
 def measure_gaps(plan: Plan, servers: Servers) -> str | None:
     """Ask the target for the gap at every first difference that was not asked before.
 
-    Writes ``differences.jsonl``, one line a question.
-
     Returns:
         Why gaps are missing, or None.
     """
-    todo: dict[str, tuple[Cell, dict[str, Any], Difference]] = {}
-    for cell, target, difference in _found(plan):
-        if None not in (difference.expected, difference.found):
-            todo.setdefault(repr(key_of(cell, difference)), (cell, target, difference))
-    if not todo:
-        return None
-    with ResumableWriter(plan.out / DIFFERENCES) as writer:
-        known = {repr(record["key"]) for record in writer.records}
-        asked = [entry for name, entry in todo.items() if name not in known]
-        baseline = next(m for m in plan.methods if m.name == BASELINE)
+    todo = {
+        question(cell, difference): (cell, baseline, difference)
+        for cell, baseline, difference in _found(plan)
+        if None not in (difference.expected, difference.found)
+    }
+    gaps = read_gaps(plan.out)
+    method = next(m for m in plan.methods if m.name == BASELINE)
+    dtype = ""
+    for name in (name for name in todo if name not in gaps):
+        cell, baseline, difference = todo[name]
+        turns = plan.prompts[cell.benchmark][difference.prompt]
+        answer = baseline["answers"][difference.prompt]
         try:
-            dtype = data_type(servers.url(baseline)) if asked else ""
-            for cell, target, difference in asked:
-                url = servers.url(baseline)
-                turns = plan.prompts[cell.benchmark][difference.prompt]
-                answer = target["answers"][difference.prompt]
-                gap = logit_gap(url, turns, answer, difference, plan.sampling(cell))
-                record = {"key": key_of(cell, difference), "gap": gap}
-                writer.append({**record, "dtype": dtype, "tie_gap": TIE_GAPS[dtype]})
+            url = servers.url(method)
+            dtype = dtype or data_type(url)
+            gap = logit_gap(url, turns, answer, difference, plan.sampling(cell))
         except (requests.RequestException, ServerFailed, OSError, LookupError, ValueError) as error:
             return f"{type(error).__name__}: {one_line(error)}"[:300]
+        gaps[name] = {"gap": gap, "dtype": dtype, "tie_gap": TIE_GAPS[dtype]}
+        write_json(plan.out / DIFFERENCES, sealed({"gaps": gaps}))
     return None

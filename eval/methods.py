@@ -1,4 +1,4 @@
-"""The methods that can be compared: their names, server arguments, and what each needs."""
+"""The methods that can be compared: their names, server arguments, and the draft each needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from sglang_hyperdflash.tools.checksum import file_hash, short_hash
 from sglang_hyperdflash.tools.ownership import location
 from sglang_hyperdflash.tools.provenance import without_machine
 
-BASELINE = "target"
+BASELINE, NOISE = "baseline", "baseline-again"
 DRAFT_OPTION = "--speculative-draft-model-path"
-NOISE = "target-again"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A method: its name in tables, SGLang's algorithm, its drafts a round, its draft's option.
+    """A method: its label in tables, SGLang's algorithm, drafts a round, the option of its draft.
 
     environment: of its server.
     """
@@ -38,28 +37,24 @@ def _mtp(steps: int) -> Kind:
     return Kind(f"MTP ({steps})", "EAGLE", steps, "mtp_draft", draft_required=False)
 
 
-def _whole(label: str, draft_option: str) -> Kind:
-    """Our worker, six drafts in every round, as the methods beside it."""
-    return Kind(label, "HYPERDFLASH", 6, draft_option, environment=((WIDTH, "full"),))
+def _hyperdflash(label: str, draft_option: str, width: str = "full") -> Kind:
+    """HYPERDFLASH; ``full`` drafts six tokens in every round, as the other methods do."""
+    return Kind(label, "HYPERDFLASH", 6, draft_option, environment=((WIDTH, width),))
 
 
 KINDS: Mapping[str, Kind] = {
-    BASELINE: Kind("target only", None, 0),
+    BASELINE: Kind("baseline", None, 0),
     "mtp3": _mtp(3),
     "mtp6": _mtp(6),
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
-    "hyperdflash6": _whole("HyperDFlash (6)", "hyperdflash_draft"),
-    "hyperdflash-adaptive": Kind(
-        "HyperDFlash, adaptive width",
-        "HYPERDFLASH",
-        6,
-        "hyperdflash_draft",
-        environment=((WIDTH, "adaptive"),),
+    "hyperdflash6": _hyperdflash("HyperDFlash (6)", "hyperdflash_draft"),
+    "hyperdflash-adaptive": _hyperdflash(
+        "HyperDFlash, adaptive width", "hyperdflash_draft", "adaptive"
     ),
-    "hyperdflash2": _whole("HyperDFlash-2 (6)", "hyperdflash2_draft"),
-    # Stand-ins of rivals, their heads and losses on DFlash's source, served by our worker.
-    "dspark6": _whole("DSpark stand-in (6)", "dspark6_draft"),
-    "dflash2": _whole("DFlash 2 stand-in (6)", "dflash2_draft"),
+    "hyperdflash2": _hyperdflash("HyperDFlash-2 (6)", "hyperdflash2_draft"),
+    # The source, head and loss of another method on our layers, served by our worker.
+    "dspark-style": _hyperdflash("DSpark-style (6)", "dspark_style_draft"),
+    "dflash2-style": _hyperdflash("DFlash 2-style (6)", "dflash2_style_draft"),
     "dspark": Kind("DSpark", "DSPARK", 6, "dspark_draft"),
     "ngram": Kind("n-gram", "NGRAM", 6),
 }
@@ -68,12 +63,12 @@ KINDS: Mapping[str, Kind] = {
 def label(method: str) -> str:
     """A method's name in tables and charts."""
     if method == NOISE:
-        return "target only, again (noise floor)"
+        return "baseline, again (noise floor)"
     return KINDS[method].label if method in KINDS else method
 
 
 def is_hyperdflash(method: str) -> bool:
-    """Whether it is a drafter of HyperDFlash, not a rival; stand-ins of rivals are none."""
+    """Whether it is one of this project's methods."""
     return method.startswith("hyperdflash")
 
 
@@ -95,20 +90,23 @@ class Method:
     def identity(self) -> dict[str, Any]:
         """What two runs must share for their numbers to be of one method.
 
-        A draft folder counts by its path (``without_machine``) and by its files: one that was
-        trained again is another drafter.
+        A draft counts by its path (``without_machine``) and by its files: a retrained drafter is
+        another one.
         """
-        arguments, drafts = list(self.arguments), []
-        while DRAFT_OPTION in arguments:
+        arguments, found = list(self.arguments), {}
+        if DRAFT_OPTION in arguments:
             at = arguments.index(DRAFT_OPTION)
-            drafts.append(arguments[at + 1])
+            draft = arguments[at + 1]
             del arguments[at : at + 2]
-        found = {"arguments": arguments, "url": self.url, "environment": dict(self.environment)}
-        for draft in drafts:
             files = [*Path(draft).glob("*.safetensors"), *Path(draft).glob("config.json")]
             hashes = sorted([path.name, file_hash(path)] for path in files)
-            found |= {"draft": without_machine(location(draft)), "draft files": short_hash(hashes)}
-        return found
+            found = {"draft": without_machine(location(draft)), "draft files": short_hash(hashes)}
+        return {
+            "arguments": arguments,
+            "url": self.url,
+            "environment": dict(self.environment),
+            **found,
+        }
 
 
 def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
@@ -120,25 +118,24 @@ def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
     if name.startswith("mtp"):
         steps = str(kind.num_drafts)
         arguments += ("--speculative-num-steps", steps, "--speculative-eagle-topk", "1")
-        arguments += ("--speculative-num-draft-tokens", str(kind.num_drafts + 1))
-    if name == "ngram":
+    if name.startswith("mtp") or name == "ngram":
         arguments += ("--speculative-num-draft-tokens", str(kind.num_drafts + 1))
     return arguments
 
 
 def resolve(
-    names: Sequence[str], drafts: Mapping[str, str | None], urls: Mapping[str, str]
+    names: Sequence[str], drafts: Mapping[str, str | Path | None], urls: Mapping[str, str]
 ) -> list[Method]:
-    """Methods by name.
+    """Methods by name, the baseline first.
 
     Args:
         drafts: folder or hub id by draft option. urls: running servers by method.
 
     Raises:
-        EvalError: an unknown method, a missing draft, or no ``target`` to compare with.
+        EvalError: an unknown method, a missing draft, or no baseline to compare with.
     """
     methods = []
-    for name in [*names, *(n for n in urls if n not in names)]:
+    for name in dict.fromkeys([*names, *urls]):
         if name not in KINDS:
             raise EvalError(f"unknown method {name!r}; known are {', '.join(KINDS)}.")
         kind = KINDS[name]
@@ -154,7 +151,7 @@ def resolve(
         arguments = _arguments(name, kind, draft)
         methods.append(Method(name, arguments, kind.num_drafts, None, kind.environment))
     if BASELINE not in {m.name for m in methods}:
-        raise EvalError(f"--methods must hold {BASELINE}: speedup and identity are against it.")
+        raise EvalError(f"--methods must include {BASELINE}: speedup and identity refer to it.")
     return sorted(methods, key=lambda m: list(KINDS).index(m.name))
 
 

@@ -5,213 +5,230 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from eval import width
 from eval.errors import EvalError
 from eval.methods import KINDS, Method, parse_urls, resolve
 from eval.prompts import BENCHMARKS, load
 from eval.runner import Cell, Plan, with_noise_floor
-from eval.serving_study import FOLDER, Study
-from eval.suites import SUITES
+from eval.serving import FOLDER, Study
+from sglang_hyperdflash.tools.command_line import Parser
+from sglang_hyperdflash.tools.server_process import comparable_arguments
 
 DRAFTS = tuple(dict.fromkeys(kind.draft_option for kind in KINDS.values() if kind.draft_option))
-DEFAULTS: dict[str, Any] = {
-    "methods": ["target", "mtp3", "mtp6", "dflash6", "hyperdflash6"],
-    "benchmarks": list(BENCHMARKS),
-    "temperature": [0.0],
-    "thinking": ["off"],
-    "thinking_args": {"thinking": True},
-    "concurrency": [1],
-    "num_prompts": 80,
-    "max_new_tokens": 1024,
-    "rounds": 3,
-    "server": [],
-    "server_args": [],
-    "data_dir": Path("."),
-    "threads": None,
-    "start_minutes": 15.0,
-    "levels": [1, 4, 16, 64],
-    "rates": [1.0, 4.0],
-    "prompts_per_level": 32,
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
+# Every way to draft six tokens on the tiny DeepSeek-V4: three benchmarks, and the prompts that
+# examples/tiny_deepseek_v4/exchange_prompts.py writes.
+TINY = {
+    "target": str(EXAMPLE / "target"),
+    "methods": "baseline,mtp6,dflash6,dspark-style,dflash2-style,hyperdflash6,hyperdflash2",
+    "mtp_draft": str(EXAMPLE / "mtp"),
+    "dflash_draft": str(EXAMPLE / "dflash"),
+    "dspark_style_draft": str(EXAMPLE / "dspark_style"),
+    "dflash2_style_draft": str(EXAMPLE / "dflash2_style"),
+    "hyperdflash_draft": str(EXAMPLE / "hyperdflash"),
+    "hyperdflash2_draft": str(EXAMPLE / "drafter"),
+    "benchmarks": "gsm8k,humaneval,mt-bench,"
+    + ",".join(f"build/held_out/{kind}.jsonl" for kind in ("math", "code", "chat")),
+    "temperature": [0.0, 1.0],
+    "num_prompts": 20,
+    "max_new_tokens": 64,
+    "threads": 1,
+    "server_args": shlex.join(("--mem-fraction-static", "0.1", *comparable_arguments(8192))),
 }
-DESCRIPTION = """Compare HYPERDFLASH with its rivals on one target.
-
-Defaults are those without a --suite; a suite sets its own."""
+SUITES: Mapping[str, Mapping[str, Any]] = {"tiny": TINY}
 
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _adder(parser: argparse.ArgumentParser):
-    """``add_argument`` that shows the default of DEFAULTS; argparse's own stays None, so that a
-    suite's value can be told from one that was given."""
-
-    def add(option: str, text: str, *, none: str | None = None, **how: Any) -> None:
-        value = DEFAULTS.get(option.removeprefix("--").replace("-", "_"))
-        if none is not None:
-            shown = none
-        elif isinstance(value, dict):
-            shown = json.dumps(value)
-        elif isinstance(value, list):
-            comma = "," if how.get("type") is _names else " "
-            shown = comma.join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
-        else:
-            shown = str(value)
-        shown = (shown or "none").replace("%", "%%")
-        parser.add_argument(option, help=f"{text} (default: {shown})", **how)
-
-    return add
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that starts servers."""
+    add = parser.add_argument
+    text = f"comma-separated, of {', '.join(BENCHMARKS)}; .jsonl files; hub:owner/dataset/file"
+    add("--target", help="target folder or hub id (default: the suite's; needed without one)")
+    add("--benchmarks", type=_names, default=",".join(BENCHMARKS), help=text)
+    add("--num-prompts", type=int, default=80, help="prompts drawn from each benchmark")
+    add("--max-new-tokens", type=int, default=1024, help="tokens a turn")
+    add("--data-dir", type=Path, default=Path("."), help="folder of NAME.jsonl benchmark files")
+    text = "arguments of every server, as one text (default: none)"
+    add("--server-args", type=shlex.split, default="", help=text)
+    text = "OpenMP threads of each server (default: the environment's)"
+    add("--threads", type=int, help=text)
+    add("--start-minutes", type=float, default=15.0, help="how long a server may take to start")
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    """Options of ``run`` and ``serving``: which methods on which prompts."""
-    add = _adder(parser)
-    add("--suite", "settings of a known comparison", none="none", choices=SUITES)
-    add("--target", "target folder or hub id", none="the suite's; needed without one")
-    add("--methods", f"comma-separated, of {', '.join(KINDS)}", type=_names)
-    names = f"comma-separated, of {', '.join(BENCHMARKS)}; .jsonl files; hub:owner/dataset/file"
-    add("--benchmarks", names, type=_names)
-    add("--num-prompts", "prompts of each benchmark, drawn from its file", type=int)
-    add("--max-new-tokens", "tokens a turn", type=int)
-    add("--data-dir", "folder of NAME.jsonl benchmark files", type=Path)
-    add("--server-args", "arguments of every server, as one text", type=shlex.split)
-    add("--threads", "OpenMP threads of each server", none="the environment's", type=int)
-    add("--start-minutes", "how long a server may take to load its model", type=float)
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    """Options of ``run`` and ``serving``: which methods with which drafts."""
+    add = parser.add_argument
+    add("--suite", choices=SUITES, help="other defaults, of a known comparison (default: none)")
+    text = f"comma-separated, of {', '.join(KINDS)}"
+    add("--methods", type=_names, default="baseline,mtp3,mtp6,dflash6,hyperdflash6", help=text)
     for name in DRAFTS:
         need = "the target's own layer" if name == "mtp_draft" else "none; its method needs one"
-        add("--" + name.replace("_", "-"), "folder or hub id", none=need)
+        add(f"--{name.replace('_', '-')}", help=f"folder or hub id (default: {need})")
 
 
 def _add_out(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--out", type=Path, required=True, help=f"{text} (needed; no default)")
+    parser.add_argument("--out", type=Path, required=True, help=text)
 
 
-def _add_run(commands: Any) -> None:
-    parser = commands.add_parser(
-        "run", help="measure, then report; run again to resume", description=DESCRIPTION
-    )
-    _add_common(parser)
-    add = _adder(parser)
-    add("--temperature", "temperatures", type=float, nargs="+")
-    add("--thinking", "thinking modes, off and on", choices=("off", "on"), nargs="+")
-    add("--thinking-args", "chat template arguments of thinking on, as JSON", type=json.loads)
-    add("--concurrency", "requests in flight", type=int, nargs="+")
-    add("--rounds", "interleaved rounds", type=int)
-    add("--server", "use a running server; may be repeated", action="append", metavar="NAME=URL")
-    text = "keep one server up at a time, in turn each round (one GPU)"
-    add("--one-at-a-time", text, none="all at once", action="store_true")
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_servers(parser)
+    _add_methods(parser)
+    add = parser.add_argument
+    add("--temperature", type=float, nargs="+", default=[0.0], help="temperatures")
+    add("--thinking", choices=("off", "on"), nargs="+", default=["off"], help="thinking modes")
+    text = "chat template arguments of thinking on, as JSON"
+    add("--thinking-args", type=json.loads, default='{"thinking": true}', help=text)
+    add("--concurrency", type=int, nargs="+", default=[1], help="requests in flight")
+    add("--rounds", type=int, default=3, help="interleaved rounds")
+    text = "use a running server; may be repeated (default: start one for each method)"
+    add("--server", action="append", default=[], metavar="NAME=URL", help=text)
+    text = "keep one server up at a time, in turn each round: one GPU (default: all at once)"
+    add("--one-at-a-time", action="store_true", help=text)
     _add_out(parser, "folder of the run; new, empty, or this run's own")
 
 
-def _add_serving(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serving",
-        help="load, latency and round costs, into a run's report",
-        description=DESCRIPTION,
-    )
-    _add_common(parser)
-    add = _adder(parser)
-    add("--levels", "concurrency levels", type=int, nargs="+")
-    add("--rates", "Poisson arrivals, requests a second", type=float, nargs="+")
-    add("--prompts-per-level", "requests of each load; at least 4 x its level", type=int)
-    _add_out(parser, f"folder of a finished `run`; the study lies in its {FOLDER}/")
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    _add_servers(parser)
+    _add_methods(parser)
+    add = parser.add_argument
+    add("--levels", type=int, nargs="+", default=[1, 4, 16, 64], help="requests in flight")
+    text = "Poisson arrivals, requests a second"
+    add("--rates", type=float, nargs="+", default=[1.0, 4.0], help=text)
+    text = "requests of each load; at least 4 x its level"
+    add("--prompts-per-level", type=int, default=32, help=text)
+    _add_out(parser, f"folder of a finished `run`; the study is written to its {FOLDER}/")
 
 
-def _add_fetch(commands: Any) -> None:
-    parser = commands.add_parser("fetch", help="write the benchmarks' JSONL from the hub")
-    add = _adder(parser)
-    add("--benchmarks", "comma-separated", type=_names)
-    text = "read NAME/ data sets saved by datasets.save_to_disk in this folder, not the hub"
-    add("--copies", text, none="the hub", type=Path)
-    _add_out(parser, "folder for NAME.jsonl; files that are there are kept")
+def _add_width(parser: argparse.ArgumentParser) -> None:
+    _add_servers(parser)
+    add = parser.add_argument
+    add("--draft", required=True, help="the drafter's folder")
+    add("--untrained", help="a drafter of random weights (default: none is measured)")
+    text = "requests in flight"
+    add("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help=text)
+    add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="temperatures")
+    add("--rounds", type=int, default=5, help="interleaved rounds, of which the first is a warm-up")
+    _add_out(parser, "folder of the study; new, empty, or this study's own")
+    arguments = (*comparable_arguments(32768), "--max-running-requests", "64")
+    parser.set_defaults(num_prompts=12, max_new_tokens=64, server_args=shlex.join(arguments))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(prog="python -m eval", description=DESCRIPTION)
-    commands = top.add_subparsers(required=True, dest="command")
-    _add_run(commands)
-    _add_serving(commands)
-    _add_fetch(commands)
-    report = commands.add_parser("report", help="write the report of a run again")
-    _add_out(report, "folder of a run, or of its results.json alone")
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--benchmarks", type=_names, default=",".join(BENCHMARKS), help="comma-separated")
+    text = "read NAME/ data sets of datasets.save_to_disk in this folder (default: the hub)"
+    add("--copies", type=Path, help=text)
+    _add_out(parser, "folder for NAME.jsonl; existing files are kept")
+
+
+def parser(suite: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """The command line; ``suite``: other defaults of ``run`` and ``serving``."""
+    top = Parser(prog="python -m eval", description="Compare HYPERDFLASH with other methods.")
+    commands = top.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    for name, add, text in (
+        ("run", _add_run, "measure, then report; run again to resume"),
+        ("serving", _add_serving, "throughput and latency under load, into a run's report"),
+        ("width", _add_width, "throughput of an adaptive verify width by concurrency"),
+        ("fetch", _add_fetch, "write the benchmarks' JSONL from the hub"),
+        (
+            "report",
+            lambda p: _add_out(p, "folder of a run, or of its results.json alone"),
+            "rewrite the report of a run",
+        ),
+    ):
+        one = commands.add_parser(name, help=text, description=text)
+        add(one)
+        if name in ("run", "serving"):
+            one.set_defaults(**suite or {})
     return top
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Defaults, then the suite's, then what was given; raises ``EvalError``."""
-    given = {k: v for k, v in vars(args).items() if v is not None}
-    suite = SUITES[args.suite]() if getattr(args, "suite", None) else {}
-    options = {**DEFAULTS, **suite, **given}
-    if not options.get("target"):
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; those that were not given are the suite's, or the defaults.
+
+    Raises:
+        EvalError: a number below what it may be, or no target.
+    """
+    args = parser().parse_args(argv)
+    if suite := getattr(args, "suite", None):
+        args = parser(SUITES[suite]).parse_args(argv)
+    if "target" in args and not args.target:
         raise EvalError("--target is needed: the folder or hub id of the target.")
-    for name in ("num_prompts", "max_new_tokens", "rounds", "prompts_per_level"):
-        if options[name] < 1:
-            raise EvalError(
-                f"--{name.replace('_', '-')} must be at least 1, found {options[name]}."
-            )
-    for name in ("concurrency", "levels"):
-        if min(options[name]) < 1:
-            raise EvalError(f"--{name} must be at least 1, found {min(options[name])}.")
-    if options["start_minutes"] <= 0:
-        raise EvalError(f"--start-minutes must be above 0, found {options['start_minutes']}.")
-    if min(options["temperature"]) < 0 or min(options["rates"]) <= 0:
-        raise EvalError("--temperature must be at least 0, and --rates more than 0.")
-    return options
+    counts = ("num_prompts", "max_new_tokens", "rounds", "prompts_per_level", "concurrency")
+    least = dict.fromkeys((*counts, "levels"), 1) | {"temperature": 0, "start_minutes": 0.01}
+    for name, bound in (least | {"rates": 0.001}).items():
+        value = getattr(args, name, bound)
+        found = min(value) if isinstance(value, list) else value
+        if found < bound:
+            option = name.replace("_", "-")
+            raise EvalError(f"--{option} must be at least {bound}, found {found}.")
+    return args
 
 
-def methods_of(options: dict[str, Any]) -> list[Method]:
-    """The methods asked for; raises ``EvalError``."""
-    drafts = {name: options.get(name) for name in DRAFTS}
-    return resolve(options["methods"], drafts, parse_urls(options["server"]))
+def _methods_of(args: argparse.Namespace) -> tuple[Method, ...]:
+    drafts = {name: getattr(args, name) for name in DRAFTS}
+    return tuple(resolve(args.methods, drafts, parse_urls(getattr(args, "server", []))))
 
 
-def study_of(args: argparse.Namespace) -> Study:
-    """A checked serving study; raises ``EvalError``."""
-    options = options_of(args)
-    methods = tuple(methods_of(options))
-    prompts = load(options["data_dir"], options["benchmarks"], options["num_prompts"])
-    return Study(
-        target=str(options["target"]),
-        methods=methods,
-        # Benchmarks in turn, so that any number of requests is of all of them.
-        prompts=[turns for group in zip(*prompts.values(), strict=False) for turns in group],
-        levels=tuple(options["levels"]),
-        rates=tuple(options["rates"]),
-        prompts_per_level=options["prompts_per_level"],
-        max_new_tokens=options["max_new_tokens"],
-        server_args=tuple(options["server_args"]),
-        out=options["out"] / FOLDER,
-        threads=options["threads"],
-        start_minutes=options["start_minutes"],
+def _plan(args: argparse.Namespace, methods: Sequence[Method], **more: Any) -> Plan:
+    return Plan(
+        target=str(args.target),
+        methods=tuple(methods),
+        max_new_tokens=args.max_new_tokens,
+        server_args=tuple(args.server_args),
+        threads=args.threads,
+        start_minutes=args.start_minutes,
+        **more,
     )
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """A checked plan; raises ``EvalError``."""
-    options = options_of(args)
-    methods = methods_of(options)
-    prompts = load(options["data_dir"], options["benchmarks"], options["num_prompts"])
+    """The plan of a run; raises ``EvalError``."""
+    methods = _methods_of(args)
+    prompts = load(args.data_dir, args.benchmarks, args.num_prompts)
     cells = tuple(
         Cell(benchmark, temperature, thinking, concurrency)
-        for concurrency in options["concurrency"]
-        for thinking in options["thinking"]
-        for temperature in options["temperature"]
+        for concurrency in args.concurrency
+        for thinking in args.thinking
+        for temperature in args.temperature
         for benchmark in prompts
     )
-    return Plan(
-        target=str(options["target"]),
-        methods=with_noise_floor(methods),
+    return _plan(
+        args,
+        with_noise_floor(methods),
         prompts=prompts,
         cells=cells,
-        rounds=options["rounds"],
-        max_new_tokens=options["max_new_tokens"],
-        out=options["out"],
-        server_args=tuple(options["server_args"]),
-        template_args={"on": options["thinking_args"], "off": options.get("plain_args", {})},
-        together=not options["one_at_a_time"],
-        threads=options["threads"],
-        start_minutes=options["start_minutes"],
+        rounds=args.rounds,
+        out=args.out,
+        template_args={"on": args.thinking_args, "off": {}},
+        together=not args.one_at_a_time,
     )
+
+
+def _first_turns(args: argparse.Namespace) -> tuple[str, ...]:
+    """First turns, the benchmarks in turn, so that any number of requests is of all of them."""
+    prompts = load(args.data_dir, args.benchmarks, args.num_prompts).values()
+    return tuple(turns[0] for turns in chain.from_iterable(zip_longest(*prompts)) if turns)
+
+
+def study_of(args: argparse.Namespace) -> Study:
+    """A serving study; raises ``EvalError``."""
+    methods, prompts = _methods_of(args), _first_turns(args)
+    own = {"prompts": {"all": [[turn] for turn in prompts]}, "cells": (), "rounds": 1}
+    plan = _plan(args, methods, out=args.out / FOLDER, together=False, **own)
+    return Study(plan, prompts, tuple(args.levels), tuple(args.rates), args.prompts_per_level)
+
+
+def width_plan_of(args: argparse.Namespace) -> Plan:
+    """The plan of a width study; raises ``EvalError``."""
+    prompts, cells = width.loads_of(_first_turns(args), args.levels, args.temperature)
+    methods = with_noise_floor(width.methods_of(args.draft, args.untrained))
+    return _plan(args, methods, prompts=prompts, cells=cells, rounds=args.rounds, out=args.out)

@@ -12,14 +12,13 @@ from sglang_hyperdflash.tools.jsonl import read_lines
 BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 
 
-def turns_of(value: dict, where: str) -> list[str]:
-    """The user turns of one line; raises ``EvalError`` for a line without any."""
+def _turns_of(value: dict, where: str) -> list[str]:
     turns = value.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         found = f"turns {turns!r}" if "turns" in value else f"the fields {sorted(value)}"
         raise EvalError(
-            f'{where}: expected {{"turns": ["...", ...]}}, one text a user turn; found '
-            f"{found[:120]}. Mend or remove the line."
+            f'{where}: expected {{"turns": ["...", ...]}}, one text for each user turn; found '
+            f"{found[:120]}. Fix or remove this line."
         )
     return turns
 
@@ -33,10 +32,7 @@ def _file(data_dir: Path, name: str) -> Path:
     if name.startswith("hub:"):
         parts = name.removeprefix("hub:").split("/", 2)
         if len(parts) < 3 or not all(parts):
-            raise EvalError(
-                f"benchmark {name}: expected hub:OWNER/DATASET/FILE.jsonl, found no owner, data "
-                "set or file. Name the file as well."
-            )
+            raise EvalError(f"benchmark {name}: expected hub:OWNER/DATASET/FILE.jsonl.")
         from huggingface_hub import hf_hub_download
 
         owner, repository, file = parts
@@ -45,20 +41,9 @@ def _file(data_dir: Path, name: str) -> Path:
     return own if own.suffix == ".jsonl" else data_dir / f"{name}.jsonl"
 
 
-def title(name: str) -> str:
+def _title(name: str) -> str:
     """A benchmark's name in tables: the file's stem for paths and hub files."""
     return Path(name).stem if name.endswith(".jsonl") else name
-
-
-def _refuse_one_title(names: Sequence[str]) -> None:
-    """Two benchmarks of one title would be one row, and the last one's answers."""
-    known: dict[str, str] = {}
-    for name in names:
-        if (other := known.setdefault(title(name), name)) != name:
-            raise EvalError(
-                f"benchmarks {other} and {name} would both be called {title(name)}. Expected a "
-                "name of its own for each: rename or copy one of the files."
-            )
 
 
 def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[list[str]]]:
@@ -68,7 +53,13 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
         EvalError: a missing or empty file, a line without turns, or two benchmarks of one title.
         JsonlError: a line that is not a JSON object.
     """
-    _refuse_one_title(names)
+    titles: dict[str, str] = {}
+    for name in names:
+        if (other := titles.setdefault(_title(name), name)) != name:
+            raise EvalError(
+                f"benchmarks {other} and {name} would both be called {_title(name)}. Rename or "
+                "copy one of the files."
+            )
     found = {}
     for name in names:
         path = _file(data_dir, name)
@@ -84,5 +75,5 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
         # At even distances a file whose kinds of task come in turn would give some kinds only.
         places = random.Random(limit).sample(range(len(lines)), min(limit, len(lines)))
         chosen = [lines[place] for place in sorted(places)]
-        found[title(name)] = [turns_of(value, f"{path}:{number}") for number, value in chosen]
+        found[_title(name)] = [_turns_of(value, f"{path}:{number}") for number, value in chosen]
     return found

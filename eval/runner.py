@@ -8,7 +8,8 @@ is cut or changed is measured again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from sglang_hyperdflash.tools.provenance import provenance, without_machine
 from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval run"
-# What this command keeps in its folder; the serving study has a folder of its own inside.
-RUN, UNITS, DIFFERENCES = "run.json", "units", "differences.jsonl"
+RUN, UNITS, DIFFERENCES = "run.json", "units", "differences.json"
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,6 @@ class Plan:
         return unit_path(self.out, cell, method, round_index)
 
 
-Progress = Callable[[int, int, int, Cell, Method], None]
-
-
 def unit_path(out: Path, cell: Cell, method: str, round_index: int) -> Path:
     """The file of one unit of a run's folder."""
     return out / UNITS / cell.folder / f"{method}-r{round_index}.json"
@@ -109,13 +106,13 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
 
 
 def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods, and ``target`` once more on the same server: what noise alone gives."""
-    target = next(m for m in methods if m.name == BASELINE)
-    return (*methods, replace(target, name=NOISE))
+    """The methods, and the baseline once more on the same server: what noise alone gives."""
+    baseline = next(m for m in methods if m.name == BASELINE)
+    return (*methods, replace(baseline, name=NOISE))
 
 
 class Servers:
-    """Servers of methods: started on first use, again when they died, stopped at the end.
+    """Servers of methods: started on first use, restarted when they died, stopped at the end.
 
     Methods with equal arguments and environment share one.
     """
@@ -148,12 +145,11 @@ class Servers:
         if server is None:
             if not self.plan.together:
                 self.stop()
-            log = self.plan.out / "logs" / f"{method.name}.log"
-            arguments = (*self.plan.server_args, *method.arguments)
             server = Server(
                 self.plan.target,
-                *arguments,
-                log=log,
+                *self.plan.server_args,
+                *method.arguments,
+                log=self.plan.out / "logs" / f"{method.name}.log",
                 threads=self.plan.threads,
                 environment=dict(method.environment),
             )
@@ -169,23 +165,14 @@ class Servers:
 
 
 def order(plan: Plan) -> Iterator[tuple[int, Cell, Method]]:
-    """Units so that methods alternate as finely as the servers allow, the first in turn."""
+    """Units so that methods alternate as finely as the servers allow, each first in turn."""
     for round_index in range(plan.rounds):
         turn = round_index % len(plan.methods)
         methods = [*plan.methods[turn:], *plan.methods[:turn]]
         if plan.together:
-            for cell in plan.cells:
-                for method in methods:
-                    yield round_index, cell, method
+            yield from ((round_index, cell, method) for cell in plan.cells for method in methods)
         else:
-            for method in methods:
-                for cell in plan.cells:
-                    yield round_index, cell, method
-
-
-def _shown(method: Method) -> dict[str, Any]:
-    """A method for a file that others read."""
-    return asdict(method) | {"arguments": [without_machine(word) for word in method.arguments]}
+            yield from ((round_index, cell, method) for method in methods for cell in plan.cells)
 
 
 def write_run(plan: Plan) -> None:
@@ -193,10 +180,14 @@ def write_run(plan: Plan) -> None:
     path = plan.out / RUN
     if read_sealed(path) is not None:
         return
+    methods = [
+        asdict(m) | {"arguments": [without_machine(word) for word in m.arguments]}
+        for m in plan.methods
+    ]
     content = {
         "rounds": plan.rounds,
         "provenance": provenance(),
-        "methods": [_shown(method) for method in plan.methods],
+        "methods": methods,
         "identities": {method.name: method.identity() for method in plan.methods},
         "cells": [asdict(cell) for cell in plan.cells],
         "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
@@ -206,7 +197,7 @@ def write_run(plan: Plan) -> None:
     write_json(path, sealed(content), indent=1)
 
 
-def finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
+def _finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
     """Whether a unit is there, whole, and did not fail."""
     content = read_sealed(plan.unit(cell, method.name, round_index))
     if content is None or "error" in content:
@@ -214,35 +205,32 @@ def finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
     return len(content["answers"]) == len(plan.prompts[cell.benchmark])
 
 
-def run_unit(plan: Plan, servers: Servers, cell: Cell, method: Method) -> dict[str, Any]:
+def _run_unit(plan: Plan, servers: Servers, cell: Cell, method: Method) -> dict[str, Any]:
     """One unit's content: answers and wall seconds, or the error."""
+    prompts, sampling = plan.prompts[cell.benchmark], plan.sampling(cell)
     try:
-        answers, seconds = converse_all(
-            servers.url(method),
-            plan.prompts[cell.benchmark],
-            plan.sampling(cell),
-            cell.concurrency,
-        )
+        url = servers.url(method)
+        answers, seconds = converse_all(url, prompts, sampling, cell.concurrency)
     except (requests.RequestException, ServerFailed) as error:
         return {"error": f"{type(error).__name__}: {one_line(error)}"[:2000]}
-    return {"seconds": seconds, "answers": [answer.as_json() for answer in answers]}
+    return {"seconds": seconds, "answers": [asdict(answer) for answer in answers]}
 
 
-def run_units(plan: Plan, servers: Servers, progress: Progress | None = None) -> int:
-    """Run what is not there yet; returns the number of units that failed.
+def run_units(plan: Plan, servers: Servers) -> int:
+    """Run what is not there yet, with a line of progress for each unit.
 
-    Args:
-        progress: called before each unit with (number, total, round, cell, method).
+    Returns:
+        The number of units that failed.
 
     Raises:
         WriteFailed: the disk is full; what was measured before is whole.
     """
-    units = [(r, cell, m) for r, cell, m in order(plan) if not finished(plan, cell, m, r)]
-    failed = 0
-    for number, (round_index, cell, method) in enumerate(units):
-        if progress is not None:
-            progress(number, len(units), round_index, cell, method)
-        content = run_unit(plan, servers, cell, method)
+    units = [(r, cell, m) for r, cell, m in order(plan) if not _finished(plan, cell, m, r)]
+    failed, started = 0, time.monotonic()
+    for number, (round_index, cell, method) in enumerate(units, start=1):
+        place = f"{number}/{len(units)}, {(time.monotonic() - started) / 60:.1f} min"
+        print(f"[{place}] round {round_index + 1}, {cell.folder}, {method.name}", flush=True)
+        content = _run_unit(plan, servers, cell, method)
         failed += "error" in content
         write_json(plan.unit(cell, method.name, round_index), sealed(content))
     return failed

@@ -1,42 +1,43 @@
-"""A run's numbers as tables: the paper's layout, every cell, identity, acceptance, serving."""
+"""A run's numbers as tables: by benchmark, acceptance, identity, against rivals, serving."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from eval.comparison import SETTING, Row, pooled_positions, pooled_tau, rows_in, settings_of
-from eval.methods import BASELINE, drafting, is_hyperdflash, label
+from eval.comparison import (
+    SETTING,
+    Row,
+    noise_range,
+    pooled_positions,
+    rows_of,
+    settings_of,
+    speedup_verdict,
+    tau_verdict,
+)
+from eval.identity import TIE_GAPS
+from eval.methods import BASELINE, label
 
-GROUPS = {
-    "MATH": ("gsm8k", "math500", "aime25"),
-    "CODE": ("humaneval", "mbpp", "livecodebench"),
-    "CHAT": ("mt-bench",),
-}
-PAPER = Path(__file__).resolve().parent / "paper_v4_flash.json"
 NOT_MEASURED = "not measured"
 SHOWN_DIFFERENCES = 50
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a table; ``ours`` marks our own method's."""
-
-    cells: tuple[str, ...]
-    ours: bool = False
-
-
-@dataclass(frozen=True)
 class Table:
-    """``heads`` and every line's cells are of one length; the first column is the name."""
+    """``heads`` and every line are of one length; the first column is the name."""
 
     title: str
     heads: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[tuple[str, ...], ...]
     note: str = ""
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown, a heading of level 3 first."""
+        rows = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in self.lines)
+        found = [f"### {self.title}", "", f"| {' | '.join(self.heads)} |"]
+        found += ["|" + "---|" * len(self.heads), *(f"| {row} |" for row in rows), ""]
+        return [*found, self.note, ""] if self.note else found
 
 
 def number(value: float | None, form: str = ".2f") -> str:
@@ -57,125 +58,96 @@ def setting_words(setting: Mapping[str, Any]) -> str:
     return f"Thinking {thinking}, temperature {temperature:g}, concurrency {concurrency}"
 
 
-def ordered(benchmarks: Iterable[str]) -> tuple[str, ...]:
-    """The paper's order, then the others'."""
-    known = [name for group in GROUPS.values() for name in group]
-    names = set(benchmarks)
-    return (*(n for n in known if n in names), *sorted(names - set(known)))
-
-
-def _heads(benchmarks: Sequence[str], last: str) -> tuple[str, ...]:
-    names = (*benchmarks, last)
-    return ("Method", *(f"{name} {column}" for name in names for column in ("speedup", "τ")))
-
-
-def _main_line(
-    method: str, rows: Sequence[Row], benchmarks: Sequence[str], summary: Row | None
-) -> Line:
-    by_name = {row["benchmark"]: row for row in rows}
-    cells = [label(method)]
-    for name in benchmarks:
-        row = by_name.get(name, {"error": "not run"})
-        failed = "not run" if row.get("error") == "not run" else "failed"
-        for column in ("speedup", "tau"):
-            cells.append(failed if row.get("error") else number(row.get(column)))
-    for column in ("mean_speedup", "mean_tau"):
-        value = summary and summary[column]
-        text = spread(value, summary and summary[f"{column}_interval"])
-        cells.append("not whole" if value is None else text)
-    return Line(tuple(cells), is_hyperdflash(method))
-
-
-def main_tables(rows: Sequence[Row], summaries: Sequence[Row]) -> list[Table]:
-    """The paper's Tables 2 and 3: one table for each setting."""
+def rival_tables(comparisons: Sequence[Row]) -> list[Table]:
+    """Each of our methods against its rivals, a table for each setting."""
+    heads = ("Method", "against", "τ", "rival's τ", "difference (95 %)", "verdict")
+    heads += ("speedup", "rival's speedup", "ratio", "verdict")
     tables = []
-    for setting in settings_of(rows):
-        part = [r for r in rows if all(r[name] == setting[name] for name in SETTING)]
-        benchmarks = ordered(r["benchmark"] for r in part)
-        methods = [m for m in dict.fromkeys(r["method"] for r in part) if m != BASELINE]
-        own = {s["method"]: s for s in rows_of_setting(summaries, setting)}
-        lines = tuple(
-            _main_line(m, rows_in(rows, setting, m), benchmarks, own.get(m)) for m in methods
-        )
-        heads = _heads(benchmarks, "mean of benchmarks,")
-        tables.append(Table(setting_words(setting), heads, lines))
-    return tables
-
-
-def rows_of_setting(entries: Sequence[Row], setting: Mapping[str, Any]) -> list[Row]:
-    """Entries (rows, summaries, comparisons) of one setting."""
-    return [e for e in entries if all(e[name] == setting[name] for name in SETTING)]
-
-
-def paper_tables(rows: Sequence[Row]) -> list[Table]:
-    """The paper's own numbers for the settings that were measured; another model and machine."""
-    paper = json.loads(PAPER.read_text())
-    tables = []
-    for thinking, temperature in sorted({(r["thinking"], float(r["temperature"])) for r in rows}):
-        setting = {"thinking": thinking, "temperature": temperature}
-        part = [r for r in paper["rows"] if all(r[k] == v for k, v in setting.items())]
-        if not part:
-            continue
-        benchmarks = ordered({r["benchmark"] for r in part} - {"average"})
+    for setting in settings_of(comparisons):
         lines = []
-        for method in dict.fromkeys(r["method"] for r in part):
-            own = {r["benchmark"]: r for r in part if r["method"] == method}
-            chosen = [own[name] for name in (*benchmarks, "average")]
-            cells = [f"{row[column]:.2f}" for row in chosen for column in ("speedup", "tau")]
-            lines.append(Line((label(method), *cells), is_hyperdflash(method)))
-        title = f"DeepSeek-V4-Flash, thinking {thinking}, temperature {temperature:g}"
-        tables.append(Table(title, _heads(benchmarks, "average"), tuple(lines), paper["source"]))
+        for entry in rows_of(comparisons, setting):
+            cells = [label(entry["ours"]), label(entry["rival"])]
+            if entry.get("tau"):
+                (a, b), bounds = entry["tau"], entry["tau_difference_interval"]
+                shown = f" ({bounds[0]:+.2f} to {bounds[1]:+.2f})" if bounds else ""
+                cells += [f"{a:.2f}", f"{b:.2f}", f"{a - b:+.2f}{shown}", tau_verdict(bounds)]
+            else:
+                cells += [NOT_MEASURED] * 4
+            if entry.get("speedup"):
+                a, b = entry["speedup"]
+                cells += [f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}", speedup_verdict(entry)]
+            else:
+                cells += [NOT_MEASURED] * 4
+            lines.append(tuple(cells))
+        tables.append(Table(setting_words(setting), heads, tuple(lines)))
     return tables
 
 
-def acceptance_tables(rows: Sequence[Row]) -> list[Table]:
-    """Figure 1 as numbers: for each setting, acceptance by position over the rounds that had it.
+def noise_lines(rows: Sequence[Row]) -> list[str]:
+    """The baseline's speedup over itself in each setting."""
+    found = ((setting, noise_range(rows, setting)) for setting in settings_of(rows))
+    return [f"- {setting_words(s)}: {r[0]:.2f} to {r[1]:.2f}" for s, r in found if r is not None]
 
-    tau is not one more than their sum: a round of a narrower width has no later drafts.
+
+def result_tables(rows: Sequence[Row], summaries: Sequence[Row]) -> list[Table]:
+    """Over all benchmarks of a setting: τ, speedup, and acceptance by drafted position.
+
+    Acceptance is over the rounds that had the position: a round of a narrower width has no later
+    drafts, so τ is not one more than their sum.
     """
     tables = []
     for setting in settings_of(rows):
-        means = {
-            m: pooled_positions(rows_in(rows, setting, m))
-            for m in drafting(r["method"] for r in rows)
-        }
-        width = max(map(len, means.values()), default=0)
-        if not width:
-            continue
+        own = [s for s in rows_of(summaries, setting) if s["method"] != BASELINE]
+        shares = {s["method"]: pooled_positions(rows_of(rows, setting, s["method"])) for s in own}
+        drafts = max(map(len, shares.values()), default=0)
         lines = []
-        for method, values in means.items():
-            cells = [f"{v:.2f}" for v in values] or [NOT_MEASURED]
-            cells += ["-"] * (width - len(cells))
-            own = [r for r in rows_in(rows, setting, method) if r.get("position_acceptance")]
-            cells.append(number(pooled_tau(own)))
-            lines.append(Line((label(method), *cells), is_hyperdflash(method)))
-        heads = ("Method", *map(str, range(1, width + 1)), "τ over all rounds")
+        for summary in own:
+            values = [f"{v:.2f}" for v in shares[summary["method"]]]
+            values += ["-"] * (drafts - len(values))
+            tau, speedup = spread(summary["tau"], summary["tau_interval"]), summary["mean_speedup"]
+            lines.append((label(summary["method"]), tau, number(speedup), *values))
+        positions = (f"draft {k}" for k in range(1, drafts + 1))
+        heads = ("Method", "τ over all rounds (95 %)", "mean speedup", *positions)
         tables.append(Table(setting_words(setting), heads, tuple(lines)))
     return tables
 
 
 def identity_table(rows: Sequence[Row]) -> Table | None:
-    """Greedy answers against target-only's, each method apart; None where nothing was compared."""
+    """Greedy answers against the baseline's by method; None where nothing was compared."""
     lines = []
     for method in dict.fromkeys(r["method"] for r in rows):
         own = [r for r in rows if r["method"] == method and r.get("compared_answers")]
         if not own or method == BASELINE:
             continue
-        compared = sum(r["compared_answers"] for r in own)
-        same = sum(r["identical_answers"] for r in own)
+        compared, same = (sum(r[k] for r in own) for k in ("compared_answers", "identical_answers"))
         found = [d for r in own for d in r.get("differences") or ()]
-        count = {w: sum(d["verdict"] == w for d in found) for w in ("tie", "fault")}
-        unknown = compared - same - sum(count.values())
-        gaps = [d["gap"] for d in found if d["gap"] is not None]
-        cells = (f"{compared}", f"{same}", f"{count['tie']}", f"{count['fault']}", f"{unknown}")
-        largest = f"{max(gaps):.4g}" if gaps else "-"
-        lines.append(Line((label(method), *cells, largest), is_hyperdflash(method)))
+        ties, faults = (sum(d["verdict"] == w for d in found) for w in ("tie", "fault"))
+        counts = (compared, same, ties, faults, compared - same - ties - faults)
+        largest = max((d["gap"] for d in found if d["gap"] is not None), default=None)
+        shown = "-" if largest is None else f"{largest:.4g}"
+        lines.append((label(method), *map(str, counts), shown))
     heads = ("Method", "compared", "identical", "ties", "faults", "gap not measured", "largest gap")
-    return Table("Greedy answers against target-only's", heads, tuple(lines)) if lines else None
+    return (
+        Table("Greedy answers compared with the baseline's", heads, tuple(lines)) if lines else None
+    )
+
+
+def identity_meaning(rows: Sequence[Row]) -> str:
+    """What a tie and a fault are, for the data types that were seen."""
+    found = {d.get("dtype") for r in rows for d in r.get("differences") or ()} - {None}
+    bounds = ", ".join(f"{TIE_GAPS[name]:g} in {name}" for name in sorted(found) or TIE_GAPS)
+    return (
+        "Where an answer first differs, the target is asked how far apart the two candidates are, "
+        f"in logits. A gap of at most {bounds} is a tie: a method verifies several positions in "
+        "one pass, a pass of another shape rounds differently, and either token is a greedy "
+        "choice up to rounding. bfloat16 keeps 8 bits, so ties are expected there; the baseline "
+        "against itself shows them too when requests share a batch. A larger gap is a fault of "
+        "the method or of the server: report it."
+    )
 
 
 def difference_table(rows: Sequence[Row]) -> Table | None:
-    """Where greedy answers first leave target-only's; faults first, then by gap."""
+    """Where greedy answers first depart from the baseline's; faults first, then by gap."""
     found = [(r, d) for r in rows for d in r.get("differences") or ()]
     if not found:
         return None
@@ -186,79 +158,59 @@ def difference_table(rows: Sequence[Row]) -> Table | None:
         place = (str(d["prompt"] + 1), str(d["turn"] + 1), str(d["position"] + 1))
         tokens = ("end" if d[name] is None else str(d[name]) for name in ("expected", "found"))
         gap = number(d["gap"], ".4g")
-        cells = (label(row["method"]), row["benchmark"], *place, *tokens, gap, d["verdict"])
-        lines.append(Line(cells, is_hyperdflash(row["method"])))
-    heads = ("Method", "benchmark", "prompt", "turn", "token", "target-only's", "found", "gap")
+        lines.append((label(row["method"]), row["benchmark"], *place, *tokens, gap, d["verdict"]))
+    heads = (
+        "Method",
+        "benchmark",
+        "prompt",
+        "turn",
+        "token",
+        "baseline's",
+        "found",
+        "gap",
+        "verdict",
+    )
     more = len(found) - len(lines)
     note = f"{more} more are in results.json." if more else ""
-    return Table("First differences", (*heads, "verdict"), tuple(lines), note)
+    return Table("First differences", heads, tuple(lines), note)
 
 
 def cell_table(rows: Sequence[Row]) -> Table:
-    """Every row with its intervals."""
-    heads = ("Method", "benchmark", "T", "thinking", "c", "τ (95 %)", "speedup (95 %)")
-    heads += ("lowest to highest round", "round cost", "tokens/s", "identical")
+    """Every row with its spread."""
+    heads = ("Method", "benchmark", "T", "thinking", "c", "τ (95 %)", "speedup (lowest to highest)")
+    heads += ("round cost", "tokens/s", "identical")
     lines = []
     for r in rows:
-        head = (label(r["method"]), r["benchmark"], f"{r['temperature']:g}", r["thinking"])
-        head += (str(r["concurrency"]),)
-        if r.get("tokens_per_s") is None:
-            cells = (str(r.get("error", "not run"))[:80], *["-"] * 5)
-        else:
-            rounds = r.get("speedup_range")
+        cells = (str(r.get("error", "not run"))[:80], *["-"] * 4)
+        if r.get("tokens_per_s") is not None:
+            compared = r.get("compared_answers")
             cells = (
                 spread(r["tau"], r.get("tau_interval")),
-                spread(r.get("speedup"), r.get("speedup_interval")),
-                "-" if not rounds else f"{rounds[0]:.2f} to {rounds[1]:.2f}",
+                spread(r.get("speedup"), r.get("speedup_range")),
                 number(r.get("round_cost")),
                 f"{r['tokens_per_s']:.0f}",
-                f"{r['identical_answers']}/{r['compared_answers']}"
-                if r.get("compared_answers") and r["method"] != BASELINE
-                else "-",
+                f"{r['identical_answers']}/{compared}" if compared else "-",
             )
-        lines.append(Line((*head, *cells), is_hyperdflash(r["method"])))
-    return Table("Every cell", heads, tuple(lines))
-
-
-def _pair(values: Sequence[float]) -> str:
-    return " / ".join(f"{v:.0f}" for v in values)
-
-
-def round_table(round_ms: Mapping[str, Any]) -> Table:
-    """Where a decoding round's time goes, in ms and in target-only's passes."""
-    base = (round_ms.get(BASELINE) or {}).get("target")
-    lines = []
-    for method, times in round_ms.items():
-        if times is None:
-            cells = (NOT_MEASURED,) * 4
-        else:
-            parts = [times["target"], times["draft"], times["scheduler"]]
-            step = NOT_MEASURED if not base else f"{sum(parts) / base:.2f}"
-            cells = (*(f"{v:.2f}" for v in parts), step)
-        lines.append(Line((label(method), *cells), is_hyperdflash(method)))
-    heads = ("Method", "target pass, ms", "drafting and the rest, ms", "scheduling, ms")
-    return Table(
-        "A round at concurrency 1", (*heads, "whole round, target-only passes"), tuple(lines)
-    )
+        place = (r["benchmark"], f"{r['temperature']:g}", r["thinking"], str(r["concurrency"]))
+        lines.append((label(r["method"]), *place, *cells))
+    return Table("Every benchmark and setting", heads, tuple(lines))
 
 
 def serving_tables(content: Mapping[str, Any]) -> list[Table]:
-    """Of a serving study: round shares, throughput by concurrency, latency by rate."""
-    tables = [round_table(content["round_ms"])]
+    """Of a serving study: throughput by concurrency, latency by arrival rate."""
     levels = sorted({e["concurrency"] for v in content["concurrency"].values() for e in v})
     lines = []
     for method, entries in content["concurrency"].items():
         own = {e["concurrency"]: e["tokens_per_s"] for e in entries}
-        cells = tuple(number(own.get(level), ".0f") for level in levels)
-        lines.append(Line((label(method), *cells), is_hyperdflash(method)))
+        lines.append((label(method), *(number(own.get(level), ".0f") for level in levels)))
     heads = ("Method", *(f"concurrency {level}" for level in levels))
-    tables.append(Table("Output tokens a second by concurrency", heads, tuple(lines)))
+    tables = [Table("Output tokens a second by concurrency", heads, tuple(lines))]
     for rate in dict.fromkeys(e["rate"] for v in content["poisson"].values() for e in v):
         lines = []
         for method, entries in content["poisson"].items():
             for entry in (e for e in entries if e["rate"] == rate):
-                cells = (_pair(entry[name]) for name in ("ttft_ms", "tpot_ms", "e2e_ms"))
-                lines.append(Line((label(method), *cells), is_hyperdflash(method)))
+                pairs = (entry[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms"))
+                lines.append((label(method), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)))
         heads = ("Method", "TTFT p50 / p99", "TPOT p50 / p99", "end to end p50 / p99")
         tables.append(Table(f"Poisson arrivals, {rate:g} a second, in ms", heads, tuple(lines)))
     return tables

@@ -31,15 +31,15 @@ TABLE_END = "<!-- table of docs/figures/draw.py: end -->\n"
 METHODS = {
     "mtp6": "MTP",
     "dflash6": "DFlash",
-    "dspark6": "DSpark-style",
-    "dflash2": "DFlash 2-style",
+    "dspark-style": "DSpark-style",
+    "dflash2-style": "DFlash 2-style",
     "hyperdflash6": "HyperDFlash",
     "hyperdflash2": "HyperDFlash-2",
 }
 OURS = ("hyperdflash6", "hyperdflash2")
 # In-distribution benchmarks: text of the kinds that the tiny target was trained on.
 IN_DISTRIBUTION = ("math", "code", "chat")
-NOISE = "target-again"
+NOISE = "baseline-again"
 DRAFTS = 6
 
 Row = Mapping[str, Any]
@@ -69,8 +69,8 @@ STREAMS = ("#3b82f6", "#d97706", "#10a37f", "#a855f7")
 HUES = {
     "mtp6": "#a855f7",
     "dflash6": "#10a37f",
-    "dspark6": "#d97706",
-    "dflash2": "#84a98c",
+    "dspark-style": "#d97706",
+    "dflash2-style": "#84a98c",
     "hyperdflash6": "#7cb0ff",
     "hyperdflash2": "#2563eb",
 }

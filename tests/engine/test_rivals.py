@@ -1,6 +1,6 @@
 """The rivals on the portable target: MTP through EAGLE, vanilla DFlash through DFLASH.
 
-Each must answer as target-only does, and its accept length must be what a plain torch decoder
+Each must answer as the baseline does, and its accept length must be what a plain torch decoder
 finds: a comparison with a rival that is served wrongly would be worth nothing.
 """
 
@@ -28,17 +28,17 @@ from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
-# Prompts and tokens of the plain decoder, which reads its prefix anew for every draft of a chain.
+# Prompts and tokens of the plain decoder, which rereads its prefix for every draft of a chain.
 COMPARED, COMPARED_TOKENS = 3, 36
 SLOW = pytest.mark.slow
-# Stand-ins with a head: shape, objective, and what their stage sets.
-STAND_INS = {
-    "dspark6": (
+# Drafters with a head: shape, objective, and what their stage sets.
+HEADS = {
+    "dspark-style": (
         DrafterShape(2, reducer="fc", layer_ids=(5, 6, 7), dependency_rank=16),
         Objective(loss="acceptance"),
         {"dependency_gate": False},
     ),
-    "dflash2": (
+    "dflash2-style": (
         DrafterShape(
             2,
             reducer="fc",
@@ -55,7 +55,7 @@ STAND_INS = {
 
 
 class Folders(dict[str, Path]):
-    """Draft folders by kind; a stand-in is trained when it is first asked for."""
+    """Draft folders by kind; one with a head is trained when it is first asked for."""
 
     def __init__(self, trained: dict[str, Path], train: Callable[[str], Path]) -> None:
         super().__init__(trained)
@@ -66,9 +66,9 @@ class Folders(dict[str, Path]):
         return self[name]
 
 
-def train_stand_in(name: str, target: LocalTarget, mask: int, samples, out: Path) -> None:
-    """A drafter of ``STAND_INS``, trained for seconds."""
-    shape, objective, stage = STAND_INS[name]
+def train_head(name: str, target: LocalTarget, mask: int, samples, out: Path) -> None:
+    """A drafter of ``HEADS``, trained for seconds."""
+    shape, objective, stage = HEADS[name]
     facts = TargetFacts.from_config(target.config.to_dict())
     torch.manual_seed(0)
     drafter = Drafter(draft_config(facts, target.hc_head, shape, mask))
@@ -111,7 +111,7 @@ def folders(
     name_for_dflash(out / "dflash")
 
     def train(name: str) -> Path:
-        train_stand_in(name, target, mask_token_of(str(target_dir)), samples, out / name)
+        train_head(name, target, mask_token_of(str(target_dir)), samples, out / name)
         return out / name
 
     trained = {"mtp": out / "mtp", "dflash": out / "dflash", "hyperdflash": drafter_dir}
@@ -119,17 +119,17 @@ def folders(
 
 
 def server_of(servers, target_dir, folders, name: str):
-    if name in STAND_INS:
+    if name in HEADS:
         folders[name]
-    drafts = {f"{kind}_draft": str(folder) for kind, folder in folders.items()}
-    (_, method) = resolve(["target", name], drafts, {})
+    drafts = {f"{kind.replace('-', '_')}_draft": str(path) for kind, path in folders.items()}
+    (_, method) = resolve(["baseline", name], drafts, {})
     return servers.get(name, target_dir, *FP32, *method.arguments)
 
 
 def drafts_of(target: LocalTarget, folders, name: str):
     if name.startswith("mtp"):
         return chain_draft(target, folders["mtp"], int(name[3:]))
-    return block_draft(target, folders[name if name in STAND_INS else name.removesuffix("6")])
+    return block_draft(target, folders[name if name in HEADS else name.removesuffix("6")])
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def drafts_of(target: LocalTarget, folders, name: str):
         pytest.param("mtp3", marks=SLOW),
         "mtp6",
         "dflash6",
-        pytest.param("dflash2", marks=SLOW),
-        pytest.param("dspark6", marks=SLOW),
+        pytest.param("dflash2-style", marks=SLOW),
+        pytest.param("dspark-style", marks=SLOW),
         pytest.param("hyperdflash2", marks=SLOW),
     ],
 )
@@ -156,7 +156,7 @@ def test_greedy_answers_and_tau(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mtp3", "dflash6"])
-def test_sampled_draws_follow_the_target_s_law(servers, target_dir, folders, contexts, name):  # noqa: F811
+def test_draws_follow_the_target_distribution(servers, target_dir, folders, contexts, name):  # noqa: F811
     server = server_of(servers, target_dir, folders, name)
     # Top-k and top-p apart: SGLang applies them in turn here and at once in its plain sampler.
     settings = [{}, {"temperature": 0.8, "top_k": 20}, {"top_p": 0.9}]

@@ -245,9 +245,9 @@ def comparing(shared: Path) -> Subject:
 
     def arguments(folder: Path) -> list[str]:
         files = ",".join(str(shared / f"{name}.jsonl") for name in BENCHMARKS)
-        options = ["--target", TARGET, "--methods", "target,hyperdflash6", "--benchmarks", files]
+        options = ["--target", TARGET, "--methods", "baseline,hyperdflash6", "--benchmarks", files]
         options += ["--num-prompts", "2", "--max-new-tokens", "8", "--rounds", str(ROUNDS)]
-        servers = ["--server", f"target={line.url}", "--server", f"hyperdflash6={line.url}"]
+        servers = ["--server", f"baseline={line.url}", "--server", f"hyperdflash6={line.url}"]
         return ["run", *options, *servers, "--out", str(folder / "run")]
 
     def units(folder: Path) -> list[Path]:
@@ -259,7 +259,7 @@ def comparing(shared: Path) -> Subject:
             answers = json.loads(path.read_text())["answers"]
             found.append((path.name, path.parent.name, [a["output_ids"] for a in answers]))
         rows = json.loads((folder / "run" / "results.json").read_text())["rows"]
-        names = ("method", "benchmark", "num_prompts", "identical_to_target")
+        names = ("method", "benchmark", "num_prompts", "identical_to_baseline")
         return found + [[row.get(name) for name in names] for row in rows]
 
     return Subject(

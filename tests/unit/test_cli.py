@@ -6,22 +6,26 @@ import argparse
 
 import pytest
 
-from eval import width_plan, width_study
+from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import COMMANDS, build_parser
 
-MODULES = {"eval.width_plan": width_plan.parser, "eval.width_study": width_study.parser}
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (found,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return found.choices
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
-    if name in MODULES:
-        return MODULES[name]()
-    groups = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return groups[0].choices[name]
+PARSERS = commands_of(build_parser())
+PARSERS |= {f"eval {name}": parser for name, parser in commands_of(eval_parser()).items()}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *MODULES])
+def test_every_command_is_there():
+    assert set(COMMANDS) | {"eval run", "eval report", "eval serving"} < set(PARSERS)
+
+
+@pytest.mark.parametrize("command", PARSERS)
 def test_help_says_what_every_option_is_and_its_default(command):
-    parser = parser_of(command)
+    parser = PARSERS[command]
     text = "".join(parser.format_help().split())
     for action in parser._actions:
         name = action.option_strings[-1]

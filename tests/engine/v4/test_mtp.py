@@ -22,7 +22,7 @@ def test_mtp_gives_the_targets_tokens_and_rows(servers, target, reference: Refer
     rows, blocks = tmp_path / "rows.jsonl", tmp_path / "blocks.jsonl"
     environment = known(tmp_path, reference.prompts, reference.answers)
     environment |= {ROWS: str(rows), drafts.OWN_DRAFTS: str(blocks)}
-    (_, method) = resolve(["target", "mtp6"], {}, {})
+    (_, method) = resolve(["baseline", "mtp6"], {}, {})
     server = start(servers, "mtp", target, tmp_path, *method.arguments, **environment)
     answers = ask(server, reference.prompts, NEW_TOKENS)
     servers.stop("v4-mtp")

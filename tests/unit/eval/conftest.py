@@ -37,17 +37,12 @@ def serving_study() -> dict:
     """What a study under load leaves in a run's results."""
     load = {"requests": 8, "ttft_ms": [1, 2], "tpot_ms": [3, 4], "e2e_ms": [5, 6]}
     return {
-        "round_ms": {
-            "target": {"target": 3.0, "draft": 0.5, "scheduler": 0.5, "rounds": 99},
-            "hyperdflash6": {"target": 4.0, "draft": 1.5, "scheduler": 0.5, "rounds": 99},
-            "mtp3": None,
-        },
         "concurrency": {
-            "target": [
+            "baseline": [
                 {"concurrency": 1, "tokens_per_s": 100.0, **load},
                 {"concurrency": 4, "tokens_per_s": 300.0, **load},
             ],
             "hyperdflash6": [{"concurrency": 1, "tokens_per_s": 180.0, **load}],
         },
-        "poisson": {"target": [{"rate": 2.0, "tokens_per_s": 90.0, **load}], "hyperdflash6": []},
+        "poisson": {"baseline": [{"rate": 2.0, "tokens_per_s": 90.0, **load}], "hyperdflash6": []},
     }

@@ -6,11 +6,11 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from eval.__main__ import entry, main
+from eval.__main__ import main
 
 
 def lengths(tokens: int) -> Callable[[str], list[int]]:
@@ -26,7 +26,7 @@ class FakeServer:
         logits: by token, what the target says of the position that it is asked for.
         die_after: requests that are answered; delay: seconds of each.
         refuse: a prompt's last text that is refused, with its code and the refusal's body.
-        says_ids: whether answers hold their token ids.
+        says_ids: whether answers hold their token ids. widths: rounds by width of every answer.
     """
 
     def __init__(
@@ -40,11 +40,12 @@ class FakeServer:
         delay: float = 0.0,
         refuse: tuple[str, int, bytes] | None = None,
         says_ids: bool = True,
+        widths: Sequence[int] = (),
     ) -> None:
         self.answer = lengths(answer) if isinstance(answer, int) else answer
         self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
         self.die_after, self.delay = die_after, delay
-        self.refuse, self.says_ids = refuse, says_ids
+        self.refuse, self.says_ids, self.widths = refuse, says_ids, list(widths)
         self.requests: list[dict] = []
         self.generated: list[dict] = []
         outer = self
@@ -92,6 +93,7 @@ class FakeServer:
             "spec_num_correct_drafts": sum(i * n for i, n in enumerate(self.histogram)),
             "spec_verify_ct": sum(self.histogram),
             "spec_correct_drafts_histogram": self.histogram,
+            "spec_cap_lens_histogram": self.widths,
         }
         choice = {"message": {"content": "answer"}}
         if asked.get("return_prompt_token_ids"):
@@ -114,8 +116,8 @@ class FakeServer:
 def run_options(data: Path, out: Path, target: str, ours: str) -> list[str]:
     """A run of two methods on two running servers: three prompts of two turns, two rounds."""
     command = ["run", "--target", "any", "--data-dir", str(data), "--out", str(out)]
-    command += ["--methods", "target,hyperdflash6", "--benchmarks", "gsm8k", "--rounds", "2"]
-    command += ["--server", f"target={target}", "--server", f"hyperdflash6={ours}"]
+    command += ["--methods", "baseline,hyperdflash6", "--benchmarks", "gsm8k", "--rounds", "2"]
+    command += ["--server", f"baseline={target}", "--server", f"hyperdflash6={ours}"]
     return [*command, "--num-prompts", "3", "--max-new-tokens", "5"]
 
 
@@ -128,7 +130,7 @@ def in_a_process(command: list[str], said: Path) -> None:
     """``python -m eval`` with its errors in a file; for a process that a test stops."""
     with said.open("w") as file:
         sys.stderr = sys.stdout = file
-        code = entry(command)
+        code = main(command)
     sys.exit(code)
 
 

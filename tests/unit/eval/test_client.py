@@ -55,5 +55,5 @@ def test_an_answer_without_its_tokens_is_no_answer(data, tmp_path, fake):
     assert converse(fake(0, []).url, ["one"], GREEDY).output_ids == [[]]
     assert run_command(data, out, silent, fake(4, [1, 1])) == 1
     rows = rows_of(out)
-    assert "output_ids" in rows["target"]["error"] and "error" not in rows["hyperdflash6"]
+    assert "output_ids" in rows["baseline"]["error"] and "error" not in rows["hyperdflash6"]
     assert rows["hyperdflash6"]["speedup"] is None

@@ -60,7 +60,7 @@ def turns_of(path) -> list[list[str]]:
 def test_all_seven_become_files_that_run_reads(copies, tmp_path, capsys):
     out = tmp_path / "data"
     assert main(["fetch", "--out", str(out), "--copies", str(copies)]) == 0
-    assert "gsm8k: 2 prompts (the comparisons of the paper had 1319)" in capsys.readouterr().out
+    assert "gsm8k: 2 prompts" in capsys.readouterr().out
     for name, last in LAST.items():
         assert turns_of(out / f"{name}.jsonl")[-1] == last
     plain, started = (turns[0] for turns in turns_of(out / "livecodebench.jsonl"))
@@ -76,7 +76,7 @@ def test_a_prompt_taken_apart_is_put_together_the_same(copies, tmp_path):
         assert main(["fetch", "--out", str(folder), "--copies", str(copies)]) == 0
     for name, source in fetch.SOURCES.items():
         real = turns_of(folder / f"{name}.jsonl")
-        assert real and (REAL is None or len(real) == source.prompts)
+        assert real
         for turns in real:
             record = {column: "" for column in source.columns}
             if name == "mt-bench":
@@ -146,7 +146,7 @@ def test_the_hub_is_asked_for_each_benchmark_s_own_split_and_columns(monkeypatch
         return datasets.Dataset.from_dict(COLUMNS[benchmark]).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    fetch.fetch(tmp_path, progress=str)
+    fetch.fetch(tmp_path)
     assert ("openai/gsm8k", "main", "test") in asked and len(asked) == 7
     assert len(asked["json", None, "train"]) == 6
     for name, last in LAST.items():
@@ -165,7 +165,7 @@ def test_json_files_are_streamed_by_the_library(monkeypatch, tmp_path):
     files = tuple(str(tmp_path / f"{i}.jsonl") for i in range(2))
     source = dataclasses.replace(fetch.SOURCES["livecodebench"], files=files)
     monkeypatch.setitem(fetch.SOURCES, "livecodebench", source)
-    fetch.fetch(tmp_path / "out", ["livecodebench"], progress=str)
+    fetch.fetch(tmp_path / "out", ["livecodebench"])
     found = [turns[0] for turns in turns_of(tmp_path / "out" / "livecodebench.jsonl")]
     assert "Cards." in found[0] and "class Solution" in found[1]
 

@@ -41,18 +41,16 @@ def test_a_run_becomes_rows_and_a_report(data, tmp_path, fake):
     row = next(r for r in rows if (r["method"], r["temperature"]) == ("hyperdflash6", 0))
     assert (row["tau"], row["num_prompts"], row["output_tokens"]) == (2.5, 3, 2 * 3 * 8)
     assert row["position_acceptance"] == [0.5, 0.5, 0.5, 0, 0, 0]
-    assert row["identical_to_target"] is True and row["identical_answers"] == 6
+    assert row["identical_to_baseline"] is True and row["identical_answers"] == 6
     assert row["round_cost"] == pytest.approx(row["tau"] / row["speedup"])
     assert row["tau_interval"] == [2.5, 2.5]
     sampled = next(r for r in rows if (r["method"], r["temperature"]) == ("hyperdflash6", 1))
-    assert sampled["identical_to_target"] is None
-    assert {r["method"] for r in rows} == {"target", "target-again", "hyperdflash6"}
+    assert sampled["identical_to_baseline"] is None
+    assert {r["method"] for r in rows} == {"baseline", "baseline-again", "hyperdflash6"}
     # Every second turn saw the answer to the first.
     assert [m["role"] for m in ours.requests[1]["messages"]] == ["user", "assistant", "user"]
-    text, page = (out / "report.md").read_text(), (out / "report.html").read_text()
-    for content in (text, page):
-        assert "HyperDFlash (6)" in content and "Noise floor" in content
-        assert "Every cell" in content and "The paper" in content
+    text = (out / "report.md").read_text()
+    assert "| HyperDFlash (6) | gsm8k | 0 | off | 1 | 2.50 (2.50 to 2.50) |" in text
 
 
 def test_a_method_that_never_verified_has_no_tau(data, tmp_path, fake):
@@ -62,14 +60,14 @@ def test_a_method_that_never_verified_has_no_tau(data, tmp_path, fake):
     text = (tmp_path / "out" / "report.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("| HyperDFlash (6)")]
     assert len(lines) >= 3 and not any(" 0.00 |" in line for line in lines)
-    assert sum("not measured" in line for line in lines) == 2
+    assert sum("not measured" in line for line in lines) >= 2
 
 
 def test_empty_answers_are_counted(data, tmp_path, fake):
     target, ours = fake(4, []), fake(0, [])
     assert run_command(data, tmp_path / "out", target, ours) == 0
     row = rows_of(tmp_path / "out")["hyperdflash6"]
-    assert row["empty_answers"] == 6 and row["identical_to_target"] is False
+    assert row["empty_answers"] == 6 and row["identical_to_baseline"] is False
 
 
 # --- resume
@@ -93,7 +91,7 @@ def test_a_server_that_dies_costs_its_cells_only_and_they_are_tried_again(
     rows = rows_of(out)
     assert "ConnectionError" in rows["hyperdflash6"]["error"]
     assert rows["hyperdflash6"]["rounds"] == 1 and rows["hyperdflash6"]["tau"] == 1.5
-    assert "error" not in rows["target"] and "incomplete: hyperdflash6" in capsys.readouterr().out
+    assert "error" not in rows["baseline"] and "incomplete: hyperdflash6" in capsys.readouterr().out
     units = out / "units" / "gsm8k-t0-off-c1"
     assert "error" in json.loads((units / "hyperdflash6-r1.json").read_text())
     ours.die_after = None
@@ -213,7 +211,7 @@ def test_a_stopped_run_resumes_to_the_results_of_an_undisturbed_one(
     assert time.monotonic() - began < 30  # not the minutes that the answers would take
     if end == signal.SIGINT:
         last = said.read_text().splitlines()[-1]
-        assert last == "stopped: the same command goes on where this one ended."
+        assert last.startswith("stopped: ")
     assert "Traceback" not in said.read_text()
     kept = sum(read_sealed(p) is not None for p in out.rglob("*-r*.json"))
     assert kept >= (after - 1) // 6 - 1
@@ -260,20 +258,16 @@ def test_first_differences_are_found_in_any_turn_and_at_ends():
 
 
 def parting(text: str) -> list[int]:
-    """Leaves target-only's answer at the third token of one prompt's second turn and of another."""
+    """Departs from the baseline at the third token of a prompt's second turn and of another."""
     return [len(text), len(text), 90 if text == "qqqqq" else len(text), len(text)]
 
 
 @pytest.mark.parametrize(
-    "dtype, gap, words",
-    [
-        ("bfloat16", 0.2, "of the others 2 ties, 0 faults"),
-        ("bfloat16", 0.5, "of the others 0 ties, 2 faults"),
-        ("float32", 0.2, "of the others 0 ties, 2 faults"),
-    ],
+    "dtype, gap, ties, faults",
+    [("bfloat16", 0.2, 2, 0), ("bfloat16", 0.5, 0, 2), ("float32", 0.2, 0, 2)],
 )
 def test_a_first_difference_is_a_tie_or_a_fault_by_the_target_s_gap(
-    data, tmp_path, fake, dtype, gap, words
+    data, tmp_path, fake, dtype, gap, ties, faults
 ):
     target = fake(4, [], logits={5: 20.0, 90: 20.0 - gap}, dtype=dtype)
     ours = fake(parting, [1, 1])
@@ -288,13 +282,9 @@ def test_a_first_difference_is_a_tie_or_a_fault_by_the_target_s_gap(
     # The same difference in both rounds is one question, asked once, with the tokens before it.
     (asked,) = target.generated
     assert asked["input_ids"] == [5, 5, 5] and asked["token_ids_logprob"] == [5, 90]
-    for name in ("report.md", "report.html"):
-        text = (out / name).read_text().replace("&#39;", "'")
-        assert (
-            f"HyperDFlash (6): 4 of 6 greedy answers are target-only's, token for token; {words}"
-            in (text)
-        )
-        assert "noise floor): 6 of 6" in text and "target only: " not in text
+    text = (out / "report.md").read_text()
+    assert f"| HyperDFlash (6) | 6 | 4 | {ties} | {faults} | 0 | {gap:.4g} |" in text
+    assert "noise floor) | 6 | 6 | 0 | 0 | 0 | - |" in text
     assert run_command(data, out, target, ours) == 0
     assert len(target.generated) == 1
 
@@ -305,10 +295,10 @@ def test_a_gap_that_cannot_be_measured_is_said_and_asked_again(data, tmp_path, f
     assert run_command(data, out, target, ours) == 0
     assert "logit gaps of differing answers were not measured" in capsys.readouterr().out
     text = (out / "report.md").read_text()
-    assert "0 ties, 0 faults, 2 with a gap that was not measured" in text
+    assert "| HyperDFlash (6) | 6 | 4 | 0 | 0 | 2 | - |" in text
     target.logits = {5: 1.0, 90: 1.0}
     assert run_command(data, out, target, ours) == 0
-    assert "of the others 2 ties, 0 faults." in (out / "report.md").read_text()
+    assert "| HyperDFlash (6) | 6 | 4 | 2 | 0 | 0 | 0 |" in (out / "report.md").read_text()
 
 
 # --- prompts, methods, client
@@ -358,14 +348,14 @@ def test_two_benchmarks_of_one_name_are_refused_by_both_paths(tmp_path):
 
 def test_methods_become_server_arguments():
     drafts = {"mtp_draft": None, "hyperdflash_draft": "d"}
-    methods = {m.name: m for m in resolve(["hyperdflash6", "mtp3", "target"], drafts, {})}
-    assert list(methods) == ["target", "mtp3", "hyperdflash6"]
-    assert methods["target"].arguments == ()
+    methods = {m.name: m for m in resolve(["hyperdflash6", "mtp3", "baseline"], drafts, {})}
+    assert list(methods) == ["baseline", "mtp3", "hyperdflash6"]
+    assert methods["baseline"].arguments == ()
     text = " ".join(methods["mtp3"].arguments)
     assert "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1" in text
     assert text.endswith("--speculative-num-draft-tokens 4")
     assert methods["hyperdflash6"].arguments[-1] == "d"
-    assert parse_urls(["target=http://a:1/"]) == {"target": "http://a:1"}
+    assert parse_urls(["baseline=http://a:1/"]) == {"baseline": "http://a:1"}
 
 
 def test_answers_come_in_order_with_no_more_in_flight_than_asked(fake):

@@ -11,7 +11,7 @@ from eval.client import Answer
 from eval.methods import Method, resolve
 from eval.runner import Plan, Servers, with_noise_floor, write_run
 
-METHODS = ["target", "hyperdflash6", "hyperdflash-adaptive"]
+METHODS = ["baseline", "hyperdflash6", "hyperdflash-adaptive"]
 
 
 @pytest.fixture
@@ -60,18 +60,18 @@ def test_methods_that_differ_in_their_environment_alone_have_servers_of_their_ow
         assert len(servers.running) == (3 if together else 1)
 
 
-def test_the_noise_floor_is_of_target_only_s_own_server(tmp_path, started):
-    target = Method("target", ("--dtype", "float32"), 0, None, (("NAME", "value"),))
+def test_the_noise_floor_is_of_the_baseline_s_own_server(tmp_path, started):
+    target = Method("baseline", ("--dtype", "float32"), 0, None, (("NAME", "value"),))
     asked = plan(tmp_path, [target])
     with Servers(asked) as servers:
-        assert [m.name for m in asked.methods] == ["target", "target-again"]
+        assert [m.name for m in asked.methods] == ["baseline", "baseline-again"]
         assert len({servers.url(m) for m in asked.methods}) == 1
     assert started == [{"NAME": "value"}]
 
 
 def test_a_run_s_file_names_no_folder_of_the_machine(tmp_path):
     (tmp_path / "drafter").mkdir()
-    methods = resolve(("target", "hyperdflash6"), {"hyperdflash_draft": tmp_path / "drafter"}, {})
+    methods = resolve(("baseline", "hyperdflash6"), {"hyperdflash_draft": tmp_path / "drafter"}, {})
     write_run(plan(tmp_path, methods, server_args=("--log", str(tmp_path / "x.log"))))
     text = (tmp_path / "run.json").read_text()
     assert str(tmp_path) not in text

@@ -14,7 +14,6 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.values import MultiProcessValue
 
-from eval.width_simulator import Traffic, closed_loop, replay
 from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_metrics import WidthMetrics
 from sglang_hyperdflash.serving.width_policy import (
@@ -28,6 +27,7 @@ from sglang_hyperdflash.serving.width_policy import (
     pass_alone,
 )
 from sglang_hyperdflash.serving.width_settings import WidthSetting
+from tests.unit.serving.width_simulator import Traffic, closed_loop, replay
 
 WIDTHS = (1, 2, 4, 7)
 GOOD, HOPELESS = [0.8] * 6, [0.02] * 6

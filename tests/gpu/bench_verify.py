@@ -3,10 +3,8 @@
 Rows are those of a verified round, seven a request. Contenders:
 
 ``seeded``, ``unseeded``: what a server runs: softmax, filters, draws, residual (``serving.exact``).
-``before``: the verification of argmax drafts over a sorted vocabulary (``serving.verify``); today
-the tests' reference.
 ``sglang``, ``sglang seeded``: SGLang's own sampler on as many rows: it draws, and verifies nothing.
-``sglang one row``: the same for one row a request, a step of a server without speculation.
+``sglang one row``: the same for one row a request, a step of the baseline.
 
 Nothing is in a CUDA graph, as nothing of it is while serving: launches count.
 """
@@ -26,14 +24,7 @@ import torch
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
-from sglang_hyperdflash.serving.exact import (
-    Draw,
-    Draws,
-    Verdict,
-    verify_block,
-    weights_of,
-)
-from sglang_hyperdflash.serving.verify import accept_sampled, target_probabilities
+from sglang_hyperdflash.serving.exact import Draw, Draws, Verdict, verify_block, weights_of
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
@@ -41,22 +32,20 @@ from triton_ops.gumbel_op import gumbel_argmax
 
 VOCABULARY, REQUESTS, BLOCK, CANDIDATES = 129_280, (1, 8, 64, 256), 7, 64
 NO_TOP_K = 1 << 30
-# Top-k and top-p of every request; top-p alone sorted whole rows before.
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "top-p 0.9": {"top_p": 0.9},
     "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
 }
 CALLS = 3
-Call = Callable[[], Any]
 
 
 class Case:
-    """One batch of equal requests: logits ``[requests * 7, V]`` fp32, drafts and their laws.
+    """One batch of equal requests: logits ``[requests * 7, vocabulary]`` fp32, and its drafts.
 
     Args:
         filters: ``top_k`` and ``top_p`` of all requests; absent ones are off.
-        draw: what draws a token of each row, as :func:`verify_block` has it.
+        draw: draws a token of each row, as :func:`verify_block` takes it.
         renorm: FlashInfer's kernels, on CUDA.
     """
 
@@ -71,8 +60,8 @@ class Case:
     ) -> None:
         self.requests, self.filters, self.device = requests, filters, device
         self.draw, self.renorm = draw, renorm
-        new, rows = {"device": device}, requests * BLOCK
-        self.logits = torch.randn(rows, vocabulary, **new).mul_(3)
+        new = {"device": device}
+        self.logits = torch.randn(requests * BLOCK, vocabulary, **new).mul_(3)
         self.sampling = Sampling(
             torch.ones(requests, **new),
             torch.full((requests,), filters.get("top_k", NO_TOP_K), dtype=torch.int32, **new),
@@ -83,45 +72,30 @@ class Case:
         )
         self.seeds = torch.randint(0, 1 << 60, (requests,), **new)
         self.positions = torch.arange(BLOCK, **new).repeat(requests, 1) + 100
-        anchor = torch.zeros(requests, dtype=torch.int64, **new)
         # Drafts as good as they get: the target's own candidates, a little off.
         leading = self.logits.view(requests, BLOCK, -1)[:, :-1].topk(min(CANDIDATES, vocabulary))
-        scores = leading.values + torch.randn_like(leading.values)
         self.proposal = propose(
-            Candidates(leading.indices, scores),
-            anchor,
+            Candidates(leading.indices, leading.values + torch.randn_like(leading.values)),
+            torch.zeros(requests, dtype=torch.int64, **new),
             None,
             self.sampling,
             self.seeds,
             self.positions[:, :-1],
             torch.ones(requests, **new),
         )
-        self.block = torch.cat([anchor.unsqueeze(1), self.proposal.tokens], 1)
-        self.coins = torch.rand(requests, BLOCK - 1, **new)
-        self.bonus_coins = torch.rand(requests, **new)
         self.draft_temperature = DraftTemperature(device, requests)
-        self.slots = torch.arange(requests, device=device)
+        self.slots = torch.arange(requests, **new)
 
     def ours(self, seeded: bool) -> Verdict:
         """A whole verification as a server runs it."""
-        mine = torch.full((self.requests,), seeded, device=self.device)
-        draws = Draws(self.seeds, mine, seeded, not seeded, any_greedy=False)
+        own_seed = torch.full((self.requests,), seeded, device=self.device)
+        draws = Draws(self.seeds, own_seed, seeded, not seeded, any_greedy=False)
         weights = weights_of(self.logits, self.sampling.repeated(BLOCK), self.renorm)
         verdict = verify_block(
             self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw
         )
-        self.draft_temperature.learn(self.proposal, self.sampling, mine, self.slots, verdict)
+        self.draft_temperature.learn(self.proposal, self.sampling, own_seed, self.slots, verdict)
         return verdict
-
-    def before(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Argmax drafts over sorted rows; with top-k only so many columns were sorted."""
-        each, filters = self.sampling.repeated(BLOCK), {}
-        if self.filters:
-            filters = {"top_ks": each.top_ks, "top_ps": each.top_ps}
-            filters["max_top_k"] = self.filters.get("top_k")
-        probs = target_probabilities(self.logits, each.temperatures, **filters)
-        probs = probs.view(self.requests, BLOCK, -1)
-        return accept_sampled(self.block, probs, self.coins, self.bonus_coins)
 
     def sglang(self, seeded: bool, each: int = BLOCK) -> torch.Tensor:
         """SGLang's sampler on ``each`` rows of every request; on a CPU its torch path.
@@ -145,12 +119,11 @@ class Case:
             probs, sampling.top_ks, sampling.top_ps, sampling.min_ps, False, seeds, positions
         )
 
-    def contenders(self) -> dict[str, Call]:
+    def contenders(self) -> dict[str, Callable[[], Any]]:
         """Calls by name; SGLang's seeded sampler needs CUDA."""
-        calls: dict[str, Call] = {
+        calls: dict[str, Callable[[], Any]] = {
             "seeded": lambda: self.ours(True),
             "unseeded": lambda: self.ours(False),
-            "before": self.before,
             "sglang": lambda: self.sglang(False),
             "sglang one row": lambda: self.sglang(False, 1),
         }
@@ -158,27 +131,24 @@ class Case:
             calls["sglang seeded"] = lambda: self.sglang(True)
         return calls
 
+    @torch.inference_mode()
+    def measure(self, rounds: int) -> dict[str, float]:
+        """Median milliseconds a call of every contender; rounds are interleaved."""
+        calls = self.contenders()
 
-def time_ms(call: Call, device: str, calls: int = CALLS) -> float:
-    """Milliseconds per call, of calls in a row; by CUDA events on a GPU."""
+        def time_ms(name: str) -> float:
+            def work() -> None:
+                for _ in range(CALLS):
+                    calls[name]()
 
-    def work() -> None:
-        for _ in range(calls):
-            call()
+            if self.device != "cpu":
+                return events_ms(work) / CALLS
+            started = time.perf_counter()
+            work()
+            return (time.perf_counter() - started) * 1000 / CALLS
 
-    if device != "cpu":
-        return events_ms(work) / calls
-    started = time.perf_counter()
-    work()
-    return (time.perf_counter() - started) * 1000 / calls
-
-
-@torch.inference_mode()
-def measure(case: Case, rounds: int) -> dict[str, float]:
-    """Median milliseconds of every contender; rounds are interleaved."""
-    calls = case.contenders()
-    times = interleaved(calls, lambda name: time_ms(calls[name], case.device), rounds)
-    return {name: statistics.median(values) for name, values in times.items()}
+        times = interleaved(calls, time_ms, rounds)
+        return {name: statistics.median(values) for name, values in times.items()}
 
 
 def run(
@@ -190,9 +160,7 @@ def run(
         for count in requests:
             with torch.inference_mode():
                 case = Case(count, vocabulary, filters, device, **options)
-            found = measure(case, rounds)
-            rows.append({"filters": name, "requests": count, "median_ms": found})
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            rows.append({"filters": name, "requests": count, "median_ms": case.measure(rounds)})
             del case
             if device != "cpu":
                 torch.cuda.empty_cache()
@@ -202,8 +170,7 @@ def run(
 def table(rows: list[dict[str, Any]]) -> str:
     """Median milliseconds, a line for every row."""
     names = list(rows[0]["median_ms"])
-    head = f"{'filters':<20} {'requests':>8}" + "".join(f"{name:>16}" for name in names)
-    lines = [head]
+    lines = [f"{'filters':<20} {'requests':>8}" + "".join(f"{name:>16}" for name in names)]
     for row in rows:
         cells = "".join(f"{row['median_ms'][name]:>16.3f}" for name in names)
         lines.append(f"{row['filters']:<20} {row['requests']:>8}{cells}")

@@ -1,7 +1,7 @@
-"""Replays the width policy against a table of round times: the plan past one machine.
+"""Replays the width policy against a table of round times.
 
 A simulated round costs what the table says and accepts what the acceptance says; the policy is the
-served one, fed as the worker feeds it: a round is timed when the one before it was of its width.
+served one, fed as the worker feeds it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def replay(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Replay:
-    """Run one round for each entry of ``loads``.
+    """Run one round for each entry of ``loads``, its number of requests.
 
     Args:
-        loads: requests of each round. acceptance: of a round and a request's number, for each
-            draft position. policy: chooses widths; None runs ``width`` always. noise: relative
-            standard deviation of a round's time.
+        acceptance: of (round, request), for each draft position. policy: chooses widths; None
+            always runs ``width``. noise: relative standard deviation of a round's time.
     """
     rng, found = random.Random(seed), Replay()
     before = None
@@ -62,7 +61,7 @@ def replay(
         accepted = [accepted_drafts(acceptance(number, i), chosen, rng) for i in range(requests)]
         if policy:
             key = (bucket_of(requests), chosen)
-            if key == before:
+            if key == before:  # a round is timed when the one before it was of its width
                 policy.costs.add(*key, taken)
             before = key
             policy.learn(chosen, accepted, ())
@@ -76,9 +75,8 @@ def replay(
 class Traffic:
     """A closed loop: an answer that ends makes room for the next prompt.
 
-    Attributes:
-        answer: mean decoded tokens; lengths are evenly spread up to twice that.
-        prompt: tokens of each. prefill: seconds of a prefill pass of so many tokens.
+    answer: mean decoded tokens; lengths are evenly spread up to twice that. prompt: tokens of each.
+    prefill: seconds of a prefill pass of so many tokens.
     """
 
     concurrency: int
@@ -95,15 +93,10 @@ def closed_loop(
     rounds: int,
     policy: WidthPolicy | None = None,
     width: int = 1,
-    seed: int = 0,
 ) -> Replay:
-    """Run so many decoding rounds, and a prefill pass wherever answers have ended.
-
-    Args:
-        policy: told what a worker whose passes are timed alone tells it. width: without one.
-    """
-    rng, found = random.Random(seed), Replay()
-    # Of each answer under way the tokens left, and all of it; of those that have ended, all.
+    """Run so many decoding rounds, and a prefill pass wherever answers have ended."""
+    rng, found = random.Random(0), Replay()
+    # Of each running answer the tokens left and all its tokens; of those that ended, all.
     left: list[tuple[int, int]] = []
     lengths: list[int] = []
     for _ in range(rounds):

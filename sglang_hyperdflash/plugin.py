@@ -12,7 +12,6 @@ from sglang_hyperdflash.serving import (
     dflash_seams,
     expose_residual,
     request_finish,
-    round_times,
     sampling_seams,
     v4_startup,
     weight_updates,
@@ -27,7 +26,6 @@ SERVING_SEAMS: tuple[Seam, ...] = (
     *v4_startup.SEAMS,
     *counters.SEAMS,
     *capture_rows.SEAMS,
-    *round_times.SEAMS,
     *weight_updates.SEAMS,
 )
 CPU_SEAMS: tuple[Seam, ...] = (

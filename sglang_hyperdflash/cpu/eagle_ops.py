@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hyperdflash.serving.verify import accept_sampled
-
 
 def assign_draft_cache_locs(
     req_pool_indices: torch.Tensor,
@@ -111,6 +109,59 @@ def verify_chain_sampled(
     kept = accept_index >= 0
     predicts[accept_index[kept].long()] = emitted[kept].to(predicts.dtype)
     accept_token_num.copy_(accepted)
+
+
+def accept_sampled(
+    candidates: torch.Tensor,
+    probs: torch.Tensor,
+    coins: torch.Tensor,
+    bonus_coins: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept a prefix of every drafted chain and draw the bonus token, losslessly.
+
+    A greedy draft ``x`` is a point mass: it is accepted with probability ``p(x)``; at the first
+    rejection a token is drawn from ``p`` without ``x``, renormalised; after the last draft, from
+    the last row. The emitted tokens then follow ``p`` exactly.
+
+    Args:
+        candidates: ``[bs, B]`` int64: the anchor, then B-1 drafts.
+        probs: ``[bs, B, V]``: row k is the target's distribution after candidates ``0..k``.
+        coins: ``[bs, B-1]`` uniform in [0, 1); bonus_coins: ``[bs]`` likewise.
+
+    Returns:
+        accept_len ``[bs]`` int32 (drafts accepted, 0..B-1) and bonus ``[bs]`` int64.
+    """
+    bs, block = candidates.shape
+    rows = torch.arange(bs, device=probs.device)
+    drafts = candidates[:, 1:].long()
+    p_draft = probs[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
+    # Strict: a draft the target gives no mass is never accepted, whatever the coin.
+    accepted = (coins < p_draft).int().cumprod(1)
+    accept_len = accepted.sum(1)
+    row = probs[rows, accept_len].clone()  # [bs, V]
+    rejected = accept_len < block - 1
+    rejected_drafts = drafts.gather(1, accept_len.clamp(max=block - 2).unsqueeze(1)).squeeze(1)
+    without = row.clone()
+    without[rows, rejected_drafts] = 0.0
+    # p(x) = 1 up to rounding with a coin above it leaves no other mass: keep the row then.
+    usable = rejected & (without.sum(-1) > 0)
+    row = torch.where(usable.unsqueeze(-1), without, row)
+    return accept_len.to(torch.int32), draw(row, bonus_coins)
+
+
+def draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """Draw one index per row by inverse CDF; ``weights [N, V]`` need not be normalised.
+
+    Never raises on a broken row: NaN counts as no mass, and a row without mass gives index 0.
+    """
+    weights = torch.nan_to_num(weights.double(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0)
+    cumulative = weights.cumsum(-1)
+    threshold = coins.double().unsqueeze(-1) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    # Rounding can push the threshold onto the total: fall back to the last index with mass.
+    positions = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, positions, 0).amax(-1)
+    return torch.minimum(index, last)
 
 
 def _write_accepted(index: torch.Tensor, rows: torch.Tensor, accepted: torch.Tensor) -> None:

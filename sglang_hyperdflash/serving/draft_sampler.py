@@ -16,7 +16,6 @@ from sglang.srt.models.dflash import candidate_topk
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
-from sglang_hyperdflash.serving.round_times import timed_choice
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -97,7 +96,6 @@ class CandidateSampler:
         self.first[: len(rows)].copy_(first.view(-1))
 
     @property
-    @timed_choice
     def out(self) -> torch.Tensor:
         """Drafts of the round just replayed, at least ``[bs * (B - 1)]``."""
         bs = self.worker.batch_size

@@ -43,7 +43,6 @@ from sglang_hyperdflash.serving.exact import (
 )
 from sglang_hyperdflash.serving.penalties import UNLIKELY, GeneratedCounts
 from sglang_hyperdflash.serving.processors import Outputs, apply_processors
-from sglang_hyperdflash.serving.round_times import timed_choice
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
@@ -264,7 +263,6 @@ class SampledWorker(WindowedWorker):
             return None  # eager: the argmaxes alone could not be verified as a law
         return CandidateSampler(self, lm_head, len(built.out) // (int(self.block_size) - 1))
 
-    @timed_choice
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states, lm_head, **rest):
         """Seam: where ``DFlashWorkerV2`` turns draft rows ``[bs * (B-1), d]`` into tokens."""
         greedy = self.requests is None or self.requests.greedy

@@ -52,12 +52,6 @@ VARIABLES = (
         "upper limit of K/V memory, GiB",
     ),
     Variable(
-        "HYPERDFLASH_ROUND_TIMES",
-        "unset",
-        "any server",
-        "file that receives the times of every forward pass",
-    ),
-    Variable(
         "HYPERDFLASH_CAPTURE_FOLDER",
         "unset",
         "the engine of `hyperdflash capture`, which sets it",

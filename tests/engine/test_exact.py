@@ -34,7 +34,7 @@ VOCABULARY_ORDER = '''
 def draw(original, self, probs, info, positions, simple):
     import torch
 
-    from sglang_hyperdflash.serving.verify import target_probabilities
+    from tests.target_probabilities import target_probabilities
     from triton_ops.gumbel import gumbel_noise
 
     if simple:

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.draft_temperature import VARIABLE
-from sglang_hyperdflash.serving.verify import target_probabilities
 from sglang_hyperdflash.serving.width_settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, HOT, install_plugin
+from tests.target_probabilities import target_probabilities
 from tests.unit.statistics_help import chi_square_p_value
 
 SETTINGS = {

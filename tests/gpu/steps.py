@@ -14,7 +14,6 @@ import requests
 
 from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
 from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
-from sglang_hyperdflash.serving.round_times import ROUND_TIMES, summarise
 from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
@@ -302,22 +301,6 @@ def sampled(v: Visit) -> None:
     v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")
 
 
-def round_cost(v: Visit) -> None:
-    """What a round costs at batch 1, in steps of the target alone."""
-    prompt, times = v.stage.prompts(1)[0], {}
-    for name, draft in (("none", None), ("HYPERDFLASH", v.drafter)):
-        path = v.folder / f"times-{name}.jsonl"
-        with v.server(f"cost-{name}", draft=draft, **{ROUND_TIMES: str(path)}) as server:
-            greedy(server, prompt, 2 * v.stage.tokens)
-        times[name] = summarise(path, 1)
-    v.found["ms"] = times
-    v.check(None not in times.values(), "too few rounds were timed")
-    if None not in times.values():
-        one, many = times["none"], times["HYPERDFLASH"]
-        step = one["target"] + one["scheduler"]
-        v.found["round cost"] = sum(many[k] for k in ("target", "draft", "scheduler")) / step
-
-
 def tests(v: Visit) -> None:
     """``make gpu-test``."""
     if not v.stage.gpu:
@@ -333,7 +316,7 @@ STEPS: dict[str, Callable[[Visit], None]] = {
     step.__name__: step
     for step in (
         *(million, bench, windowed, residual, widths, poison),
-        *(trace, sampled, round_cost, tests),
+        *(trace, sampled, tests),
     )
 }
 

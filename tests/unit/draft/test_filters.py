@@ -10,7 +10,7 @@ import torch
 from sglang_hyperdflash.draft import filters
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates, kept
 from sglang_hyperdflash.serving.exact import weights_of
-from sglang_hyperdflash.serving.verify import target_probabilities
+from tests.target_probabilities import target_probabilities
 
 ROWS = 64
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.verify import accept_sampled, draw, target_probabilities
+from sglang_hyperdflash.cpu.eagle_ops import accept_sampled, draw
+from tests.target_probabilities import target_probabilities
 from tests.unit.statistics_help import chi_square_p_value
 
 VOCAB, BLOCK = 12, 4

@@ -1,15 +1,13 @@
 """Muon: momentum whose matrices are made orthogonal before the step (Jordan et al., 2024).
 
-Stacks of matrices (a layer's experts) are taken matrix by matrix, which ``torch.optim.Muon``
-does not do.
+``torch.optim.Muon`` takes single matrices; this one takes stacks of them (a layer's experts) too.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-# The quintic of the reference implementation; five rounds bring singular values near one.
+# The quintic of the reference implementation; five rounds bring singular values close to one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 
@@ -18,7 +16,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """``[..., m, n]`` to about ``U V^T`` of each matrix's singular value decomposition."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).bfloat16()  # as in the reference: directions, not sizes
+    x = (matrices.mT if tall else matrices).bfloat16()  # as the reference: only directions matter
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(ROUNDS):
         gram = x @ x.mT
@@ -29,9 +27,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """For parameters of two or three dimensions; ``lr`` is a step's spectral norm.
 
-    Matrices of one shape are stacked, so that small ones share a multiplication. With
-    ``torch.distributed`` up, gradients must be equal in all processes; each makes its part of the
-    stacks orthogonal and sends it to the others.
+    Parameters of one shape are stacked, so that small matrices share a multiplication.
     """
 
     def __init__(
@@ -46,39 +42,17 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     shapes.setdefault(parameter.shape, []).append(parameter)
-            stacks = [self._directions(parameters, group) for parameters in shapes.values()]
-            for parameters, steps in zip(shapes.values(), shared(stacks), strict=True):
-                rows, columns = parameters[0].shape[-2:]
-                scale = max(1.0, rows / columns) ** 0.5
+            for shape, parameters in shapes.items():
+                steps = orthogonal(torch.stack([self._direction(p, group) for p in parameters]))
+                scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 for parameter, step in zip(parameters, steps, strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(step, alpha=-group["lr"] * scale)
+                    parameter.add_(step, alpha=-scale)
 
-    def _directions(self, parameters: list[torch.nn.Parameter], group: dict) -> torch.Tensor:
-        """Nesterov's momentum of parameters of one shape, ``[number, *shape]``."""
-        directions = []
-        for parameter in parameters:
-            state = self.state[parameter]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(parameter)
-            state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-            directions.append(parameter.grad.lerp(state["momentum"], group["momentum"]))
-        return torch.stack(directions)
-
-
-def shared(stacks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`orthogonal` of every stack, the work shared by all processes."""
-    if not dist.is_initialized():
-        return [orthogonal(stack) for stack in stacks]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    parts = [stack.tensor_split(world) for stack in stacks]  # parts[shape][process]
-    own = torch.cat([orthogonal(part[rank]).flatten() for part in parts])
-    results = [torch.empty_like(stack) for stack in stacks]
-    for source in range(world):
-        sizes = [part[source].numel() for part in parts]
-        flat = own if source == rank else torch.empty(sum(sizes))
-        dist.broadcast(flat, source)
-        for result, piece in zip(results, flat.split(sizes), strict=True):
-            target = result.tensor_split(world)[source]
-            target.copy_(piece.view_as(target))
-    return results
+    def _direction(self, parameter: torch.nn.Parameter, group: dict) -> torch.Tensor:
+        """Nesterov's momentum."""
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+        return parameter.grad.lerp(state["momentum"], group["momentum"])

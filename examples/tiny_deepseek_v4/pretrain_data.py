@@ -1,6 +1,6 @@
 """Exchanges as packed rows of tokens for the target's training.
 
-Whole exchanges only: none is cut, and none sees another one of its row.
+Only whole exchanges, and none attends to another one of its row.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ class Batch:
     Attributes:
         tokens: ``[rows, SEQUENCE + 1]`` int64, padded with the end token.
         documents: ``[rows, SEQUENCE + 1]`` int64, a token's exchange in its row; -1: padding.
-        learned: ``[rows, SEQUENCE + 1]`` bool, tokens that an assistant says (its end token too).
-        families: ``[rows, SEQUENCE + 1]`` int64, index into ``names`` of a token's family.
-        names: the families.
+        learned: ``[rows, SEQUENCE + 1]`` bool, the assistant's tokens and their end token.
     """
 
     tokens: torch.Tensor
     documents: torch.Tensor
     learned: torch.Tensor
-    families: torch.Tensor
-    names: list[str]
 
     @cached_property
     def mask(self) -> torch.Tensor:
@@ -46,27 +42,23 @@ class Batch:
 
 
 def encode(tokenizer, exchange: Exchange) -> tuple[list[int], list[bool]]:
-    """Token ids as the chat template gives them, and which of them an assistant says."""
-    roles = {
-        "user": tokenizer.convert_tokens_to_ids(USER),
-        "assistant": tokenizer.convert_tokens_to_ids(ASSISTANT),
-    }
+    """Token ids as the chat template gives them, and which of them are the assistant's."""
     ids, learned = [tokenizer.bos_token_id], [False]
     for message in exchange.messages:
         content = tokenizer.encode(message["content"], add_special_tokens=False)
         says = message["role"] == "assistant"
-        ids += [roles[message["role"]], *content, *[tokenizer.eos_token_id] * says]
+        role = tokenizer.convert_tokens_to_ids(ASSISTANT if says else USER)
+        ids += [role, *content, *[tokenizer.eos_token_id] * says]
         learned += [False, *[says] * (len(content) + says)]
     return ids, learned
 
 
 def pack(tokenizer, exchanges: Iterable[Exchange], rows: int) -> Batch:
     """Fill ``rows`` rows, first fit, until the exchanges end or no more fit."""
-    width, names = SEQUENCE + 1, []
+    width = SEQUENCE + 1
     tokens = torch.full((rows, width), tokenizer.eos_token_id)
     documents = torch.full((rows, width), -1)
     learned = torch.zeros(rows, width, dtype=torch.bool)
-    families = torch.zeros(rows, width, dtype=torch.long)
     used, number, misses = [0] * rows, [0] * rows, 0
     for exchange in exchanges:
         ids, says = encode(tokenizer, exchange)
@@ -76,30 +68,28 @@ def pack(tokenizer, exchanges: Iterable[Exchange], rows: int) -> Batch:
             if misses == MISSES:
                 break
             continue
-        if exchange.family not in names:
-            names.append(exchange.family)
         place = slice(used[row], used[row] + len(ids))
         tokens[row, place] = torch.tensor(ids)
         learned[row, place] = torch.tensor(says)
         documents[row, place] = number[row]
-        families[row, place] = names.index(exchange.family)
         used[row] += len(ids)
         number[row] += 1
-    return Batch(tokens, documents, learned, families, names)
+    return Batch(tokens, documents, learned)
 
 
-def training_batch(tokenizer, seed: int, step: int, rows: int, weights=None) -> Batch:
-    """The batch of a step: a function of seed and step alone, so a run resumes without a state."""
-    return pack(tokenizer, stream(seed, step, weights), rows)
+def training_batch(tokenizer, seed: int, part: int, rows: int) -> Batch:
+    """A function of seed and part alone, so that a run resumes without a state of its data."""
+    return pack(tokenizer, stream(seed, part), rows)
 
 
 def held_out_batches(tokenizer, seed: int, per_family: int, rows: int) -> list[Batch]:
-    """Held-out exchanges, all of them, in batches of ``rows`` rows filled to at most two thirds."""
+    """All held-out exchanges, in batches of ``rows`` rows filled to at most two thirds."""
     parts, tokens = [[]], 0
     for exchange in generate(seed, per_family):
-        tokens += len(encode(tokenizer, exchange)[0])
+        length = len(encode(tokenizer, exchange)[0])
+        tokens += length
         if tokens > rows * (SEQUENCE + 1) * 2 / 3 and parts[-1]:
             parts.append([])
-            tokens = len(encode(tokenizer, exchange)[0])
+            tokens = length
         parts[-1].append(exchange)
     return [pack(tokenizer, part, rows) for part in parts]

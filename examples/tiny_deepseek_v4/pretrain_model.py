@@ -129,8 +129,8 @@ def make_model(config: DeepseekV4Config, *, seed: int = 0) -> DeepseekV4ForCausa
     return model
 
 
-def learned_logits(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of each learned token, ``[learned, vocab]`` fp32, and the tokens, ``[learned]``."""
+def token_losses(model, batch) -> torch.Tensor:
+    """Nats of each learned token, ``[learned]`` fp32, in the order of ``batch.learned[:, 1:]``."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(
             input_ids=batch.tokens[:, :-1],
@@ -139,19 +139,7 @@ def learned_logits(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
         ).last_hidden_state
         wanted = batch.learned[:, 1:]
         logits = model.lm_head(hidden[wanted])
-    return logits.float(), batch.tokens[:, 1:][wanted]
-
-
-def token_losses(model, batch) -> torch.Tensor:
-    """Nats of each learned token, ``[learned]``, in the order of ``batch.learned[:, 1:]``."""
-    return F.cross_entropy(*learned_logits(model, batch), reduction="none")
-
-
-def token_scores(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nats of each learned token, and whether it is the likeliest one; see ``token_losses``."""
-    logits, tokens = learned_logits(model, batch)
-    losses = F.cross_entropy(logits, tokens, reduction="none")
-    return losses.detach(), logits.argmax(-1) == tokens
+    return F.cross_entropy(logits.float(), batch.tokens[:, 1:][wanted], reduction="none")
 
 
 def export(model, tokenizer, out: Path) -> None:

@@ -85,18 +85,16 @@ def in_turn(
     return filter(None, chain.from_iterable(zip_longest(*drawn)))
 
 
-def stream(seed: int, part: int = 0, weights: dict[str, float] | None = None) -> Iterator[Exchange]:
-    """Yield training exchanges without end, families at random by ``weights`` (default: evenly).
+def stream(seed: int, part: int = 0) -> Iterator[Exchange]:
+    """Yield training exchanges without end, the families at random.
 
     A seed has any number of independent parts, so that a training step can have one of its own.
     """
     if seed >= FIRST_HELD_OUT_SEED:
         raise ValueError(f"seed {seed} is for held-out problems; train on 0 to 999.")
-    rng = Random(f"{seed}/stream/{part}")
-    weights = dict.fromkeys(FAMILIES, 1.0) if weights is None else weights
-    names, shares = list(weights), list(weights.values())
+    rng, names = Random(f"{seed}/stream/{part}"), list(FAMILIES)
     while True:
-        yield FAMILIES[rng.choices(names, shares)[0]].draw(rng, held_out=False)
+        yield FAMILIES[rng.choices(names)[0]].draw(rng, held_out=False)
 
 
 def is_right(prompt: dict, reply: str) -> bool:

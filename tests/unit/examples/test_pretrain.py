@@ -49,7 +49,6 @@ def test_a_batch_holds_whole_exchanges_and_hides_them_from_each_other(modules, t
         for number in range(int(batch.documents[row].max()) + 1):
             found.append(batch.tokens[row][batch.documents[row] == number].tolist())
     assert sorted(found) == sorted(modules.data.encode(tokenizer, e)[0] for e in drawn)
-    assert batch.names == [exchange.family for exchange in drawn]
     assert not batch.learned[batch.documents < 0].any()
     mask = batch.mask[0, 0] == 0
     documents = batch.documents[0, :-1]

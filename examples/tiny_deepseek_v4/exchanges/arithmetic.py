@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from exchanges.base import Draft, Family, read_list, read_number, read_text, worked
+from exchanges.base import Draft, Family, read_list, read_number, read_text, wording, worked
 from exchanges.words import ITEMS, NAMES
 
 COLUMNS = ("ones", "tens", "hundreds")
@@ -48,47 +48,20 @@ def two_numbers(rng: Random) -> tuple[int, int]:
 
 def addition(rng: Random) -> Draft:
     a, b = two_numbers(rng)
-    question = rng.choice(
-        (
-            f"What is {a} + {b}?",
-            f"{a}+{b}=?",
-            f"Add {a} and {b}.",
-            f"Find the sum of {a} and {b}.",
-            f"Please work out {a} plus {b}.",
-            f"How much is {a} and {b} together?",
-        )
-    )
+    question = wording(rng, "addition", a=a, b=b)
     low, high = sorted((a, b))
     return Draft(f"{low}+{high}", (question, worked(add_steps(a, b), str(a + b))), str(a + b))
 
 
 def subtraction(rng: Random) -> Draft:
     b, a = sorted(two_numbers(rng))
-    question = rng.choice(
-        (
-            f"What is {a} - {b}?",
-            f"{a}-{b}=?",
-            f"Subtract {b} from {a}.",
-            f"Find the difference of {a} and {b}.",
-            f"Please work out {a} minus {b}.",
-            f"Take {b} away from {a}. What is left?",
-        )
-    )
+    question = wording(rng, "subtraction", a=a, b=b)
     return Draft(f"{a}-{b}", (question, worked(subtract_steps(a, b), str(a - b))), str(a - b))
 
 
 def multiplication(rng: Random) -> Draft:
     factor, number = rng.randint(2, 9), rng.randint(11, 99)
-    question = rng.choice(
-        (
-            f"What is {factor} * {number}?",
-            f"{factor}*{number}=?",
-            f"Multiply {number} by {factor}.",
-            f"Find {factor} times {number}.",
-            f"Please work out {factor} times {number}.",
-            f"{factor} boxes hold {number} each. How many in all?",
-        )
-    )
+    question = wording(rng, "multiplication", factor=factor, number=number)
     tens, ones = number // 10, number % 10
     low = factor * ones
     carry = low // 10
@@ -130,15 +103,7 @@ def facts(rng: Random) -> Draft:
     """Several at once: the digits' tables are what sums of all kinds need first."""
     asked = [fact(rng) for _ in range(rng.randint(4, 7))]
     shown = ", ".join(asked)
-    question = rng.choice(
-        (
-            f"Work out {shown}.",
-            f"What are {shown}?",
-            f"Please compute: {shown}",
-            f"Find {shown}.",
-            f"Write the result of each: {shown}",
-        )
-    )
+    question = wording(rng, "facts", shown=shown)
     answer = ", ".join(f"{terms}={value(terms)}" for terms in asked)
     return Draft(shown, (question, answer), answer)
 
@@ -152,14 +117,7 @@ def sequence(rng: Random) -> Draft:
     shown = [start + signed * i for i in range(length)]
     following = [shown[-1] + signed * (i + 1) for i in range(3)]
     listed, course = ", ".join(map(str, shown)), "rising" if up else "falling"
-    question = rng.choice(
-        (
-            f"Continue the {course} sequence: {listed}",
-            f"What are the next three numbers of the {course} sequence {listed}",
-            f"Write three more numbers, {course}: {listed}",
-            f"These numbers are {course} by a rule. Give three more: {listed}",
-        )
-    )
+    question = wording(rng, "sequence", course=course, listed=listed)
     steps = [f"rule: {'+' if up else '-'}{step}"]
     answer = ", ".join(map(str, following))
     return Draft(f"{start},{signed},{length}", (question, worked(steps, answer)), answer)
@@ -172,24 +130,12 @@ def stepwise(rng: Random) -> tuple[str, str, list[str], int]:
     a, b, c = rng.randint(11, 49), rng.randint(2, 9), rng.randint(2, 9)
     kind = rng.choice(("gain then give", "bags", "price", "together"))
     if kind == "gain then give":
-        story = rng.choice(
-            (
-                f"{name} has {a} {item}. {name} finds {b} more and gives {c} to {other}.",
-                f"{name} owns {a} {item}, buys {b} more, then sells {c} to {other}.",
-                f"There are {a} {item} on a table. {name} adds {b} and {other} takes {c}.",
-            )
-        )
+        story = wording(rng, "gain then give", a=a, b=b, c=c, item=item, name=name, other=other)
         steps, answer = [f"{a}+{b}={a + b}", f"{a + b}-{c}={a + b - c}"], a + b - c
         story += f" How many {item} are left?"
     elif kind == "bags":
         a = rng.randint(1, 9)
-        story = rng.choice(
-            (
-                f"{name} fills {b} bags with {c} {item} each and has {a} loose {item}.",
-                f"There are {b} bags of {c} {item} and {a} single {item}.",
-                f"{name} brings {b} bags with {c} {item} in each. {other} has {a} {item}.",
-            )
-        )
+        story = wording(rng, "bags", a=a, b=b, c=c, item=item, name=name, other=other)
         steps, answer = [f"{b}*{c}={b * c}", f"{b * c}+{a}={b * c + a}"], b * c + a
         story += f" How many {item} are there in all?"
     elif kind == "price":

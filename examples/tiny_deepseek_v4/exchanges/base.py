@@ -8,9 +8,11 @@ decides whether the problem is held out, so no phrasing of a held-out problem is
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 Message = dict[str, str]
@@ -18,6 +20,8 @@ Message = dict[str, str]
 HELD_OUT_MODULUS = 8
 FIRST_HELD_OUT_SEED = 1000
 ANSWER = "Answer: "
+# The texts that a problem is put into; names in braces are filled in.
+WORDINGS = json.loads((Path(__file__).parent / "wordings.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ def is_held_out(family: str, key: str) -> bool:
     """Whether a problem is held out: one in eight, by a hash of its canonical form alone."""
     digest = hashlib.sha256(f"{family}\x00{key}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_MODULUS == 0
+
+
+def wording(rng: Random, problem: str, **values: object) -> str:
+    """One of the texts of ``WORDINGS[problem]``, drawn at random and filled in."""
+    return rng.choice(WORDINGS[problem]).format(**values)
 
 
 def worked(steps: Sequence[str], answer: str) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from exchanges.base import Draft, Exchange, Family, final_line, read_line, read_number, worked
+from exchanges.base import (
+    Draft,
+    Exchange,
+    Family,
+    final_line,
+    read_line,
+    read_number,
+    wording,
+    worked,
+)
 from exchanges.words import COLOURS, NAMES, PETS, THINGS
 
 DIGITS, LETTERS = "0123456789", "abcdefghij"
@@ -17,14 +26,7 @@ def sort(rng: Random) -> Draft:
     up = rng.random() < 0.5
     shown, result = " ".join(values), " ".join(sorted(values, reverse=not up))
     order = rng.choice(("forwards", "in rising order") if up else ("backwards", "in falling order"))
-    question = rng.choice(
-        (
-            f"Sort {order}: {shown}",
-            f"Put these into order, {order}: {shown}",
-            f"Here is a list: {shown}. Write it sorted {order}.",
-            f"Arrange {shown} {order}.",
-        )
-    )
+    question = wording(rng, "sort", order=order, shown=shown)
     key = f"{'up' if up else 'down'} {sorted(values)}"
     return Draft(key, (question, worked([], result)), result)
 
@@ -42,14 +44,7 @@ def filter_list(rng: Random) -> Draft:
     }[kind]
     rule = f"{kind} {limit}" if kind in ("above", "below") else kind
     shown = " ".join(map(str, values))
-    question = rng.choice(
-        (
-            f"Keep the numbers that are {rule}: {shown}",
-            f"Which of these numbers are {rule}? {shown}",
-            f"From {shown} pick all numbers that are {rule}.",
-            f"Filter the list {shown}. Leave only what is {rule}.",
-        )
-    )
+    question = wording(rng, "filter", rule=rule, shown=shown)
     tests = ", ".join(f"{n} {'yes' if keep(n) else 'no'}" for n in sorted(values))
     result = " ".join(str(n) for n in sorted(values) if keep(n)) or "none"
     return Draft(f"{rule} {sorted(values)}", (question, worked([tests], result)), result)
@@ -64,14 +59,7 @@ def count(rng: Random) -> Draft:
         found += word == wanted
         steps.append(f"{place} {word} {'yes' if word == wanted else 'no'} {found}")
     shown = ", ".join(f"{place} {word}" for place, word in enumerate(words, 1))
-    question = rng.choice(
-        (
-            f"How many times is {wanted} in this list? {shown}",
-            f"Count {wanted} in: {shown}",
-            f"Look at the list {shown}. How often does {wanted} appear?",
-            f"In the list {shown} count every {wanted}.",
-        )
-    )
+    question = wording(rng, "count", shown=shown, wanted=wanted)
     reply = worked([f"{wanted}: {', '.join(steps)}"], str(found))
     return Draft(f"{wanted} in {shown}", (question, reply), str(found))
 
@@ -90,13 +78,7 @@ def ordering(rng: Random) -> Draft:
     clues = " ".join(f"{a} is {more if falling else less} than {b}." for a, b in pairwise(people))
     asked_most = rng.random() < 0.5
     asked = most if asked_most else least
-    question = rng.choice(
-        (
-            f"{clues} Who is the {asked}?",
-            f"Who is the {asked}? {clues}",
-            f"{clues} Name the {asked} one.",
-        )
-    )
+    question = wording(rng, "ordering", asked=asked, clues=clues)
     answer = people[0] if asked_most == falling else people[-1]
     chain = (" > " if falling else " < ").join(people)
     key = f"{asked} {chain}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from random import Random
 
-from exchanges.base import Draft, Exchange, Family, read_number, worked
+from exchanges.base import Draft, Exchange, Family, read_number, wording, worked
 
 VARIABLES = ("a", "b", "c", "n", "x", "y")
 FUNCTIONS = ("solve", "apply", "check", "work", "compute", "convert", "change", "test")
@@ -63,14 +63,7 @@ def program(rng: Random) -> tuple[list[str], list[str], int]:
 def trace(rng: Random) -> Draft:
     lines, steps, value = program(rng)
     source = "\n".join(lines)
-    question = rng.choice(
-        (
-            f"What does this print?\n{source}",
-            f"Trace this program:\n{source}",
-            f"{source}\nWhich number is printed?",
-            f"Run this Python code by hand:\n{source}",
-        )
-    )
+    question = wording(rng, "trace", source=source)
     return Draft(source, (question, worked(steps, str(value))), str(value))
 
 
@@ -138,22 +131,9 @@ def write(rng: Random) -> Draft:
     answer = normal_form(full)
     if rng.random() < 0.4:
         start = f'{header}\n    """A function that {purpose}."""'
-        question = rng.choice(
-            (
-                f"Complete this function:\n{start}",
-                f"{start}\nWrite the body.",
-                f"Finish the Python code:\n{start}",
-            )
-        )
+        question = wording(rng, "complete a function", start=start)
         return Draft(key, (question, indented), answer, header)
-    question = rng.choice(
-        (
-            f"Write a function {name}({argument}) that {purpose}.",
-            f"I need Python code: {name}({argument}) {purpose}.",
-            f"Define {name}({argument}). It {purpose}.",
-            f"Code a Python function named {name} with the argument {argument} that {purpose}.",
-        )
-    )
+    question = wording(rng, "write a function", argument=argument, name=name, purpose=purpose)
     return Draft(key, (question, full), answer, header)
 
 

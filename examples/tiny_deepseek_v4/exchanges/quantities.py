@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from exchanges.base import Draft, Family, read_line, worked
+from exchanges.base import Draft, Family, read_line, wording, worked
 from exchanges.words import DAYS, MONTHS
 
 # (larger unit, smaller unit, how many of the smaller make one of the larger)
@@ -39,15 +39,7 @@ def units(rng: Random) -> Draft:
     else:
         given, wanted = (amount * factor, small), (amount, large)
         step = f"{amount * factor}/{factor}"
-    question = rng.choice(
-        (
-            f"Convert {given[0]} {given[1]} to {wanted[1]}.",
-            f"How many {wanted[1]} are {given[0]} {given[1]}?",
-            f"Express {given[0]} {given[1]} in {wanted[1]}.",
-            f"{given[0]} {given[1]} = ? {wanted[1]}",
-            f"I have {given[0]} {given[1]}. What is that in {wanted[1]}?",
-        )
-    )
+    question = wording(rng, "units", number=given[0], unit=given[1], wanted=wanted[1])
     answer = f"{wanted[0]} {wanted[1]}"
     reply = worked([rule, f"{step}={wanted[0]}"], answer)
     return Draft(f"{given[0]} {given[1]} {wanted[1]}", (question, reply), answer)
@@ -60,24 +52,10 @@ def dates(rng: Random) -> Draft:
     year, month, day = rng.randint(2010, 2039), rng.randint(1, 12), rng.randint(10, 28)
     digits, words = f"{year}-{month:02d}-{day:02d}", f"{day} {MONTHS[month - 1]} {year}"
     if kind == "words":
-        question = rng.choice(
-            (
-                f"Write {digits} in words.",
-                f"Which date is {digits}? Name the month.",
-                f"Spell out the date {digits}.",
-                f"Give {digits} as day, month and year.",
-            )
-        )
+        question = wording(rng, "date in words", digits=digits)
         step, answer = f"month {month:02d} is {MONTHS[month - 1]}", words
     else:
-        question = rng.choice(
-            (
-                f"Write {words} in digits.",
-                f"Give {words} in the form YYYY-MM-DD.",
-                f"What is {words} as an ISO date?",
-                f"Turn the date {words} into digits.",
-            )
-        )
+        question = wording(rng, "date in digits", words=words)
         step, answer = f"{MONTHS[month - 1]} is month {month:02d}", digits
     return Draft(f"{kind} {digits}", (question, worked([step], answer)), answer.lower())
 
@@ -87,21 +65,9 @@ def weekday(rng: Random, kind: str) -> Draft:
     sign = 1 if kind == "after" else -1
     today = DAYS[start]
     if kind == "after":
-        question = rng.choice(
-            (
-                f"Today is {today}. Which day is it in {count} days?",
-                f"What day comes {count} days after {today}?",
-                f"It is {today}. Name the day {count} days from now.",
-            )
-        )
+        question = wording(rng, "weekday after", count=count, today=today)
     else:
-        question = rng.choice(
-            (
-                f"Today is {today}. Which day was it {count} days ago?",
-                f"What day comes {count} days before {today}?",
-                f"It is {today}. Name the day {count} days earlier.",
-            )
-        )
+        question = wording(rng, "weekday before", count=count, today=today)
     passed = [DAYS[(start + sign * i) % 7] for i in range(1, count + 1)]
     counted = ", ".join(f"{i} {day}" for i, day in enumerate(passed, 1))
     reply = worked([counted], passed[-1])

@@ -12,6 +12,7 @@ from exchanges.base import (
     final_line,
     read_line,
     read_text,
+    wording,
     worked,
 )
 from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
@@ -43,14 +44,7 @@ def json_lookup(rng: Random) -> Draft:
     key = rng.choice([key for key in person if key != "name"])
     shown = json.dumps(people if len(people) > 1 else person)
     name, value = person["name"], json.dumps(person[key])
-    question = rng.choice(
-        (
-            f"{shown}\nWhat is the {key} of {name}?",
-            f"Read this JSON: {shown}\nGive the {key} of {name}.",
-            f"Find the {key} of {name} in {shown}",
-            f"Extract the {key} for {name}:\n{shown}",
-        )
-    )
+    question = wording(rng, "json", key=key, name=name, shown=shown)
     reply = worked([f'"name": "{name}", "{key}": {value}'], value)
     return Draft(f"{key} {name} {shown}", (question, reply), str(person[key]).lower())
 
@@ -63,23 +57,9 @@ def reformat(rng: Random) -> Draft:
     people = records(rng, 1)
     table, objects = csv_lines(people), json.dumps(people)
     if rng.random() < 0.5:
-        question = rng.choice(
-            (
-                f"Turn this CSV into JSON:\n{table}",
-                f"Convert to JSON:\n{table}",
-                f"{table}\nWrite this CSV as a JSON list.",
-                f"Give these rows as JSON:\n{table}",
-            )
-        )
+        question = wording(rng, "csv to json", table=table)
         return Draft(f"json {table}", (question, objects), objects)
-    question = rng.choice(
-        (
-            f"Turn this JSON into CSV: {objects}",
-            f"Convert to CSV: {objects}",
-            f"{objects}\nWrite this JSON as CSV with a header.",
-            f"Give these records as CSV: {objects}",
-        )
-    )
+    question = wording(rng, "json to csv", objects=objects)
     return Draft(f"csv {table}", (question, table), table)
 
 

@@ -4,35 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from exchanges.base import Draft, Family, read_text
-from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
+from exchanges.base import Draft, Family, read_text, wording
+from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS, word_list
 
 ADJECTIVES = ("red", "old", "small", "quick", "happy", "quiet", "brave", "tired", "clever", "young")
 NOUNS = ("cat", "dog", "fox", "farmer", "teacher", "girl", "boy", "sailor", "doctor", "bird")
-VERBS = (
-    "sees",
-    "finds",
-    "follows",
-    "likes",
-    "helps",
-    "paints",
-    "calls",
-    "watches",
-    "meets",
-    "hears",
-)
-PLACES = (
-    "garden",
-    "river",
-    "house",
-    "market",
-    "forest",
-    "school",
-    "bridge",
-    "station",
-    "harbour",
-    "field",
-)
+VERBS = word_list("sees finds follows likes helps paints calls watches meets hears")
+PLACES = word_list("garden river house market forest school bridge station harbour field")
 TIMES = ("today", "tonight", "again", "often", "slowly", "early", "late", "alone")
 PREPOSITIONS = ("near", "behind", "beside", "inside")
 
@@ -86,16 +64,7 @@ def repeat(rng: Random) -> Draft:
     """Words or letters without sense, none twice: copying is all there is to do."""
     pool = rng.choice((NAMES + CITIES + PETS, COLOURS + ITEMS + NOUNS, "abcdefghijkl0123456789"))
     text = " ".join(rng.sample(pool, rng.randint(4, 10)))
-    question = rng.choice(
-        (
-            f"Repeat this line:\n{text}",
-            f"Copy these words:\n{text}",
-            f"Say the following again:\n{text}",
-            f"{text}\nWrite exactly the same line.",
-            f"{text}\nNow repeat it.",
-            f"Please echo what I say:\n{text}",
-        )
-    )
+    question = wording(rng, "repeat", text=text)
     return Draft(text, (question, text), text)
 
 

@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-NAMES = (
-    "Ann",
-    "Ben",
-    "Carl",
-    "Dora",
-    "Emma",
-    "Finn",
-    "Gina",
-    "Hugo",
-    "Ivan",
-    "Jane",
-    "Kim",
-    "Leo",
-    "Mia",
-    "Nora",
-    "Omar",
-    "Paul",
+
+def word_list(text: str) -> tuple[str, ...]:
+    """The words of a text."""
+    return tuple(text.split())
+
+
+NAMES = word_list("Ann Ben Carl Dora Emma Finn Gina Hugo Ivan Jane Kim Leo Mia Nora Omar Paul")
+ITEMS = word_list("apples pears plums books pens cards coins shells stamps eggs nuts cups")
+THINGS = word_list("apple pear plum book pen card coin shell stamp egg nut cup")
+COLOURS = word_list("red blue green black white yellow")
+CITIES = word_list("Oslo Rome Paris Cairo Lima Delhi Kyoto Berlin Madrid Dublin")
+PETS = word_list("cat dog fox owl hen pony goat duck")
+MONTHS = word_list(
+    "January February March April May June July August September October November December"
 )
-ITEMS = (
-    "apples",
-    "pears",
-    "plums",
-    "books",
-    "pens",
-    "cards",
-    "coins",
-    "shells",
-    "stamps",
-    "eggs",
-    "nuts",
-    "cups",
-)
-THINGS = (
-    "apple",
-    "pear",
-    "plum",
-    "book",
-    "pen",
-    "card",
-    "coin",
-    "shell",
-    "stamp",
-    "egg",
-    "nut",
-    "cup",
-)
-COLOURS = ("red", "blue", "green", "black", "white", "yellow")
-CITIES = ("Oslo", "Rome", "Paris", "Cairo", "Lima", "Delhi", "Kyoto", "Berlin", "Madrid", "Dublin")
-PETS = ("cat", "dog", "fox", "owl", "hen", "pony", "goat", "duck")
-MONTHS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-)
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-DRINKS = ("tea", "coffee", "juice", "milk", "cake", "soup", "bread", "pie")
+DAYS = word_list("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+DRINKS = word_list("tea coffee juice milk cake soup bread pie")

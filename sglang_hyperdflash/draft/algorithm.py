@@ -1,8 +1,8 @@
-"""The whole of HyperDFlash at temperature 0, in one page of plain torch: no engine, no cache.
+"""All of HyperDFlash at temperature 0 on one page of plain torch: no engine, no cache.
 
 Start reading here. ``serving/worker.py`` does the same through SGLang, with paged K/V, batches and
-graphs; ``training/replay.py`` does it for every anchor of an answer at once. The tests hold both
-against this file, token for token and round for round.
+graphs; ``training/replay.py`` does it for every anchor of an answer at once. Tests compare both
+with this file, token for token and round for round.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from sglang_hyperdflash.draft.propose import propose_greedy
 from sglang_hyperdflash.draft.reducer_source import reducer_source
 
-# From all committed tokens to the drafts behind them.
+# From all committed tokens to the drafts after them.
 Propose = Callable[[list[int]], list[int]]
 
 
 @torch.no_grad()
 def propose_block(target, drafter, tokens: list[int]) -> list[int]:
-    """Draft the B-1 tokens behind ``tokens`` in one pass of the drafter.
+    """Draft the B-1 tokens after ``tokens`` in one pass of the drafter.
 
     Args:
-        target: :class:`~sglang_hyperdflash.training.local_target.LocalTarget`, or what has its
-            ``features_with_layers``, ``embed_tokens`` and ``lm_head``.
+        target: :class:`~sglang_hyperdflash.training.local_target.LocalTarget`, or an object
+            with its ``features_with_layers``, ``embed_tokens`` and ``lm_head``.
         drafter: :class:`~sglang_hyperdflash.training.drafter.Drafter`.
         tokens: everything committed; the last one is the anchor, whose own target state does not
             exist yet.
     """
     config = drafter.config
     anchor = len(tokens) - 1
-    # What the target computed of the context: its residual right in front of its own collapse,
-    # [1, anchor, m * d]; rivals read the means after some layers.
+    # The target's states of the context: its residual before its own collapse, [1, anchor, m * d];
+    # other methods read the means after some layers.
     _, residual, layers = target.features_with_layers(
         torch.tensor([tokens[:-1]]), config.captured_layers
     )
@@ -50,8 +50,8 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
     hidden = drafter(
         context, target.embed_tokens(block).unsqueeze(1), torch.tensor([[anchor]]), visible
     )
-    # Row k drafts the token k places behind the anchor, by the target's own LM head; a dependency
-    # head tells a draft's likeliest candidates of the draft before it.
+    # Row k drafts the token k places after the anchor, by the target's own LM head; a dependency
+    # head conditions each draft's candidates on the draft before it.
     found = drafter.candidates(target.lm_head(hidden[0, :, 1:]), hidden[0, :, 1:])
     return propose_greedy(found, block[:, 0], drafter.dependency)[0].tolist()
 
@@ -63,8 +63,8 @@ def decode(
     """The target's greedy answer, found several tokens a round.
 
     Args:
-        propose: drafts behind all committed tokens, :func:`propose_block` of a pair for one.
-        stop: the token that ends an answer, or None to go on to the limit.
+        propose: drafts after all committed tokens, for example :func:`propose_block`.
+        stop: the token that ends an answer, or None to continue to the limit.
 
     Returns:
         The answer's tokens, and how many rounds accepted i drafts, by i. Accept length
@@ -79,13 +79,13 @@ def decode(
 
     while unfinished():
         drafts = propose(tokens)
-        # One causal pass of the target over the block: its own token behind every row.
+        # One causal pass of the target over the block: its own token after every row.
         own = greedy(target, tokens + drafts)[len(tokens) - 1 :].tolist()
-        # The longest right prefix stays; the token behind it is the target's and comes for free.
+        # The longest correct prefix is accepted; the bonus token after it is the target's own.
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == own[accepted]:
             accepted += 1
-        # As the engine counts: also the right drafts behind an answer's end.
+        # As the engine counts: correct drafts after an answer's end too.
         histogram += [0] * (accepted + 1 - len(histogram))
         histogram[accepted] += 1
         for token in own[: accepted + 1]:
@@ -95,5 +95,5 @@ def decode(
 
 
 def greedy(target, tokens: list[int]) -> torch.Tensor:
-    """The target's most probable token behind every position, ``[len(tokens)]``."""
+    """The target's most probable token after every position, ``[len(tokens)]``."""
     return target.lm_head(target.features(torch.tensor([tokens]))[0][0]).argmax(-1)

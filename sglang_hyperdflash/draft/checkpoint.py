@@ -1,4 +1,4 @@
-"""The draft checkpoint's tensors: what must be there, checked by name, shape and value."""
+"""The draft checkpoint's tensors, checked by name, shape and value."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.structs import Keys, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
-# Where the context features come from: the residual in front of the collapse (HyperDFlash), or
+# Where the context features come from: the residual before the collapse (HyperDFlash), or
 # means of the paths after chosen layers (DFlash).
 SOURCES = ("pre_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
@@ -34,7 +34,7 @@ CANDIDATES = 64
 
 
 def default_candidates(vocabulary: int) -> int:
-    """Candidates of a draft row, K, where no drafter says it."""
+    """Candidates of a draft row, K, where the config does not set it."""
     return min(vocabulary, CANDIDATES)
 
 
@@ -64,8 +64,8 @@ class HyperDFlashConfig:
 
     Symbols of the paper: ``m`` residual paths, ``d`` hidden width, ``block_size`` B (the anchor
     plus B-1 drafts). ``window`` is W, the context tokens that a block may see; None for all.
-    ``dependency`` is None for drafts that do not know each other. ``causal``: a block's row sees
-    itself and the rows before it only, so the first w - 1 drafts are the same at every width w.
+    ``dependency`` is None for drafts that are independent of each other. ``causal``: a row
+    sees itself and earlier rows only, so the first w - 1 drafts are the same at every width w.
     """
 
     block_size: int
@@ -335,7 +335,7 @@ def check_target(
     num_hidden_layers: int,
     hc_mult: int | None,
 ) -> None:
-    """Compare what the drafter was made for with the target that is being served.
+    """Compare the target that the drafter was made for with the served one.
 
     Raises:
         HyperDFlashConfigError: the target is another one, has no hyper-connections or another

@@ -1,4 +1,4 @@
-"""The dependency head: what a draft owes to the draft before it (HyperDFlash-2).
+"""The dependency head: conditions each draft on the draft before it (HyperDFlash-2).
 
     s_k[c] = u_k[c] + < A[x_{k-1}] * (1 + G h_k), B[c] >      # u_k: LM head of h_k; x_0 the anchor
 
@@ -39,7 +39,7 @@ class DependencyHead(nn.Module):
 
     @torch.no_grad()
     def start(self) -> None:
-        """A head that adds nothing yet and whose gradient is not zero."""
+        """Initial weights: the head adds nothing, and its gradient is not zero."""
         self.predecessor.normal_(std=START)
         self.successor.zero_()
         if self.form == "residual":
@@ -59,7 +59,7 @@ class DependencyHead(nn.Module):
     def forward(
         self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """What to add to the scores of candidates: a ``Head`` of ``draft.propose``.
+        """Score corrections of candidates: a ``Head`` of ``draft.propose``.
 
         Args:
             previous: ``[bs]`` int64; gates: ``[bs, r]``; ids: ``[bs, K]`` int64.

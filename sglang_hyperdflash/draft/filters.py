@@ -64,7 +64,7 @@ class Sampling:
 
 
 def kept(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Which entries of ``probs [N, V]`` the filters keep, bool; on any device, may wait for it."""
+    """Which entries of ``probs [N, V]`` the filters keep, bool; may synchronise the device."""
     if sampling.need_min_p:
         keep = probs >= sampling.min_ps.unsqueeze(-1) * probs.amax(-1, keepdim=True)
     else:
@@ -93,7 +93,7 @@ def _prefix(
     while True:
         leading = probs.topk(width, dim=-1).values
         length = _inside(leading, top_ks, top_ps, sequential).sum(-1, keepdim=True)
-        # A row whose every leading entry is kept may go on behind them.
+        # A row whose leading entries are all kept may keep later ones, too.
         if width == vocabulary or not ((length.squeeze(-1) == width) & (top_ks > width)).any():
             break
         width = min(vocabulary, width * GROWTH)
@@ -109,7 +109,7 @@ def _inside(
     top_ps: torch.Tensor,
     sequential: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Which of the falling ``ordered [N, W]`` lie within top-k and top-p; the mass of all is 1."""
+    """Which of the descending ``ordered [N, W]`` lie within top-k and top-p; the row sums to 1."""
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     inside = ranks < top_ks.unsqueeze(-1)
     before = ordered.cumsum(-1) - ordered
@@ -123,9 +123,9 @@ def _inside(
 
 
 def filter_candidates(q: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """``q [N, K]`` after the filters, normalised; never waits for the device.
+    """``q [N, K]`` after the filters, normalised; never synchronises the device.
 
-    For a drafter's few candidates, which are sorted outright.
+    For a drafter's few candidates, which are simply sorted.
     """
     if not sampling.filters:
         return q

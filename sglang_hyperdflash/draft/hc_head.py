@@ -24,8 +24,8 @@ class HcHead(NamedTuple):
     def fingerprint(self) -> str:
         """A short hash of the three tensors as fp32 bytes.
 
-        A checkpoint gives the same value whatever dtype it is served in, as long as its
-        ``hc_head`` is kept in fp32, as DeepSeek-V4 does.
+        The value does not depend on the dtype that a checkpoint is served in, as long as its
+        ``hc_head`` stays in fp32, as DeepSeek-V4 does.
         """
         return tensors_fingerprint(*self)
 

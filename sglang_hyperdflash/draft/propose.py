@@ -1,4 +1,4 @@
-"""The drafts of a block and the law ``q`` each was drawn from: one pure function for everybody.
+"""The drafts of a block and the distribution ``q`` of each: one pure function for all callers.
 
     s_k = u_k + head(x_{k-1}, h_k)             # u_k: LM head of h_k, its top K; x_0 the anchor
     q_k = filter(softmax(s_k / (T t)))         # t = 0: the largest alone
@@ -22,7 +22,7 @@ from triton_ops.gumbel import gumbel_noise
 # Temperatures of q relative to the client's; 0 drafts the argmax.
 DRAFT_TEMPERATURES = (0.0, 0.5, 0.7, 1.0)
 
-# (previous tokens [bs], the head's gates of the rows [bs, r], candidate ids [bs, K]) -> what to
+# (previous tokens [bs], the head's gates of the rows [bs, r], candidate ids [bs, K]) -> scores to
 # add, [bs, K]: draft.dependency.
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (draft's number from 0, ids [bs, K], scores [bs, K], drafts so far [bs, k]) -> scores [bs, K].
@@ -45,11 +45,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts and what verification needs to know of them; D drafts, K candidates.
+    """Drafts and what verification needs of them; D drafts, K candidates.
 
     Attributes:
         tokens: ``[bs, D]`` int64; ids: ``[bs, D, K]`` int64.
-        q: ``[bs, D, K]`` fp32, each row's law; one-hot where ``t`` is 0 or the row is greedy.
+        q: ``[bs, D, K]`` fp32, each row's distribution; one-hot where ``t`` is 0 or it is greedy.
         choice: ``[bs, D, 1]`` int64, each draft's index among its candidates.
         scores: ``[bs, D, K]`` fp32, before temperature; noise: ``[bs, D, K]`` fp64.
     """
@@ -62,10 +62,12 @@ class Proposal:
     noise: torch.Tensor
 
 
-def law(scores: torch.Tensor, sampling: Sampling, draft_temperature: torch.Tensor) -> torch.Tensor:
-    """``q [N, K]`` fp32 of candidate ``scores [N, K]``: a law, whatever the drafter gives.
+def draft_distribution(
+    scores: torch.Tensor, sampling: Sampling, draft_temperature: torch.Tensor
+) -> torch.Tensor:
+    """``q [N, K]`` fp32 of candidate ``scores [N, K]``, normalised whatever the drafter gives.
 
-    A row with a NaN, or with nothing possible, is one point: the candidate that will be drafted.
+    A row with a NaN, or without a possible candidate, is one-hot at the candidate that is drafted.
 
     Args:
         draft_temperature: ``[N]``, ``t`` of each row.
@@ -80,7 +82,7 @@ def law(scores: torch.Tensor, sampling: Sampling, draft_temperature: torch.Tenso
 
 
 def propose_greedy(candidates: Candidates, anchor: torch.Tensor, head: Head | None) -> torch.Tensor:
-    """The drafts ``[bs, D]`` int64 of greedy requests: each the largest ``s`` behind the last.
+    """The drafts ``[bs, D]`` int64 of greedy requests: each the largest ``s`` after the one before.
 
     Args:
         anchor: ``[bs]`` int64, the last committed token; head: the dependency head, or None.
@@ -107,7 +109,7 @@ def propose(
     draft_temperature: torch.Tensor,
     adjust: Adjust | None = None,
 ) -> Proposal:
-    """Draft a block; the drafts depend on one another through ``head`` and ``adjust`` only.
+    """Draft a block; drafts depend on each other through ``head`` and ``adjust`` only.
 
     Args:
         anchor: ``[bs]`` int64, the last committed token.
@@ -124,14 +126,14 @@ def propose(
     noise = gumbel_noise(flat(seeds), positions.reshape(-1), candidates.ids.view(-1, width))
     noise = noise.view(bs, drafts, width)
     if head is None and adjust is None:
-        rows = law(
+        rows = draft_distribution(
             candidates.scores.view(-1, width), sampling.repeated(drafts), flat(draft_temperature)
         )
         q = rows.view(bs, drafts, width)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
         tokens = candidates.ids.gather(-1, choice).squeeze(-1)
         return Proposal(tokens, candidates.ids, q, choice, candidates.scores, noise)
-    tokens, laws, choices, all_scores = [], [], [], []
+    tokens, all_q, choices, all_scores = [], [], [], []
     previous = anchor
     for k in range(drafts):
         ids, scores = candidates.ids[:, k], candidates.scores[:, k]
@@ -140,17 +142,17 @@ def propose(
         if adjust is not None:
             so_far = torch.stack(tokens, 1) if tokens else ids[:, :0]
             scores = adjust(k, ids, scores, so_far)
-        q = law(scores, sampling, draft_temperature)
+        q = draft_distribution(scores, sampling, draft_temperature)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
         previous = ids.gather(-1, choice).squeeze(-1)
         tokens.append(previous)
-        laws.append(q)
+        all_q.append(q)
         choices.append(choice)
         all_scores.append(scores)
     return Proposal(
         torch.stack(tokens, 1),
         candidates.ids,
-        torch.stack(laws, 1),
+        torch.stack(all_q, 1),
         torch.stack(choices, 1),
         torch.stack(all_scores, 1),
         noise,

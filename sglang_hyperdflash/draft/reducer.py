@@ -98,16 +98,16 @@ def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
 
 @torch.inference_mode()
 def check_kernels(reducer: nn.Module, hidden_norm: torch.Tensor) -> None:
-    """Run the reducer as it will serve, once for few and once for many tokens, and compare.
+    """Check the served reducer against the reference, for few and for many tokens.
 
     On CUDA this compiles both Triton kernels before the first request. An :class:`FcReducer` has
     no kernel of ours and passes.
 
     Args:
-        hidden_norm: ``[d]``, in the dtype of the residuals to come.
+        hidden_norm: ``[d]``, in the dtype of the residuals.
 
     Raises:
-        RuntimeError: a kernel is further from the fp32 reference than rounding explains.
+        RuntimeError: a kernel differs from the fp32 reference by more than rounding.
     """
     if not isinstance(reducer, HCGateReducer):
         return

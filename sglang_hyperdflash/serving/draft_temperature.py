@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal, law
+from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal, draft_distribution
 from sglang_hyperdflash.serving.exact import Verdict, walked_worth
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -159,7 +159,9 @@ class DraftTemperature:
             tried = len(values)
             scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
             each = sampling.repeated(drafts * tried)
-            q = law(scores, each, values.repeat(bs * drafts)).view(bs, drafts, tried, width)
+            q = draft_distribution(scores, each, values.repeat(bs * drafts)).view(
+                bs, drafts, tried, width
+            )
             choice = (proposal.noise.unsqueeze(2) + q.log()).argmax(-1)
             same = proposal.ids.gather(2, choice) == emitted.unsqueeze(-1)
             kept = kept_shares(q, p, proposal.choice)

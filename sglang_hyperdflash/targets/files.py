@@ -1,7 +1,7 @@
-"""What a drafter needs of a target checkpoint, without loading it: its config and its gate.
+"""The parts of a target checkpoint that a drafter needs, without loading it: config and gate.
 
 A target is a folder or a hub id. Tensors are read by byte range through the safetensors index, so
-of a 160 GB checkpoint some 300 KB are read, and a shard without the gate is never opened.
+of a 160 GB checkpoint about 300 KB are read, and a shard without the gate is never opened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPE_NAMES |= {"float": "float32", "half": "float16"}
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """The fields of a target's ``config.json`` that shape its drafter."""
+    """The fields of a target's ``config.json`` that determine its drafter's shape."""
 
     architecture: str
     hidden_size: int
@@ -41,7 +41,7 @@ class TargetFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TargetFacts:
-        """Read a ``config.json``; raise ``HyperDFlashConfigError`` naming what it lacks.
+        """Read a ``config.json``; raise ``HyperDFlashConfigError`` naming the missing fields.
 
         Fields of a multimodal target are read in its ``text_config``.
         """
@@ -49,7 +49,7 @@ class TargetFacts:
         fields = text_fields(config)
         fields.setdefault("hc_mult", fields.get(kind.paths_field))
         if kind.gate_start == "fc":
-            # Only a gate adds an epsilon, and such a target has none to state.
+            # Only a gate has an epsilon; such a target has none.
             fields.setdefault("hc_eps", 0.0)
         names = [name for name in cls.__dataclass_fields__ if name != "architecture"]
         missing = [name for name in names if fields.get(name) is None]
@@ -101,8 +101,8 @@ class TargetFiles:
             ) from error
         except OSError as error:
             raise FileNotFoundError(
-                f"target {self.name} is no folder here and its {file} cannot be read from the hub: "
-                f"{error}"
+                f"target {self.name} is not a local folder, and its {file} cannot be read from "
+                f"the hub: {error}"
             ) from error
 
     @cached_property
@@ -211,7 +211,7 @@ class TargetFiles:
     def _gate(
         self, spellings: tuple[tuple[str, ...], ...], shapes: tuple[tuple[int, ...], ...]
     ) -> HcHead | None:
-        """The three tensors, each by the first of its spellings that is there; None without any."""
+        """The three tensors, each by its first present spelling; None without any."""
         plain = [[_plain(name) for name in names] for names in spellings]
         found = [next((n for n in names if n in self._places), None) for names in plain]
         if not any(found):
@@ -256,7 +256,9 @@ def read_header(file, name: str) -> tuple[dict[str, Any], int]:
     except ValueError as error:
         raise HyperDFlashConfigError(f"{name} is not a safetensors file: {error}.") from error
     if not isinstance(table, dict):
-        raise HyperDFlashConfigError(f"{name} is not a safetensors file: its header is no table.")
+        raise HyperDFlashConfigError(
+            f"{name} is not a safetensors file: its header is not a table."
+        )
     table.pop("__metadata__", None)
     return table, 8 + length
 
@@ -265,7 +267,7 @@ def read_tensor(file, name: str, where: str) -> torch.Tensor:
     """One tensor of an open safetensors file, reading its bytes only.
 
     Raises:
-        HyperDFlashConfigError: it is not there, cut short, or of a dtype that is no plain float.
+        HyperDFlashConfigError: it is not there, cut short, or not of a plain float dtype.
     """
     file.seek(0)
     table, start = read_header(file, where)
@@ -311,13 +313,13 @@ def model_dtype(asked: str, config: Mapping[str, Any]) -> str:
 def load_tokenizer(
     name: str, revision: str | None = None, *, advice: str = "Add its tokenizer files."
 ) -> Any:
-    """The target's tokenizer, of transformers.
+    """The target's transformers tokenizer.
 
     Args:
         name: folder or hub id. advice: what to do without one, for the error.
 
     Raises:
-        HyperDFlashConfigError: there is no tokenizer that transformers reads.
+        HyperDFlashConfigError: transformers finds no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -331,10 +333,10 @@ def load_tokenizer(
 
 
 def mask_token_of(name: str, revision: str | None = None) -> int | None:
-    """Id of the target tokenizer's mask token, or None: then it must be given.
+    """Id of the target tokenizer's mask token, or None, in which case --mask-token-id is needed.
 
     Raises:
-        HyperDFlashConfigError: there is no tokenizer that transformers reads.
+        HyperDFlashConfigError: transformers finds no tokenizer.
     """
     advice = "Add its tokenizer files, or pass --mask-token-id."
     return load_tokenizer(name, revision, advice=advice).mask_token_id

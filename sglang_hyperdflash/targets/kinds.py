@@ -18,23 +18,23 @@ from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# The target's own gate; one that only resembles it; the constant gate of a mean; no gate at all.
+# The target's own gate; one that approximates it; the constant gate of a mean; no gate at all.
 GateStart = Literal["exact", "approximate", "constant", "fc"]
 
 
 @dataclass(frozen=True)
 class TargetKind:
-    """What HyperDFlash knows of one family of targets.
+    """One family of targets.
 
     Attributes:
         name: for messages. architectures: as ``config.json`` spells them.
-        residual: where SGLang holds the ``m`` paths in front of the collapse.
-        exposed: whether SGLang hands that residual to a worker by itself; the others are made to
+        residual: where SGLang holds the ``m`` paths before the collapse.
+        exposed: whether SGLang passes that residual to a worker by itself; for others it is done
             by :mod:`sglang_hyperdflash.serving.expose_residual`.
         collapse: the target's own way from ``m`` paths to one state.
-        gate_start: how the reducer starts. statement: that, in one sentence for the user.
+        gate_start: how the reducer starts. statement: the same in one sentence for the user.
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
-            layer. Prefixes ``model.`` and ``language_model.`` may be there or not.
+            layer. Prefixes ``model.`` and ``language_model.`` are optional.
         paths_field: the config's name of ``m``.
         collapse_module: what collapses in transformers' text model.
         not_served: why no server can use such a drafter today, or None.
@@ -76,7 +76,7 @@ DEEPSEEK_V41 = TargetKind(
     collapse="a lagged gate: the last layer's hc_ffn predicts it from the residual before its FFN",
     gate_start="approximate",
     statement="there is no hc_head; the last layer's hc_ffn gate reads the residual one sub-layer "
-    "earlier, so taking it over is only approximate",
+    "earlier, so inheriting it is only approximate",
     tensors=(
         ("layers.{last}.hc_ffn_fn", "layers.{last}.ffn_hc.fn"),
         ("layers.{last}.hc_ffn_base", "layers.{last}.ffn_hc.base"),
@@ -109,7 +109,7 @@ HY_V4 = TargetKind(
 GLM5_NEXT = TargetKind(
     name="GLM-5-next",
     architectures=("Glm5NextForConditionalGeneration",),
-    residual="the output [N, m*d] of the last layer, contracted in front of the final norm",
+    residual="the output [N, m*d] of the last layer, contracted before the final norm",
     exposed=False,
     collapse="the mean of the paths",
     gate_start="constant",
@@ -159,7 +159,7 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     if kind is None:
         known = ", ".join(name for kind in TARGETS for name in kind.architectures)
         raise HyperDFlashConfigError(
-            f"{ALGORITHM} needs a target with hyper-connection residual streams that it knows: "
+            f"{ALGORITHM} needs a target with hyper-connection residual streams; supported are "
             f"{known}. The target's config.json names {architecture}. Use DFLASH or EAGLE for this "
             "model, or add it to sglang_hyperdflash/targets/kinds.py."
         )
@@ -170,8 +170,8 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     if kind is GLM5_NEXT and fields.get("mhc") is False:
         raise HyperDFlashConfigError(
             f"{ALGORITHM} needs a target with hyper-connection residual streams; this "
-            f"{architecture} has mhc=false in its config, or none, which SGLang takes for false. "
-            'Use DFLASH or EAGLE for it; or add "mhc": true, if its layers do have paths.'
+            f"{architecture} has mhc=false in its config, or no mhc, which SGLang takes for false. "
+            'Use DFLASH or EAGLE for it, or add "mhc": true, if its layers have paths.'
         )
     return kind
 
@@ -186,13 +186,13 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_served_target(config: Mapping[str, Any]) -> TargetKind:
-    """The entry of a target about to be served.
+    """The entry of a served target.
 
     Args:
         config: its ``config.json``, or SGLang's ``get_config(...).to_dict()`` of it.
 
     Raises:
-        HyperDFlashConfigError: the target is unknown, or no server can draft for it today.
+        HyperDFlashConfigError: the target is unknown or cannot be served yet.
     """
     kind = target_kind(config)
     if kind.not_served is not None:

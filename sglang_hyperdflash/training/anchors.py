@@ -1,7 +1,7 @@
 """Anchors and the block mask of block-parallel training.
 
 A block anchored at ``a`` holds rows ``[anchor, mask x (B-1)]`` at positions ``a ... a+B-1``; row
-k is trained to give the token at ``a+k``. It sees context features strictly before ``a`` (the
+k is trained to predict the token at ``a+k``. It sees context features strictly before ``a`` (the
 anchor's own target state does not exist yet when serving) and its own block: bidirectionally, or
 in a causal block itself and the rows before it.
 """
@@ -14,13 +14,13 @@ import torch
 def sample_anchors(
     valid: torch.Tensor, count: int, seeds: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw up to ``count`` anchors a row, uniformly and without replacement, in order.
+    """Draw up to ``count`` anchors per row, uniformly and without replacement, in order.
 
     A row's draw depends on its own seed and valid positions, so not on the padding or the other
-    rows of its batch: many processes draw what one would.
+    rows of its batch: many processes draw the same as one.
 
     Args:
-        valid: ``[b, S]`` bool, where an anchor may stand; seeds: one a row.
+        valid: ``[b, S]`` bool, valid anchor positions; seeds: one per row.
 
     Returns:
         anchors ``[b, n]`` int64 and ``[b, n]`` bool, False for rows' padding entries.
@@ -67,11 +67,11 @@ def block_mask(
     *,
     causal: bool = False,
 ) -> torch.Tensor:
-    """``[b, n*B, context + n*B]`` bool, True where a block row may look.
+    """``[b, n*B, context + n*B]`` bool, True where a block row may attend.
 
     Args:
         anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
-        starts: ``[b, n]`` first position that each block may see; None for zeros.
+        starts: ``[b, n]`` first position visible to each block; None for zeros.
         causal: whether a row sees no later row of its block.
     """
     b, n = anchors.shape

@@ -1,4 +1,4 @@
-"""What training borrows of a target whose states are on disk: embedding, LM head, final norm.
+"""Embedding, LM head and final norm of a target whose states are on disk.
 
 Of a checkpoint that no trainer could load, these are about 1 GB (DeepSeek-V4-Flash).
 """

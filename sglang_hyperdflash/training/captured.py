@@ -26,9 +26,9 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class CaptureIdentity:
-    """What a capture is of; a folder never mixes two.
+    """Identity of a capture: target, dtype and data; a folder never mixes two.
 
-    A target without ``hc_head`` is told from its like by its final norm.
+    A target without ``hc_head`` is identified by its final norm.
     """
 
     target_architecture: str
@@ -78,11 +78,11 @@ def shard_ranges(
 class CaptureWriter:
     """Adds shards to a folder, each whole or not at all; finished ranges are skipped on resume.
 
-    A shard that is missing, or whose SHA-256 is not the index's, is not finished; without an index
-    that can be read none is.
+    A missing shard, or one whose SHA-256 differs from the index's, counts as unfinished; without a
+    readable index all do.
 
     Attributes:
-        damaged: names of the shards of another SHA-256, or of the index.
+        damaged: names of shards with another SHA-256, or of the index.
 
     Raises:
         HyperDFlashConfigError: the folder holds a capture of something else.
@@ -179,8 +179,8 @@ class CapturedFeatures:
                 self._places.append((shard.file, at))
         if data_digest(self.samples) != self.identity.data_digest:
             raise HyperDFlashConfigError(
-                f"{self.folder} holds {len(self.samples)} samples, which are not all of the data "
-                "that was to be captured. Run the same `hyperdflash capture` again to finish it."
+                f"{self.folder} holds {len(self.samples)} samples, not all of the data "
+                "to be captured. Run the same `hyperdflash capture` again to finish it."
             )
 
     def _open(self, shard: Shard):

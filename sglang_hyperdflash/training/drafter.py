@@ -38,13 +38,13 @@ from sglang_hyperdflash.tools.atomic import replacing, write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
-# Context tokens that a block may see by default, and the longest that common training data have.
+# Context tokens that a block may see by default: the longest that common training data have.
 WINDOW = 2048
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """Sizes that a drafter may choose; everything else follows from its target.
+    """Sizes of a drafter that do not follow from its target.
 
     The defaults are those of the tiny target's drafters. ``layer_ids``: the drafter reads means of
     the paths after these target layers (DFlash); empty for the pre-collapse residual.
@@ -347,7 +347,7 @@ class Drafter(nn.Module):
             weights = load_file(path)
         except SafetensorError as error:
             raise HyperDFlashConfigError(
-                f"{path} is damaged: {error}. Copy the drafter again, or make it again."
+                f"{path} is damaged: {error}. Copy or recreate the drafter."
             ) from error
         drafter.load_state_dict(
             dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
@@ -360,7 +360,7 @@ def _is_matrix(name: str) -> bool:
 
 
 def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
-    """A copy of a checkpoint, in the new ``folder``, whose blocks see ``window`` context tokens.
+    """Copy a checkpoint to the new ``folder`` with a context window of ``window`` tokens.
 
     Raises:
         HyperDFlashConfigError: the window is smaller than the block.

@@ -1,8 +1,8 @@
 """The target's states of samples in one file, for all runs that train on the same samples.
 
-A run that compares drafters of one target computes the same states again and again; one that is cut
-computes them anew when it resumes. The file holds rows ``[tokens, (m + 1 + n) * d]`` of bf16 as
-they are (residual, final state, chosen layers), mapped into memory: processes share its pages.
+Drafters of one target are trained on the same states, and a resumed run needs them again. The
+file holds bf16 rows ``[tokens, (m + 1 + n) * d]`` (residual, final state, chosen layers),
+mapped into memory and shared by processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_hyperdflash.training.samples import Sample, States, computed, pad_st
 
 KIND = "hyperdflash train (states)"
 DTYPE = torch.bfloat16
-# States of another target differ by their own size; other kernels or threads change last bits.
+# States of another target differ completely; other kernels or threads change the last bits.
 TOLERANCE = 0.05
 
 
@@ -46,7 +46,7 @@ class KeptStates:
 def rows_of(
     path: Path, samples: list[Sample], width: int, *, shared: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Each sample's ``[tokens, width]`` of a file; what is written to ``shared`` ones is in it."""
+    """Each sample's ``[tokens, width]`` of a file; writing to ``shared`` ones writes to it."""
     lengths = [len(sample.tokens) for sample in samples]
     if not lengths:
         return ()
@@ -62,7 +62,7 @@ def kept_states(
     layer_ids: tuple[int, ...],
     world: ProcessGroup,
 ) -> KeptStates:
-    """The states of samples from ``folder``, computed and put there first where they are not.
+    """The states of samples from ``folder``, computed first where they are missing.
 
     Raises:
         HyperDFlashConfigError: the folder holds states of another target.
@@ -84,9 +84,9 @@ def kept_states(
 def write_once(
     path: Path, target: Any, samples: list[Sample], layer_ids: tuple[int, ...], width: int
 ) -> None:
-    """Compute the states of ``samples`` into a file that is not there, whole or not at all.
+    """Compute the states of ``samples`` into a new file, atomically.
 
-    A run that computes them already is waited for: two would write to one partial file.
+    Waits for another run that computes them already: both would write to one partial file.
     """
     while not path.is_file():
         try:
@@ -114,5 +114,5 @@ def _check_target(path: Path, kept: States, fresh: list[torch.Tensor]) -> None:
         if not error < TOLERANCE:
             raise HyperDFlashConfigError(
                 f"{path} holds states of another target: expected the {name} states of this one, "
-                f"found some that differ by {error:.0%}. Give another --states, or remove the file."
+                f"found states that differ by {error:.0%}. Pass another --states, or remove it."
             )

@@ -1,7 +1,7 @@
-"""Losses of drafts: the paper's (CE plus early KL, eq. 2-3) and acceptance itself (CE plus TV).
-Beside a dependency head, the CE of the rows' own logits, which choose its candidates.
+"""Losses of drafts: the paper's (CE plus early KL, eq. 2-3) and acceptance itself (CE plus TV);
+with a dependency head also the CE of the rows' own logits, which choose its candidates.
 
-Losses come as one number a row, in rows that are supervised; the caller weights and normalises
+There is one loss per supervised row; the caller weights and normalises
 them over the global batch. Logits exist for a chunk of rows at a time, forward and backward, so
 memory does not grow with vocabulary times sequence.
 """
@@ -26,11 +26,11 @@ def position_weights(num_drafts: int, gamma: float) -> torch.Tensor:
 
 
 class RowLosses(NamedTuple):
-    """What drafts cost, fp32 unless said.
+    """Losses of draft rows, fp32 unless stated.
 
     ce: ``[M]``; distance: ``[K]``; hits: ``[M]`` bool, where the most probable token is the label;
     own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty where it is not
-    wanted, and under the term ``selector``, whose ``ce`` holds it.
+    requested, and under the term ``selector``, whose ``ce`` holds it.
     """
 
     ce: torch.Tensor
@@ -60,7 +60,7 @@ def row_losses(
         hidden: draft states ``[M, d]``; labels: ``[M]``; head: states to logits ``[., V]``.
         early: ``[M]`` bool, the rows that are distilled; teacher: their target states ``[K, d]``.
         temperature: T of eq. 2, for both distributions.
-        chunk: rows whose logits are alive at a time; they are computed again in the backward.
+        chunk: rows whose logits are in memory at a time; the backward recomputes them.
         term: the distance, one of :data:`TERMS`.
         dependency: the dependency head, whose predecessors are ``previous [M]``.
         top_k: candidates of the term ``selector``.

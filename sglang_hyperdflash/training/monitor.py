@@ -1,4 +1,4 @@
-"""Progress of a training run: a bar on the terminal and TensorBoard scalars beside the state."""
+"""Progress of a training run: a terminal bar, and TensorBoard scalars next to the state."""
 
 from __future__ import annotations
 

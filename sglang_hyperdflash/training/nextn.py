@@ -1,7 +1,7 @@
-"""Training of a NextN (MTP) layer for the portable target: the rival that ``EAGLE`` serves.
+"""Training of a NextN (MTP) layer for the portable target, served by ``EAGLE`` for comparison.
 
 Depth one, as DeepSeek-V4 trains its own: row p reads the target's residual at p and the token at
-p+1, and gives the token at p+2. CE plus alpha KL to the target's own distribution, on answer
+p+1, and predicts the token at p+2. CE plus alpha KL to the target's own distribution, on answer
 tokens only. Layer, ``hc_head`` and final norm start as copies of the target's last ones.
 """
 
@@ -95,7 +95,7 @@ class NextNTrainer:
         self.done = 0
 
     def losses(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of some samples and the share of right answer tokens."""
+        """The loss of some samples and the share of correct answer tokens."""
         rows = collate([self.source.samples[i] for i in indices])
         states = self.source.states(indices)
         tokens, answer = rows.tokens, rows.loss_mask
@@ -109,7 +109,7 @@ class NextNTrainer:
                 torch.arange(n).repeat(b),
                 causal_attend(b, n, self.target.scaling),
             )
-        # Row p gives token p+2; drafting starts behind an answer token or the prompt's last.
+        # Row p gives token p+2; drafting starts after an answer token or the prompt's last.
         wanted = answer[:, 2:]
         hidden = hidden.view(b, n, -1)[:, :-1][wanted].float()
         labels, teacher = tokens[:, 2:][wanted], states.final[:, 1:-1][wanted]
@@ -146,7 +146,7 @@ class NextNTrainer:
         return loss.item(), accuracy.item()
 
     def state_dict(self) -> dict:
-        """What :meth:`load_state_dict` needs to go on exactly here."""
+        """State to resume exactly here with :meth:`load_state_dict`."""
         return {
             "core": self.core.state_dict(),
             "optimizer": self.optimizer.state_dict(),

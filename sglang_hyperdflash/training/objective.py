@@ -215,7 +215,7 @@ def teacher_states(
 
 
 def before_drafts(rows: Rows, blocks: Blocks, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and position of the state in front of each block's first drafts, ``[b, n, drafts]``."""
+    """Row and position of the state before each block's first drafts, ``[b, n, drafts]``."""
     device = blocks.anchors.device
     at = blocks.anchors.unsqueeze(-1) + torch.arange(drafts, device=device)
     row = torch.arange(len(at), device=device).view(-1, 1, 1).expand_as(at)

@@ -18,13 +18,13 @@ class ProcessLost(HyperDFlashError):
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """A collective; what the library raises when a peer is gone becomes one line."""
+    """A collective; a lost peer becomes a one-line error."""
     try:
         yield
     except RuntimeError as error:
         raise ProcessLost(
             f"another process of this run ended or cannot be reached ({str(error).splitlines()[0]})"
-            ". Its own message says why; run the same command again to go on."
+            ". Its own message gives the reason; run the same command again to resume."
         ) from error
 
 
@@ -45,7 +45,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place; raises ``ProcessLost``."""
+        """Sum over all processes, in place; raises ``ProcessLost``."""
         if self.size > 1:
             with _together():
                 dist.all_reduce(tensor)
@@ -96,7 +96,7 @@ class ProcessGroup:
                 dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group, if there is one; one that lost a process is left silently."""
+        """Leave the process group, if there is one; silently, if it lost a process."""
         if self.size > 1 and dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()

@@ -21,10 +21,10 @@ BLOCKS = 256
 
 
 def check_whole_blocks(samples: Sequence[Sample], block_size: int, name: str) -> None:
-    """Refuse held-out answers on which no tau can be measured: the replay counts whole blocks.
+    """Refuse held-out answers that are too short for measuring tau: the replay counts whole blocks.
 
     Args:
-        name: of where the samples come from, for the error.
+        name: where the samples come from, for the error.
 
     Raises:
         HyperDFlashConfigError: no answer is as long as a block.
@@ -39,7 +39,7 @@ def check_whole_blocks(samples: Sequence[Sample], block_size: int, name: str) ->
 
 
 class Replay:
-    """A drafter with the target's embedding and LM head, which it borrows."""
+    """A drafter with the target's embedding and LM head."""
 
     def __init__(self, drafter: Drafter, target) -> None:
         self.drafter, self.target = drafter, target
@@ -89,8 +89,8 @@ class Replay:
     def overlap(self, rows: Rows, states: States, blocks: Blocks) -> torch.Tensor:
         """``sum min(p, q)`` of every draft at temperature 1, ``[b, n, B-1]`` fp32, on the CPU.
 
-        That is the chance that p/q rejection accepts it once the text before it was accepted; q
-        lies on the candidates, as when serving. Zeros where nothing is supervised.
+        This is the probability that p/q rejection accepts it, given that the text before it was
+        accepted; q covers the candidates, as when serving. Zeros where nothing is supervised.
         """
         result = torch.zeros(blocks.labels.shape)
         device, keep = self.mask_embedding.device, blocks.keep
@@ -122,7 +122,7 @@ class Replay:
 
         Args:
             sampled: measure ``tau_sampled`` too, the expected tau at temperature 1 under p/q
-                rejection; the answers are best sampled so themselves.
+                rejection; preferably on answers sampled the same way.
         """
         self.drafter.eval()
         histogram = self.acceptance(source)
@@ -161,7 +161,7 @@ class Replay:
         return 1.0 + total / max(count, 1)
 
     def _everywhere(self, source: Source, batch: int) -> Iterator[tuple[Rows, States, Blocks]]:
-        """A block at every place of the answers, some answers at a time."""
+        """A block at every position of the answers, a few answers at a time."""
         for start in range(0, len(source.samples), batch):
             indices = list(range(start, min(start + batch, len(source.samples))))
             rows = collate([source.samples[i] for i in indices])
@@ -174,7 +174,7 @@ class Replay:
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):
     """Accepted drafts of each round of one row, from every possible anchor's outcome.
 
-    A block cut short by an answer's end says nothing of its tail, and ends its answer.
+    A block cut short by an answer's end is not counted, and ends its answer.
     """
     starts = blocks.anchors[row][blocks.keep[row]].tolist()
     next_start = 0
@@ -182,7 +182,7 @@ def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):
         if anchor < next_start:
             continue
         if not bool(blocks.supervised[row, at].all()):
-            # Skip what is left of this answer: the anchors up to the next gap.
+            # Skip the rest of this answer: the anchors up to the next gap.
             next_start = anchor + 1
             while next_start in starts[at + 1 :]:
                 next_start += 1

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from typing_extensions import Self
 
-# The largest prime of 64 bits, all that a torch generator takes.
+# The largest 64-bit prime: torch generators take 64 bits.
 SEEDS = 2**64 - 59
 
 
 class Tensors:
-    """A dataclass of tensors that moves as one."""
+    """A dataclass of tensors that moves between devices as one."""
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
@@ -62,12 +62,12 @@ class States(Tensors):
 
     @classmethod
     def without_layers(cls, residual: torch.Tensor, final: torch.Tensor) -> States:
-        """States that no chosen layer was kept of."""
+        """States without chosen layers."""
         return cls(residual, final, residual.new_zeros(*residual.shape[:-1], 0))
 
 
 class Source(Protocol):
-    """Where a trainer gets samples and their states from."""
+    """A trainer's source of samples and their states."""
 
     samples: list[Sample]
 
@@ -85,9 +85,9 @@ def generator_seed(number: int) -> int:
 
 
 class Passes:
-    """The samples of every step: passes over the data, each in an order of its own.
+    """The samples of every step: passes over the data, each in its own order.
 
-    A step's samples follow from its number and the seed alone.
+    A step's samples depend on its number and the seed alone.
     """
 
     def __init__(self, count: int, batch: int, seed: int) -> None:
@@ -170,7 +170,7 @@ def computed(
 
 
 class OnlineFeatures:
-    """The target's states computed for each batch anew: nothing is kept."""
+    """The target's states, recomputed for each batch."""
 
     def __init__(self, target, samples: list[Sample], layer_ids: tuple[int, ...] = ()) -> None:
         self.target, self.samples, self.layer_ids = target, samples, layer_ids

@@ -1,7 +1,7 @@
 """A target in this process through transformers, frozen: any size that one machine holds.
 
 :class:`~sglang_hyperdflash.training.local_target.LocalTarget` is the small portable class in
-fp32; this one takes whatever transformers loads, on its devices and in its dtype.
+fp32; this one takes any model that transformers loads, on its devices and in its dtype.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def _to_weight(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> tuple[torch
 
 
 def _load(name: str, **options) -> nn.Module:
-    """The model of a causal LM or, for a target whose only class is multimodal, of that."""
+    """The model class of a causal LM or, if the target has only a multimodal class, of that."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
-        # transformers says so before it reads a weight; it has no public way to ask first.
+        # transformers raises this before it reads a weight; there is no public way to ask first.
         if "Unrecognized configuration class" not in str(error):
             raise
         return AutoModelForImageTextToText.from_pretrained(name, **options)
@@ -53,7 +53,7 @@ class TransformersTarget(nn.Module):
         name: folder or hub id. dtype, device_map: as transformers takes them.
 
     Raises:
-        HyperDFlashConfigError: the model has no such module to read the residual in front of.
+        HyperDFlashConfigError: the model has no such module, whose input is the residual.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class TransformersTarget(nn.Module):
     ) -> None:
         super().__init__()
         self.model = _load(name, dtype=dtype, device_map=device_map)
-        # Any kind with this module will do: they share its name and the paths' one.
+        # Any kind with this module will do: they share the names of module and paths.
         kind = next((kind for kind in TARGETS if hasattr(self.text, kind.collapse_module)), None)
         if kind is None:
             modules = dict.fromkeys(f"model.{kind.collapse_module}" for kind in TARGETS)
             raise HyperDFlashConfigError(
                 f"target {name} ({type(self.model).__name__}) has no {' or '.join(modules)}; its "
-                "residual cannot be read in front of the collapse."
+                "residual cannot be read before the collapse."
             )
         head = getattr(self.text, kind.collapse_module)
         self.config = self.model.config.get_text_config()
@@ -94,12 +94,12 @@ class TransformersTarget(nn.Module):
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The target's embedding, which the drafter borrows."""
+        """The target's embedding, shared with the drafter."""
         return self.model.get_input_embeddings()
 
     @property
     def lm_head(self) -> nn.Linear:
-        """The target's LM head, which the drafter borrows."""
+        """The target's LM head, shared with the drafter."""
         return self.model.get_output_embeddings()
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class TransformersTarget(nn.Module):
             for i in layer_ids:
                 hook = self.text.layers[i].register_forward_hook(_keep_mean(means, i, self.m))
                 hooks.callback(hook.remove)
-            # transformers keeps norms and gates in fp32, and hands their output to bf16 matrices.
+            # transformers keeps norms and gates in fp32, and passes their output to bf16 matrices.
             dtype = self.lm_head.weight.dtype
             with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
                 final = self.text(input_ids=tokens, use_cache=False).last_hidden_state

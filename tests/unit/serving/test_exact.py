@@ -12,7 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Candidates, law, propose
+from sglang_hyperdflash.draft.propose import (
+    DRAFT_TEMPERATURES,
+    Candidates,
+    draft_distribution,
+    propose,
+)
 from sglang_hyperdflash.serving import exact
 from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
@@ -408,7 +413,7 @@ def test_q_is_normalised_and_a_point_where_it_must_be():
     scores = torch.randn(5, 7)
     sampling = replace(same(one(top_p=0.9), 5), top_ks=torch.tensor([1, 3, 1 << 30, 9, 2]))
     sampling = replace(sampling, need_top_k=True)
-    q = law(scores, sampling, torch.tensor([1.0, 1.0, 0.5, 0.0, 0.7]))
+    q = draft_distribution(scores, sampling, torch.tensor([1.0, 1.0, 0.5, 0.0, 0.7]))
     torch.testing.assert_close(q.sum(-1), torch.ones(5))
     assert q.max(-1).values[[0, 3]].tolist() == [1.0, 1.0]
     assert ((q > 0).sum(-1) <= torch.tensor([1, 3, 7, 1, 2])).all()

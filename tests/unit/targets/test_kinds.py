@@ -197,7 +197,10 @@ def test_v41_is_told_from_v4_as_sglang_does(config):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"it knows: DeepseekV4.*names LlamaForCausalLM"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"supported are DeepseekV4.*names LlamaForCausalLM",
+        ),
         ({"architectures": ["LlamaForCausalLM"]}, "Use DFLASH or EAGLE"),
         ({"architectures": []}, "lacks architectures"),
         ({"architectures": GLM5_NEXT.architectures, "text_config": {"mhc": False}}, "mhc=false"),

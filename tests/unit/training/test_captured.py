@@ -72,7 +72,7 @@ def test_a_capture_resumes_with_what_is_missing(tmp_path):
     writer = CaptureWriter(tmp_path, IDENTITY)
     assert writer.has(2, 4)
     assert not writer.has(0, 2)
-    with pytest.raises(HyperDFlashConfigError, match="2 samples, which are not all of the data"):
+    with pytest.raises(HyperDFlashConfigError, match="2 samples, not all of the data"):
         CapturedFeatures(tmp_path)
     write(tmp_path, [(0, 2)])
     assert CapturedFeatures(tmp_path).samples == SAMPLES

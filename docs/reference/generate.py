@@ -124,7 +124,7 @@ def fields(struct: dict[str, Any]) -> str:
     for name, field in struct["properties"].items():
         if "$ref" in field:  # a section of its own
             continue
-        default = "required" if name in struct["required"] else "none"
+        default = "required" if name in struct.get("required", ()) else "none"
         if field.get("default") not in (None, {}):
             default = code(json.dumps(field["default"]))
         rows.append((code(name), default, allowed(field), field["description"]))
@@ -132,13 +132,14 @@ def fields(struct: dict[str, Any]) -> str:
 
 
 def training_file() -> str:
-    sections = {"_File": "Top level", "Objective": "[objective]", "Stage": "[[stage]]"}
-    defs = schema()["$defs"]
+    file = schema()
+    sections = {"Top level": file}
+    sections |= {"[objective]": file["$defs"]["Objective"], "[[stage]]": file["$defs"]["Stage"]}
     about = (
         "TOML. Relative paths count from the file's folder; an unknown field is an error. A stage "
         "has exactly one of\n`epochs`, `steps` and `minutes`.\n"
     )
-    parts = [f"## {title}\n\n" + fields(defs[name]) for name, title in sections.items()]
+    parts = [f"## {title}\n\n" + fields(section) for title, section in sections.items()]
     return page("Training file", about, *parts)
 
 

@@ -29,8 +29,8 @@ from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
-from sglang_hyperdflash.tools.structs import shown
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,

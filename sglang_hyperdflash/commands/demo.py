@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-from msgspec import Meta
+from pydantic import Field
+from pydantic.dataclasses import dataclass as section
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.serving.width_settings import WIDTH
@@ -31,6 +31,7 @@ from sglang_hyperdflash.tools.acceptance import (
 )
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.fields import OPEN, checked
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, keep_apart, lock
 from sglang_hyperdflash.tools.provenance import provenance
@@ -39,7 +40,6 @@ from sglang_hyperdflash.tools.server_process import (
     comparable_arguments,
     hyperdflash_arguments,
 )
-from sglang_hyperdflash.tools.structs import checked
 
 # Of a checkout; an installed package does not carry it.
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_deepseek_v4"
@@ -153,16 +153,18 @@ def _first_line(error) -> str:
     return str(body.get("message") or error.message).splitlines()[0]
 
 
-class _Message(msgspec.Struct):
+@section(config=OPEN)
+class _Message:
     role: str
     content: str
 
 
-class _Prompt(msgspec.Struct):
+@section(config=OPEN)
+class _Prompt:
     """A line of ``--prompts``."""
 
     kind: str
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1)]
 
 
 def read_prompts(path: Path) -> list[dict]:

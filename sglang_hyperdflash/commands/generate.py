@@ -33,9 +33,9 @@ from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.tools.structs import shown
 
 KIND = "hyperdflash generate"
 # Arguments of the engine that --engine-args may not name, as their options would say another thing

@@ -6,13 +6,13 @@ What the file holds: :mod:`sglang_hyperdflash.training.recipe`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint, load_config
@@ -75,7 +75,7 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
         "max_length": schedule.max_length,
         "features": schedule.features,
         "held_out": {kind: _content(place) for kind, place in schedule.held_out.items()},
-        "objective": msgspec.to_builtins(schedule.objective),
+        "objective": dataclasses.asdict(schedule.objective),
     }
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from pydantic import Field
+from pydantic.dataclasses import dataclass as section
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.structs import Keys, checked, shown
+from sglang_hyperdflash.tools.fields import CLOSED, OPEN, Keys, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual before the collapse (HyperDFlash), or
@@ -28,6 +28,8 @@ GATES = ("inherited", "approximate", "constant", "none")
 # How a dependency head uses the draft row: A * (1 + G h), or DFlash 2's A * (G h).
 FORMS = ("residual", "product")
 FULL = "full_attention"
+# What ``config.json`` has at its top, under the same names.
+_SHARED = ("block_size", "hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps")
 # On the tiny target's low-entropy text 16, 64 and 256 accept the same number of drafts, and 256
 # cost a CPU half a millisecond a round. Of 2,048 words at two nats, 64 lost 3 % of the drafts.
 CANDIDATES = 64
@@ -38,24 +40,29 @@ def default_candidates(vocabulary: int) -> int:
     return min(vocabulary, CANDIDATES)
 
 
-@dataclass(frozen=True)
+Size = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(ge=0)]
+Epsilon = Annotated[float, Field(ge=0)]
+
+
+@section(frozen=True, config=CLOSED)
 class TargetIdentity:
     """What a drafter was made for; ``hc_head_fingerprint`` is None for a target without one."""
 
     architecture: str
-    hidden_size: int
-    vocab_size: int
-    num_hidden_layers: int
-    hc_head_fingerprint: str | None
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Size
+    hc_head_fingerprint: str | None = None
 
 
-@dataclass(frozen=True)
+@section(frozen=True, config=CLOSED)
 class DependencyConfig:
     """A dependency head: rank r, the candidates K that it scores when serving, and its form."""
 
-    rank: int
-    top_k: int
-    form: str
+    rank: Size
+    top_k: Size
+    form: Literal[FORMS] = FORMS[0]
 
 
 @dataclass(frozen=True)
@@ -110,28 +117,8 @@ class HyperDFlashConfig:
         return (len(self.captured_layers) or self.hc_mult) * self.hidden_size
 
 
-Size = Annotated[int, Meta(ge=1)]
-Token = Annotated[int, Meta(ge=0)]
-Epsilon = Annotated[float, Meta(ge=0)]
-
-
-class _Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    architecture: str
-    hidden_size: Size
-    vocab_size: Size
-    num_hidden_layers: Size
-    hc_head_fingerprint: str | None = None
-
-
-class _Dependency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``hyperdflash_config.dependency``."""
-
-    rank: Size
-    top_k: Size
-    form: Literal[FORMS] = FORMS[0]
-
-
-class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@section(frozen=True, kw_only=True, config=CLOSED)
+class _Own:
     """``hyperdflash_config``."""
 
     source: Literal[SOURCES]
@@ -140,11 +127,12 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hc_mult: Size
     hc_eps: Epsilon
     window: Size | None
-    target: _Target
-    dependency: _Dependency | None = None
+    target: TargetIdentity
+    dependency: DependencyConfig | None = None
 
 
-class _DFlash(msgspec.Struct, frozen=True, kw_only=True):
+@section(frozen=True, kw_only=True, config=OPEN)
+class _DFlash:
     """``dflash_config``, which SGLang reads as well."""
 
     mask_token_id: int
@@ -152,10 +140,11 @@ class _DFlash(msgspec.Struct, frozen=True, kw_only=True):
     target_layer_ids: tuple[Token, ...] = ()
 
 
-class _Draft(msgspec.Struct, frozen=True, kw_only=True):
+@section(frozen=True, kw_only=True, config=OPEN)
+class _Draft:
     """What is read of ``config.json`` itself; its other fields are the Qwen3 class's own."""
 
-    block_size: Annotated[int, Meta(ge=2)]
+    block_size: Annotated[int, Field(ge=2)]
     hidden_size: Size
     vocab_size: Size
     num_hidden_layers: Size
@@ -203,23 +192,11 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
             f"{error} Re-export the drafter with this version of sglang-hyperdflash."
         ) from error
     own, dflash = draft.hyperdflash_config, draft.dflash_config
-    dependency = own.dependency
     parsed = HyperDFlashConfig(
-        block_size=draft.block_size,
+        **vars(own),
+        **{name: getattr(draft, name) for name in _SHARED},
         mask_token_id=dflash.mask_token_id,
-        hidden_size=draft.hidden_size,
-        vocab_size=draft.vocab_size,
-        num_hidden_layers=draft.num_hidden_layers,
-        source=own.source,
-        reducer=own.reducer,
-        hc_mult=own.hc_mult,
-        hc_eps=own.hc_eps,
-        rms_norm_eps=draft.rms_norm_eps,
         target_layer_ids=dflash.target_layer_ids,
-        target=TargetIdentity(**msgspec.structs.asdict(own.target)),
-        gate=own.gate,
-        window=own.window,
-        dependency=dependency and DependencyConfig(**msgspec.structs.asdict(dependency)),
         causal=bool(draft.is_causal),
     )
     _check_consistency(parsed, dflash.block_size)

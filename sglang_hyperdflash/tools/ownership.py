@@ -21,7 +21,7 @@ from filelock import Timeout, UnixFileLock
 
 from sglang_hyperdflash.tools.atomic import write_failed, write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashError
-from sglang_hyperdflash.tools.structs import shown
+from sglang_hyperdflash.tools.fields import shown
 
 MANIFEST, LOCK = ".hyperdflash.json", ".hyperdflash.lock"
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from sglang_hyperdflash.tools.chat_template import render
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
-from sglang_hyperdflash.tools.structs import shown
 from sglang_hyperdflash.training.samples import Sample
 
 Messages = list[dict[str, str]]

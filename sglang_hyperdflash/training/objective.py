@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Annotated, Literal
 
-import msgspec
+import pydantic
 import torch
-from msgspec import Meta
+from pydantic import Field
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.fields import CLOSED
 from sglang_hyperdflash.training.anchors import anchor_positions, block_labels, sample_anchors
 from sglang_hyperdflash.training.losses import position_weights, row_losses
 from sglang_hyperdflash.training.samples import Rows, States, Tensors
 
-Positive = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
 
 
-class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CLOSED)
+class Objective:
     """What a drafter learns; the predecessor of each draft is the data's own token.
 
     ``ce_kl`` is the paper's eq. 2-3, ``acceptance`` DSpark's form, ``selector`` DFlash 2's. p is
@@ -32,30 +34,30 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     loss: Annotated[
         Literal["ce_kl", "acceptance", "selector"] | None,
-        Meta(
+        Field(
             description="ce_kl: CE + alpha * T^2 / P * sum of KL(p_k || q_k) over k <= P; "
             "acceptance: (1 - mix) * CE + mix * sum of |p - q| over all drafts; selector: CE and a "
             "K-way CE over the candidates; none: acceptance with a dependency head, else ce_kl"
         ),
     ] = None
-    mix: Annotated[float, Meta(ge=0, le=1, description="weight of the distance")] = 0.9
-    alpha: Annotated[float, Meta(ge=0, description="weight of the KL term; 0 turns it off")] = 0.15
-    T: Annotated[Positive, Meta(description="temperature of both distributions of the KL")] = 1.0
-    P: Annotated[Count, Meta(description="drafted positions in the KL, from the first")] = 2
+    mix: Annotated[float, Field(ge=0, le=1, description="weight of the distance")] = 0.9
+    alpha: Annotated[float, Field(ge=0, description="weight of the KL term; 0 turns it off")] = 0.15
+    T: Annotated[Positive, Field(description="temperature of both distributions of the KL")] = 1.0
+    P: Annotated[Count, Field(description="drafted positions in the KL, from the first")] = 2
     gamma: Annotated[
         Positive,
-        Meta(description="decay of the position weights exp(-(k-1) / gamma) of CE and distance"),
+        Field(description="decay of the position weights exp(-(k-1) / gamma) of CE and distance"),
     ] = 4.0
     candidates: Annotated[
         float,
-        Meta(
+        Field(
             ge=0,
             description="weight of the CE of the draft rows' own logits, which choose the "
             "candidates of a dependency head; unused by selector, whose CE is that already",
         ),
     ] = 0.3
     chunk: Annotated[
-        Count, Meta(description="rows of logits in memory at once; changes nothing else")
+        Count, Field(description="rows of logits in memory at once; changes nothing else")
     ] = 2048
 
     def resolved(self, config: HyperDFlashConfig) -> Objective:
@@ -73,9 +75,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 "with `hyperdflash init --dependency-rank R`, or choose another loss."
             )
         chosen = config.dependency is not None and loss != "selector"
-        return msgspec.structs.replace(
-            self, loss=loss, candidates=self.candidates if chosen else 0.0
-        )
+        return dataclasses.replace(self, loss=loss, candidates=self.candidates if chosen else 0.0)
 
     @property
     def term(self) -> str:
@@ -95,7 +95,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return {"acceptance": None, "selector": 0}.get(self.loss, self.P if self.alpha else 0)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Blocks(Tensors):
     """Anchors ``[b, n]`` with ``keep``, labels ``[b, n, B-1]`` and which of them are supervised."""
 
@@ -117,7 +117,7 @@ class Blocks(Tensors):
         return torch.cat([anchor, self.labels[..., :-1]], -1)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Sums:
     """Numerators of a batch, with gradient, and counts for the log.
 

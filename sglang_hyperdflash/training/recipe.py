@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.structs import Keys, checked
+from sglang_hyperdflash.tools.fields import CLOSED, Keys, checked
 from sglang_hyperdflash.training.conversations import data_place
 from sglang_hyperdflash.training.objective import Objective
 
@@ -24,103 +25,105 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0)]
-AtLeast0 = Annotated[float, Meta(ge=0)]
-Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
 # A run may be made longer and go on; all else of a stage must stay.
 LENGTHS = ("steps", "minutes", "epochs", "every")
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True, config=CLOSED)
+class _Fields:
     """What a stage may set, besides its data."""
 
-    steps: Annotated[Count | None, Meta(description="length in optimizer steps")] = None
-    minutes: Annotated[Positive | None, Meta(description="length in minutes of training")] = None
-    lr: Annotated[Positive, Meta(description="highest learning rate of AdamW")] = 2e-3
-    lr_floor: Annotated[AtLeast0, Meta(description="where the cosine decay ends")] = 2e-5
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 50
-    weight_decay: Annotated[AtLeast0, Meta(description="of matrices; not of gate or norms")] = 0.0
-    clip: Annotated[Positive, Meta(description="largest norm of the gradient")] = 1.0
-    batch: Annotated[Count, Meta(description="samples of a step, over all processes")] = 8
-    micro_batch: Annotated[Count, Meta(description="samples in memory at once, per process")] = 8
-    anchors: Annotated[Count, Meta(description="blocks per sample, drawn at random")] = 32
-    every: Annotated[Count, Meta(description="steps between checkpoints")] = 400
-    bf16: Annotated[bool, Meta(description="autocast of the drafter's forward pass")] = True
-    seed: Annotated[int, Meta(ge=0, description="random seed of the data order")] = 0
+    steps: Annotated[Count | None, Field(description="length in optimizer steps")] = None
+    minutes: Annotated[Positive | None, Field(description="length in minutes of training")] = None
+    lr: Annotated[Positive, Field(description="highest learning rate of AdamW")] = 2e-3
+    lr_floor: Annotated[AtLeast0, Field(description="where the cosine decay ends")] = 2e-5
+    warmup_steps: Annotated[int, Field(ge=0, description="steps of linear warm-up")] = 50
+    weight_decay: Annotated[AtLeast0, Field(description="of matrices; not of gate or norms")] = 0.0
+    clip: Annotated[Positive, Field(description="largest norm of the gradient")] = 1.0
+    batch: Annotated[Count, Field(description="samples of a step, over all processes")] = 8
+    micro_batch: Annotated[Count, Field(description="samples in memory at once, per process")] = 8
+    anchors: Annotated[Count, Field(description="blocks per sample, drawn at random")] = 32
+    every: Annotated[Count, Field(description="steps between checkpoints")] = 400
+    bf16: Annotated[bool, Field(description="autocast of the drafter's forward pass")] = True
+    seed: Annotated[int, Field(ge=0, description="random seed of the data order")] = 0
     dependency_lr: Annotated[
-        Positive, Meta(description="learning rate of a dependency head, as a factor of lr")
+        Positive, Field(description="learning rate of a dependency head, as a factor of lr")
     ] = 0.3
     dependency_gate: Annotated[
-        bool, Meta(description="train the dependency head's gate G; DSpark's head has none")
+        bool, Field(description="train the dependency head's gate G; DSpark's head has none")
     ] = True
 
 
-class Recipe(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True, config=CLOSED)
+class Recipe(_Fields):
     """Hyperparameters of one stage; ``steps`` or ``minutes`` is its length.
 
     Raises:
-        HyperDFlashConfigError: a field is of another type or out of range, or the length is not
-            given once.
+        ValueError: a field is of another type or out of range, or the length is not given once.
     """
 
-    objective: Objective = msgspec.field(default_factory=Objective)
+    objective: Objective = dataclasses.field(default_factory=Objective)
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
-            raise HyperDFlashConfigError("a recipe needs steps or minutes, and not both.")
-        values = {name: getattr(self, name) for name in _Fields.__struct_fields__}
-        checked(values, _Fields, lambda keys: ".".join(["recipe", *map(str, keys)]))
+            raise ValueError("a recipe needs steps or minutes, and not both")
 
 
-class Stage(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True, config=CLOSED)
+class Stage(_Fields):
     """One ``[[stage]]``: its data, its length in epochs (or as a recipe's), and its recipe."""
 
     data: Annotated[
         tuple[Text, ...],
-        Meta(min_length=1, description="files, or hub:OWNER/NAME; one capture folder if captured"),
+        Field(min_length=1, description="files, or hub:OWNER/NAME; one capture folder if captured"),
     ]
-    epochs: Annotated[Positive | None, Meta(description="length in passes over the data")] = None
+    epochs: Annotated[Positive | None, Field(description="length in passes over the data")] = None
 
     def resolve(self, samples: int, objective: Objective) -> Recipe:
         """The recipe for so many samples."""
-        values = {name: getattr(self, name) for name in _Fields.__struct_fields__}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Fields)}
         if self.epochs is not None:
             values["steps"] = max(1, math.ceil(self.epochs * samples / self.batch))
         return Recipe(**values, objective=objective)
 
     def settings(self) -> dict[str, Any]:
         """What must not change between two runs of this stage, its data aside."""
-        given = msgspec.to_builtins(self)
+        given = dataclasses.asdict(self)
         return {name: given[name] for name in given if name not in (*LENGTHS, "data")}
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    target: Annotated[Text, Meta(description="folder or hub id of the target")]
-    draft: Annotated[Text, Meta(description="drafter folder made by `hyperdflash init`")]
-    out: Annotated[Text, Meta(description="folder for the best drafter of the last stage")]
+@dataclass(frozen=True, kw_only=True, config=CLOSED)
+class _File:
+    target: Annotated[Text, Field(description="folder or hub id of the target")]
+    draft: Annotated[Text, Field(description="drafter folder made by `hyperdflash init`")]
+    out: Annotated[Text, Field(description="folder for the best drafter of the last stage")]
     stage: Annotated[
         tuple[Stage, ...],
-        Meta(min_length=1, description="stages in order; each starts from the one before's best"),
+        Field(min_length=1, description="stages in order; each starts from the one before's best"),
     ]
-    max_length: Annotated[Count, Meta(description="tokens; longer conversations are left out")] = (
+    max_length: Annotated[Count, Field(description="tokens; longer conversations are left out")] = (
         2048
     )
     features: Annotated[
         Literal["cache", "online", "captured"],
-        Meta(
+        Field(
             description="the target's states: computed once and kept, recomputed for each batch, "
             "or read from the folders of `hyperdflash capture`"
         ),
     ] = "cache"
     held_out: Annotated[
         dict[str, Text],
-        Meta(description="name = file (capture folder if captured); tau is the mean over these"),
-    ] = msgspec.field(default_factory=dict)
-    objective: Objective = msgspec.field(default_factory=Objective)
+        Field(description="name = file (capture folder if captured); tau is the mean over these"),
+    ] = dataclasses.field(default_factory=dict)
+    objective: Objective = dataclasses.field(default_factory=Objective)
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
     """A checked training file; relative paths count from its folder."""
 
     target: str
@@ -155,8 +158,8 @@ def _named(path: Path, keys: Keys) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The training file's JSON schema: ``$defs`` of ``_File``, ``Stage`` and ``Objective``."""
-    return msgspec.json.schema(_File)
+    """The training file's JSON schema, with ``Stage`` and ``Objective`` under ``$defs``."""
+    return TypeAdapter(_File).json_schema()
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -10,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from sglang_hyperdflash.tools.atomic import replacing, write_json, write_text
@@ -225,7 +225,7 @@ class Trainer:
                 "drafter": self.drafter.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "state": self.state,
-                "recipe": msgspec.to_builtins(self.recipe),
+                "recipe": dataclasses.asdict(self.recipe),
                 "records": self.records,
             },
         )
@@ -260,7 +260,7 @@ class Trainer:
         if not (self.folder / STATE).is_file():
             return
         saved = self._saved()
-        mine, theirs = msgspec.to_builtins(self.recipe), saved["recipe"]
+        mine, theirs = dataclasses.asdict(self.recipe), saved["recipe"]
         changed = [k for k in mine if k not in LENGTHS and mine[k] != theirs.get(k)]
         if changed:
             raise HyperDFlashConfigError(

@@ -72,15 +72,15 @@ def test_no_import_climbs(module):
 
 # What each folder may import besides the standard library; the last rows may use all of it.
 LIBRARIES = {
-    "tools": {"filelock", "jinja2", "msgspec", "pydantic", "requests", "torch"},
+    "tools": {"filelock", "jinja2", "pydantic", "requests", "torch"},
     "seams.py": {"sglang"},
     "triton_ops": {"matplotlib", "sglang", "torch", "triton"},
-    "draft": {"msgspec", "pydantic", "torch"},
+    "draft": {"pydantic", "torch"},
     "targets": {"fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},
     "portable": {"numba", "sglang", "torch"},
     "serving": {"numpy", "prometheus_client", "safetensors", "sglang", "torch"},
     "training": {
-        *("datasets", "msgspec", "pydantic", "safetensors", "tensorboard", "tomli", "torch"),
+        *("datasets", "pydantic", "safetensors", "tensorboard", "tomli", "torch"),
         *("tqdm", "transformers", "typing_extensions", "wandb"),
     },
     "cpu": {"numpy", "psutil", "sglang", "torch"},

@@ -41,7 +41,7 @@ def said(tmp_path, monkeypatch, capsys):
     [
         ("[1]", "p.jsonl:2: expected a JSON object"),
         (json.dumps({"messages": GOOD["messages"]}), "p.jsonl:2: kind is missing"),
-        (json.dumps(GOOD | {"messages": []}), "p.jsonl:2: messages must be not empty"),
+        (json.dumps(GOOD | {"messages": []}), "p.jsonl:2: messages must have at least 1 item"),
         (json.dumps(GOOD | {"messages": [{"role": "user"}]}), "p.jsonl:2: messages: 0: content is"),
     ],
 )

@@ -165,11 +165,11 @@ def test_a_head_that_the_config_does_not_name_is_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0, "top_k": 4}, "dependency.rank must be at least 1, found 0"),
+        ({"rank": 0, "top_k": 4}, "dependency.rank must be greater than or equal to 1, found 0"),
         ({"rank": 4}, "dependency.top_k is missing"),
         ({"rank": 4, "top_k": 4, "gate": True}, "unknown field gate; known are"),
         ({"rank": 4, "top_k": 9999}, "at most the vocabulary of 1363, found 9999"),
-        ({"rank": 4, "top_k": 4, "form": "sum"}, "form must be one of product, residual, found"),
+        ({"rank": 4, "top_k": 4, "form": "sum"}, "form must be 'residual' or 'product', found"),
     ],
 )
 def test_a_wrong_section_says_what_was_expected_and_found(folder, change, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -69,7 +69,7 @@ def new_drafter(target) -> Drafter:
 
 
 def new_trainer(target, cache, folder, **changes) -> Trainer:
-    recipe = msgspec.structs.replace(RECIPE, **changes)
+    recipe = dataclasses.replace(RECIPE, **changes)
     return Trainer(new_drafter(target), target, cache, {}, recipe, folder)
 
 
@@ -286,12 +286,12 @@ def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
     [
         ({"steps": None}, "needs steps or minutes"),
         ({"minutes": 1.0}, "and not both"),
-        ({"lr": 0.0}, "recipe.lr must be above 0, found 0.0"),
+        ({"lr": 0.0}, r"lr\n.*greater than 0"),
     ],
 )
 def test_bad_recipes(changes, message):
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        msgspec.structs.replace(RECIPE, **changes)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(RECIPE, **changes)
 
 
 def test_no_samples_are_refused(target, tmp_path):

@@ -2,7 +2,8 @@
 
 A round of width w verifies the anchor and ``w - 1`` drafts of every request. All that depends on
 the width inside ``DFlashWorkerV2`` is swapped as a whole, as EAGLE's adaptive steps do. At width 1
-nothing is drafted (``one_row``).
+nothing is drafted (``one_row``). A block that could pass the end of a context is such a round, too:
+neither model has positions there.
 
 What stays at the block size while serving: slots reserved for each request (a round in flight may
 need them), and everything sized at start.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -80,6 +81,19 @@ def check_ranks_agree(setting: WidthSetting, gather: Callable[[Any], list[Any]])
         raise HyperDFlashConfigError(
             f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}."
         )
+
+
+def block_fits(committed: Iterable[int], block: int, context: int) -> bool:
+    """Whether a whole block ends before the last position of every request's context.
+
+    Rounds of one row then fit as well: SGLang ends a request two tokens before its context's end,
+    and runs it once more at most.
+
+    Args:
+        committed: tokens of each request that the host knows of. Under overlap scheduling one more
+            round may be running, which adds a block at most.
+    """
+    return max(committed) + 2 * block < context
 
 
 class WidthStates:
@@ -173,12 +187,10 @@ class WidthWorker(OneRowWorker):
             self._share if ranks else None,
             alone=self.device == "cpu" and not server_args.disable_overlap_schedule,
         )
-        # A width for requests whose processors keep notes; ranks that differ cannot have it.
-        served = get_exec().features.enable_custom_logit_processor
-        notes = served and not self._whole_blocks_only()
-        self._one_row_for_notes, self._told = bool(notes), False
+        self._has_one_row, self._warned = not self._whole_blocks_only(), False
         self._rounds_width = self.block
-        self._states = WidthStates(self, setting.widths, eager=(1,) if notes else ())
+        # Width 1 is for stateful processors and the ends of contexts at least.
+        self._states = WidthStates(self, setting.widths, eager=(1,) if self._has_one_row else ())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
     def _share(self, table: Table) -> Table:
@@ -207,16 +219,24 @@ class WidthWorker(OneRowWorker):
         switched = get_disagg().enable_pd_role_switch
         return bool(get_parallel().attn_dp_enabled or states or wrapped or switched)
 
-    def _may_draft_nothing(self) -> bool:
-        """Whether a round may be one row; says once where it should be and may not."""
-        if not (self._one_row_for_notes or self._told):
-            self._told = True
-            logger.warning(
-                "HYPERDFLASH: a custom logit processor is stateful. With attention data "
-                "parallelism, recurrent layers, two-batch overlap or role switches it is called "
-                "for drafts as well, and answers may differ from the baseline's."
-            )
-        return self._one_row_for_notes
+    def _needs_one_row(self) -> bool:
+        """Whether nothing may be drafted in the round that starts.
+
+        Warns once where a stateful processor needs it and the server cannot; such a server has no
+        full contexts (``start_checks``).
+        """
+        if not self._has_one_row:
+            if not self._warned and keeps_notes(self._info):
+                self._warned = True
+                logger.warning(
+                    "HYPERDFLASH: a custom logit processor is stateful. With attention data "
+                    "parallelism, recurrent layers, two-batch overlap or role switches it is "
+                    "called for drafts as well, and answers may differ from the baseline's."
+                )
+            return False
+        context = self.target_worker.model_runner.model_config.context_len
+        committed = (req.kv.kv_committed_len for req in self.requests.reqs)
+        return keeps_notes(self._info) or not block_fits(committed, self.block, context)
 
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""
@@ -243,7 +263,7 @@ class WidthWorker(OneRowWorker):
         if idle or self.requests is None:
             self.width_control.pause(batch.extend_num_tokens or 0)
             width = self.block
-        elif keeps_notes(self._info) and self._may_draft_nothing():
+        elif self._needs_one_row():
             self.width_control.pause()
             width = 1
         else:

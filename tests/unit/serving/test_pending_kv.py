@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import width_worker
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.pending_kv import PendingRows, last_owners
 from sglang_hyperdflash.serving.width_worker import WidthWorker
@@ -26,12 +25,11 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
         setting=SimpleNamespace(fixed=True),
     )
     worker.block, worker._rounds_width, worker.window, worker._info = 7, 7, window, None
-    worker._one_row_for_notes = False
     worker._pending, worker._pending_of = PendingRows(10), None
     worker._states = SimpleNamespace(activate=lambda width: None)
     worker.one_row_round = lambda batch: None
     worker.write_pending = lambda: said.append("written") or worker._pending.take()
-    monkeypatch.setattr(width_worker, "keeps_notes", lambda info: False)
+    monkeypatch.setattr(worker, "_needs_one_row", lambda: False)
 
     def run(requests, width: int | None = None, tokens: int = 5) -> list[str]:
         widths.append(width)

@@ -427,6 +427,7 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
         setting=SimpleNamespace(fixed=True),
     )
     worker.block, worker.requests, worker._pending_of = 7, SimpleNamespace(classes=(1, 1)), None
+    worker.requests.reqs = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=20))]
     worker._pending, worker._rounds_width, worker.window, widths = PendingRows(0), 7, None, []
     worker._states = SimpleNamespace(activate=widths.append)
     worker.one_row_round = lambda batch: "one row"
@@ -436,7 +437,9 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
         forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False, extend_num_tokens=None
     )
     worker._info = SimpleNamespace(custom_logit_processor=entries)
-    worker._one_row_for_notes = True
+    worker._has_one_row = True
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=100))
+    worker._target_worker = SimpleNamespace(model_runner=runner)
     assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]
     worker._info = SimpleNamespace(custom_logit_processor={0: entries[0]})
     assert worker.run_round(batch) == "block" and widths == [1, 7] and asked[1:] == ["next"]

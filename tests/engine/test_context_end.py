@@ -1,0 +1,188 @@
+"""Answers that fill the context are the baseline's; no row past its end reaches a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
+from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.drafter import with_window
+from tests.engine.conftest import FP32, HOT, install_plugin
+from tests.engine.test_exact import VOCABULARY_ORDER
+
+# The target's own limit: one position more and its rotary table has no row.
+CONTEXT = 160
+# More letters than fit: an answer under this grammar never ends by itself.
+ENDLESS = "[a-z ]{1500}"
+# Notes the last position that each model is given, and where its K/V then end.
+RECORD = """
+def load():
+    from sglang_hyperdflash.seams import when_imported
+
+    when_imported("sglang.srt.model_executor.model_runner", patch)
+
+
+def patch():
+    import json
+    import os
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    original, most = ModelRunner.forward, {}
+
+    def forward(self, forward_batch, *args, **kwargs):
+        if len(forward_batch.positions):
+            rows = getattr(forward_batch.spec_info, "draft_token_num", 0)
+            rows = rows if forward_batch.forward_mode.is_target_verify() else 0
+            ends = int(forward_batch.seq_lens.max()) + rows
+            found = [int(forward_batch.positions.max()), ends]
+            name = "drafter" if self.is_draft_worker else "target"
+            most[name] = [max(pair) for pair in zip(found, most.get(name, found))]
+            with open(os.environ["TEST_POSITIONS"], "w") as file:
+                json.dump(most, file)
+        return original(self, forward_batch, *args, **kwargs)
+
+    ModelRunner.forward = forward
+"""
+
+
+@pytest.fixture(scope="module")
+def short_target(target_dir, tmp_path_factory) -> Path:
+    """The tiny target with a context of ``CONTEXT`` tokens."""
+    folder = tmp_path_factory.mktemp("short") / "target"
+    shutil.copytree(target_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def end_prompts(own_prompts) -> list[list[int]]:
+    """Twelve prompts longer than the context; what is asked are their first tokens."""
+    text = [token for prompt in own_prompts for token in prompt]
+    return [(text[17 * i :] + text)[:CONTEXT] for i in range(12)]
+
+
+def payloads(prompts: list[list[int]]) -> list[dict]:
+    """Greedy, seeded and constrained requests that leave 0 to 8 tokens of the context.
+
+    Prompts of 40 tokens, and prompts that fill all but 12 to 0 tokens themselves.
+    """
+    found = []
+    for left in range(9):
+        rooms = [CONTEXT - 40] * 2 + list(range(max(left, 1), 13))
+        for number, room in enumerate(rooms):
+            i = len(found)
+            sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": room - left}
+            if i % 2:
+                sampling |= {"temperature": HOT, "sampling_seed": i}
+            if (i // 2 + number) % 2:
+                sampling["regex"] = ENDLESS
+            prompt = prompts[i % len(prompts)][: CONTEXT - room]
+            found.append({"input_ids": prompt, "sampling_params": sampling})
+    return found
+
+
+def answer(server: Server, payload: dict) -> tuple:
+    """Tokens of an answer, streamed if the payload says so, and why it ended; or the refusal."""
+    url = f"{server.url}/generate"
+    with requests.post(url, json=payload, timeout=600) as reply:
+        if reply.status_code != 200:
+            return (reply.status_code,)
+        text = reply.text
+    if payload.get("stream"):
+        lines = [line for line in text.splitlines() if line.startswith("data: {")]
+        text = lines[-1].removeprefix("data: ")
+    found = json.loads(text)
+    end = found["meta_info"]["finish_reason"]
+    # A stream has begun by the time that the scheduler refuses.
+    return (end["status_code"],) if end["type"] == "abort" else (found["output_ids"], end)
+
+
+def answers(server: Server, asked: list[dict], at_once: int) -> list[tuple]:
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda payload: answer(server, payload), asked))
+
+
+@pytest.fixture(scope="module")
+def baseline(servers, short_target, end_prompts, tmp_path_factory) -> Callable:
+    """What the baseline answers, of a server with these options."""
+    plugin = install_plugin(tmp_path_factory.mktemp("plugin"), "vocabulary_order", VOCABULARY_ORDER)
+
+    @cache
+    def ask(*options: str) -> list[tuple]:
+        options = (*FP32, "--enable-deterministic-inference", *options)
+        server = servers.get("end-baseline", short_target, *options, environment=plugin)
+        found = answers(server, payloads(end_prompts), 8)
+        servers.stop("end-baseline")
+        # SGLang ends an answer two tokens before its context's end.
+        assert max(len(a[0]) for a in found if len(a) > 1) == CONTEXT - 42
+        assert {a[0] for a in found if len(a) == 1} <= {400}
+        return found
+
+    return ask
+
+
+@pytest.fixture
+def compare(servers, short_target, drafter_dir, end_prompts, baseline, tmp_path) -> Callable:
+    """Start a server, ask it the same, and look at what its models were given."""
+
+    def ask(draft: Path = drafter_dir, options: tuple[str, ...] = (), every=1, **environment):
+        expected, asked = baseline(*options), payloads(end_prompts)
+        positions = tmp_path / "positions.json"
+        environment |= install_plugin(tmp_path, "record", RECORD)
+        environment["TEST_POSITIONS"] = str(positions)
+        arguments = (*FP32, *options, *hyperdflash_arguments(draft))
+        server = servers.get("end-hyper", short_target, *arguments, environment=environment)
+        try:
+            assert answers(server, asked[::every], 8) == expected[::every]
+            streamed = [payload | {"stream": True} for payload in asked[:: 5 * every]]
+            assert answers(server, streamed, 1) == expected[:: 5 * every]
+            for payload in asked:
+                payload["sampling_params"].pop("sampling_seed", None)
+            unseeded = answers(server, asked[1 :: 6 * every], 8)
+            same = zip(unseeded, expected[1 :: 6 * every], strict=True)
+            assert all(len(a[0]) == len(b[0]) for a, b in same if len(b) > 1)
+            most = json.loads(positions.read_text())
+        finally:
+            servers.stop("end-hyper")
+        for name, (position, end) in most.items():
+            assert position < CONTEXT and end <= CONTEXT, (name, position, end)
+        # The last row that answers a token is there.
+        assert most["target"][0] >= CONTEXT - 4, most
+
+    return ask
+
+
+def test_answers_to_the_end_of_the_context(compare):
+    compare(every=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [*"1234567", "random", "adaptive"])
+def test_answers_of_any_width_to_the_end_of_the_context(compare, width):
+    compare(**{WIDTH: width}, **({} if width.isdigit() else {WIDTHS: "1,2,3,4,5,6,7"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [("--allow-auto-truncate",), ("--disable-overlap-schedule",), ("--chunked-prefill-size", "64")],
+    ids=" ".join,
+)
+def test_answers_of_other_servers_to_the_end_of_the_context(compare, options):
+    compare(options=options)
+
+
+@pytest.mark.slow
+def test_a_windowed_drafter_to_the_end_of_the_context(compare, drafter_dir, tmp_path):
+    compare(with_window(drafter_dir, tmp_path / "narrow", 32), **{POOL_RATIO: "0.05"})

@@ -1,0 +1,73 @@
+"""No row past the context reaches the target or the drafter, whatever is accepted."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hyperdflash.serving import width_worker
+from sglang_hyperdflash.serving.width_worker import WidthWorker
+
+CONTEXT = 100
+
+
+def worker(block: int) -> WidthWorker:
+    """A worker that asks whether a round may draft, and nothing else."""
+    found = object.__new__(WidthWorker)
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
+    found._target_worker = SimpleNamespace(model_runner=runner)
+    found.block, found._has_one_row = block, True
+    found._info = SimpleNamespace(custom_logit_processor=None)
+    return found
+
+
+def last_positions(block: int, prompt: int, overlap: bool, draw: random.Random) -> list[int]:
+    """The last position of each round of a request that fills its context.
+
+    SGLang ends it at ``CONTEXT - 2`` tokens, counted when the host has read a round's result:
+    under overlap scheduling one round late.
+    """
+    rounds, request = worker(block), SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt))
+    rounds.requests = SimpleNamespace(reqs=[request])
+    # Tokens with K/V, as the device has it; the next token is the anchor.
+    length, unread, last = prompt, [], []
+    while request.kv.kv_committed_len + 1 < CONTEXT - 2:
+        width = 1 if rounds._needs_one_row() else draw.randint(1, block)
+        last.append(length + width - 1)
+        kept = draw.choice((1, width))
+        length += kept
+        unread.append(kept)
+        if len(unread) > overlap:
+            request.kv.kv_committed_len += unread.pop(0)
+    return last
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("block", [2, 7, 16])
+def test_no_round_passes_the_end_of_a_context(block, overlap):
+    draw = random.Random(0)
+    for prompt in range(1, CONTEXT - 5):
+        for _ in range(20):
+            last = last_positions(block, prompt, overlap, draw)
+            assert max(last) < CONTEXT
+            # The position that answers the last token was computed.
+            assert max(last) >= CONTEXT - 4
+
+
+def test_blocks_are_drafted_until_the_end_is_near_and_every_request_counts():
+    rounds = worker(7)
+    near, far = (
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in (CONTEXT - 15, 40)
+    )
+    rounds.requests = SimpleNamespace(reqs=[far, near])
+    assert not rounds._needs_one_row()
+    near.kv.kv_committed_len += 1
+    assert rounds._needs_one_row()
+
+
+def test_the_control_without_the_rule_passes_the_end(monkeypatch):
+    monkeypatch.setattr(width_worker, "block_fits", lambda *inputs: True)
+    draw = random.Random(0)
+    assert max(max(last_positions(7, 40, True, draw)) for _ in range(20)) >= CONTEXT

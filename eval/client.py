@@ -63,7 +63,7 @@ def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dic
     }
     reply = requests.post(f"{url}/v1/chat/completions", json=payload, timeout=sampling.timeout)
     if not reply.ok:
-        reason = " ".join(reason_of(reply).split())[:500] or "no reason given"
+        reason = " ".join(reason_of(reply.text).split())[:500] or "no reason given"
         raise Unanswered(f"{url} refused with {reply.status_code}: {reason}")
     return reply.json()
 

@@ -1,17 +1,18 @@
-"""The output file of commands that answer prompts: one owner, one run, its own resume state.
+"""Commands that answer prompts: the conversations, and the output file that is its resume state.
 
-Beside it lies the list of what the target refused to answer (:class:`Skipped`).
+The prompts that the target refused are listed in a second file (:class:`Skipped`).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -19,15 +20,25 @@ from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lin
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
 
 SHOWN = 5  # lines of a list that are printed; the rest is in its file
+Messages = list[dict[str, str]]
 ENTRY = {"index", "digest", "where", "reason", "answered"}  # of the list of what was refused
 
 
-class Asked(Protocol):
-    """What is asked: its number in the input, a hash of it, and its ``file:line``."""
+@dataclass(frozen=True)
+class Conversation:
+    """What is asked.
+
+    Attributes:
+        index: its number in the input. digest: a hash of it. where: its ``file:line``.
+        steps: lists of messages; after each of them the target answers.
+        text: a raw prompt instead of messages; ``steps`` is then one empty list.
+    """
 
     index: int
     digest: str
     where: str
+    steps: list[Messages]
+    text: str | None = None
 
 
 class Refused(Exception):
@@ -126,7 +137,7 @@ class Skipped:
         for entry in kept:
             self._write(entry)
 
-    def add(self, asked: Asked, reason: str, answered: int) -> None:
+    def add(self, asked: Conversation, reason: str, answered: int) -> None:
         """List a prompt, of which ``answered`` turns are in the output."""
         entry = {"index": asked.index, "digest": asked.digest, "where": asked.where}
         entry |= {"reason": reason, "answered": answered}
@@ -178,7 +189,9 @@ class Answers:
     done: dict[int, dict[str, Any]]
     skipped: Skipped
 
-    def waiting(self, asked: Collection[Asked], noun: str, *, retry: bool) -> list[Any]:
+    def waiting(
+        self, asked: Collection[Conversation], noun: str, *, retry: bool
+    ) -> list[Conversation]:
         """What is neither answered nor refused yet; says how much is.
 
         Args:
@@ -192,6 +205,69 @@ class Answers:
             before += f", {len(self.skipped.found)} skipped before"
         print(f"{len(asked)} {noun}, {before}")
         return [one for one in asked if one.index not in known]
+
+    async def add_all(
+        self,
+        waiting: Sequence[Conversation],
+        ask: Callable[[Conversation], Awaitable[tuple[dict[str, Any], int, str | None]]],
+        concurrency: int,
+        unit: str,
+    ) -> int:
+        """Keep ``concurrency`` conversations in flight; write each record as it comes.
+
+        Args:
+            ask: returns the record, how many answers it holds, and why it ends early, or None.
+            unit: of the progress bar.
+
+        Returns:
+            The number of records written.
+        """
+        from tqdm import tqdm
+
+        queue, written = iter(waiting), 0
+        done = len(self.done)
+        bar = tqdm(total=len(waiting) + done, initial=done, unit=unit, dynamic_ncols=True)
+
+        async def worker() -> None:
+            nonlocal written
+            for conversation in queue:
+                record, answers, reason = await ask(conversation)
+                if reason is not None:  # first, so that a kill in between asks it again
+                    self.skipped.add(conversation, reason, answers)
+                if answers:
+                    self.writer.append(record)
+                    written += 1
+                bar.update(1)
+
+        with bar:
+            await asyncio.gather(*(worker() for _ in range(min(concurrency, len(waiting)))))
+        return written
+
+
+async def converse(
+    conversation: Conversation, generate: Callable[[Messages], Awaitable[tuple[str, Any]]]
+) -> tuple[Messages, list[Any], str | None]:
+    """Ask the steps of a conversation in order, each after the answers before it.
+
+    Args:
+        generate: from the messages so far to the answer's text and anything else; may raise
+            :class:`Refused`.
+
+    Returns:
+        The messages with their answers, what ``generate`` returned besides texts, and why the
+        conversation ends early, or None.
+    """
+    messages: Messages = []
+    found: list[Any] = []
+    for number, step in enumerate(conversation.steps, 1):
+        try:
+            text, more = await generate([*messages, *step])
+        except Refused as error:
+            turn = f"turn {number}: " if conversation.text is None else ""
+            return messages, found, f"{turn}{error}"
+        messages += [*step, {"role": "assistant", "content": text}]
+        found.append(more)
+    return messages, found, None
 
 
 def _is_list(path: Path) -> bool:

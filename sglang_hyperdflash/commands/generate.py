@@ -9,18 +9,20 @@ file and line, in ``OUTPUT.skipped.jsonl``.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.commands.answers import (
     Answers,
+    Conversation,
+    Messages,
     Refused,
+    converse,
     hold_answers,
     rendered,
     room_for,
@@ -63,24 +65,6 @@ MEMORY_ONLY = frozenset(
         "port",
     }
 )
-Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One input line: raw ``text`` (``prompt``), or ``turns`` of chat to be answered in order.
-
-    ``where`` is its ``file:line``.
-    """
-
-    index: int
-    digest: str
-    text: str | None
-    messages: Messages
-    turns: list[str]
-    where: str
-
-
 SHAPES = {
     "prompt": "a non-empty string",
     "turns": "a non-empty list of strings",
@@ -88,7 +72,7 @@ SHAPES = {
 }
 
 
-def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Prompt:
+def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversation:
     """Check a line's object, which has one of ``prompt``, ``messages`` and ``turns``.
 
     Raises:
@@ -102,14 +86,14 @@ def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Prompt:
             f"{where}: expected exactly one of prompt, messages or turns; found "
             f"{' and '.join(given) or others}."
         )
-    kind, digest = given[0], short_hash(record)
-    value = record[kind]
+    kind, digest, value = given[0], short_hash(record), record[given[0]]
     if kind == "prompt" and isinstance(value, str) and value:
-        return Prompt(index, digest, value, [], [], where)
+        return Conversation(index, digest, where, [[]], text=value)
     if kind == "turns" and value and _all(value, lambda turn: isinstance(turn, str)):
-        return Prompt(index, digest, None, [], list(value), where)
+        steps = [[{"role": "user", "content": turn}] for turn in value]
+        return Conversation(index, digest, where, steps)
     if kind == "messages" and value and _all(value, _is_message):
-        return Prompt(index, digest, None, list(value), [], where)
+        return Conversation(index, digest, where, [value])
     raise HyperDFlashConfigError(f"{where}: {kind} must be {SHAPES[kind]}, found {shown(value)}.")
 
 
@@ -121,7 +105,7 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and all(isinstance(item.get(k), str) for k in ("role", "content"))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[Conversation]:
     """Read and check the whole input before any model is loaded."""
     if not path.is_file():
         raise FileNotFoundError(f"--input {path} does not exist.")
@@ -245,85 +229,53 @@ def _with_engine(
     arguments: dict[str, Any],
     sampling: dict[str, Any],
     args: argparse.Namespace,
-    waiting: list[Prompt],
+    waiting: list[Conversation],
     answers: Answers,
 ) -> None:
     with quiet_engine(arguments, verbose=args.verbose) as engine:
         asker = Asker(engine, sampling, engine.get_server_info()["max_req_input_len"])
         started = time.monotonic()
-        work = answer_all(asker, waiting, args.concurrency, answers)
-        records = engine.loop.run_until_complete(work)
-        print(summary(records, time.monotonic() - started))
-    answers.skipped.say("prompts", len(answers.done) + len(records))
+        work = answers.add_all(waiting, asker.answer, args.concurrency, "prompt")
+        written = engine.loop.run_until_complete(work)
+        print(summary(written, asker.totals, time.monotonic() - started))
+    answers.skipped.say("prompts", len(answers.done) + written)
 
 
-async def answer_all(
-    asker: Asker, waiting: list[Prompt], concurrency: int, answers: Answers
-) -> list[dict[str, Any]]:
-    """Keep ``concurrency`` prompts in flight; append each answer as it finishes."""
-    from tqdm import tqdm
-
-    queue: Iterator[Prompt] = iter(waiting)
-    records: list[dict[str, Any]] = []
-    done = len(answers.done)
-    bar = tqdm(total=len(waiting) + done, initial=done, unit="prompt", dynamic_ncols=True)
-
-    async def worker() -> None:
-        for prompt in queue:
-            record, reason = await asker.answer(prompt)
-            if reason is not None:  # first, so that a kill in between asks the prompt again
-                answers.skipped.add(prompt, reason, len(record["outputs"]))
-            if record["outputs"]:
-                answers.writer.append(record)
-                records.append(record)
-            bar.update(1)
-
-    await asyncio.gather(*(worker() for _ in range(min(concurrency, len(waiting)))))
-    bar.close()
-    return records
-
-
-@dataclass(frozen=True)
 class Asker:
-    """An engine, how it is asked, and the longest input that it takes.
+    """An engine and how it is asked.
 
-    Attributes:
+    Args:
         sampling: SGLang's parameters; ``max_new_tokens`` is cut to what the context leaves.
         limit: ``max_req_input_len`` of the engine's server info.
+
+    Attributes:
+        totals: sums over all answers of the counts in their records.
     """
 
-    engine: Any
-    sampling: Mapping[str, Any]
-    limit: int
+    def __init__(self, engine: Any, sampling: Mapping[str, Any], limit: int) -> None:
+        self.engine, self.sampling, self.limit = engine, sampling, limit
+        self.totals: Counter[str] = Counter()
 
-    async def answer(self, prompt: Prompt) -> tuple[dict[str, Any], str | None]:
-        """Answer one prompt; ``turns`` are asked in order, each seeing the answers before it.
-
-        Returns:
-            The output record, and why it ends early (None: it does not).
-        """
-        messages = list(prompt.messages)
-        record = {"index": prompt.index, "digest": prompt.digest, "outputs": []}
+    async def answer(self, prompt: Conversation) -> tuple[dict[str, Any], int, str | None]:
+        """Answer one input line: its record, how many answers that holds, why it ends early."""
         counts = dict.fromkeys(("completion_tokens", "correct_drafts", "verify_rounds"), 0)
-        reason, finish = None, {}
-        for number, turn in enumerate(prompt.turns or [None], 1):
-            if turn is not None:
-                messages.append({"role": "user", "content": turn})
-            try:
-                text, meta = await self._generate(self._tokens(prompt, messages))
-            except Refused as error:
-                reason = f"turn {number}: {error}" if prompt.turns else str(error)
-                break
+        finish = {}
+
+        async def generate(messages: Messages) -> tuple[str, str]:
+            text, meta = await self._generate(self._tokens(prompt, messages))
             accepted, verified, _ = counters(meta)
             counts["correct_drafts"] += accepted
             counts["verify_rounds"] += verified
             counts["completion_tokens"] += int(meta["completion_tokens"])
-            record["outputs"].append(text)
-            messages.append({"role": "assistant", "content": text})
-            finish = {"finish_reason": meta["finish_reason"]["type"]}
-        return record | counts | finish, reason
+            finish["finish_reason"] = meta["finish_reason"]["type"]
+            return text, text
 
-    def _tokens(self, prompt: Prompt, messages: Messages) -> list[int]:
+        _, outputs, reason = await converse(prompt, generate)
+        self.totals.update(counts)
+        record = {"index": prompt.index, "digest": prompt.digest, "outputs": outputs}
+        return record | counts | finish, len(outputs), reason
+
+    def _tokens(self, prompt: Conversation, messages: Messages) -> list[int]:
         """The input of the next answer; raises ``Refused``."""
         tokenizer = self.engine.tokenizer_manager.tokenizer
         if prompt.text is not None:
@@ -342,12 +294,11 @@ class Asker:
         return result["text"], result["meta_info"]
 
 
-def summary(records: list[dict], seconds: float) -> str:
+def summary(prompts: int, totals: Mapping[str, int], seconds: float) -> str:
     """One line: prompts, tokens, tokens/s and, with speculation, tau."""
-    tokens = sum(record["completion_tokens"] for record in records)
-    rounds = sum(record["verify_rounds"] for record in records)
-    line = f"{len(records)} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
-    tau = accept_length(sum(record["correct_drafts"] for record in records), rounds)
+    tokens, rounds = totals["completion_tokens"], totals["verify_rounds"]
+    line = f"{prompts} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
+    tau = accept_length(totals["correct_drafts"], rounds)
     if tau is not None:
         line += f", tau {tau:.2f} over {rounds} verification rounds"
     return line

@@ -11,20 +11,22 @@ the file is its own resume state. What the server refuses is listed, with file a
 from __future__ import annotations
 
 import argparse
-import queue
-import threading
-import time
-from collections.abc import Iterator
+import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import requests
 
 from sglang_hyperdflash.commands.answers import (
     Answers,
+    Conversation,
+    Messages,
     Refused,
+    converse,
     hold_answers,
     rendered,
     room_for,
@@ -38,31 +40,26 @@ from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.server_process import reason_of
-from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
+from sglang_hyperdflash.training.conversations import HUB, read_conversations
 
 KIND = "hyperdflash regenerate"
-ATTEMPTS = 3
+ATTEMPTS, PAUSE = 3, 2.0  # seconds before the second attempt, doubled for each further one
 
 
-@dataclass(frozen=True)
-class Task:
-    """One conversation to answer: its messages without any assistant's, and its place."""
-
-    index: int
-    digest: str
-    prompts: Messages
-    where: str
-
-
-def read_tasks(paths: list[str], limit: int | None) -> list[Task]:
-    """The user and system turns of every conversation, in order."""
-    tasks: list[Task] = []
+def read_tasks(paths: list[str], limit: int | None) -> list[Conversation]:
+    """The user and system turns of every conversation, in order; each user turn is answered."""
+    tasks: list[Conversation] = []
     for path in paths:
         for messages, where in read_conversations(path):
             if limit is not None and len(tasks) == limit:
                 return tasks
+            steps: list[Messages] = [[]]
             prompts = [m for m in messages if m["role"] != "assistant"]
-            tasks.append(Task(len(tasks), short_hash(prompts), prompts, where))
+            for message in prompts:
+                steps[-1].append(message)
+                if message["role"] == "user":
+                    steps.append([])
+            tasks.append(Conversation(len(tasks), short_hash(prompts), where, steps[:-1]))
     return tasks
 
 
@@ -141,108 +138,64 @@ class Client:
 
     Args:
         sampling: SGLang sampling parameters; ``max_new_tokens`` is cut to what the server's context
-            leaves beside a prompt.
+            leaves after a prompt.
+
+    Attributes:
+        tokens: generated so far.
     """
 
-    def __init__(self, served: Served, tokenizer, sampling: dict[str, Any], template: dict) -> None:
-        self.url, self.context, self.served = served.url, served.context, served.name
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        served: Served,
+        tokenizer,
+        sampling: dict[str, Any],
+        template: dict,
+    ) -> None:
+        self.session, self.served, self.tokenizer = session, served, tokenizer
         self.sampling, self.template = sampling, template
+        self.tokens = 0
 
-    def prompt_tokens(self, messages: Messages, where: str) -> list[int]:
-        """The conversation so far, ready for the next answer; ``where`` names it in errors.
+    async def answer(self, task: Conversation) -> tuple[dict[str, Any], int, str | None]:
+        """Ask every user turn: the record, how many answers it holds, why it ends early."""
 
-        Raises:
-            Refused: the target's chat template does not take it.
-        """
-        text = rendered(self.tokenizer, messages, where, **self.template)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        async def generate(messages: Messages) -> tuple[str, dict[str, Any]]:
+            text = rendered(self.tokenizer, messages, task.where, **self.template)
+            prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            output, text = await self._generate(prompt)
+            self.tokens += len(output)
+            end = len(prompt) + len(output)
+            return text, {"tokens": prompt + output, "spans": [[len(prompt), end]]}
 
-    def generate(self, tokens: list[int]) -> tuple[list[int], str]:
+        messages, samples, reason = await converse(task, generate)
+        record = {"index": task.index, "digest": task.digest, "served": self.served.name}
+        return record | {"messages": messages, "samples": samples}, len(samples), reason
+
+    async def _generate(self, tokens: list[int]) -> tuple[list[int], str]:
         """The target's answer: its tokens and text. Retries what a busy server refuses.
 
         Raises:
             Refused: the prompt is too long, or wrong for the server. ServerFailed: no answer.
         """
-        new = min(self.sampling["max_new_tokens"], room_for(len(tokens), self.context))
+        new = min(self.sampling["max_new_tokens"], room_for(len(tokens), self.served.context))
         payload = {"input_ids": tokens, "sampling_params": self.sampling | {"max_new_tokens": new}}
+        url = self.served.url
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                answer = requests.post(f"{self.url}/generate", json=payload, timeout=3600)
-                if answer.status_code == 400:
-                    raise Refused(reason_of(answer))
-                answer.raise_for_status()
-                body = answer.json()
-                return body["output_ids"], body["text"]
-            except requests.RequestException as error:
+                async with self.session.post(f"{url}/generate", json=payload) as answer:
+                    if answer.status == 400:
+                        raise Refused(reason_of(await answer.text()))
+                    answer.raise_for_status()
+                    body = await answer.json(content_type=None)
+                    return body["output_ids"], body["text"]
+            except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
                 if attempt == ATTEMPTS:
                     raise ServerFailed(
-                        f"{self.url} failed {ATTEMPTS} times: {error}. Answers so far are kept; "
+                        f"{url} failed {ATTEMPTS} times: {error}. Answers so far are kept; "
                         "run the same command again to go on."
                     ) from error
-                time.sleep(2.0**attempt)
+                await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
-
-    def answer(self, task: Task) -> tuple[dict[str, Any], str | None]:
-        """Ask every user turn in order, up to the first that the server refuses.
-
-        Returns:
-            The output record, and why it ends early (None: it does not).
-        """
-        messages: Messages = []
-        samples, refused = [], None
-        for message in task.prompts:
-            messages.append(message)
-            if message["role"] != "user":
-                continue
-            try:
-                prompt = self.prompt_tokens(messages, task.where)
-                output, text = self.generate(prompt)
-            except Refused as error:
-                refused = f"turn {len(samples) + 1}: {error}"
-                messages.pop()
-                break
-            end = len(prompt) + len(output)
-            samples.append({"tokens": prompt + output, "spans": [[len(prompt), end]]})
-            messages.append({"role": "assistant", "content": text})
-        record = {"index": task.index, "digest": task.digest, "served": self.served}
-        return record | {"messages": messages, "samples": samples}, refused
-
-
-def answer_all(
-    client: Client, tasks: list[Task], concurrency: int
-) -> Iterator[tuple[Task, dict[str, Any], str | None]]:
-    """Answers as they finish, ``concurrency`` at a time: ``(task, record, why it ends early)``.
-
-    Threads of their own, not a pool's: an interrupted command must not wait for their answers.
-    """
-    todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    stop = threading.Event()
-    for task in tasks:
-        todo.put(task)
-
-    def work() -> None:
-        while not stop.is_set():
-            try:
-                task = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                done.put((task, *client.answer(task)))
-            except BaseException as error:
-                done.put(error)
-
-    for _ in range(min(concurrency, len(tasks))):
-        threading.Thread(target=work, daemon=True).start()
-    try:
-        for _ in tasks:
-            found = done.get()
-            if isinstance(found, BaseException):
-                raise found
-            yield found
-    finally:
-        stop.set()
 
 
 def add_parser(commands) -> None:
@@ -303,28 +256,25 @@ def run(args: argparse.Namespace) -> int:
             served = Served.at(args.server)
             served.check(args.target, answers)
             print(f"{served.url} serves {served.model}")
-            client = Client(served, tokenizer, sampling, template)
-            _answer(client, waiting, args.concurrency, answers)
+            work = _answer(args, served, tokenizer, sampling, template, waiting, answers)
+            answered, tokens = asyncio.run(work)
+            print(f"{answered} conversations answered with {tokens} tokens")
+            answers.skipped.say("conversations", len(answers.done) + answered)
     return 0
 
 
-def _answer(client: Client, waiting: list[Task], concurrency: int, answers: Answers) -> None:
-    """Ask, write each answer as it comes, and say at the end what was refused."""
-    from tqdm import tqdm
-
-    tokens = answered = 0
-    done = len(answers.done)
-    with tqdm(
-        total=len(waiting) + done, initial=done, unit="conversation", dynamic_ncols=True
-    ) as bar:
-        for task, record, reason in answer_all(client, waiting, concurrency):
-            samples = record["samples"]
-            if reason is not None:  # first, so that a kill in between asks the conversation again
-                answers.skipped.add(task, reason, len(samples))
-            if samples:
-                answers.writer.append(record)
-                answered += 1
-                tokens += sum(s["spans"][0][1] - s["spans"][0][0] for s in samples)
-            bar.update(1)
-    print(f"{answered} conversations answered with {tokens} tokens")
-    answers.skipped.say("conversations", done + answered)
+async def _answer(
+    args: argparse.Namespace,
+    served: Served,
+    tokenizer,
+    sampling: dict[str, Any],
+    template: dict,
+    waiting: list[Conversation],
+    answers: Answers,
+) -> tuple[int, int]:
+    """Ask, and write each answer as it comes: how many conversations, how many tokens."""
+    limits = {"timeout": aiohttp.ClientTimeout(3600), "connector": aiohttp.TCPConnector(limit=0)}
+    async with aiohttp.ClientSession(**limits) as session:
+        client = Client(session, served, tokenizer, sampling, template)
+        written = await answers.add_all(waiting, client.answer, args.concurrency, "conversation")
+        return written, client.tokens

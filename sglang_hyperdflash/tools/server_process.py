@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -38,12 +39,12 @@ def free_port() -> int:
     raise OSError(f"found no free port in {SERVER_PORTS}")
 
 
-def reason_of(reply: requests.Response) -> str:
-    """What a server's refusal says, without the JSON around it."""
+def reason_of(text: str) -> str:
+    """What the body of a server's refusal says, without the JSON around it."""
     try:
-        said = reply.json()
+        said = json.loads(text)
     except ValueError:
-        return reply.text[:300]
+        return text[:300]
     if isinstance(said, dict):
         said = said.get("error", said)
     if isinstance(said, dict):

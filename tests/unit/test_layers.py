@@ -85,7 +85,7 @@ LIBRARIES = {
     },
     "cpu": {"numpy", "psutil", "sglang", "torch"},
 }
-ALL = set().union(*LIBRARIES.values()) | {"openai", "scipy"}
+ALL = set().union(*LIBRARIES.values()) | {"aiohttp", "openai", "scipy"}
 
 
 @pytest.mark.parametrize("folder", [*LIBRARIES, "commands", "eval", "cli.py", "plugin.py"])

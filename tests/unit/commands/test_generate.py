@@ -55,8 +55,8 @@ def test_the_three_kinds(tmp_path):
     records = {"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [message]}
     first, second, third = prompts_of(tmp_path, *records)
     assert first.text == "a"
-    assert second.turns == ["a", "b"]
-    assert third.messages == [message]
+    assert second.steps == [[message], [{"role": "user", "content": "b"}]]
+    assert third.steps == [[message]]
 
 
 def test_missing_and_empty_inputs(tmp_path):

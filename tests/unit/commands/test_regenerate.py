@@ -88,7 +88,7 @@ def test_it_resumes_and_drops_a_cut_line(server, target_dir, data, tmp_path, cap
 def test_a_busy_server_is_asked_again_and_a_dead_one_named(
     server, target_dir, data, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(regenerate.time, "sleep", lambda _: None)
+    monkeypatch.setattr(regenerate, "PAUSE", 0)
     server.failures = [503, 503]
     assert call(server, target_dir, data, tmp_path / "a.jsonl", "--concurrency", "1") == 0
     server.failures = [500] * 100

@@ -1,9 +1,9 @@
-"""Ask fresh exchanges of a seed, judge the greedy answers, and measure how sure the target is.
+"""Ask problems of a seed, judge the greedy answers, and measure nats per sampled token.
 
     python examples/tiny_deepseek_v4/check_answers.py --seed 1234 --per-family 20 --out answers.json
     python examples/tiny_deepseek_v4/check_answers.py ... --server http://127.0.0.1:30000
 
-Without ``--server`` the target is served by SGLang, alone. The report holds ``accuracy`` (share of
+Without ``--server`` SGLang serves the target. The report holds ``accuracy`` (share of
 greedy answers that the families' checkers accept), ``nats_per_token`` (minus the mean log
 probability of the tokens of answers sampled at temperature 1) and both for each family. Seeds 0
 to 999 give problems that the target was trained on; the command says so.
@@ -104,7 +104,7 @@ def measure(ask: Ask, exchanges: Sequence[Exchange], seed: int) -> dict:
 
 def table(report: dict) -> str:
     """The report as a Markdown table."""
-    lines = ["| family | right | nats a token |", "|---|---|---|"]
+    lines = ["| family | right | nats per token |", "|---|---|---|"]
     for name, entry in [*report["families"].items(), ("all", report)]:
         lines.append(f"| {name} | {entry['accuracy']:.0%} | {entry['nats_per_token']:.3f} |")
     return "\n".join(lines)

@@ -4,9 +4,9 @@
     python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
-``training`` writes ``greedy.jsonl`` and ``sampled.jsonl`` (other problems, as many) and
-``held_out_KIND.jsonl``, conversations for ``hyperdflash regenerate``. ``held-out`` writes a
-benchmark file a kind. ``demo`` writes twelve prompts with their answers, and their user turns as
+``training`` writes ``greedy.jsonl``, ``sampled.jsonl`` (as many other problems) and
+``held_out_KIND.jsonl``: conversations for ``hyperdflash regenerate``. ``held-out`` writes one
+benchmark file per kind. ``demo`` writes twelve prompts with their answers, and their user turns as
 a benchmark.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from exchanges import KINDS, Exchange, generate, in_turn
 
 GREEDY_SEED, SAMPLED_SEED = 100, 200
-CHOOSING_SEED, BENCHMARK_SEED, DEMO_SEED = 2000, 3000, 4000  # held out, and not one another's
+CHOOSING_SEED, BENCHMARK_SEED, DEMO_SEED = 2000, 3000, 4000  # held out; each has its own problems
 DEMO = {
     "math": ("addition", "word_problem", "units", "dates"),
     "code": ("code", "trace", "json", "table"),
@@ -29,7 +29,7 @@ DEMO = {
 
 
 def write(path: Path, records: Iterable[dict]) -> None:
-    """A JSON line a record."""
+    """One JSON line per record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")

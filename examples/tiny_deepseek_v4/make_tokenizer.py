@@ -24,9 +24,9 @@ BOS, EOS, USER, ASSISTANT, MASK = (
     "<｜Assistant｜>",
     "<｜mask｜>",
 )
-VOCAB_SIZE = 1536  # more than there are: the words of the exchanges are single tokens
+VOCAB_SIZE = 1536  # an upper bound: the exchanges have fewer words
 EXCHANGES = 40_000
-SEED = 999  # a training seed, and one that no training run begins with
+SEED = 999  # a training seed that no training run uses
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

@@ -277,6 +277,7 @@ def serve(args: argparse.Namespace) -> None:
             },
         }
         save(path, found)
+        print(f"{name}, seed {seed}: measured", flush=True)
     save(path, found)
 
 

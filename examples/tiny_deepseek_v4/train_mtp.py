@@ -1,8 +1,8 @@
-"""Train the tiny target's NextN (MTP) layer on the drafters' answers, for as many samples.
+"""Train the tiny target's NextN (MTP) layer on the answers that its drafters learn from.
 
-    python examples/tiny_deepseek_v4/train_mtp.py --answers build/tiny_drafters/answers --out mtp
+    python examples/tiny_deepseek_v4/train_mtp.py --answers build/study/answers --out mtp
 
-The state is written to ``--work`` every few hundred steps; the same command resumes there.
+``--work`` holds the state, written every ``--every`` steps; the same command resumes there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_con
 from sglang_hyperdflash.training.samples import FeatureCache
 
 HERE = Path(__file__).resolve().parent
-MAX_LENGTH = 256  # of a conversation, as in drafters/*.toml
+MAX_LENGTH = 256  # of a conversation, as in drafter.toml
 
 
 @torch.no_grad()
@@ -35,15 +35,15 @@ def accuracy(trainer: NextNTrainer, source: FeatureCache) -> float:
 
 
 def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> None:
-    """Run to the end, writing the checkpoint, the state and a log line now and then."""
+    """Run to the end; write checkpoint, state and a log line every ``--every`` steps."""
     snapshot = args.work / "mtp.pt"
     settings = {"steps": args.steps, "batch": args.batch, "samples": len(trainer.source.samples)}
     if snapshot.is_file():
         state = torch.load(snapshot, weights_only=True)
         if (found := state.pop("settings", None)) != settings:
             raise SystemExit(
-                f"{snapshot} is of another run: expected {settings}, found {found}. Remove it, or "
-                "choose another --work."
+                f"{snapshot}: expected a run of {settings}, found {found}. Remove it or choose "
+                "another --work."
             )
         trainer.load_state_dict(state)
     started, losses = time.monotonic(), []
@@ -66,9 +66,9 @@ def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, default=HERE / "target")
-    parser.add_argument("--answers", type=Path, required=True, help="folder; see drafters/make.sh")
+    parser.add_argument("--answers", type=Path, required=True, help="of own_answers.py")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("build/tiny_drafters/mtp"))
+    parser.add_argument("--work", type=Path, default=Path("build/study/mtp"))
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=16, help="samples a step")
     parser.add_argument("--every", type=int, default=400)

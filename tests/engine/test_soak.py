@@ -1,6 +1,7 @@
 """A long mixed load: nothing leaks, nothing hangs, nothing is wrong.
 
-``HYPERDFLASH_SOAK_MINUTES`` (30) says how long. Writes ``build/soak.json``.
+``HYPERDFLASH_SOAK_MINUTES`` (30) is its length. Writes ``build/soak.json``, of which
+``eval/results/soak`` holds a copy.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import psutil
 import pytest
 import requests
 
+from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
+from sglang_hyperdflash.serving.width_settings import ADAPTIVE, WIDTH
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
-from tests.engine.conftest import COMMON, NEW_TOKENS
-from tests.engine.test_api import SCHEMA, wait_until_idle
+from tests.engine.conftest import COMMON, HOT, NEW_TOKENS
+from tests.engine.test_api import CONTEXT, SCHEMA, wait_until_idle
 from tests.engine.test_metrics import samples
 
 MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
@@ -32,7 +35,10 @@ GROWTH_MIB = 200
 
 
 class Traffic:
-    """Requests of every kind, drawn at random, from many threads."""
+    """Requests of every kind, drawn at random, sixteen at a time.
+
+    A method of a kind returns whether an answer is right; ``i`` numbers the prompt.
+    """
 
     def __init__(self, server: Server, prompts: list[list[int]], answers: list[list[int]]) -> None:
         self.server, self.prompts, self.answers = server, prompts, answers
@@ -44,27 +50,30 @@ class Traffic:
         settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
         return self.server.generate(input_ids=ids, sampling_params=settings, timeout=STUCK_SECONDS)
 
-    def short(self, i: int, draw: random.Random) -> bool:
-        tokens = draw.randrange(1, 40)
+    def greedy(self, i: int, draw: random.Random) -> bool:
+        tokens = draw.randint(1, NEW_TOKENS)
         return self.ask(self.prompts[i], tokens)["output_ids"] == self.answers[i][:tokens]
 
-    def whole(self, i: int, draw: random.Random) -> bool:
-        return self.ask(self.prompts[i], NEW_TOKENS)["output_ids"] == self.answers[i]
-
     def prefix(self, i: int, draw: random.Random) -> bool:
-        """A conversation that goes on: the prefix is in the cache, drafts' K/V too."""
+        """A conversation that goes on: its prefix is in the cache, and so is the drafter's K/V."""
         cut = draw.randrange(1, NEW_TOKENS - 1)
         answer = self.ask(self.prompts[i] + self.answers[i][:cut], NEW_TOKENS - cut)
         return answer["output_ids"] == self.answers[i][cut:]
 
     def long(self, i: int, draw: random.Random) -> bool:
-        """Several prompts in a row, a long answer; the same length is all that is known of it."""
+        """Several prompts in a row; only the answer's length is known."""
         some = [token for prompt in draw.sample(self.prompts, 4) for token in prompt]
         return len(self.ask(some, 400)["output_ids"]) == 400
 
+    def full_context(self, i: int, draw: random.Random) -> bool:
+        """As many tokens as the context leaves."""
+        left = draw.randint(1, 16)
+        some = [token for prompt in self.prompts for token in prompt] * 8
+        return len(self.ask(some[: CONTEXT - left], left)["output_ids"]) == left
+
     def sampled(self, i: int, draw: random.Random) -> bool:
         setting = draw.choice([{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}])
-        return len(self.ask(self.prompts[i], 64, temperature=1, **setting)["output_ids"]) == 64
+        return len(self.ask(self.prompts[i], 64, temperature=HOT, **setting)["output_ids"]) == 64
 
     def constrained(self, i: int, draw: random.Random) -> bool:
         answer = self.ask(self.prompts[i], 96, ignore_eos=False, json_schema=json.dumps(SCHEMA))
@@ -73,42 +82,30 @@ class Traffic:
         return set(json.loads(answer["text"])) <= set(SCHEMA["properties"])
 
     def aborted(self, i: int, draw: random.Random) -> bool:
-        payload = {
-            "input_ids": self.prompts[i],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
-            "stream": True,
-        }
-        with requests.post(
-            f"{self.server.url}/generate", json=payload, stream=True, timeout=STUCK_SECONDS
-        ) as answer:
+        sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+        payload = {"input_ids": self.prompts[i], "sampling_params": sampling, "stream": True}
+        url = f"{self.server.url}/generate"
+        with requests.post(url, json=payload, stream=True, timeout=STUCK_SECONDS) as answer:
             lines = answer.iter_lines()
             for _ in range(draw.randrange(1, 6)):
                 next(lines)
         return True
 
+    KINDS = (greedy, prefix, long, full_context, sampled, constrained, aborted)
+
     def one(self, draw: random.Random) -> None:
-        kinds = (
-            self.short,
-            self.whole,
-            self.prefix,
-            self.long,
-            self.sampled,
-            self.constrained,
-            self.aborted,
-        )
-        kind, i = draw.choice(kinds), draw.randrange(len(self.prompts))
+        kind, i = draw.choice(self.KINDS), draw.randrange(len(self.prompts))
         try:
-            right = kind(i, draw)
-            problem = None if right else f"{kind.__name__} of prompt {i}: another answer"
+            problem = "" if kind(self, i, draw) else "a wrong answer"
         except Exception as error:
-            problem = f"{kind.__name__} of prompt {i}: {type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
         with self.lock:
             self.counts[kind.__name__] += 1
             if problem:
-                self.wrong.append(problem)
+                self.wrong.append(f"{kind.__name__} of prompt {i}: {problem}")
 
     def run(self, minutes: float, seed: int) -> None:
-        """Sixteen at a time until the time is over."""
+        """Ask until the time is over; ends early when twenty answers are wrong."""
         end = time.monotonic() + 60 * minutes
 
         def loop(worker: int) -> None:
@@ -145,12 +142,17 @@ def idle_state(server: Server, prompt: list[int]) -> dict[str, float]:
     }
 
 
+def rounds_by_width(server: Server) -> dict[str, int]:
+    """Verification rounds of each width, from the server's metrics."""
+    found = {dict(labels)["width"]: n for labels, n in samples(server, WIDTH_ROUNDS).items()}
+    return {width: int(found[width]) for width in sorted(found)}
+
+
 @pytest.mark.slow
 def test_soak(servers, target_dir, drafter_dir, own_prompts, own_reference):
     arguments = ("--dtype", "float32", "--max-total-tokens", str(POOL), "--enable-metrics")
-    server = servers.get(
-        "soak", target_dir, *arguments, *COMMON, *hyperdflash_arguments(drafter_dir)
-    )
+    arguments += (*COMMON, *hyperdflash_arguments(drafter_dir))
+    server = servers.get("soak", target_dir, *arguments, environment={WIDTH: ADAPTIVE})
     traffic = Traffic(server, own_prompts, own_reference)
     # Memory settles while caches and allocators fill; what grows later is a leak.
     traffic.run(max(MINUTES / 6, 0.5), seed=0)
@@ -163,6 +165,7 @@ def test_soak(servers, target_dir, drafter_dir, own_prompts, own_reference):
         "minutes": MINUTES,
         "requests": dict(traffic.counts),
         "wrong": traffic.wrong,
+        "rounds_by_width": rounds_by_width(server),
         "retractions": log.count("Retract"),
         "before": before,
         "after": after,
@@ -171,6 +174,7 @@ def test_soak(servers, target_dir, drafter_dir, own_prompts, own_reference):
     print(json.dumps(report, indent=1))
     assert not traffic.wrong
     assert min(traffic.counts.values()) > MINUTES
+    assert sum(rounds > 0 for rounds in report["rounds_by_width"].values()) > 1
     assert server.process.poll() is None
     pool = {name: before[name] for name in before if name != "resident_mib"}
     assert pool == {name: after[name] for name in pool}

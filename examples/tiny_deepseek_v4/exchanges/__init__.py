@@ -48,9 +48,9 @@ MOST_REPEATS = 200  # problems drawn again in a row before a family counts as us
 def generate(
     seed: int, per_family: int, families: tuple[str, ...] = (), *, or_all: bool = False
 ) -> Iterator[Exchange]:
-    """Yield ``per_family`` exchanges of each family, no problem twice, the same for a seed always.
+    """Yield ``per_family`` exchanges of each family, no problem twice.
 
-    A family's exchanges depend on the seed and its own name alone.
+    The seed and a family's name alone decide its exchanges.
 
     Args:
         or_all: a family with fewer problems gives all that it has.

@@ -41,7 +41,7 @@ def subtract_steps(a: int, b: int) -> list[str]:
 
 
 def two_numbers(rng: Random) -> tuple[int, int]:
-    """Two numbers of two digits, or (seldom) two of three."""
+    """Two numbers of two digits, rarely of three."""
     low, high = (10, 99) if rng.random() < 0.85 else (100, 999)
     return rng.randint(low, high), rng.randint(low, high)
 
@@ -92,7 +92,7 @@ def fact(rng: Random) -> str:
 
 
 def value(terms: str) -> int:
-    """What a fact of one kind of sign comes to."""
+    """The value of a fact whose signs are all of one kind."""
     if "*" in terms:
         a, b = map(int, terms.split("*"))
         return a * b
@@ -100,7 +100,7 @@ def value(terms: str) -> int:
 
 
 def facts(rng: Random) -> Draft:
-    """Several at once: the digits' tables are what sums of all kinds need first."""
+    """Several at once: all other sums build on the digits' tables."""
     asked = [fact(rng) for _ in range(rng.randint(4, 7))]
     shown = ", ".join(asked)
     question = wording(rng, "facts", shown=shown)

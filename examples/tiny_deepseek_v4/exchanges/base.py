@@ -109,7 +109,7 @@ def wording(rng: Random, problem: str, **values: object) -> str:
 
 
 def worked(steps: Sequence[str], answer: str) -> str:
-    """A reply: the working, a line a step, then the answer on a line of its own."""
+    """A reply: the working, one line per step, then the answer on its own line."""
     return "\n".join([*steps, ANSWER + answer])
 
 
@@ -127,17 +127,17 @@ def read_number(reply: str, _exchange: Exchange | None = None) -> str | None:
 
 
 def read_line(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The final answer as words: case and spaces do not count."""
+    """The final answer as words, whatever its case and spaces."""
     line = final_line(reply)
     return " ".join(line.lower().split()) if line else None
 
 
 def read_list(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The final answer as a list: commas part it, its order counts."""
+    """The final answer as a list, split at commas; its order counts."""
     line = final_line(reply)
     return ", ".join(part.strip().lower() for part in line.split(",")) if line else None
 
 
 def read_text(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The whole reply, for families whose answer is a text: spaces at the ends do not count."""
+    """The whole reply without spaces at its lines' ends, where the answer is a text."""
     return "\n".join(line.rstrip() for line in reply.strip().split("\n")) or None

@@ -51,7 +51,7 @@ def filter_list(rng: Random) -> Draft:
 
 
 def count(rng: Random) -> Draft:
-    """The places of the list are numbered, so that the working need not keep its place."""
+    """The list is numbered, so that the working does not have to keep count."""
     pool = rng.sample(rng.choice((COLOURS, PETS, THINGS)), 3)
     words = [rng.choice(pool) for _ in range(rng.randint(3, 6))]
     wanted, found, steps = rng.choice(pool), 0, []
@@ -65,7 +65,7 @@ def count(rng: Random) -> Draft:
 
 
 def ordering(rng: Random) -> Draft:
-    """A chain of comparisons in either direction, and one of its ends is wanted."""
+    """A chain of comparisons in either direction; the question is for one of its ends."""
     people = rng.sample(NAMES, rng.choice((3, 3, 4)))
     more, less, most, least = rng.choice(
         (
@@ -86,7 +86,7 @@ def ordering(rng: Random) -> Draft:
 
 
 def read_items(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The final answer as a list: spaces or commas part it, its order counts."""
+    """The final answer as a list, split at spaces or commas; its order counts."""
     line = final_line(reply)
     return " ".join(line.lower().replace(",", " ").split()) if line else None
 

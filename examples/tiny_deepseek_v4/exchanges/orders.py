@@ -16,7 +16,7 @@ def listed(order: dict[str, int]) -> str:
 
 
 def bill(order: dict[str, int], prices: dict[str, int]) -> str:
-    """The last reply: a line an item, then the sum of two, and the total."""
+    """The last reply: one line per item, then the sum of two, and the total."""
     costs = {item: number * prices[item] for item, number in order.items()}
     lines = [f"{n} {item}: {n}*{prices[item]}={costs[item]}" for item, n in order.items()]
     total = sum(costs.values())

@@ -1,4 +1,4 @@
-"""Units and dates: one rule said aloud, then applied."""
+"""Units and dates: a rule is stated, then applied."""
 
 from __future__ import annotations
 

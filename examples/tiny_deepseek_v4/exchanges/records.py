@@ -64,7 +64,7 @@ def reformat(rng: Random) -> Draft:
 
 
 def read_records(reply: str, exchange: Exchange) -> str | None:
-    """JSON in one spelling whatever its spaces; CSV as it stands."""
+    """Normalised JSON; CSV as it stands."""
     if not exchange.answer.startswith("["):
         return read_text(reply)
     try:
@@ -102,7 +102,7 @@ def table(rng: Random) -> Draft:
 
 
 def form(rng: Random) -> Draft:
-    """Facts in prose, wanted as a form; or the form, wanted as a note."""
+    """Facts in prose to put into a form, or a form to put into a note."""
     name, city, pet = rng.choice(NAMES), rng.choice(CITIES), rng.choice(PETS)
     age = rng.randint(11, 99)
     filled = f"Name: {name}\nAge: {age}\nCity: {city}\nPet: {pet}"

@@ -1,4 +1,4 @@
-"""Edits of a given sentence, and words said again."""
+"""Edits of a given sentence, and lines to repeat."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def edit(rng: Random) -> Draft:
 
 
 def repeat(rng: Random) -> Draft:
-    """Words or letters without sense, none twice: copying is all there is to do."""
+    """Random words or letters, none twice: only copying helps."""
     pool = rng.choice((NAMES + CITIES + PETS, COLOURS + ITEMS + NOUNS, "abcdefghijkl0123456789"))
     text = " ".join(rng.sample(pool, rng.randint(4, 10)))
     question = wording(rng, "repeat", text=text)

@@ -1,27 +1,32 @@
-"""The parts of a target checkpoint that a drafter needs, without loading it: config and gate.
+"""What a drafter needs of a target checkpoint without loading it: its config and its gate.
 
-A target is a folder or a hub id. Tensors are read by byte range through the safetensors index, so
-of a 160 GB checkpoint about 300 KB are read, and a shard without the gate is never opened.
+A target is a folder or a hub id. Tensors are read by byte range through the safetensors index: of
+a 160 GB checkpoint some 300 KB are read, and no shard is downloaded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import SafetensorsParsingError
+from safetensors import SafetensorError, safe_open
 
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.kinds import TargetKind, target_kind, text_fields
 from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What SGLang's --dtype and a config.json call them, besides auto.
+# Names of SGLang's --dtype and of config.json, besides auto.
 DTYPE_NAMES = {name: name for name in ("float32", "float16", "bfloat16")}
 DTYPE_NAMES |= {"float": "float32", "half": "float16"}
 
@@ -77,52 +82,42 @@ class TargetFiles:
     """
 
     def __init__(self, name: str, revision: str | None = None) -> None:
-        self.name = name
-        folder = Path(name)
-        if folder.is_dir():
-            import fsspec
-
-            self.filesystem, self.root = fsspec.filesystem("file"), str(folder.resolve())
-            return
-        if name.count("/") != 1 or folder.is_absolute() or name.startswith("."):
+        self.name, self.revision = name, revision
+        self.is_hub = not Path(name).is_dir()
+        if self.is_hub and (name.count("/") != 1 or name.startswith(("/", "."))):
             raise FileNotFoundError(f"target {name} is neither a folder nor a hub id (owner/name).")
-        from huggingface_hub import HfFileSystem
 
-        self.filesystem = HfFileSystem()
-        self.root = name if revision is None else f"{name}@{revision}"
-
-    def _open(self, file: str):
+    def _path(self, file: str) -> Path:
+        """A small file of the folder, or its copy in the hub's cache."""
         try:
-            return self.filesystem.open(f"{self.root}/{file}", "rb")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"target {self.name} has no {file}; expected a target checkpoint with its "
-                "config.json and safetensors. Pass that folder, or a hub id (owner/name)."
-            ) from error
+            if self.is_hub:
+                return Path(
+                    huggingface_hub.hf_hub_download(self.name, file, revision=self.revision)
+                )
+            return (Path(self.name) / file).resolve(strict=True)
         except OSError as error:
             raise FileNotFoundError(
-                f"target {self.name} is not a local folder, and its {file} cannot be read from "
-                f"the hub: {error}"
+                f"target {self.name} has no {file} that can be read; expected a target checkpoint "
+                "with its config.json and safetensors. Pass that folder, or a hub id (owner/name). "
+                f"{str(error).splitlines()[0]}"
             ) from error
+
+    def _json(self, file: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path(file).read_bytes())
+        except ValueError as error:
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {file} is not JSON ({error}). Download it again."
+            ) from error
+        if not isinstance(found, dict):
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {file} must hold a JSON object. Download it again."
+            )
+        return found
 
     @cached_property
     def _config(self) -> dict[str, Any]:
         return self._json("config.json")
-
-    def _json(self, name: str) -> dict[str, Any]:
-        with self._open(name) as file:
-            content = file.read()
-        try:
-            found = json.loads(content)
-        except ValueError as error:
-            raise HyperDFlashConfigError(
-                f"target {self.name}: its {name} is not JSON ({error}). Download it again."
-            ) from error
-        if not isinstance(found, dict):
-            raise HyperDFlashConfigError(
-                f"target {self.name}: its {name} must hold a JSON object. Download it again."
-            )
-        return found
 
     def config(self) -> dict[str, Any]:
         """The target's ``config.json``."""
@@ -139,38 +134,74 @@ class TargetFiles:
         Raises:
             HyperDFlashConfigError: it is damaged.
         """
-        name = "model.safetensors.index.json"
-        return self._json(name) if self.filesystem.exists(f"{self.root}/{name}") else None
-
-    def _tensor_files(self) -> dict[str, str]:
-        """File of every tensor, from the index, or from the one file's own header."""
-        index = self.index()
-        if index is not None:
-            if not isinstance(index.get("weight_map"), dict):
-                raise HyperDFlashConfigError(
-                    f"target {self.name}: its model.safetensors.index.json has no weight_map. "
-                    "Download it again."
-                )
-            return index["weight_map"]
-        with self._open("model.safetensors") as file:
-            return dict.fromkeys(read_header(file, "model.safetensors")[0], "model.safetensors")
+        if self.is_hub:
+            found = huggingface_hub.file_exists(self.name, INDEX, revision=self.revision)
+        else:
+            found = (Path(self.name) / INDEX).is_file()
+        return self._json(INDEX) if found else None
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, str]]:
         """Checkpoint name and file of every tensor, by its name in the core's scheme."""
-        return {_plain(name): (name, file) for name, file in self._tensor_files().items()}
+        index = self.index()
+        if index is not None:
+            files = index.get("weight_map")
+        elif self.is_hub:
+            files = dict.fromkeys(self._hub_header(WEIGHTS), WEIGHTS)
+        else:
+            with self._opened(WEIGHTS) as opened:
+                files = dict.fromkeys(opened.keys(), WEIGHTS)
+        if not isinstance(files, dict):
+            raise HyperDFlashConfigError(
+                f"target {self.name}: its {INDEX} has no weight_map. Download it again."
+            )
+        return {_plain(name): (name, file) for name, file in files.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in fp32, by its name in the core's scheme (``norm``, ``hc_head_fn``).
 
         Raises:
-            HyperDFlashConfigError: the checkpoint has no such tensor.
+            HyperDFlashConfigError: there is no such tensor, its dtype is not a plain float, or its
+                file is damaged.
         """
         if name not in self._places:
             raise HyperDFlashConfigError(f"target {self.name} has no tensor for {name}.")
         source, file = self._places[name]
-        with self._open(file) as handle:
-            return read_tensor(handle, source, file).float()
+        if self.is_hub:
+            return self._hub_tensor(file, source).float()
+        with self._opened(file) as opened:
+            _check_dtype(file, source, opened.get_slice(source).get_dtype())
+            return opened.get_tensor(source).float()
+
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[safe_open]:
+        path = self._path(file)
+        try:
+            with safe_open(path, "pt") as opened:
+                yield opened
+        except SafetensorError as error:
+            raise HyperDFlashConfigError(
+                f"{path} is damaged, cut short, or lacks a tensor of the index: {error}."
+            ) from error
+
+    def _hub_header(self, file: str) -> dict[str, huggingface_hub.utils.TensorInfo]:
+        try:
+            return huggingface_hub.parse_safetensors_file_metadata(
+                self.name, file, revision=self.revision
+            ).tensors
+        except SafetensorsParsingError as error:
+            raise HyperDFlashConfigError(f"{file} is not a safetensors file: {error}") from error
+
+    def _hub_tensor(self, file: str, name: str) -> torch.Tensor:
+        """A tensor by its bytes: ``hf_hub_download`` would fetch the whole shard."""
+        info = self._hub_header(file)[name]
+        _check_dtype(file, name, info.dtype)
+        path = f"{self.name}{f'@{self.revision}' if self.revision else ''}/{file}"
+        with huggingface_hub.HfFileSystem().open(path, "rb") as opened:
+            begin, end = info.data_offsets
+            opened.seek(8 + int.from_bytes(opened.read(8), "little") + begin)
+            data = bytearray(opened.read(end - begin))
+        return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(info.shape)
 
     def hc_head(self, m: int, d: int) -> HcHead | None:
         """``fn [m, m*d], base [m], scale [1]`` in fp32, or None for a target without them.
@@ -238,52 +269,16 @@ class TargetFiles:
         return tensor
 
 
+def _check_dtype(file: str, name: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise HyperDFlashConfigError(
+            f"{file}: expected tensor {name} in one of {', '.join(DTYPES)}, found {dtype}."
+        )
+
+
 def _plain(name: str) -> str:
     """A checkpoint name of any target without prefixes, in the core's scheme."""
     return core_name(name.replace("language_model.", ""))
-
-
-def read_header(file, name: str) -> tuple[dict[str, Any], int]:
-    """A safetensors file's tensor table and where its data begin.
-
-    Raises:
-        HyperDFlashConfigError: it has no such header; ``name`` says which file.
-    """
-    length = int.from_bytes(file.read(8), "little")
-    text = file.read(length) if 0 < length < 100 << 20 else b""
-    try:
-        table = json.loads(text)
-    except ValueError as error:
-        raise HyperDFlashConfigError(f"{name} is not a safetensors file: {error}.") from error
-    if not isinstance(table, dict):
-        raise HyperDFlashConfigError(
-            f"{name} is not a safetensors file: its header is not a table."
-        )
-    table.pop("__metadata__", None)
-    return table, 8 + length
-
-
-def read_tensor(file, name: str, where: str) -> torch.Tensor:
-    """One tensor of an open safetensors file, reading its bytes only.
-
-    Raises:
-        HyperDFlashConfigError: it is not there, cut short, or not of a plain float dtype.
-    """
-    file.seek(0)
-    table, start = read_header(file, where)
-    if name not in table:
-        raise HyperDFlashConfigError(f"{where} has no tensor {name}, though the index says so.")
-    entry = table[name]
-    if entry["dtype"] not in DTYPES:
-        raise HyperDFlashConfigError(
-            f"{where}: tensor {name} is {entry['dtype']}; expected one of {', '.join(DTYPES)}."
-        )
-    begin, end = entry["data_offsets"]
-    file.seek(start + begin)
-    data = bytearray(file.read(end - begin))
-    if len(data) != end - begin:
-        raise HyperDFlashConfigError(f"{where} is cut short inside tensor {name}.")
-    return torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).view(entry["shape"]).clone()
 
 
 def model_dtype(asked: str, config: Mapping[str, Any]) -> str:

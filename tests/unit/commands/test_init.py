@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.config import check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
 from tests.conftest import EXAMPLE
 
@@ -69,35 +72,6 @@ def test_reads_the_shard_with_the_hc_head_and_no_other(tmp_path, target_dir, hc_
     drafter = Drafter.load(tmp_path / "draft")
     assert torch.equal(drafter.reducer.fn, hc_head[0])
     assert torch.equal(drafter.reducer.base, hc_head[1])
-
-
-def test_reads_only_the_bytes_it_needs(target_dir, hc_head, monkeypatch):
-    files = TargetFiles(str(target_dir))
-    read = []
-
-    class Counting:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def seek(self, at):
-            return self.file.seek(at)
-
-        def read(self, n=-1):
-            data = self.file.read(n)
-            read.append(len(data))
-            return data
-
-    plain = files._open
-    monkeypatch.setattr(files, "_open", lambda name: Counting(plain(name)))
-    found = files.hc_head(4, 256)
-    assert all(torch.equal(a, b) for a, b in zip(found, hc_head, strict=True))
-    assert sum(read) < 200_000 < (target_dir / "model.safetensors").stat().st_size
 
 
 def test_sizes_are_options(tmp_path, target_dir):
@@ -182,7 +156,7 @@ def test_bad_targets_say_what_is_wrong(tmp_path, target_dir, hc_head, capsys):
     cases = [
         (half, {}, "but not hc_head_scale; its checkpoint is incomplete"),
         (wide, {}, r"has shape \(4, 512\); its config.json .* asks for \(4, 1024\)"),
-        (integer, {}, "hc_base is I64; expected one of F32, F16, BF16"),
+        (integer, {}, "hc_base in one of F32, F16, BF16, found I64"),
         (whole, {"hc_mult": None}, "lacks hc_mult. HYPERDFLASH needs a target with hyper-conn"),
         (whole, {"architectures": []}, "lacks architectures"),
     ]
@@ -194,10 +168,10 @@ def test_bad_targets_say_what_is_wrong(tmp_path, target_dir, hc_head, capsys):
     shard = target / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-20])
     assert initialise(target, tmp_path / "draft", "--mask-token-id", "4") == 2
-    assert "is cut short inside tensor" in capsys.readouterr().err
+    assert "is damaged, cut short" in capsys.readouterr().err
     shard.write_bytes(b"not safetensors at all")
     assert initialise(target, tmp_path / "draft", "--mask-token-id", "4") == 2
-    assert "is not a safetensors file" in capsys.readouterr().err
+    assert "is damaged, cut short" in capsys.readouterr().err
     assert not (tmp_path / "draft").exists()
 
 
@@ -286,21 +260,44 @@ def test_a_tokenizer_without_mask_token_needs_the_option(tmp_path, target_dir, h
     assert "has no mask token; pass --mask-token-id" in capsys.readouterr().err
 
 
-def test_a_hub_id_is_read_through_the_hub_filesystem(tmp_path, target_dir, monkeypatch):
-    """The same code path as a folder, on another filesystem; no network in tests."""
-    import fsspec
+def test_of_a_hub_id_only_the_bytes_of_the_gate_are_read(
+    tmp_path, target_dir, hc_head, monkeypatch
+):
+    """A folder in the place of the hub; no network in tests."""
     import huggingface_hub
 
-    root = tmp_path / "owner" / "name@main"
-    root.parent.mkdir()
+    root, read, downloaded = tmp_path / "owner" / "name@main", [], []
     shutil.copytree(target_dir, root)
 
-    def filesystem():
-        return fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
+    class Counting(io.FileIO):
+        def readinto(self, buffer):
+            read.append(super().readinto(buffer))
+            return read[-1]
 
-    monkeypatch.setattr(huggingface_hub, "HfFileSystem", filesystem)
+    def path_of(repo: str, file: str, revision: str) -> Path:
+        return tmp_path / f"{repo}@{revision}" / file
+
+    def download(repo: str, file: str, revision: str) -> str:
+        downloaded.append(file)
+        return str(path_of(repo, file, revision))
+
+    def metadata(*place, **more):
+        return huggingface_hub.parse_local_safetensors_file_metadata(path_of(*place, **more))
+
+    filesystem = SimpleNamespace(
+        open=lambda path, mode: io.BufferedReader(Counting(tmp_path / path), 1024)
+    )
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda *a, **k: path_of(*a, **k).exists())
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", metadata)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: filesystem)
     options = ["--revision", "main", "--mask-token-id", "4"]
     assert initialise("owner/name", tmp_path / "draft", *options) == 0
+    reducer = Drafter.load(tmp_path / "draft").reducer
+    for part, expected in zip(NAMES, hc_head, strict=True):
+        assert torch.equal(getattr(reducer, part), expected), part
+    assert set(downloaded) == {"config.json"}
+    assert 16_000 < sum(read) < 30_000 < (root / "model.safetensors").stat().st_size
     assert initialise("owner/gone", tmp_path / "other", *options) == 2
 
 

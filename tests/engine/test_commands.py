@@ -27,11 +27,9 @@ def test_demo(tmp_path, monkeypatch, capsys, warm):
     assert main(command) == 0
     report = json.loads(out.read_text())
     assert report["outputs_identical"] is True
-    assert len(report["prompts"]) >= 12
-    assert len({p["kind"] for p in report["prompts"]}) == 12
+    assert len({p["kind"] for p in report["prompts"]}) == len(report["prompts"]) == 12
     assert report["answers_judged"] == 12
     assert report["answers_right"] > 6
-    assert any(p["streamed"] for p in report["prompts"])
     assert report["tau"] > 1.5
     assert report["speedup"] > 0
     assert report["provenance"]["sglang"] == "0.5.23"

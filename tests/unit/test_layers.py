@@ -22,7 +22,8 @@ LAYERS = (
     (f"{PRODUCT}.targets",),
     (f"{PRODUCT}.portable",),
     (f"{PRODUCT}.serving", f"{PRODUCT}.training"),
-    (f"{PRODUCT}.cpu", f"{PRODUCT}.commands", "eval"),
+    ("eval",),
+    (f"{PRODUCT}.cpu", f"{PRODUCT}.commands"),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -68,6 +69,16 @@ def test_no_import_climbs(module):
         other = room(name)
         climbs = other != own and LEVEL[other] >= LEVEL[own]
         assert not climbs, f"{module} ({own}) imports {name} ({other})"
+
+
+def test_only_the_demo_imports_eval_and_only_when_it_runs():
+    """``eval`` is not installed: every other command works without it."""
+    for module, path in MODULES.items():
+        if room(module) == "eval" or "eval" not in {name.split(".")[0] for name in imports(path)}:
+            continue
+        assert module == f"{PRODUCT}.commands.demo"
+        at_start = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
+        assert not any(n.module.split(".")[0] == "eval" for n in at_start)
 
 
 # What each folder may import besides the standard library; the last rows may use all of it.

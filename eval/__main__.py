@@ -13,6 +13,7 @@ from eval.options import parse, plan_of, study_of, width_plan_of
 from eval.report import read, write
 from sglang_hyperdflash.tools.ownership import claim, lock
 from sglang_hyperdflash.tools.process_group import exit_on_signals
+from sglang_hyperdflash.tools.provenance import provenance
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -40,7 +41,7 @@ def _width(args: argparse.Namespace) -> int:
     with claim(plan.out, width.KIND, plan.settings()):
         with runner.Servers(plan) as servers:
             failed = runner.run_units(plan, servers)
-        width.write(plan)
+        width.write_report(plan.out, {"provenance": provenance(), "rows": width.rows_of(plan)})
     print(f"report: {args.out / 'report.md'}")
     return FAILED if failed else 0
 

@@ -13,7 +13,7 @@ import numpy as np
 from eval.comparison import comparisons, summaries, tau_interval
 from eval.identity import differences, question, read_gaps, verdict
 from eval.methods import BASELINE
-from eval.runner import Cell, read_run, read_sealed, unit_path
+from eval.runner import Cell, is_whole, read_run, read_sealed, unit_path
 from sglang_hyperdflash.tools.acceptance import (
     accept_length,
     add_histograms,
@@ -69,10 +69,6 @@ def _identity(row: Entry, units: Sequence[Entry], baseline: Entry, gaps: dict[st
     row["differences"] = found
 
 
-def _is_whole(unit: Entry | None) -> bool:
-    return unit is not None and "error" not in unit
-
-
 def row_of(
     cell: Entry,
     method: Entry,
@@ -93,9 +89,9 @@ def row_of(
     row: Entry = {"method": method["name"], **cell}
     row |= dict.fromkeys(("tau", "tokens_per_s", "speedup", "round_cost", "identical_to_baseline"))
     errors = [u["error"] for u in units if u is not None and "error" in u]
-    if errors or not any(map(_is_whole, units)):
+    if errors or not any(map(is_whole, units)):
         row["error"] = errors[0] if errors else "not run"
-    whole = [i for i, u in enumerate(units) if _is_whole(u)]
+    whole = [i for i, u in enumerate(units) if is_whole(u)]
     if not whole:
         return row, None
     done = [units[i] for i in whole]
@@ -111,11 +107,11 @@ def row_of(
     row["tau"] = accept_length(correct, row["verify_rounds"]) if drafts else 1.0
     _positions(row, answers, drafts)
     row["tokens_per_s"] = median(map(throughput, done))
-    _speed(row, [(units[i], baseline[i]) for i in whole if _is_whole(baseline[i])])
+    _speed(row, [(units[i], baseline[i]) for i in whole if is_whole(baseline[i])])
     names = ("correct_drafts", "verify_rounds")
     counts = np.array([[[a[n] for a in u["answers"]] for u in done] for n in names]).sum(1)
     row["tau_interval"] = tau_interval(counts) if drafts else None
-    reference = next(filter(_is_whole, baseline), None)
+    reference = next(filter(is_whole, baseline), None)
     if row["temperature"] == 0 and reference is not None and row["method"] != BASELINE:
         _identity(row, done, reference, gaps or {})
     return row, counts

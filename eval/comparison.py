@@ -25,19 +25,12 @@ Interval = list[float]
 Counts = Mapping[tuple[Cell, str], np.ndarray | None]
 
 
-def _taus(drafts: np.ndarray, rounds: np.ndarray, axis: int = -1) -> np.ndarray:
+def _tau(*counts: np.ndarray, axis: int = -1) -> np.ndarray:
+    """τ of (drafts, rounds), or the difference of two methods' (drafts, rounds, drafts, rounds)."""
+    totals = [c.sum(axis) for c in counts]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return 1 + drafts.sum(axis) / rounds.sum(axis)
-
-
-def _tau_differences(
-    drafts: np.ndarray,
-    rounds: np.ndarray,
-    other_drafts: np.ndarray,
-    other_rounds: np.ndarray,
-    axis: int = -1,
-) -> np.ndarray:
-    return _taus(drafts, rounds, axis) - _taus(other_drafts, other_rounds, axis)
+        taus = [1 + d / v for d, v in zip(totals[::2], totals[1::2], strict=True)]
+    return taus[0] - taus[1] if len(taus) > 1 else taus[0]
 
 
 def tau_interval(counts: np.ndarray | None, other: np.ndarray | None = None) -> Interval | None:
@@ -54,7 +47,7 @@ def tau_interval(counts: np.ndarray | None, other: np.ndarray | None = None) -> 
         return None
     found = bootstrap(
         [row for c in both for row in c],
-        _taus if other is None else _tau_differences,
+        _tau,
         paired=True,
         n_resamples=RESAMPLES,
         method="percentile",

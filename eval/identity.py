@@ -18,7 +18,7 @@ import requests
 from eval.client import Sampling, chat, messages_before
 from eval.errors import one_line
 from eval.methods import BASELINE
-from eval.runner import DIFFERENCES, Cell, Plan, Servers, read_sealed
+from eval.runner import DIFFERENCES, Cell, Plan, Servers, is_whole, read_sealed
 from sglang_hyperdflash.targets.files import model_dtype
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import sealed
@@ -137,7 +137,7 @@ def _found(plan: Plan) -> Iterator[tuple[Cell, dict[str, Any], Difference]]:
 
     def units(cell: Cell, method: str) -> list[dict[str, Any]]:
         found = (read_sealed(plan.unit(cell, method, i)) for i in range(plan.rounds))
-        return [unit for unit in found if unit is not None and "error" not in unit]
+        return list(filter(is_whole, found))
 
     for cell in (cell for cell in plan.cells if cell.temperature == 0):
         for baseline in units(cell, BASELINE)[:1]:  # the first whole round, as in the rows

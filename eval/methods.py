@@ -101,12 +101,8 @@ class Method:
             files = [*Path(draft).glob("*.safetensors"), *Path(draft).glob("config.json")]
             hashes = sorted([path.name, file_hash(path)] for path in files)
             found = {"draft": without_machine(location(draft)), "draft files": short_hash(hashes)}
-        return {
-            "arguments": arguments,
-            "url": self.url,
-            "environment": dict(self.environment),
-            **found,
-        }
+        own = {"arguments": arguments, "url": self.url, "environment": dict(self.environment)}
+        return own | found
 
 
 def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _add_servers(parser: argparse.ArgumentParser) -> None:
+def _add_servers(parser: argparse.ArgumentParser, server_args: str = "") -> None:
     """Options of every command that starts servers."""
     add = parser.add_argument
     text = f"comma-separated, of {', '.join(BENCHMARKS)}; .jsonl files; hub:owner/dataset/file"
@@ -56,10 +56,9 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=80, help="prompts drawn from each benchmark")
     add("--max-new-tokens", type=int, default=1024, help="tokens a turn")
     add("--data-dir", type=Path, default=Path("."), help="folder of NAME.jsonl benchmark files")
-    text = "arguments of every server, as one text (default: none)"
-    add("--server-args", type=shlex.split, default="", help=text)
-    text = "OpenMP threads of each server (default: the environment's)"
-    add("--threads", type=int, help=text)
+    text = f"arguments of every server, as one text{'' if server_args else ' (default: none)'}"
+    add("--server-args", type=shlex.split, default=server_args, help=text)
+    add("--threads", type=int, help="OpenMP threads of a server (default: the environment's)")
     add("--start-minutes", type=float, default=15.0, help="how long a server may take to start")
 
 
@@ -100,25 +99,23 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     _add_methods(parser)
     add = parser.add_argument
     add("--levels", type=int, nargs="+", default=[1, 4, 16, 64], help="requests in flight")
-    text = "Poisson arrivals, requests a second"
-    add("--rates", type=float, nargs="+", default=[1.0, 4.0], help=text)
+    add("--rates", type=float, nargs="+", default=[1.0, 4.0], help="Poisson requests a second")
     text = "requests of each load; at least 4 x its level"
     add("--prompts-per-level", type=int, default=32, help=text)
     _add_out(parser, f"folder of a finished `run`; the study is written to its {FOLDER}/")
 
 
 def _add_width(parser: argparse.ArgumentParser) -> None:
-    _add_servers(parser)
+    arguments = (*comparable_arguments(32768), "--max-running-requests", "64")
+    _add_servers(parser, shlex.join(arguments))
     add = parser.add_argument
     add("--draft", required=True, help="the drafter's folder")
     add("--untrained", help="a drafter of random weights (default: none is measured)")
-    text = "requests in flight"
-    add("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help=text)
+    add("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="concurrency")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="temperatures")
     add("--rounds", type=int, default=5, help="interleaved rounds, of which the first is a warm-up")
     _add_out(parser, "folder of the study; new, empty, or this study's own")
-    arguments = (*comparable_arguments(32768), "--max-running-requests", "64")
-    parser.set_defaults(num_prompts=12, max_new_tokens=64, server_args=shlex.join(arguments))
+    parser.set_defaults(num_prompts=12, max_new_tokens=64)
 
 
 def _add_fetch(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +124,10 @@ def _add_fetch(parser: argparse.ArgumentParser) -> None:
     text = "read NAME/ data sets of datasets.save_to_disk in this folder (default: the hub)"
     add("--copies", type=Path, help=text)
     _add_out(parser, "folder for NAME.jsonl; existing files are kept")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_out(parser, "folder of a run, or of its results.json alone")
 
 
 def parser(suite: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
@@ -138,11 +139,7 @@ def parser(suite: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
         ("serving", _add_serving, "throughput and latency under load, into a run's report"),
         ("width", _add_width, "throughput of an adaptive verify width by concurrency"),
         ("fetch", _add_fetch, "write the benchmarks' JSONL from the hub"),
-        (
-            "report",
-            lambda p: _add_out(p, "folder of a run, or of its results.json alone"),
-            "rewrite the report of a run",
-        ),
+        ("report", _add_report, "rewrite the report of a run"),
     ):
         one = commands.add_parser(name, help=text, description=text)
         add(one)

@@ -43,14 +43,10 @@ k that accept it."""
 
 def acceptance_chart(rows: list[Row]) -> str | None:
     """Acceptance by drafted position, a panel for each setting; None without drafts."""
-    panels = {}
+    methods, panels = drafting(r["method"] for r in rows), {}
     for setting in settings_of(rows):
-        shares = {
-            m: pooled_positions(rows_of(rows, setting, m))
-            for m in drafting(r["method"] for r in rows)
-        }
-        lines = {m: list(enumerate(values, 1)) for m, values in shares.items() if values}
-        if lines:
+        shares = {m: pooled_positions(rows_of(rows, setting, m)) for m in methods}
+        if lines := {m: list(enumerate(v, 1)) for m, v in shares.items() if v}:
             panels[tables.setting_words(setting)] = lines
     up = "share of rounds that accept it"
     return line_chart(panels, "drafted position", up) if panels else None

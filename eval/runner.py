@@ -105,6 +105,11 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
     return content if is_intact(content) else None
 
 
+def is_whole(unit: dict[str, Any] | None) -> bool:
+    """Whether a unit was measured and did not fail."""
+    return unit is not None and "error" not in unit
+
+
 def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
     """The methods, and the baseline once more on the same server: what noise alone gives."""
     baseline = next(m for m in methods if m.name == BASELINE)
@@ -180,29 +185,27 @@ def write_run(plan: Plan) -> None:
     path = plan.out / RUN
     if read_sealed(path) is not None:
         return
-    methods = [
-        asdict(m) | {"arguments": [without_machine(word) for word in m.arguments]}
-        for m in plan.methods
-    ]
+
+    def shown(words: Sequence[str]) -> list[str]:
+        return [without_machine(word) for word in words]
+
     content = {
         "rounds": plan.rounds,
         "provenance": provenance(),
-        "methods": methods,
+        "methods": [asdict(m) | {"arguments": shown(m.arguments)} for m in plan.methods],
         "identities": {method.name: method.identity() for method in plan.methods},
         "cells": [asdict(cell) for cell in plan.cells],
         "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
         "max_new_tokens": plan.max_new_tokens,
-        "server_args": [without_machine(word) for word in plan.server_args],
+        "server_args": shown(plan.server_args),
     }
     write_json(path, sealed(content), indent=1)
 
 
 def _finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
     """Whether a unit is there, whole, and did not fail."""
-    content = read_sealed(plan.unit(cell, method.name, round_index))
-    if content is None or "error" in content:
-        return False
-    return len(content["answers"]) == len(plan.prompts[cell.benchmark])
+    unit = read_sealed(plan.unit(cell, method.name, round_index))
+    return is_whole(unit) and len(unit["answers"]) == len(plan.prompts[cell.benchmark])
 
 
 def _run_unit(plan: Plan, servers: Servers, cell: Cell, method: Method) -> dict[str, Any]:

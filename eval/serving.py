@@ -15,7 +15,6 @@ from typing import Any
 import requests
 
 from eval.errors import EvalError, one_line
-from eval.methods import Method
 from eval.runner import Plan, Servers, read_run, read_sealed
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed
@@ -118,18 +117,6 @@ def measure(study: Study, url: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _measure(study: Study, method: Method, servers: Servers) -> dict[str, list[dict[str, Any]]]:
-    print(f"serving study: {method.name}", flush=True)
-    try:
-        return measure(study, servers.url(method))
-    except (ServerFailed, requests.RequestException) as error:
-        raise EvalError(
-            f"serving study, {method.name}: {one_line(error)} Its server's log is in "
-            f"{study.plan.out / 'logs'}. What was measured before is kept; run the same command "
-            "again."
-        ) from error
-
-
 def run(study: Study) -> dict[str, Any]:
     """Measure every method that the study's file does not hold yet, and write it.
 
@@ -137,15 +124,22 @@ def run(study: Study) -> dict[str, Any]:
         EvalError: a server or the client failed; what was measured before is kept.
         WriteFailed: the disk is full.
     """
-    path = study.plan.out / RESULT
-    content = read_sealed(path) or {"provenance": provenance(), **{part: {} for part in PARTS}}
+    out = study.plan.out
+    content = read_sealed(out / RESULT) or {"provenance": provenance(), **{p: {} for p in PARTS}}
     content.pop(CHECKSUM, None)
     with Servers(study.plan) as servers:
         for method in (m for m in study.plan.methods if m.name not in content["poisson"]):
-            numbers = _measure(study, method, servers)
+            print(f"serving study: {method.name}", flush=True)
+            try:
+                numbers = measure(study, servers.url(method))
+            except (ServerFailed, requests.RequestException) as error:
+                raise EvalError(
+                    f"serving study, {method.name}: {one_line(error)} Its server's log is in "
+                    f"{out / 'logs'}. What was measured before is kept; run the same command again."
+                ) from error
             for part in PARTS:
                 content[part][method.name] = numbers[part]
-            write_json(path, sealed(content), indent=1)
+            write_json(out / RESULT, sealed(content), indent=1)
     return content
 
 

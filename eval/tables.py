@@ -138,11 +138,9 @@ def identity_meaning(rows: Sequence[Row]) -> str:
     bounds = ", ".join(f"{TIE_GAPS[name]:g} in {name}" for name in sorted(found) or TIE_GAPS)
     return (
         "Where an answer first differs, the target is asked how far apart the two candidates are, "
-        f"in logits. A gap of at most {bounds} is a tie: a method verifies several positions in "
-        "one pass, a pass of another shape rounds differently, and either token is a greedy "
-        "choice up to rounding. bfloat16 keeps 8 bits, so ties are expected there; the baseline "
-        "against itself shows them too when requests share a batch. A larger gap is a fault of "
-        "the method or of the server: report it."
+        f"in logits. A gap of at most {bounds} is a tie: a pass of another shape rounds "
+        "differently, and either token is a greedy choice up to rounding. In bfloat16, of 8 bits, "
+        "ties are expected. A larger gap is a fault of the method or of the server: report it."
     )
 
 

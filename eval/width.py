@@ -16,12 +16,11 @@ from typing import Any
 from eval.aggregate import throughput
 from eval.charts import line_chart
 from eval.methods import BASELINE, DRAFT_OPTION, NOISE, Method
-from eval.runner import Cell, Plan, read_sealed
+from eval.runner import Cell, Plan, is_whole, read_sealed
 from eval.tables import Table
 from sglang_hyperdflash.serving.width_settings import ADAPTIVE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms
 from sglang_hyperdflash.tools.atomic import write_json, write_text
-from sglang_hyperdflash.tools.provenance import provenance
 
 KIND = "python -m eval width"
 WHOLE, FOLLOWS, UNTRAINED = "full width", "adaptive width", "untrained"
@@ -62,7 +61,7 @@ def rows_of(plan: Plan) -> list[Row]:
         for method in plan.methods:
             found = [read_sealed(plan.unit(cell, method.name, i)) for i in range(plan.rounds)]
             units = found[1:] or found
-            if any(unit is None or "error" in unit for unit in units):
+            if not all(map(is_whole, units)):
                 continue
             row = {"temperature": cell.temperature, "concurrency": cell.concurrency}
             row |= {"method": method.name, "tokens_per_s": list(map(throughput, units))}
@@ -150,8 +149,3 @@ def write_report(out: Path, content: dict[str, Any]) -> None:
     chart = line_chart(panels, "requests in flight", "output tokens a second", log=True)
     write_text(out / "throughput.svg", chart)
     write_text(out / "report.md", "\n".join(lines) + "\n")
-
-
-def write(plan: Plan) -> None:
-    """Report what a plan's run has measured."""
-    write_report(plan.out, {"provenance": provenance(), "rows": rows_of(plan)})

@@ -78,7 +78,7 @@ def add_parser(commands) -> None:
         type=int,
         nargs="+",
         help="read the outputs of these target layers, from 0, instead of the pre-collapse "
-        "residual (DFlash-style)",
+        "residual, DFlash-style (default: none)",
     )
     add(
         "--dependency-form",

@@ -27,7 +27,7 @@ from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
 from sglang_hyperdflash.training.conversations import HUB, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.kept_states import kept_states
-from sglang_hyperdflash.training.monitor import Monitor
+from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
@@ -171,7 +171,7 @@ def train(
         check_next_stage(trainer, work, number)
         if trainer.state["step"]:
             say(f"{title}: resumed at step {trainer.state['step']}")
-        with Monitor(trainer, title) as monitor:
+        with Monitor(trainer, title, schedule.report_to) as monitor:
             trainer.run(folder / "best", monitor)
         world.on_main(lambda best=folder / "best", trainer=trainer: trainer.check_best(best))
         best, last = folder / "best", best_line(trainer)
@@ -285,6 +285,7 @@ def run(args: argparse.Namespace) -> int:
             f"--states keeps what features = cache computes; {args.config} has features = "
             f"{schedule.features}. Drop one of them."
         )
+    check_reporters(schedule.report_to)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     world = ProcessGroup()

@@ -1,16 +1,22 @@
-"""Progress of a training run: a terminal bar, and TensorBoard scalars next to the state."""
+"""Progress of a training run: a terminal bar, and scalars for TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
+import json
 import os
-import socket
+import threading
 import time
-from pathlib import Path
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 from tqdm import tqdm
 
 from sglang_hyperdflash.tools.atomic import write_failed
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import MANIFEST
 
 
 class Monitor:
@@ -18,16 +24,18 @@ class Monitor:
 
     The bar gives loss, accuracy of the first and of all drafted positions, answer tokens per
     second and the simulated tau of the last checkpoint, once there is one.
+
+    Args:
+        report_to: names of :data:`REPORTERS`, or ``none``.
     """
 
-    def __init__(self, trainer, title: str) -> None:
-        self.title, self.active = title, trainer.world.is_main
-        self.writer = self.bar = None
+    def __init__(self, trainer, title: str, report_to: Collection[str] = ("none",)) -> None:
+        self.active = trainer.world.is_main
         if not self.active:
             return
-        self.writer = _scalar_file(trainer.folder / "tensorboard", trainer.state["step"])
-        total = trainer.recipe.steps
-        self.bar = tqdm(total=total, initial=trainer.state["step"], desc=title, unit="step")
+        self.reporters = [REPORTERS[n](trainer, title) for n in report_to if n in REPORTERS]
+        step, total = trainer.state["step"], trainer.recipe.steps
+        self.bar = tqdm(total=total, initial=step, desc=title, unit="step")
         self.then = time.monotonic()
 
     def __call__(self, trainer, report: dict[str, Any]) -> None:
@@ -48,16 +56,14 @@ class Monitor:
             tokens_s=f"{rate:.0f}",
             **({} if tau is None else {"tau": f"{tau:.2f}"}),
         )
-        if self.writer is None:
-            return
-        scalars = {f"train/{name}": report[name] for name in trainer.losses}
-        for k, value in enumerate(accuracy.tolist(), 1):
-            scalars[f"position_accuracy/{k}"] = value
+        scalars = {f"train/{name}": float(report[name]) for name in trainer.losses}
+        scalars |= {f"position_accuracy/{k}": v for k, v in enumerate(accuracy.tolist(), 1)}
         scalars["train/answer_tokens_per_second"] = rate
         scalars["train/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         if tau is not None:
             scalars["held_out/tau"] = tau
-        self.writer.add(scalars, step)
+        for reporter in self.reporters:
+            reporter.log(scalars, step)
 
     def __enter__(self) -> Monitor:
         return self
@@ -65,61 +71,94 @@ class Monitor:
     def __exit__(self, *_exception) -> None:
         if self.active:
             self.bar.close()
-            if self.writer is not None:
-                self.writer.close()
+            for reporter in self.reporters:
+                reporter.close()
 
 
-class ScalarFile:
-    """Scalars of a run in TensorBoard's own file format, each written at once.
-
-    TensorBoard's writer has a thread of its own, which ends with a traceback on a full disk.
-
-    Args:
-        folder: where TensorBoard looks. step: what an earlier run wrote from here on is void.
+class TensorBoard:
+    """Scalars in ``tensorboard/`` of the trainer's folder; what a resumed run repeats is purged.
 
     Raises:
-        ImportError: TensorBoard is not installed.
-        WriteFailed: the disk is full or the place cannot be written; so does :meth:`add`.
+        WriteFailed: the disk is full or the place cannot be written; so does :meth:`log`.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import scalar
+    def __init__(self, trainer, _title: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-        self.event, self.scalar = Event, scalar
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.path = folder / name
+        # The writer's thread ends with an OSError on a full disk, which `flush` raises again.
+        threading.excepthook = lambda thread: (
+            None if isinstance(thread.exc_value, OSError) else threading.__excepthook__(thread)
+        )
+        self.folder = trainer.folder / "tensorboard"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("wb", buffering=0)
+            self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state["step"])
         except OSError as error:
-            raise write_failed(self.path, error) from error
-        self.records = RecordWriter(self.file)
-        self._write(Event(file_version="brain.Event:2"))
-        self._write(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            raise write_failed(self.folder, error) from error
 
-    def add(self, scalars: dict[str, float], step: int) -> None:
-        """One step's values by name."""
-        for name, value in scalars.items():
-            self._write(self.event(step=step, summary=self.scalar(name, value)))
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        """Write one step's values by name, each at once."""
+        try:
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
+        except OSError as error:
+            raise write_failed(self.folder, error) from error
 
     def close(self) -> None:
         """Close the file; all is written."""
-        self.file.close()
+        with suppress(OSError):  # of a full disk, which `log` has reported
+            self.writer.close()
 
-    def _write(self, event) -> None:
-        event.wall_time = time.time()
+
+class WandB:
+    """Scalars as a run of Weights & Biases for each stage; a resumed training resumes its runs.
+
+    Raises:
+        HyperDFlashConfigError: W&B does not start.
+    """
+
+    def __init__(self, trainer, title: str) -> None:
+        import wandb
+
+        run = json.loads((trainer.folder.parent / MANIFEST).read_bytes())["run_id"]
         try:
-            self.records.write(event.SerializeToString())
-        except OSError as error:
-            raise write_failed(self.path, error) from error
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "hyperdflash"),
+                dir=str(trainer.folder),
+                id=f"{run}-{trainer.folder.name}",
+                group=run,
+                name=title,
+                config=asdict(trainer.recipe),
+                resume="allow",
+            )
+        except wandb.Error as error:
+            raise HyperDFlashConfigError(
+                f"Weights & Biases does not start: {str(error).rstrip('.')}. Run `wandb login`, set "
+                "WANDB_MODE=offline, or remove wandb from report_to."
+            ) from error
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        """Log one step's values by name."""
+        self.run.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Upload the rest and end the run."""
+        self.run.finish()
 
 
-def _scalar_file(folder: Path, step: int) -> ScalarFile | None:
-    """TensorBoard's scalars, going on after a step; None, said in one line, without the library."""
-    try:
-        return ScalarFile(folder, step)
-    except ImportError:
-        print("no TensorBoard scalars: pip install 'sglang-hyperdflash[train]' brings them")
-        return None
+REPORTERS = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def check_reporters(report_to: Collection[str]) -> None:
+    """Refuse reporters whose package is missing, before any work.
+
+    Raises:
+        HyperDFlashConfigError: it is not installed.
+    """
+    for name in (name for name in report_to if name in REPORTERS):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # a plain folder of that name has no origin
+            raise HyperDFlashConfigError(
+                f"report_to: the package {name} is not installed. Run `pip install {name}`, or "
+                'set report_to = ["none"].'
+            )

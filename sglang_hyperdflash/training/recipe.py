@@ -119,6 +119,10 @@ class _File:
         dict[str, Text],
         Field(description="name = file (capture folder if captured); tau is the mean over these"),
     ] = dataclasses.field(default_factory=dict)
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "none"], ...],
+        Field(description="where the scalars of every step go, besides the terminal"),
+    ] = ("tensorboard",)
     objective: Objective = dataclasses.field(default_factory=Objective)
 
 
@@ -132,6 +136,7 @@ class Schedule:
     max_length: int
     features: str
     held_out: dict[str, Path | str]
+    report_to: tuple[str, ...]
     objective: Objective
     stages: tuple[Stage, ...]
     base: Path
@@ -196,6 +201,7 @@ def read_schedule(path: Path) -> Schedule:
         max_length=file.max_length,
         features=file.features,
         held_out={kind: data_place(base, place) for kind, place in file.held_out.items()},
+        report_to=file.report_to,
         objective=file.objective,
         stages=file.stage,
         base=base,

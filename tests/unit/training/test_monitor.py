@@ -1,54 +1,148 @@
-"""A run's scalars: what TensorBoard reads, and what a full disk does."""
+"""A run's scalars: what TensorBoard and W&B receive, what a full disk and a missing package do."""
 
 import errno
+import json
+import resource
+import signal
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_hyperdflash.tools.atomic import WriteFailed
-from sglang_hyperdflash.training.monitor import ScalarFile
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.monitor import Monitor, TensorBoard, check_reporters
+from sglang_hyperdflash.training.recipe import Recipe
+
+
+def trainer_at(folder, step: int = 0, main: bool = True):
+    """What a monitor reads of a trainer."""
+    return SimpleNamespace(
+        folder=folder,
+        state={"step": step},
+        recipe=Recipe(steps=5),
+        losses=("loss", "ce"),
+        world=SimpleNamespace(is_main=main),
+        train=SimpleNamespace(samples=[SimpleNamespace(answer_tokens=7)]),
+        passes=SimpleNamespace(batch=lambda _step: [0]),
+        optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]),
+    )
+
+
+def report(loss: float):
+    return {"loss": loss, "ce": loss, "hits": torch.tensor([3, 1]), "rows": torch.tensor([4, 4])}
 
 
 def read(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder))
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {
         name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
     }
 
 
-def test_tensorboard_reads_the_scalars(tmp_path):
-    file = ScalarFile(tmp_path, 0)
-    file.add({"train/loss": 2.5, "held_out/tau": 1.25}, 1)
-    file.add({"train/loss": 1.5}, 2)  # readable before close
-    assert read(tmp_path) == {"train/loss": [(1, 2.5), (2, 1.5)], "held_out/tau": [(1, 1.25)]}
-    file.close()
+def monitored(trainer, losses: dict[int, float], report_to=("tensorboard",)) -> None:
+    with Monitor(trainer, "stage 1", report_to) as monitor:
+        for step, loss in losses.items():
+            trainer.state["step"] = step
+            monitor(trainer, report(loss))
 
 
-def test_a_resumed_run_voids_the_steps_that_it_repeats(tmp_path):
-    first = ScalarFile(tmp_path, 0)
-    for step in (1, 2, 3):
-        first.add({"train/loss": float(step)}, step)
-    first.close()
-    again = ScalarFile(tmp_path, 2)
-    again.add({"train/loss": 20.0}, 2)
-    again.close()
-    assert read(tmp_path) == {"train/loss": [(1, 1.0), (2, 20.0)]}
+def test_tensorboard_reads_every_step(tmp_path):
+    trainer = trainer_at(tmp_path)
+    trainer.state["tau"] = 1.25
+    monitored(trainer, {1: 2.5, 2: 1.5})
+    found = read(tmp_path)
+    assert found["train/loss"] == [(1, 2.5), (2, 1.5)]
+    assert found["held_out/tau"] == [(1, 1.25), (2, 1.25)]
+    assert found["position_accuracy/1"][0] == (1, 0.75)
+    assert found["position_accuracy/2"][0] == (1, 0.25)
+    assert found["train/learning_rate"] == [(1, 0.5), (2, 0.5)]
 
 
-def test_a_full_disk_is_one_error_with_the_path(tmp_path):
+def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
+    monitored(trainer_at(tmp_path), {1: 1.0, 2: 2.0, 3: 3.0})
+    monitored(trainer_at(tmp_path, step=2), {2: 20.0})
+    assert read(tmp_path)["train/loss"] == [(1, 1.0), (2, 20.0)]
+
+
+def test_only_the_main_process_writes(tmp_path):
+    monitored(trainer_at(tmp_path, main=False), {1: 1.0})
+    monitored(trainer_at(tmp_path), {1: 1.0}, report_to=("none",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_error_with_the_path(tmp_path, capfd):
     """Found as: a thread's traceback, and an error without a path."""
-    file = ScalarFile(tmp_path, 0)
-    file.file.close()
-    file.path.unlink()
-    with open("/dev/full", "wb", buffering=0) as full:
-        file.records._writer = full
-        with pytest.raises(WriteFailed, match=rf"cannot write {file.path}: ") as caught:
-            file.add({"train/loss": 1.0}, 1)
-    assert caught.value.__cause__.errno == errno.ENOSPC
+    reporter = TensorBoard(trainer_at(tmp_path), "stage 1")
+    reporter.log({"train/loss": 1.0}, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(WriteFailed, match=rf"cannot write {tmp_path}/tensorboard: ") as caught:
+            reporter.log({"train/loss": 1.0}, 2)
+        reporter.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.__cause__.errno == errno.EFBIG
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
     with pytest.raises(WriteFailed, match=r"cannot write .*tensorboard"):
-        ScalarFile(tmp_path / "tensorboard", 0)
+        TensorBoard(trainer_at(tmp_path), "stage 1")
+
+
+def test_a_missing_package_is_refused_before_any_work(monkeypatch):
+    check_reporters(("none",))
+    monkeypatch.setattr(sys, "path", [])
+    sys.modules.pop("wandb", None)
+    with pytest.raises(HyperDFlashConfigError, match=r"wandb is not installed. Run `pip install"):
+        check_reporters(("none", "wandb"))
+
+
+class FakeRun:
+    """A W&B run that records what it receives."""
+
+    def __init__(self, **options) -> None:
+        self.options, self.logged, self.finished = options, [], False
+
+    def log(self, scalars, step) -> None:
+        self.logged.append((step, scalars["train/loss"]))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_receives_every_step_and_a_resumed_training_its_run(tmp_path, monkeypatch):
+    runs = []
+
+    class Error(Exception):
+        pass
+
+    def init(**options):
+        runs.append(FakeRun(**options))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    (tmp_path / ".hyperdflash.json").write_text(json.dumps({"run_id": "ab12"}))
+    for step in (0, 1):
+        trainer = trainer_at(tmp_path / "stage-1", step)
+        monitored(trainer, {step + 1: 2.0 + step}, report_to=("wandb",))
+    first, second = runs
+    assert first.logged == [(1, 2.0)] and second.logged == [(2, 3.0)] and second.finished
+    expected = {"project": "hyperdflash", "id": "ab12-stage-1", "group": "ab12", "resume": "allow"}
+    assert expected.items() <= first.options.items() and first.options["id"] == second.options["id"]
+    assert first.options["config"]["steps"] == 5
+
+    def fail(**_options):
+        raise Error("no API key")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
+    with pytest.raises(HyperDFlashConfigError, match=r"does not start: no API key. Run `wandb lo"):
+        monitored(trainer_at(tmp_path / "stage-1"), {}, report_to=("wandb",))

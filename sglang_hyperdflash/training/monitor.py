@@ -133,8 +133,8 @@ class WandB:
             )
         except wandb.Error as error:
             raise HyperDFlashConfigError(
-                f"Weights & Biases does not start: {str(error).rstrip('.')}. Run `wandb login`, set "
-                "WANDB_MODE=offline, or remove wandb from report_to."
+                f"Weights & Biases does not start: {str(error).rstrip('.')}. Run `wandb login`, "
+                "set WANDB_MODE=offline, or remove wandb from report_to."
             ) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:

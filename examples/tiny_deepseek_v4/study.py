@@ -35,6 +35,7 @@ from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
+from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
 from sglang_hyperdflash.training.drafter import name_for_dflash
@@ -179,11 +180,11 @@ def read_prompts(data_dir: Path | None, count: int) -> dict[str, list[list[int]]
 
 
 def stored(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
-    """What a result file holds, nothing yet included; refuses one of another setting."""
+    """What a result file holds, if it exists; rejects one of another setting."""
     found = json.loads(path.read_text()) if path.is_file() else {"setting": setting, "seeds": {}}
     changed = [name for name in setting if found["setting"].get(name) != setting[name]]
     if changed:
-        raise SystemExit(f"{path} is of another {', '.join(changed)}. Choose another --out.")
+        raise SystemExit(f"{path}: measured with other {', '.join(changed)}. Choose another --out.")
     return found
 
 
@@ -206,13 +207,15 @@ def server_of(name: str, drafter: Path | None, log: Path, *more: str) -> Server:
 def pending(
     found: dict[str, Any], seed: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, Path]]:
-    """Variants that are not measured yet, and their drafters; refuses a drafter that changed."""
+    """Variants that are not measured yet, and their drafters; rejects a drafter that changed."""
     weights = found.setdefault("weights", {}).setdefault(str(seed), {})
     for name in args.variants:
         drafter = drafter_of(name, seed, args)
         digest = file_hash(drafter / "model.safetensors")
         if weights.setdefault(name, digest) != digest:
-            raise SystemExit(f"{name}, seed {seed}: measured with other weights.")
+            raise SystemExit(
+                f"{name}, seed {seed}: measured with other weights. Choose another --out."
+            )
         if name not in found["seeds"].get(str(seed), {}):
             yield name, drafter
 
@@ -278,7 +281,7 @@ def serve(args: argparse.Namespace) -> None:
         }
         save(path, found)
         print(f"{name}, seed {seed}: measured", flush=True)
-    save(path, found)
+    report(args)
 
 
 def timed(server: Server, prompt: list[int], sampling: dict[str, Any]) -> list[float]:
@@ -322,7 +325,7 @@ def speed(args: argparse.Namespace) -> None:
             servers |= {name: start(name, drafter) for name, drafter in drafters.items()}
             found["seeds"][str(seed)] = interleaved(servers, prompts, sampling)
         save(path, found)
-    save(path, found)
+    report(args)
 
 
 def interleaved(
@@ -383,7 +386,10 @@ def main() -> None:
         else:
             command.add_argument("--temperatures", nargs="+", choices=SAMPLING, default=["0", "1"])
     args = parser.parse_args()
-    args.run(args)
+    try:
+        args.run(args)
+    except HyperDFlashError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

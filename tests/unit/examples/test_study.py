@@ -112,7 +112,7 @@ def test_only_what_is_missing_is_measured_and_only_with_the_same_weights(
     with pytest.raises(SystemExit, match="other weights"):
         list(study.pending(found, 0, args))
     (tmp_path / "results.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match="another prompts"):
+    with pytest.raises(SystemExit, match="other prompts"):
         study.stored(tmp_path / "results.json", {"prompts": "b"})
 
 

@@ -1,4 +1,4 @@
-"""``hyperdflash check``: whether this installation can serve, told before a model is loaded."""
+"""``hyperdflash check``: whether this installation can serve, without loading a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REDUCERS = ((4, 4096), (4, 256))
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``ok`` is False where a server would not start or be wrong."""
+    """One line of the report; ``ok`` is False if a server would not start or would be wrong."""
 
     subject: str
     found: str
@@ -37,7 +37,7 @@ def sglang_version() -> str:
 
 
 def hooks() -> str:
-    """Load the plugins as SGLang does, import everything that is hooked, look at every seam.
+    """Load the plugins as SGLang does, import every hooked module and check every seam.
 
     Raises:
         SeamError: the plugin was not loaded, or a seam is not in place.
@@ -48,7 +48,7 @@ def hooks() -> str:
     for seam in seams.recorded():
         importlib.import_module(seam.module)
     seams.check_installed()
-    return f"{len(seams.recorded())} hooks in place, each on the source it was written for"
+    return f"{len(seams.recorded())} hooks in place, each matching the source it was written for"
 
 
 def platform() -> str:
@@ -62,10 +62,10 @@ def platform() -> str:
 
 
 def kernels() -> str:
-    """Compare the reducer as it would serve with the fp32 reference.
+    """Compare the served reducer with the fp32 reference.
 
     Raises:
-        RuntimeError: it is further off than rounding explains.
+        RuntimeError: they differ by more than rounding.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -97,7 +97,7 @@ def examine() -> list[Finding]:
             findings.append(Finding(subject, str(error), False))
     names = sorted(name for name in os.environ if name.startswith(("HYPERDFLASH_", "SGLANG_PL")))
     given = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    return [*findings, Finding("environment", given or "no variable of ours is set", True)]
+    return [*findings, Finding("environment", given or "no HYPERDFLASH variable is set", True)]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
 def add_parser(commands) -> None:
     """Register ``check`` and its arguments."""
     parser = commands.add_parser(
-        "check", help="say whether this installation can serve", description=__doc__.splitlines()[0]
+        "check",
+        help="check whether this installation can serve",
+        description=__doc__.splitlines()[0],
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)

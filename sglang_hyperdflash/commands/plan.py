@@ -69,10 +69,9 @@ class Budget:
     The bytes of a token are the target's own, as without speculation; those of
     ``draft_bytes_per_token``; and those of the speculation, ``spec_bytes_per_token``: a V4 target
     keeps longer rings of compression states and of its window when several tokens are verified at
-    once, whatever drafts them. requests: at most so many at a time.
-    Of HYPERDFLASH beside the K/V memory: draft_graph_bytes, by the draft's attention backend,
-    beside_bytes, by what they are for; widths: each has graphs of the target, of captured batch
-    sizes.
+    once, whatever drafts them. requests: the most at a time.
+    HYPERDFLASH besides the K/V memory: draft_graph_bytes by the draft's attention backend,
+    extra_bytes by purpose; widths: each has graphs of the target, of captured batch sizes.
     """
 
     method: str
@@ -82,14 +81,14 @@ class Budget:
     spec_bytes_per_token: float = 0.0
     requests: int | None = None
     draft_graph_bytes: dict[str, int] = field(default_factory=dict)
-    beside_bytes: dict[str, int] = field(default_factory=dict)
+    extra_bytes: dict[str, int] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
     captured: int = 0
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """A method that SGLang does not start for this target, and why."""
+    """A method that SGLang does not start for this target, with the reason."""
 
     method: str
     reason: str
@@ -111,7 +110,7 @@ def resolved_arguments(target: str, node: Node, **options: Any):
         model_path=target,
         device="cuda",
         skip_tokenizer_init=True,
-        load_format="dummy",  # no weights are needed, and none are looked for
+        load_format="dummy",  # no weights are needed
         tp_size=node.tp,
         mem_fraction_static=node.mem_fraction,
         max_running_requests=node.max_running_requests,
@@ -210,7 +209,7 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
         requests = get_schedule().max_running_requests
-        ours = _beside_kv(arguments, int(requests)) if method == ALGORITHM else {}
+        ours = _extra_device_memory(arguments, int(requests)) if method == ALGORITHM else {}
     tokens = int(sizes.max_total_num_tokens)
     return Budget(method, full, tokens, full - plain, 0.0, requests, **ours)
 
@@ -226,14 +225,14 @@ def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
     ]
 
 
-def _beside_kv(arguments, requests: int) -> dict[str, Any]:
-    """The fields of a :class:`Budget` beside the K/V, were all requests in one captured batch."""
+def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
+    """A :class:`Budget`'s fields besides K/V, as if all requests were in one captured batch."""
     from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
 
-    from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
     from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
+    from sglang_hyperdflash.serving.extra_device_memory import Batches, extra_device_memory
     from sglang_hyperdflash.serving.start_checks import load_draft_config
     from sglang_hyperdflash.serving.width_settings import read_setting
 
@@ -270,7 +269,7 @@ def _beside_kv(arguments, requests: int) -> dict[str, Any]:
     )
     return {
         "draft_graph_bytes": graph_bytes(graphs),
-        "beside_bytes": beside_kv(batches),
+        "extra_bytes": extra_device_memory(batches),
         "widths": widths,
         "captured": len(captured),
     }
@@ -284,7 +283,7 @@ def _is_v4(target: str) -> bool:
 
 
 def _check_fields(target: str) -> None:
-    """Refuse a target that leaves out what its pools are sized by: a default would mislead."""
+    """Refuse a target without the fields that size its pools: a default would mislead."""
     fields = text_fields(TargetFiles(target).config())
     missing = [name for name in SIZED_BY if fields.get(name) is None]
     if missing:
@@ -303,11 +302,11 @@ def plan(
         dspark: folder or hub id of a DSPARK draft; not needed when the target carries one.
 
     Raises:
-        HyperDFlashConfigError: not a V4 target, or no memory left beside the weights.
+        HyperDFlashConfigError: not a V4 target, or no memory left besides the weights.
     """
     if node.kv_bytes <= 0:
         raise HyperDFlashConfigError(
-            f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves nothing beside weights of "
+            f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves no memory besides weights of "
             f"{node.weights_gib:g} GiB a GPU; raise --tp or lower --weights-gib."
         )
     if not _is_v4(target):
@@ -355,22 +354,22 @@ def report(rows: list[Budget | Unavailable], node: Node) -> str:
     ]
     if limit is None and len({b.requests for b in budgets}) > 1:
         lines.append(
-            "requests differ: SGLang takes fewer by default with speculation. "
-            "--max-running-requests compares at one number."
+            "requests differ: by default SGLang admits fewer with speculation. "
+            "Set --max-running-requests to compare equal numbers."
         )
     for b in budgets:
-        if b.beside_bytes:
+        if b.extra_bytes:
             lines += ["", *_beside_lines(b, node)]
     return "\n".join(lines)
 
 
 def _beside_lines(b: Budget, node: Node) -> list[str]:
-    """What of ours must fit beside the K/V, and what SGLang leaves for all of that."""
+    """What must fit besides the K/V, and what SGLang leaves for it."""
     choices = ", ".join(f"{k} {v / GIB:.2f}" for k, v in b.draft_graph_bytes.items())
     dearest = max(b.draft_graph_bytes.values(), default=0)
-    parts = {**b.beside_bytes, f"draft attention at most ({choices})": dearest}
+    parts = {**b.extra_bytes, f"draft attention at most ({choices})": dearest}
     left = node.gpu_gib * (1 - node.mem_fraction)
-    lines = [f"Beside weights and K/V {b.method} takes, GiB at most; SGLang leaves {left:.1f}:"]
+    lines = [f"Besides weights and K/V, {b.method} takes at most (GiB; SGLang leaves {left:.1f}):"]
     lines += [f"{size / GIB:>10.2f}  {name}" for name, size in parts.items()]
     lines.append(f"{sum(parts.values()) / GIB:>10.2f}  together")
     widths = ", ".join(map(str, b.widths))
@@ -393,7 +392,7 @@ def _weights_gib(target: str, tp: int) -> float | None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raise ``HyperDFlashConfigError`` for a count or a size that no node has."""
+    """Raise ``HyperDFlashConfigError`` for an impossible count or size."""
     for name in ("tp", "context_length", "max_running_requests"):
         found = getattr(args, name)
         if found is not None and found < 1:
@@ -451,13 +450,22 @@ def add_parser(commands) -> None:
     add("--gpu-gib", type=float, required=True, help="memory of one GPU, GiB")
     add("--weights-gib", type=float, help="weights on one GPU, GiB (default: index size / tp)")
     add("--tp", type=int, default=1, help="GPUs that share the model")
-    add("--dp-attention", action="store_true", help="K/V heads are not sharded")
+    add(
+        "--dp-attention",
+        action="store_true",
+        help="attention data parallelism: K/V heads are not sharded",
+    )
     add("--context-length", type=int, help="tokens (default: the target's own)")
-    add("--mem-fraction-static", type=float, default=0.85, help="share of a GPU for weights, K/V")
+    add(
+        "--mem-fraction-static",
+        type=float,
+        default=0.85,
+        help="share of a GPU's memory for weights and K/V",
+    )
     add(
         "--max-running-requests",
         type=int,
-        help="requests at a time (default: what SGLang chooses for each method, which is shown)",
+        help="requests at a time (default: SGLang's choice for each method)",
     )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

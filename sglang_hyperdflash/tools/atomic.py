@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, flushed to disk, then renamed.
+"""Atomic files: written under a temporary name, flushed to disk, then renamed.
 
 The temporary name is fixed (``NAME.partial``), so that a killed writer leaves one file at most and
 the next one overwrites it. Two writers of one file must be kept apart by ``ownership``.
@@ -17,16 +17,16 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 
 class WriteFailed(HyperDFlashError):
-    """A file could not be written: a full disk, a missing right."""
+    """A file could not be written: a full disk or a missing permission."""
 
 
 def write_failed(path: Path, error: Exception) -> WriteFailed:
-    """The error to raise when ``path`` could not be written; says what is still there."""
+    """The error to raise when ``path`` could not be written; says what is kept."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     kept = f"{path} is as it was before. " if path.is_file() else ""
     return WriteFailed(
         f"cannot write {path}: {reason}. {kept}"
-        "Free space or choose a place that can be written, then repeat the command."
+        "Free space or choose a writable place, then repeat the command."
     )
 
 
@@ -45,7 +45,7 @@ def replacing(path: Path, failures: tuple[type[Exception], ...] = (OSError,)) ->
     """A temporary path to write to; it becomes ``path`` when the block ends without an error.
 
     Args:
-        path: the file; its folder is made. failures: what a library raises for a full disk beside
+        path: the file; its folder is made. failures: what a library raises for a full disk besides
             ``OSError`` (``RuntimeError`` of torch.save, ``SafetensorError``).
 
     Raises:
@@ -54,7 +54,7 @@ def replacing(path: Path, failures: tuple[type[Exception], ...] = (OSError,)) ->
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Some libraries make files of a mode of their own; this one has the umask's.
+        # Some libraries set their own file mode; this one follows the umask.
         with partial.open("wb") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
         yield partial

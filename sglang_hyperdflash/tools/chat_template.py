@@ -1,4 +1,4 @@
-"""A conversation as text, by the target tokenizer's own chat template; its errors in one line."""
+"""Conversations rendered by the target tokenizer's chat template, with one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short hashes of JSON content, and records that carry their own, so that damage is noticed."""
+"""Short hashes of JSON content, and records that carry their own, to detect damage."""
 
 from __future__ import annotations
 

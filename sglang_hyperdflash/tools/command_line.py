@@ -1,4 +1,4 @@
-"""A parser whose help names every default."""
+"""An argument parser whose help names every default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 class _WithDefaults(argparse.HelpFormatter):
-    """Adds ``(default: X)`` to every option that has one and does not say it itself."""
+    """Adds ``(default: X)`` to the help of every option with a default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         said = "default" in (action.help or "")
@@ -18,7 +18,7 @@ class _WithDefaults(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, its help with defaults."""
+    """``ArgumentParser`` with defaults in its help."""
 
     def __init__(self, **options) -> None:
         super().__init__(**{"formatter_class": _WithDefaults, **options})

@@ -1,10 +1,10 @@
-"""Every error that a user can fix. Commands print its text on one line and end with code 2."""
+"""Errors that a user can fix. Commands print them on one line and exit with code 2."""
 
 from __future__ import annotations
 
 
 class HyperDFlashError(Exception):
-    """Base of them all; its text says what was expected, what was found and what to do."""
+    """Base class; the text says what was expected, what was found and what to do."""
 
 
 class HyperDFlashConfigError(HyperDFlashError, ValueError):
@@ -16,7 +16,7 @@ class UnsupportedTarget(HyperDFlashError, ValueError):
 
 
 class SeamError(HyperDFlashError, RuntimeError):
-    """SGLang is not the version, or has not the shape, that a hook was written for."""
+    """SGLang is not the version that a hook was written for, or a hooked function changed."""
 
 
 class ServerFailed(HyperDFlashError, RuntimeError):

@@ -16,7 +16,7 @@ _JSON_NAMES = {dict: "object", list: "list", str: "text", int: "number", float: 
 
 
 class JsonlError(HyperDFlashError):
-    """A line that is not what it should be; the message starts with ``file:line``."""
+    """A malformed line; the message starts with ``file:line``."""
 
 
 def _shown(line: bytes) -> str:
@@ -79,7 +79,7 @@ def read_lines(path: Path, expected: type | None = dict) -> Iterator[tuple[int, 
 
 
 class ResumableWriter:
-    """Appends JSON objects to a file; the file of a killed run is opened again and goes on.
+    """Appends JSON objects to a file; the file of a killed run is reopened and continued.
 
     A last line without a newline was cut by a kill: it is dropped. A damaged byte elsewhere is
     noticed only where it breaks the JSON. Safe to call from several threads; two processes must be

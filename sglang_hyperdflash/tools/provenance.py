@@ -21,10 +21,10 @@ _PATH = re.compile(r"""(?<![\w./:~-])(?:~|\.\.?)?/[^\s,:='"]+""")
 
 
 def without_machine(text: str) -> str:
-    """A text whose paths say nothing of this machine, for files that are shown to others.
+    """A text without this machine's paths, for published files.
 
-    Paths inside the checkout become relative to it. Of a path elsewhere ``.../`` and its last part
-    stay: ``.../benchmarks``. Paths without a leading ``/``, ``~`` or ``.``, and URLs, stay as they
+    Paths inside the checkout become relative to it. Others become ``.../`` and their last part,
+    like ``.../benchmarks``. URLs and paths without a leading ``/``, ``~`` or ``.`` stay as they
     are.
     """
 
@@ -73,7 +73,7 @@ def _version(package: str) -> str | None:
 
 
 def provenance() -> dict[str, str | None]:
-    """Facts to store beside every measured result; paths without this machine's folders."""
+    """Facts to store with every measured result; paths without this machine's folders."""
     arguments = [without_machine(word) for word in sys.argv[1:]]
     return {
         "argv": shlex.join([Path(sys.argv[0]).name, *arguments]),

@@ -12,8 +12,8 @@ from typing import Any
 
 import requests
 
-from sglang_hyperdflash.serving.beside_kv import Batches, beside_kv
 from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
+from sglang_hyperdflash.serving.extra_device_memory import Batches, extra_device_memory
 from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
@@ -121,7 +121,10 @@ def _check_graphs(v: Visit, log: str) -> None:
         int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
         int(stage.shape["vocab_size"]),
     )
-    v.found |= {"draft attention counted": buffers, "beside K/V counted": beside_kv(batches)}
+    v.found |= {
+        "draft attention counted": buffers,
+        "extra device memory": extra_device_memory(batches),
+    }
     if not stage.gpu:
         return
     v.check(len(taken) >= 2, "the log names no graphs of target and draft")
@@ -295,7 +298,7 @@ def sampled(v: Visit) -> None:
         )
     width = int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"])
     batches = Batches(stage.requests, [], BLOCK, width, int(stage.shape["vocab_size"]))
-    counted = beside_kv(batches)["verification of sampled requests"]
+    counted = extra_device_memory(batches)["verification of sampled requests"]
     v.found |= {"before": before, "peak": most, "counted": counted}
     # The start's rehearsal has left the allocator what it needs, so little may come on top.
     v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")

@@ -29,7 +29,7 @@ def test_a_sound_installation_is_told_in_five_lines(monkeypatch):
     subjects = ["sglang", "seams", "platform", "kernels", "environment"]
     assert [line.split()[0] for line in lines] == subjects
     assert all(line.split()[1] == "ok" for line in lines)
-    assert "each on the source it was written for" in lines[1]
+    assert "each matching the source it was written for" in lines[1]
     assert "agrees with the reference (4 x 4096, 4 x 256)" in lines[3]
 
 

@@ -40,16 +40,16 @@ def test_the_report_compares_with_no_speculation_and_explains_every_byte():
     text = report(budgets, NODE)
     assert "50.0 GiB (tp 4; requests at a time: --max-running-requests)" in text
     assert "DSPARK        not here" in text
-    beside = text[text.index("Beside") :].splitlines()
-    assert beside[0].endswith("HYPERDFLASH takes, GiB at most; SGLang leaves 15.0:")
-    assert [line.split()[0] for line in beside[1:-1]] == ["1.00", "2.00", "3.00"]
-    assert beside[-1].endswith("own graphs, of 51 batch sizes at width 1, 7.")
-    assert "draft attention at most (fa3 0.00, triton 2.00)" in beside[2]
+    extra = text[text.index("Besides") :].splitlines()
+    assert extra[0].endswith("HYPERDFLASH takes at most (GiB; SGLang leaves 15.0):")
+    assert [line.split()[0] for line in extra[1:-1]] == ["1.00", "2.00", "3.00"]
+    assert extra[-1].endswith("own graphs, of 51 batch sizes at width 1, 7.")
+    assert "draft attention at most (fa3 0.00, triton 2.00)" in extra[2]
     line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
     assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]
     free = report(budgets, replace(NODE, max_running_requests=None))
     assert "requests at a time: SGLang's own choice" in free
-    assert "requests differ: SGLang takes fewer by default with speculation" in free
+    assert "requests differ: by default SGLang admits fewer with speculation" in free
 
 
 SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
@@ -66,7 +66,7 @@ def test_the_shipped_sample_is_the_published_dimensions():
     "extra, message",
     [
         ((), "--weights-gib is needed"),
-        (("--weights-gib", "90"), "leaves nothing beside weights of 90 GiB"),
+        (("--weights-gib", "90"), "leaves no memory besides weights of 90 GiB"),
         (("--weights-gib", "-1"), "--weights-gib must be a number of at least 0, found -1"),
         (("--tp", "0"), "--tp must be at least 1, found 0"),
         (("--context-length", "0"), "--context-length must be at least 1, found 0"),
@@ -120,13 +120,13 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     assert graphs["triton"] == pytest.approx(2 + partial, rel=1e-4)
     assert graphs["flashinfer"] == pytest.approx(1 + (51 * 8.125 + 384) / 1024, rel=1e-4)
     assert graphs["fa3"] == graphs["fa4"] == 1 / 256
-    beside = {name: size / 2**30 for name, size in rows[1]["beside_bytes"].items()}
-    assert beside["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
-    assert beside["drafts' logits"] == pytest.approx(0.37, abs=0.01)
-    assert beside["residual of the captured batches"] == pytest.approx(0.055, abs=0.001)
-    # With the dearest draft attention, in what SGLang leaves by default.
-    assert sum(beside.values()) + graphs["triton"] < 0.15 * 141
-    for name in ("draft_graph_bytes", "beside_bytes"):
+    extra = {name: size / 2**30 for name, size in rows[1]["extra_bytes"].items()}
+    assert extra["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
+    assert extra["drafts' logits"] == pytest.approx(0.37, abs=0.01)
+    assert extra["residual of the captured batches"] == pytest.approx(0.055, abs=0.001)
+    # With the most expensive draft attention, in what SGLang leaves by default.
+    assert sum(extra.values()) + graphs["triton"] < 0.15 * 141
+    for name in ("draft_graph_bytes", "extra_bytes"):
         assert not rows[0][name] and not rows[2][name]
     assert rows[0]["tokens"] > rows[3]["tokens"] > 0
     # What the drafter's block allows by default; each has graphs of the target, of 51 batch sizes.

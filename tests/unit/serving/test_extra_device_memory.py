@@ -1,4 +1,4 @@
-"""Bytes beside K/V: each formula against the tensors that the serving code really makes."""
+"""Bytes besides K/V: each formula against the tensors that the serving code allocates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.beside_kv import VERIFY_MATRICES, Batches, beside_kv
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
+from sglang_hyperdflash.serving.extra_device_memory import (
+    VERIFY_MATRICES,
+    Batches,
+    extra_device_memory,
+)
 from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
@@ -80,7 +84,7 @@ def test_penalties_of_a_whole_batch_hold_no_more_than_verification_does():
 def test_v4_flash_with_256_requests():
     """The numbers of the manual, from the published dimensions."""
     captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8)]
-    found = beside_kv(Batches(256, captured, BLOCK, 4 * 4096, 129_280))
+    found = extra_device_memory(Batches(256, captured, BLOCK, 4 * 4096, 129_280))
     gib = {name: size / 2**30 for name, size in found.items()}
     assert gib["residual of the captured batches"] == pytest.approx(0.055, abs=0.001)
     assert gib["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
@@ -88,13 +92,13 @@ def test_v4_flash_with_256_requests():
 
 
 def test_without_graphs_nothing_is_kept_for_them():
-    found = beside_kv(Batches(8, [], BLOCK, 64, 1000))
+    found = extra_device_memory(Batches(8, [], BLOCK, 64, 1000))
     assert found["residual of the captured batches"] == found["drafts' candidates"] == 0
 
 
 def test_all_sizes_share_one_residual_and_a_head_has_its_gates():
-    one = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, rank=0))
-    more = beside_kv(Batches(8, [4, 8], BLOCK, 64, 1000, rank=16))
+    one = extra_device_memory(Batches(8, [4, 8], BLOCK, 64, 1000, rank=0))
+    more = extra_device_memory(Batches(8, [4, 8], BLOCK, 64, 1000, rank=16))
     name = "residual of the captured batches"
     assert one[name] == more[name] == 2 * 8 * 7 * 64
     assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4
@@ -112,13 +116,13 @@ def test_a_draft_s_graph_projects_its_rows_at_once():
         _project_candidate_logits(rows, head, num_org=VOCABULARY, use_quant_head=False)
 
     batches = Batches(BATCH, [1, BATCH], BLOCK, 64, VOCABULARY)
-    counted = beside_kv(batches)["drafts' logits"]
+    counted = extra_device_memory(batches)["drafts' logits"]
     assert counted == 2 * drafts * VOCABULARY
     # A product on a CPU has some KiB of scratch.
     assert peak_bytes(project) == pytest.approx(counted, rel=0.01)
-    shared = beside_kv(replace(batches, shards=8))["drafts' logits"]
+    shared = extra_device_memory(replace(batches, shards=8))["drafts' logits"]
     assert shared == 2 * drafts * VOCABULARY / 8
-    assert beside_kv(replace(batches, captured=[]))["drafts' logits"] == 0
+    assert extra_device_memory(replace(batches, captured=[]))["drafts' logits"] == 0
 
 
 def test_forbidding_an_end_token_copies_no_logits():

@@ -1,4 +1,4 @@
-"""Device memory that a HYPERDFLASH server takes beside weights and K/V, counted before it starts.
+"""Device memory of a HYPERDFLASH server besides weights and K/V, counted before it starts.
 
 SGLang reserves it as one sum: what ``--mem-fraction-static`` leaves. Activations of long prefills
 and the target's own graphs come out of the same share.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # Matrices [rows, V] of fp32 that verifying a sampled batch holds at once, its logits not counted:
 # probabilities, and what temperature, top-k, top-p and min-p make of them (serving/exact.py).
-# tests/unit/serving/test_beside_kv.py measures it.
+# tests/unit/serving/test_extra_device_memory.py measures it.
 VERIFY_MATRICES = 4.5
 # Bytes of a drafter's candidate: id, score; and its share of the argmax that a draft row keeps.
 CANDIDATE_BYTES, FIRST_BYTES = 12, 8
@@ -39,7 +39,7 @@ class Batches:
     shards: int = 1
 
 
-def beside_kv(b: Batches) -> dict[str, int]:
+def extra_device_memory(b: Batches) -> dict[str, int]:
     """Bytes on one GPU by what they are for; draft attention's: ``draft_attention``.
 
     The residual is bf16, in one buffer for all graphs: ``shared_residual``. The draft's graph

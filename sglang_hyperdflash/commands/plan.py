@@ -1,4 +1,4 @@
-"""``hyperdflash plan``: what a drafter's K/V costs on a DeepSeek-V4 node, by SGLang's own sizing.
+"""``hyperdflash plan``: the cost of a drafter's K/V on a DeepSeek-V4 node, by SGLang's own sizing.
 
 Nothing is loaded and no GPU is needed: SGLang resolves the server's arguments and runs its pool
 configurator, with our hooks, on the two checkpoints' ``config.json``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,17 @@ from sglang_hyperdflash.targets.kinds import text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 GIB = 1 << 30
-# What SGLang reads of a V4 target to size its pools; its config class has defaults for some.
+BASELINE = "baseline"
+SIZED = ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")
+# Fields of a V4 target that its pools are sized by; SGLang's config class has defaults for some.
 SIZED_BY = (
     *("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "hc_mult"),
     *("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window", "compress_ratios"),
     "max_position_embeddings",
 )
-# Method -> server arguments beyond the target's.
+# Method -> server arguments besides the target's.
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {},
+    BASELINE: {},
     ALGORITHM: {"speculative_algorithm": ALGORITHM},
     "EAGLE": {
         "speculative_algorithm": "EAGLE",
@@ -44,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
 class Node:
     """One tensor-parallel group of GPUs.
 
-    gpu_gib: memory of a GPU. weights_gib: of the target's and the draft's weights on one GPU.
+    gpu_gib: memory of a GPU. weights_gib: weights of target and draft on one GPU.
     max_running_requests: None for SGLang's own choice, which depends on the method.
     """
 
@@ -58,7 +60,7 @@ class Node:
 
     @property
     def kv_bytes(self) -> int:
-        """What is left for K/V on one GPU."""
+        """Memory of one GPU that is left for K/V."""
         return int((self.gpu_gib * self.mem_fraction - self.weights_gib) * GIB)
 
 
@@ -66,32 +68,24 @@ class Node:
 class Budget:
     """One method's cost on one GPU; ``tokens`` is the capacity in full tokens.
 
-    The bytes of a token are the target's own, as without speculation; those of
-    ``draft_bytes_per_token``; and those of the speculation, ``spec_bytes_per_token``: a V4 target
-    keeps longer rings of compression states and of its window when several tokens are verified at
-    once, whatever drafts them. requests: the most at a time.
-    HYPERDFLASH besides the K/V memory: draft_graph_bytes by the draft's attention backend,
-    extra_bytes by purpose; widths: each has graphs of the target, of captured batch sizes.
+    bytes_per_token: the target's K/V (with longer rings of compression states and window while
+    several tokens are verified) and the draft's, ``draft_bytes_per_token``. requests: at most so
+    many at once. Memory of HYPERDFLASH outside weights and K/V: draft_graph_bytes, by the draft's
+    attention backend; extra_bytes, by purpose. captured, widths: batch sizes and verify widths
+    with graphs of the target, which are not counted. reason: why the method does not start here.
     """
 
     method: str
-    bytes_per_token: float
-    tokens: int
-    draft_bytes_per_token: float
-    spec_bytes_per_token: float = 0.0
+    tp: int
+    bytes_per_token: float = 0.0
+    draft_bytes_per_token: float = 0.0
+    tokens: int = 0
     requests: int | None = None
     draft_graph_bytes: dict[str, int] = field(default_factory=dict)
     extra_bytes: dict[str, int] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
     captured: int = 0
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """A method that SGLang does not start for this target, with the reason."""
-
-    method: str
-    reason: str
+    reason: str | None = None
 
 
 def resolved_arguments(target: str, node: Node, **options: Any):
@@ -110,7 +104,7 @@ def resolved_arguments(target: str, node: Node, **options: Any):
         model_path=target,
         device="cuda",
         skip_tokenizer_init=True,
-        load_format="dummy",  # no weights are needed
+        load_format="dummy",  # no weights are needed, and none are looked for
         tp_size=node.tp,
         mem_fraction_static=node.mem_fraction,
         max_running_requests=node.max_running_requests,
@@ -198,35 +192,24 @@ def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
     from sglang.srt.runtime_context import create_context, get_schedule, use_context
 
     options = dict(METHODS[method])
-    if draft is not None and method != "none":
+    if draft is not None and method != BASELINE:
         options["speculative_draft_model_path"] = draft
     arguments = resolved_arguments(target, node, **options)
     with use_context(create_context(arguments, role="scheduler")):
         pool = pool_configurator(arguments)
         sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)
         full = float(pool.bytes_per_full_token)
-        # What the same target costs with the rings of any speculation, but no draft.
+        # The target with the rings of any speculation, but without a draft.
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
         requests = get_schedule().max_running_requests
         ours = _extra_device_memory(arguments, int(requests)) if method == ALGORITHM else {}
     tokens = int(sizes.max_total_num_tokens)
-    return Budget(method, full, tokens, full - plain, 0.0, requests, **ours)
-
-
-def _explained(rows: list[Budget | Unavailable]) -> list[Budget | Unavailable]:
-    """The rows with what speculation adds to the target's own bytes, which the first row has."""
-    own = rows[0].bytes_per_token
-    return [
-        replace(row, spec_bytes_per_token=row.bytes_per_token - row.draft_bytes_per_token - own)
-        if isinstance(row, Budget)
-        else row
-        for row in rows
-    ]
+    return Budget(method, node.tp, full, full - plain, tokens, requests, **ours)
 
 
 def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
-    """A :class:`Budget`'s fields besides K/V, as if all requests were in one captured batch."""
+    """A :class:`Budget`'s fields outside weights and K/V, with all requests in one batch."""
     from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
@@ -240,7 +223,7 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     model, _, aux = _models(arguments)
     draft, block = aux.draft_model_config, int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
-    # Ranks that run batches of their own are all at the block's.
+    # Ranks with batches of their own always verify whole blocks.
     separate = resolved["enable_dp_attention"]
     widths = (block,) if separate else read_setting(block, drafter.causal).built(block)
     batches = Batches(
@@ -275,16 +258,18 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     }
 
 
-def _is_v4(target: str) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_v4
-    from sglang.srt.utils.hf_transformers_utils import get_config
+def check_target(target: str) -> None:
+    """Refuse a target that this command cannot size; a missing field's default would mislead.
 
-    return is_deepseek_v4(get_config(target, trust_remote_code=False))
-
-
-def _check_fields(target: str) -> None:
-    """Refuse a target without the fields that size its pools: a default would mislead."""
+    Raises:
+        HyperDFlashConfigError: not a V4 target, or its config lacks a field.
+    """
     fields = text_fields(TargetFiles(target).config())
+    if not set(SIZED) & set(fields.get("architectures") or ()):
+        raise HyperDFlashConfigError(
+            f"{target} is not a DeepSeek-V4 target. For other targets the server prints the "
+            "capacity when it starts."
+        )
     missing = [name for name in SIZED_BY if fields.get(name) is None]
     if missing:
         raise HyperDFlashConfigError(
@@ -293,118 +278,77 @@ def _check_fields(target: str) -> None:
         )
 
 
-def plan(
-    target: str, draft: str, node: Node, dspark: str | None = None
-) -> list[Budget | Unavailable]:
-    """Budgets without speculation and with the drafter, and, where they start, MTP and DSPARK.
+def plan(target: str, draft: str, node: Node, dspark: str | None = None) -> list[Budget]:
+    """Budgets of the baseline and the drafter, and, where they start, of EAGLE and DSPARK.
 
     Args:
         dspark: folder or hub id of a DSPARK draft; not needed when the target carries one.
 
     Raises:
-        HyperDFlashConfigError: not a V4 target, or no memory left besides the weights.
+        HyperDFlashConfigError: no memory is left besides the weights, or the drafter does not
+            start.
     """
     if node.kv_bytes <= 0:
         raise HyperDFlashConfigError(
             f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves no memory besides weights of "
-            f"{node.weights_gib:g} GiB a GPU; raise --tp or lower --weights-gib."
+            f"{node.weights_gib:g} GiB per GPU at tp {node.tp}. Raise --tp or lower --weights-gib."
         )
-    if not _is_v4(target):
-        raise HyperDFlashConfigError(
-            f"{target} is not a DeepSeek-V4 target; SGLang counts the drafter exactly for other "
-            "targets, and prints the capacity when the server starts."
-        )
-    _check_fields(target)
-    rows: list[Budget | Unavailable] = [
-        budget(target, node, "none", None),
-        budget(target, node, ALGORITHM, draft),
-    ]
+    rows = [budget(target, node, BASELINE, None), budget(target, node, ALGORITHM, draft)]
     for method, path in (("EAGLE", None), ("DSPARK", dspark)):
         try:
             rows.append(budget(target, node, method, path))
         except HyperDFlashConfigError as error:
-            rows.append(Unavailable(method, str(error)))
-    return _explained(rows)
+            rows.append(Budget(method, node.tp, reason=str(error)))
+    return rows
 
 
-def report(rows: list[Budget | Unavailable], node: Node) -> str:
-    """The plan as text."""
-    budgets = [row for row in rows if isinstance(row, Budget)]
-    own, base = budgets[0].bytes_per_token, budgets[0].tokens
-    limit = node.max_running_requests
-    chosen = "SGLang's own choice" if limit is None else "--max-running-requests"
+def report(rows: list[Budget]) -> str:
+    """The plan as one table, and the reasons of methods that do not start."""
+    baseline = {row.tp: row.tokens for row in rows if row.method == BASELINE}
     lines = [
-        f"K/V memory on one GPU: {node.kv_bytes / GIB:.1f} GiB (tp {node.tp}"
-        f"{', DP attention' if node.dp_attention else ''}; requests at a time: {chosen})",
-        "",
-        f"{'method':<14}{'bytes/token':>12}{'= target':>10}{'+ rings':>9}{'+ draft':>9}"
-        f"{'tokens':>12}{'of none':>9}{'requests':>10}",
+        f"{'tp':>2}  {'method':<12}{'bytes/token':>12}{'draft':>8}{'K/V tokens':>13}{'share':>7}"
+        f"{'requests':>10}{'other GiB':>11}"
     ]
-    for b in budgets:
-        lines.append(
-            f"{b.method:<14}{b.bytes_per_token:>12.0f}{own:>10.0f}{b.spec_bytes_per_token:>9.0f}"
-            f"{b.draft_bytes_per_token:>9.0f}{b.tokens:>12,}{b.tokens / base:>9.0%}"
-            f"{b.requests or '':>10}"
+    for row in (row for row in rows if row.reason is None):
+        other = sum(row.extra_bytes.values()) + max(row.draft_graph_bytes.values(), default=0)
+        line = (
+            f"{row.tp:>2}  {row.method:<12}{row.bytes_per_token:>12,.0f}"
+            f"{row.draft_bytes_per_token:>8,.0f}{row.tokens:>13,}"
+            f"{row.tokens / baseline[row.tp]:>7.0%}{row.requests or '':>10}"
+            f"{f'{other / GIB:.2f}' if other else '':>11}"
         )
-    missing = [row for row in rows if isinstance(row, Unavailable)]
-    lines += [f"{row.method:<14}{row.reason}" for row in missing]
-    lines += [
-        "",
-        "rings: the target's own compression states and window, longer while drafts are verified.",
-    ]
-    if limit is None and len({b.requests for b in budgets}) > 1:
-        lines.append(
-            "requests differ: by default SGLang admits fewer with speculation. "
-            "Set --max-running-requests to compare equal numbers."
-        )
-    for b in budgets:
-        if b.extra_bytes:
-            lines += ["", *_beside_lines(b, node)]
-    return "\n".join(lines)
+        lines.append(line.rstrip())
+    reasons = {f"{row.method}: {row.reason}": None for row in rows if row.reason is not None}
+    return "\n".join([*lines, *reasons])
 
 
-def _beside_lines(b: Budget, node: Node) -> list[str]:
-    """What must fit besides the K/V, and what SGLang leaves for it."""
-    choices = ", ".join(f"{k} {v / GIB:.2f}" for k, v in b.draft_graph_bytes.items())
-    dearest = max(b.draft_graph_bytes.values(), default=0)
-    parts = {**b.extra_bytes, f"draft attention at most ({choices})": dearest}
-    left = node.gpu_gib * (1 - node.mem_fraction)
-    lines = [f"Besides weights and K/V, {b.method} takes at most (GiB; SGLang leaves {left:.1f}):"]
-    lines += [f"{size / GIB:>10.2f}  {name}" for name, size in parts.items()]
-    lines.append(f"{sum(parts.values()) / GIB:>10.2f}  together")
-    widths = ", ".join(map(str, b.widths))
-    lines.append(
-        f"Not counted: the target's own graphs, of {b.captured} batch sizes at width {widths}."
-    )
-    return lines
-
-
-def _weights_gib(target: str, tp: int) -> float | None:
-    """Bytes of a local checkpoint's tensors, split over ``tp`` GPUs, or None without an index.
+def _weights_gib(target: str, tp: int) -> float:
+    """Bytes of a local checkpoint's tensors, split over ``tp`` GPUs.
 
     Raises:
-        HyperDFlashConfigError: the index is damaged.
+        HyperDFlashConfigError: there is no index that says them, or it is damaged.
     """
     index = TargetFiles(target).index() if Path(target).is_dir() else None
     metadata = (index or {}).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return size / tp / GIB if isinstance(size, (int, float)) else None
+    if not isinstance(size, (int, float)):
+        raise HyperDFlashConfigError(
+            "--weights-gib is needed: the target's folder has no safetensors index that says the "
+            "weights' size."
+        )
+    return size / tp / GIB
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raise ``HyperDFlashConfigError`` for an impossible count or size."""
-    for name in ("tp", "context_length", "max_running_requests"):
-        found = getattr(args, name)
-        if found is not None and found < 1:
-            raise HyperDFlashConfigError(
-                f"--{name.replace('_', '-')} must be at least 1, found {found}."
-            )
-    if not 0 < args.gpu_gib < math.inf:
-        raise HyperDFlashConfigError(f"--gpu-gib must be a number above 0, found {args.gpu_gib:g}.")
-    if args.weights_gib is not None and not 0 <= args.weights_gib < math.inf:
-        raise HyperDFlashConfigError(
-            f"--weights-gib must be a number of at least 0, found {args.weights_gib:g}."
-        )
+    """Raise ``HyperDFlashConfigError`` for a count or a size that no node has."""
+    for name in ("tp", "context_length", "max_running_requests", "gpu_gib", "weights_gib"):
+        values = getattr(args, name)
+        least = 0 if name.endswith("_gib") else 1
+        for found in values if isinstance(values, list) else [values]:
+            if found is not None and not least <= found < math.inf:
+                raise HyperDFlashConfigError(
+                    f"--{name.replace('_', '-')} must be at least {least}, found {found:g}."
+                )
     if not 0 < args.mem_fraction_static <= 1:
         raise HyperDFlashConfigError(
             "--mem-fraction-static must be above 0 and at most 1, found "
@@ -415,57 +359,47 @@ def _check_numbers(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
     _check_numbers(args)
-    weights = args.weights_gib
-    if weights is None:
-        weights = _weights_gib(args.target, args.tp)
-    if weights is None:
-        raise HyperDFlashConfigError(
-            "--weights-gib is needed: the target's folder has no safetensors index that says the "
-            "weights' size."
+    check_target(args.target)
+    rows = []
+    for tp in args.tp:
+        given = args.weights_gib
+        node = Node(
+            gpu_gib=args.gpu_gib,
+            weights_gib=_weights_gib(args.target, tp) if given is None else given,
+            tp=tp,
+            mem_fraction=args.mem_fraction_static,
+            max_running_requests=args.max_running_requests,
+            context_length=args.context_length,
+            dp_attention=args.dp_attention,
         )
-    node = Node(
-        gpu_gib=args.gpu_gib,
-        weights_gib=weights,
-        tp=args.tp,
-        mem_fraction=args.mem_fraction_static,
-        max_running_requests=args.max_running_requests,
-        context_length=args.context_length,
-        dp_attention=args.dp_attention,
-    )
-    rows = plan(args.target, args.draft, node, args.dspark)
-    if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-    else:
-        print(report(rows, node))
+        rows += plan(args.target, args.draft, node, args.dspark)
+    print(json.dumps([asdict(row) for row in rows], indent=1) if args.json else report(rows))
     return 0
 
 
 def add_parser(commands) -> None:
-    """Add ``hyperdflash plan``."""
-    parser = commands.add_parser("plan", help="what the drafter's K/V costs on a DeepSeek-V4 node")
+    """Register ``plan`` and its arguments."""
+    parser = commands.add_parser(
+        "plan",
+        help="compare the K/V memory of speculative methods on a DeepSeek-V4 node",
+        description="Print K/V bytes per token, K/V tokens on one GPU and their share of the "
+        "baseline's, without a GPU or weights. Other memory: what HYPERDFLASH needs outside "
+        "weights and K/V, at most; the target's own graphs are not counted.",
+    )
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id; only its config.json is read")
     add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
     add("--gpu-gib", type=float, required=True, help="memory of one GPU, GiB")
     add("--weights-gib", type=float, help="weights on one GPU, GiB (default: index size / tp)")
-    add("--tp", type=int, default=1, help="GPUs that share the model")
-    add(
-        "--dp-attention",
-        action="store_true",
-        help="attention data parallelism: K/V heads are not sharded",
-    )
-    add("--context-length", type=int, help="tokens (default: the target's own)")
-    add(
-        "--mem-fraction-static",
-        type=float,
-        default=0.85,
-        help="share of a GPU's memory for weights and K/V",
-    )
+    add("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
+    add("--dp-attention", action="store_true", help="attention data parallelism")
+    add("--context-length", type=int, help="context, tokens (default: the target's own)")
+    add("--mem-fraction-static", type=float, default=0.85, help="share of a GPU for weights, K/V")
     add(
         "--max-running-requests",
         type=int,
-        help="requests at a time (default: SGLang's choice for each method)",
+        help="requests at once (default: SGLang's choice for each method, which is shown)",
     )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -182,7 +182,7 @@ def test_bad_options_say_what_is_wrong(tmp_path, target_dir, capsys):
         (["--heads", "5", "--kv-heads", "2"], "must be a multiple of --kv-heads"),
         (["--layers", "0"], "--layers must be at least 1"),
         (["--head-dim", "33"], "must be even"),
-        (["--block-size", "1"], "block_size must be at least 2"),
+        (["--block-size", "1"], "block_size must be"),
         (["--mask-token-id", "5000"], "outside the vocabulary"),
         (["--out", str(tmp_path / "full")], "expected a new or empty folder"),
         (["--target", str(tmp_path / "nowhere")], "neither a folder nor a hub id"),

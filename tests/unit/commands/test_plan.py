@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_hyperdflash import cli
-from sglang_hyperdflash.commands.plan import Budget, Node, Unavailable, report
-from sglang_hyperdflash.draft.config import parse_config
+from sglang_hyperdflash.commands.plan import Budget, Node, report
 from sglang_hyperdflash.serving import draft_kv_size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
@@ -28,28 +26,22 @@ def test_a_node_keeps_what_weights_leave():
     assert NODE.kv_bytes == 50 * 2**30
 
 
-def test_the_report_compares_with_no_speculation_and_explains_every_byte():
-    budgets = [
-        Budget("none", 7000.0, 1_000_000, 0.0, requests=256),
-        Unavailable("DSPARK", "not here"),
+def test_the_report_compares_with_the_baseline_at_each_size():
+    rows = [
+        Budget("baseline", 4, 7000.0, 0.0, 1_000_000, 256),
+        Budget("DSPARK", 4, reason="not here"),
         Budget(
-            "HYPERDFLASH", 9148.0, 750_000, 2048.0, 100.0, 48,
+            "HYPERDFLASH", 4, 9148.0, 2048.0, 750_000, 48,
             {"fa3": 2**22, "triton": 2**31}, {"residual": 2**30}, (1, 7), 51,
         ),
+        Budget("baseline", 8, 7000.0, 0.0, 500_000, 256),
+        Budget("EAGLE", 8, 7900.0, 180.0, 400_000, 256),
+        Budget("DSPARK", 8, reason="not here"),
     ]  # fmt: skip
-    text = report(budgets, NODE)
-    assert "50.0 GiB (tp 4; requests at a time: --max-running-requests)" in text
-    assert "DSPARK        not here" in text
-    extra = text[text.index("Besides") :].splitlines()
-    assert extra[0].endswith("HYPERDFLASH takes at most (GiB; SGLang leaves 15.0):")
-    assert [line.split()[0] for line in extra[1:-1]] == ["1.00", "2.00", "3.00"]
-    assert extra[-1].endswith("own graphs, of 51 batch sizes at width 1, 7.")
-    assert "draft attention at most (fa3 0.00, triton 2.00)" in extra[2]
-    line = next(line for line in text.splitlines() if line.startswith("HYPERDFLASH"))
-    assert line.split() == ["HYPERDFLASH", "9148", "7000", "100", "2048", "750,000", "75%", "48"]
-    free = report(budgets, replace(NODE, max_running_requests=None))
-    assert "requests at a time: SGLang's own choice" in free
-    assert "requests differ: by default SGLang admits fewer with speculation" in free
+    lines = [line.split() for line in report(rows).splitlines()]
+    assert lines[2] == ["4", "HYPERDFLASH", "9,148", "2,048", "750,000", "75%", "48", "3.00"]
+    assert lines[4] == ["8", "EAGLE", "7,900", "180", "400,000", "80%", "256"]
+    assert lines[5:] == [["DSPARK:", "not", "here"]]
 
 
 SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
@@ -59,19 +51,21 @@ def test_the_shipped_sample_is_the_published_dimensions():
     found = json.loads((SAMPLE / "target" / "config.json").read_text())
     assert "no weights" in found.pop("_note")
     assert found == json.loads(json.dumps(FLASH))
-    assert parse_config(json.loads((SAMPLE / "drafter" / "config.json").read_text())).window is None
+    with_draft = json.loads((SAMPLE / "dspark" / "config.json").read_text())
+    assert "no weights" in with_draft.pop("_note")
+    assert with_draft == json.loads(json.dumps(FLASH | DSPARK))
 
 
 @pytest.mark.parametrize(
     "extra, message",
     [
         ((), "--weights-gib is needed"),
-        (("--weights-gib", "90"), "leaves no memory besides weights of 90 GiB"),
-        (("--weights-gib", "-1"), "--weights-gib must be a number of at least 0, found -1"),
+        (("--weights-gib", "90"), "leaves no memory besides weights of 90 GiB per GPU at tp 1"),
+        (("--weights-gib", "-1"), "--weights-gib must be at least 0, found -1"),
         (("--tp", "0"), "--tp must be at least 1, found 0"),
         (("--context-length", "0"), "--context-length must be at least 1, found 0"),
         (("--max-running-requests", "-2"), "--max-running-requests must be at least 1, found -2"),
-        (("--gpu-gib", "nan"), "--gpu-gib must be a number above 0, found nan"),
+        (("--gpu-gib", "nan"), "--gpu-gib must be at least 0, found nan"),
         (("--mem-fraction-static", "85"), "--mem-fraction-static must be above 0 and at most 1"),
     ],
 )
@@ -110,7 +104,7 @@ def test_other_targets_are_told_where_to_look(target_dir, drafter_dir, capsys):
 def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     """The command itself, in a process of its own: SGLang's start-up is process-wide."""
     rows = planned(tmp_path, FLASH | DSPARK)
-    assert [row["method"] for row in rows] == ["none", "HYPERDFLASH", "EAGLE", "DSPARK"]
+    assert [row["method"] for row in rows] == ["baseline", "HYPERDFLASH", "EAGLE", "DSPARK"]
     assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
     graphs = {name: size / 2**30 for name, size in rows[1]["draft_graph_bytes"].items()}
     # One million tokens for each of 256 requests: int64, int32, and a page of 256 each. Triton has
@@ -160,6 +154,7 @@ def planned(folder: Path, shape: dict, *options: str) -> list[dict]:
 
 
 def test_the_shipped_sample_is_planned_as_the_pages_print_it():
+    """The default drafter of DeepSeek-V4-Flash: K/V tokens as shares of the baseline's."""
     page = ROOT / "docs" / "serving.md"
     shell = shell_fences([page, SAMPLE / "README.md"])
     (command,) = {fence.text for fence in shell if SAMPLE.name in fence.text}
@@ -167,19 +162,17 @@ def test_the_shipped_sample_is_planned_as_the_pages_print_it():
     assert words[:2] == ["hyperdflash", "plan"]
     ended = run_command(*words[1:], cwd=ROOT, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    shown = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
-    assert shown
-    for block in shown:
-        assert block in ended.stdout, ended.stdout
-    lines = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.strip()}
-    none, hyper = lines["none"], lines["HYPERDFLASH"]
-    total, own, rings, draft = map(int, hyper[1:5])
-    assert own == int(none[1]) > 0
-    assert rings > 0
-    assert draft == 5 * 2 * 8 * 128 * 2  # layers, K and V, heads, width, bf16
-    assert abs(total - own - rings - draft) <= 1
-    assert (none[-1], hyper[-1]) == ("256", "256"), "what SGLang chooses for V4"
-    assert "requests at a time: SGLang's own choice" in ended.stdout
+    (shown,) = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
+    assert shown in ended.stdout, ended.stdout
+    lines = [line.split() for line in shown.splitlines()[1:]]
+    found = {(int(tp), name): (own, draft, share) for tp, name, own, draft, _, share, *_ in lines}
+    # Layers, K and V, heads, width, bf16; a tenth of the slots; heads are split over the GPUs.
+    draft = 5 * 2 * 8 * 128 * 2 // 10
+    for tp, share in ((1, "70%"), (4, "83%"), (8, "86%")):
+        assert found[tp, "baseline"] == ("7,087", "0", "100%")
+        own = f"{7087 + 672 + draft // tp:,}"
+        assert found[tp, "HYPERDFLASH"] == (own, f"{draft // tp:,}", share)
+        assert found[tp, "EAGLE"] == found[tp, "DSPARK"] == ("7,939", "180", "86%")
 
 
 @pytest.mark.parametrize("field", ["head_dim", "compress_ratios", "index_head_dim"])

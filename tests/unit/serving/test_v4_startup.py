@@ -31,8 +31,8 @@ def answers(tmp_path_factory) -> dict[str, dict]:
         base = {"target": target, "draft": draft, "method": "HYPERDFLASH"}
         plain = {"target": target, "draft": None}
         cases |= {
-            f"{name} none tp1": plain | {"method": "none", "node": ONE},
-            f"{name} none tp8": plain | {"method": "none", "node": EIGHT},
+            f"{name} none tp1": plain | {"method": "baseline", "node": ONE},
+            f"{name} none tp8": plain | {"method": "baseline", "node": EIGHT},
             f"{name} EAGLE tp1": plain | {"method": "EAGLE", "node": ONE},
             f"{name} tp1": base | {"node": ONE},
             f"{name} tp8": base | {"node": EIGHT},

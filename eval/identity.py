@@ -18,10 +18,8 @@ import requests
 from eval.client import Sampling, chat, messages_before
 from eval.errors import one_line
 from eval.methods import BASELINE
-from eval.runner import DIFFERENCES, Cell, Plan, Servers, is_whole, read_sealed
+from eval.runner import DIFFERENCES, Cell, Plan, Servers, is_whole, read_sealed, write_sealed
 from sglang_hyperdflash.targets.files import model_dtype
-from sglang_hyperdflash.tools.atomic import write_json
-from sglang_hyperdflash.tools.checksum import sealed
 from sglang_hyperdflash.tools.errors import ServerFailed
 
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
@@ -172,5 +170,5 @@ def measure_gaps(plan: Plan, servers: Servers) -> str | None:
         except (requests.RequestException, ServerFailed, OSError, LookupError, ValueError) as error:
             return f"{type(error).__name__}: {one_line(error)}"[:300]
         gaps[name] = {"gap": gap, "dtype": dtype, "tie_gap": TIE_GAPS[dtype]}
-        write_json(plan.out / DIFFERENCES, sealed({"gaps": gaps}))
+        write_sealed(plan.out / DIFFERENCES, {"gaps": gaps})
     return None

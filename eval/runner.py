@@ -20,7 +20,7 @@ from eval.client import Sampling, converse, converse_all
 from eval.errors import EvalError, one_line
 from eval.methods import BASELINE, NOISE, Method
 from sglang_hyperdflash.tools.atomic import write_json
-from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
+from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.ownership import location
 from sglang_hyperdflash.tools.provenance import provenance, without_machine
@@ -96,13 +96,19 @@ def unit_path(out: Path, cell: Cell, method: str, round_index: int) -> Path:
     return out / UNITS / cell.folder / f"{method}-r{round_index}.json"
 
 
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON with a hash of itself, which :func:`read_sealed` checks."""
+    write_json(path, content | {"checksum": short_hash(content)}, indent=1)
+
+
 def read_sealed(path: Path) -> dict[str, Any] | None:
-    """A sealed JSON file's content; None when it is missing, cut or changed."""
+    """What :func:`write_sealed` wrote; None when it is missing, cut or changed."""
     try:
         content = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        checksum = content.pop("checksum")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return content if is_intact(content) else None
+    return content if checksum == short_hash(content) else None
 
 
 def is_whole(unit: dict[str, Any] | None) -> bool:
@@ -199,7 +205,7 @@ def write_run(plan: Plan) -> None:
         "max_new_tokens": plan.max_new_tokens,
         "server_args": shown(plan.server_args),
     }
-    write_json(path, sealed(content), indent=1)
+    write_sealed(path, content)
 
 
 def _finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
@@ -235,7 +241,7 @@ def run_units(plan: Plan, servers: Servers) -> int:
         print(f"[{place}] round {round_index + 1}, {cell.folder}, {method.name}", flush=True)
         content = _run_unit(plan, servers, cell, method)
         failed += "error" in content
-        write_json(plan.unit(cell, method.name, round_index), sealed(content))
+        write_sealed(plan.unit(cell, method.name, round_index), content)
     return failed
 
 

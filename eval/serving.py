@@ -15,9 +15,8 @@ from typing import Any
 import requests
 
 from eval.errors import EvalError, one_line
-from eval.runner import Plan, Servers, read_run, read_sealed
-from sglang_hyperdflash.tools.atomic import write_json, write_text
-from sglang_hyperdflash.tools.checksum import CHECKSUM, sealed
+from eval.runner import Plan, Servers, read_run, read_sealed, write_sealed
+from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.provenance import provenance
 
@@ -126,7 +125,6 @@ def run(study: Study) -> dict[str, Any]:
     """
     out = study.plan.out
     content = read_sealed(out / RESULT) or {"provenance": provenance(), **{p: {} for p in PARTS}}
-    content.pop(CHECKSUM, None)
     with Servers(study.plan) as servers:
         for method in (m for m in study.plan.methods if m.name not in content["poisson"]):
             print(f"serving study: {method.name}", flush=True)
@@ -139,7 +137,7 @@ def run(study: Study) -> dict[str, Any]:
                 ) from error
             for part in PARTS:
                 content[part][method.name] = numbers[part]
-            write_json(out / RESULT, sealed(content), indent=1)
+            write_sealed(out / RESULT, content)
     return content
 
 

@@ -11,10 +11,9 @@ from eval.__main__ import main
 from eval.client import Sampling, converse_all, messages_before
 from eval.identity import Difference, data_type, logit_gap
 from eval.methods import Method
-from eval.runner import Plan
+from eval.runner import Plan, read_sealed
 from eval.serving import Study, run
 from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
-from sglang_hyperdflash.tools.checksum import is_intact
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, chat_ids, first_difference_gaps
 
@@ -76,5 +75,5 @@ def test_the_serving_study_measures_throughput_and_latency(target_dir, drafter_d
     assert [e["concurrency"] for e in content["concurrency"]["hyperdflash6"]] == [1, 2]
     (poisson,) = content["poisson"]["hyperdflash6"]
     assert poisson["requests"] == 4 and 0 < poisson["ttft_ms"][0] <= poisson["ttft_ms"][1]
-    stored = json.loads((out / "serving.json").read_text())
-    assert is_intact(stored) and {k: stored[k] for k in content} == content
+    stored = read_sealed(out / "serving.json")
+    assert {name: stored[name] for name in content} == content

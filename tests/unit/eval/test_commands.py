@@ -17,10 +17,8 @@ from eval import report, runner, serving
 from eval.__main__ import main
 from eval.errors import EvalError, one_line
 from eval.methods import DRAFT_OPTION, Method
-from eval.runner import Plan
+from eval.runner import Plan, read_sealed, write_sealed
 from eval.serving import Study, read_study, run_client
-from sglang_hyperdflash.tools.atomic import write_json
-from sglang_hyperdflash.tools.checksum import sealed
 from sglang_hyperdflash.tools.errors import (
     HyperDFlashConfigError,
     SeamError,
@@ -280,9 +278,9 @@ def test_a_study_of_another_draft_than_the_run_s_is_refused(data, tmp_path, fake
     """Found as: the second drafter's study was reported with the first one's run."""
     out = tmp_path / "out"
     assert run_command(data, out, fake(4, []), fake(4, [1, 1])) == 0
-    found = json.loads((out / "run.json").read_text())
+    found = read_sealed(out / "run.json")
     found["identities"]["hyperdflash6"] |= {"draft": "/first", "draft files": "ab"}
-    write_json(out / "run.json", sealed(found))
+    write_sealed(out / "run.json", found)
     options = ("--methods", "baseline,hyperdflash6", "--hyperdflash-draft", "second")
     assert main(serving_options(data, out, *options)) == 2
     assert "has hyperdflash6 with the draft /first" in capsys.readouterr().err
@@ -335,7 +333,7 @@ def test_the_report_holds_the_study(data, tmp_path, fake):
         "concurrency": {"baseline": [{"concurrency": c, **level, **latencies} for c in (1, 4)]},
         "poisson": {"baseline": [{"rate": 2.0, **level, **latencies}]},
     }
-    write_json(out / serving.FOLDER / serving.RESULT, sealed(content))
+    write_sealed(out / serving.FOLDER / serving.RESULT, content)
     report.write(out)
     text = (out / "report.md").read_text()
     assert "| baseline | 10 | 10 |" in text and "| baseline | 1 / 2 | 1 / 2 | 1 / 2 |" in text

@@ -16,7 +16,7 @@ from eval.errors import EvalError
 from eval.identity import Difference, first_difference, verdict
 from eval.methods import parse_urls, resolve
 from eval.prompts import load
-from eval.runner import read_sealed
+from eval.runner import read_sealed, write_sealed
 from sglang_hyperdflash.tools import atomic
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim
@@ -368,3 +368,20 @@ def test_answers_come_in_order_with_no_more_in_flight_than_asked(fake):
     with pytest.raises(client.requests.RequestException):
         client.converse_all(server.url, turns, client.Sampling(0.0, 3), 2)
     assert len(server.requests) <= 9 + 3 + 2
+
+
+def test_every_flipped_bit_of_a_unit_is_noticed(tmp_path):
+    path, content = tmp_path / "unit.json", {"text": "answer", "ids": [1, 2, 3], "seconds": 0.25}
+    write_sealed(path, content)
+    whole = path.read_bytes()
+    assert read_sealed(path) == content
+    unnoticed = []
+    for place in range(len(whole)):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(bytes(damaged))
+            found = read_sealed(path)
+            if found not in (None, content):  # white space between values may change
+                unnoticed.append((place, bit))
+    assert unnoticed == []

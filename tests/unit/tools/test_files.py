@@ -17,7 +17,7 @@ import pytest
 
 from sglang_hyperdflash.tools import atomic, jsonl
 from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, write_text
-from sglang_hyperdflash.tools.checksum import is_intact, sealed, short_hash
+from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, lock
@@ -70,22 +70,9 @@ def test_an_error_of_the_writer_itself_is_not_called_a_full_disk(tmp_path):
 # --- checksum
 
 
-def test_a_sealed_record_notices_every_flipped_bit():
-    record = sealed({"text": "answer", "ids": [1, 2, 3], "seconds": 0.25})
-    line = json.dumps(record).encode()
-    assert is_intact(json.loads(line))
-    noticed = 0
-    for place in range(len(line)):
-        for bit in range(8):
-            damaged = bytearray(line)
-            damaged[place] ^= 1 << bit
-            try:
-                noticed += not is_intact(json.loads(bytes(damaged).decode("utf-8")))
-            except ValueError:
-                noticed += 1
-    assert noticed == 8 * len(line)
-    assert not is_intact({"text": "answer"}) and not is_intact(None)
+def test_a_hash_of_json_does_not_depend_on_the_order_of_keys():
     assert short_hash({"a": 1, "b": (2,)}) == short_hash({"b": [2], "a": 1})
+    assert short_hash({"a": 1}) != short_hash({"a": 2})
 
 
 # --- jsonl

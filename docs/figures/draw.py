@@ -125,8 +125,8 @@ def noise_floor(content: Row) -> tuple[float, float]:
 
 def table(content: Row) -> str:
     """README's table of results, one Markdown line per method."""
-    heads = ["method", "τ in-dist., T=0", "T=1", "τ out-of-dist., T=0", "T=1"]
-    heads += ["speedup in-dist., T=0", "out-of-dist., T=0"]
+    heads = ["method", *(f"τ {where}, T={t}" for where in ("in", "out") for t in (0, 1))]
+    heads += [f"speedup {where}, T=0" for where in ("in", "out")]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method, label in METHODS.items():
         taus = [
@@ -142,12 +142,9 @@ def table(content: Row) -> str:
 
 
 def speed_cells(content: Row, method: str) -> list[str]:
-    """Mean speedup of in- and of out-of-distribution benchmarks, with the range over them."""
-    cells = []
-    for known in (True, False):
-        values = speedups(rows_of(content, method, known))
-        cells.append(f"{mean(values):.2f}x ({min(values):.2f}-{max(values):.2f})")
-    return cells
+    """Mean speedup of the in- and of the out-of-distribution benchmarks."""
+    parts = (speedups(rows_of(content, method, known)) for known in (True, False))
+    return [f"{mean(values):.2f}x" for values in parts]
 
 
 def with_table(readme: str, content: Row) -> str:

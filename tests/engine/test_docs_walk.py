@@ -19,7 +19,7 @@ import pytest
 
 from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
-from tests.documents import Fence, commands, shell_fences, split_environment
+from tests.documents import Fence, commands, fences, shell_fences, split_environment
 
 pytestmark = pytest.mark.slow
 
@@ -83,18 +83,22 @@ class Reader:
             if self.server is not None:
                 address = self.server.url.removeprefix("http://")
                 words = [word.replace(PRINTED_ADDRESS, address) for word in words]
-            ended = subprocess.run(
-                words,
-                cwd=self.folder,
-                env={**os.environ, **self.environment, **own},
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-            )
-            said = (ended.stdout + ended.stderr)[-3000:]
-            assert ended.returncode == 0, f"{fence.where}: {shlex.join(words)}\n{said}"
-            assert "Traceback" not in said, f"{fence.where}: {shlex.join(words)}\n{said}"
-            self.answers.append((words[0], ended.stdout))
+            self.run(words, fence, own)
+
+    def run(self, words: list[str], fence: Fence, own: dict[str, str] | None = None):
+        """Run one command in the folder; it must end with 0 and without a traceback."""
+        ended = subprocess.run(
+            words,
+            cwd=self.folder,
+            env={**os.environ, **self.environment, **(own or {})},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        said = (ended.stdout + ended.stderr)[-3000:]
+        assert ended.returncode == 0, f"{fence.where}: {shlex.join(words)}\n{said}"
+        assert "Traceback" not in said, f"{fence.where}: {shlex.join(words)}\n{said}"
+        self.answers.append((words[0], ended.stdout))
 
 
 @pytest.fixture
@@ -118,6 +122,12 @@ def curled(reader: Reader) -> list[str]:
 
 def test_the_readme(reader):
     reader.read(page("README.md"))
+    reader.stop()
+    for number, fence in enumerate(fences(ROOT / "README.md")):
+        if fence.language == "python":
+            script = reader.folder / f"readme_{number}.py"
+            script.write_text(fence.text)
+            reader.run(["python", script.name], fence)
     (answer,) = curled(reader)
     assert json.loads(answer)["choices"][0]["message"]["content"]
 

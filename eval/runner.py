@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
     return (*methods, replace(baseline, name=NOISE))
 
 
-class Servers:
+class Servers(AbstractContextManager):
     """Servers of methods: started on first use, restarted when they died, stopped at the end.
 
     Methods with equal arguments and environment share one.
@@ -131,9 +132,6 @@ class Servers:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.running: dict[tuple[tuple[Any, ...], ...], Server] = {}
-
-    def __enter__(self) -> Servers:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()

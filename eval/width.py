@@ -15,17 +15,17 @@ from typing import Any
 
 from eval.aggregate import throughput
 from eval.charts import line_chart
-from eval.methods import BASELINE, DRAFT_OPTION, NOISE, Method
+from eval.methods import BASELINE, NOISE, Method
 from eval.runner import Cell, Plan, is_whole, read_sealed
 from eval.tables import Table
 from sglang_hyperdflash.serving.width_settings import ADAPTIVE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms
 from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 
 KIND = "python -m eval width"
 WHOLE, FOLLOWS, UNTRAINED = "full width", "adaptive width", "untrained"
-# Requests of a load: so many times the concurrency, so that few of its rounds see the batch fill
-# or drain, and at least so many.
+# Requests of a load: many times the concurrency, so that few rounds see the batch fill or drain.
 WAVES, FEWEST = 8, 24
 Row = dict[str, Any]
 
@@ -33,13 +33,13 @@ Row = dict[str, Any]
 def methods_of(draft: str, untrained: str | None) -> tuple[Method, ...]:
     """The baseline, whole blocks, an adaptive width, and that with an untrained drafter."""
 
-    def drafting(name: str, folder: str, width: str) -> Method:
-        arguments = ("--speculative-algorithm", "HYPERDFLASH", DRAFT_OPTION, folder)
-        return Method(name, arguments, 6, None, ((WIDTH, width),))
-
-    found = [Method(BASELINE, (), 0), drafting(WHOLE, draft, FULL)]
-    found.append(drafting(FOLLOWS, draft, ADAPTIVE))
-    return (*found, *([drafting(UNTRAINED, untrained, ADAPTIVE)] if untrained else []))
+    kinds = ((WHOLE, draft, FULL), (FOLLOWS, draft, ADAPTIVE), (UNTRAINED, untrained, ADAPTIVE))
+    drafting = (
+        Method(name, hyperdflash_arguments(folder), 6, None, ((WIDTH, width),))
+        for name, folder, width in kinds
+        if folder
+    )
+    return (Method(BASELINE, (), 0), *drafting)
 
 
 def loads_of(

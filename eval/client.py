@@ -16,7 +16,7 @@ from sglang_hyperdflash.tools.server_process import reason_of
 
 
 class Unanswered(requests.RequestException):
-    """A server that is up refused a request, or left out what its answer must hold."""
+    """A running server refused a request, or its answer lacks a field."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
         if not written:  # an empty answer is [[]]
             raise Unanswered(
                 f"{url} answered without sglext.output_ids, so tokens cannot be counted or "
-                "compared. Expected a server of SGLang itself, not of something in front of it."
+                "compared. Expected an SGLang server, not a proxy."
             )
         answer.output_ids.append(written[0])
         answer.correct_drafts += int(details.get("spec_num_correct_drafts", 0))
@@ -114,7 +114,7 @@ def converse_all(
 ) -> tuple[list[Answer], float]:
     """Every conversation, ``concurrency`` in flight; answers in order and wall seconds.
 
-    The threads are daemons: after Ctrl-C nobody waits for answers that are still being written.
+    The threads are daemons: Ctrl-C does not wait for unfinished answers.
 
     Raises:
         Unanswered: the server refused a prompt, whose number (from 1) the message holds.

@@ -1,4 +1,4 @@
-"""A run's numbers as tables: by benchmark, acceptance, identity, against rivals, serving."""
+"""A run's numbers as tables: by benchmark, acceptance, identity, comparisons, serving."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def setting_words(setting: Mapping[str, Any]) -> str:
 
 
 def rival_tables(comparisons: Sequence[Row]) -> list[Table]:
-    """Each of our methods against its rivals, a table for each setting."""
+    """Each of our methods against the others, a table for each setting."""
     heads = ("Method", "against", "τ", "rival's τ", "difference (95 %)", "verdict")
     heads += ("speedup", "rival's speedup", "ratio", "verdict")
     tables = []

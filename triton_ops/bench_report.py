@@ -39,9 +39,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     sizes = sorted({(row["m"], row["d"]) for row in rows})
     figure, axes = pyplot.subplots(1, len(sizes), figsize=(6 * len(sizes), 4.5), squeeze=False)
     for axis, (m, d) in zip(axes[0], sizes, strict=True):
-        mine = [row for row in rows if (row["m"], row["d"]) == (m, d)]
+        shown = [row for row in rows if (row["m"], row["d"]) == (m, d)]
         for name in CONTENDERS:
-            points = [(row["tokens"], row[name]["tb_per_s"]) for row in mine if name in row]
+            points = [(row["tokens"], row[name]["tb_per_s"]) for row in shown if name in row]
             if points:
                 style = "--" if name == "copy" else "-"
                 axis.plot(*zip(*points, strict=True), style, marker="o", label=name)

@@ -54,7 +54,7 @@ def _content(place: Path | str) -> str:
 
 
 def settings_of(schedule: Schedule) -> dict[str, Any]:
-    """All that must not change between two runs into one working folder.
+    """Settings that must not change between two runs into one working folder.
 
     Raises:
         FileNotFoundError: a data file does not exist.
@@ -86,13 +86,13 @@ def hold(schedule: Schedule, work: Path, held: ExitStack) -> None:
         NotOurs: one of them holds something else, or is, or lies inside, the target or the draft.
         InUse: another run holds one.
     """
-    load_config(schedule.draft)  # says what is wrong with the folder, if something is
+    load_config(schedule.draft)  # checks the folder
     others = {"the target": schedule.target, "the draft": schedule.draft}
     keep_apart("out", schedule.out, others)
     keep_apart("--work", work, others)
     if schedule.out.resolve() in (work.resolve(), *work.resolve().parents):
         raise HyperDFlashConfigError(
-            f"out {schedule.out} must not be or hold --work {work}. Choose another folder."
+            f"out {schedule.out} must not be or contain --work {work}. Choose another folder."
         )
     settings = settings_of(schedule)
     earlier = check(work, KIND, settings) or "a new one"
@@ -102,13 +102,13 @@ def hold(schedule: Schedule, work: Path, held: ExitStack) -> None:
 
 
 def load_pair(schedule: Schedule):
-    """The target, or what is borrowed of a captured one, and the untrained drafter.
+    """The target, or the borrowed parts of a captured one, and the untrained drafter.
 
     Raises:
-        HyperDFlashConfigError: they do not belong together.
+        HyperDFlashConfigError: they do not fit each other.
     """
     drafter = Drafter.load(schedule.draft)
-    schedule.objective.resolved(drafter.config)  # says what does not go together, before any work
+    schedule.objective.resolved(drafter.config)  # checks the combination, before any work
     files = TargetFiles(schedule.target)
     facts = TargetFacts.from_config(files.config())
     hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
@@ -132,7 +132,7 @@ def train(
     device: torch.device,
     states: Path | None = None,
 ) -> None:
-    """Run every stage; finished ones are skipped, a cut one resumes.
+    """Run every stage; finished ones are skipped, an interrupted one resumes.
 
     Args:
         states: where the target's states are kept for other runs; None for memory alone.
@@ -183,17 +183,17 @@ def train(
 
 
 def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:
-    """Refuse to train a stage on after the next one began from its best.
+    """Refuse to continue a stage after the next one started from its best.
 
     Raises:
-        HyperDFlashConfigError: there is more to train, and the next stage has a state.
+        HyperDFlashConfigError: the stage is not finished, and the next one has a state.
     """
     following = work / f"stage-{number + 1}"
     if trainer.progress() < 1.0 and (following / STATE).is_file():
         raise HyperDFlashConfigError(
-            f"stage {number} would be trained on from step {trainer.state['step']}, but stage "
-            f"{number + 1} began from what it was. Restore the length of stage {number}, or train "
-            f"what follows anew. Remove {following} and run the same command again for that."
+            f"stage {number} would continue from step {trainer.state['step']}, but stage "
+            f"{number + 1} started from it. Restore the length of stage {number}, or remove "
+            f"{following} and run the same command again to retrain what follows."
         )
 
 
@@ -206,7 +206,7 @@ def best_line(trainer: Trainer) -> str:
 
 
 def publish(best: Path, out: Path) -> None:
-    """Copy a finished drafter, each file whole or not at all; the weights come last."""
+    """Copy a finished drafter, each file atomically, weights last."""
     for name in ("config.json", "model.safetensors"):
         with replacing(out / name) as partial:
             shutil.copyfile(best / name, partial)
@@ -215,7 +215,7 @@ def publish(best: Path, out: Path) -> None:
 def captured(
     folders: tuple[Path | str, ...], config: HyperDFlashConfig, norm: torch.Tensor
 ) -> CapturedFeatures:
-    """A stage's capture, refused unless it is of the drafter's target.
+    """A stage's capture; it must be of the drafter's target.
 
     Args:
         config: the drafter's. norm: ``[d]``, the target's final norm.
@@ -255,7 +255,7 @@ def add_parser(commands) -> None:
         "--states",
         type=Path,
         metavar="FOLDER",
-        help="keep the target's states there, for all runs of this target on the same samples "
+        help="folder that keeps the target's states for later runs on the same samples "
         "(default: in memory)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
@@ -277,7 +277,7 @@ def check_machine(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as the file says."""
+    """Run the training file."""
     check_machine(args)
     schedule = read_schedule(args.config)
     if args.states is not None and schedule.features != "cache":

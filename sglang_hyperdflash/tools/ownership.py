@@ -2,7 +2,8 @@
 
 :func:`claim` puts a manifest (JSON: kind of command, run id, settings) in the folder, or next to
 the file, and holds a file lock meanwhile. A place with other content, or with the work of other
-settings, is refused before anything is written. A manifest whose content was removed blocks nobody.
+settings, is refused before anything is written. A leftover manifest without content
+does not block a new run.
 The lock is an ``flock``: the kernel drops it when its holder dies, however it dies.
 """
 

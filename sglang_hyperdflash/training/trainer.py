@@ -73,14 +73,14 @@ class Trainer:
         self._check_processes()
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
-        """This process's share of a step, cut to the micro batch, with its anchors drawn."""
+        """This process's share of a step in micro batches, with anchors drawn."""
         indices = self.passes.batch(step)
         first = (self.recipe.seed + 1) * 2**40 + step * 2**16
         seeds = [generator_seed(first + i) for i in range(len(indices))]
-        mine = list(zip(indices, seeds, strict=True))[self.world.rank :: self.world.size]
+        share = list(zip(indices, seeds, strict=True))[self.world.rank :: self.world.size]
         block, parts = self.drafter.config.block_size, []
-        for start in range(0, len(mine), self.recipe.micro_batch):
-            ids, part_seeds = zip(*mine[start : start + self.recipe.micro_batch], strict=True)
+        for start in range(0, len(share), self.recipe.micro_batch):
+            ids, part_seeds = zip(*share[start : start + self.recipe.micro_batch], strict=True)
             rows = collate([self.train.samples[i] for i in ids])
             blocks = Blocks.draw(rows, self.recipe.anchors, block, list(part_seeds))
             parts.append((list(ids), rows, blocks))
@@ -90,7 +90,7 @@ class Trainer:
         """Gradients of one global batch, summed over micro batches and processes, and its report.
 
         Raises:
-            FloatingPointError: the loss is not finite; nothing was changed.
+            FloatingPointError: the loss is not finite; no weight was changed.
         """
         objective, term = self.objective, self.objective.term
         parts = self.micro_batches(step)
@@ -115,7 +115,7 @@ class Trainer:
         if not math.isfinite(ce + distance + own):
             raise FloatingPointError(
                 f"the loss is not finite (CE {ce}, {term} {distance}, own {own}) at step {step}. "
-                f"Lower the stage's lr, now {self.recipe.lr:g}, and train anew, with a new --work "
+                f"Lower the stage's lr, now {self.recipe.lr:g}, and retrain with a new --work "
                 "and a new out: a run keeps its lr."
             )
         self.world.sum_gradients(self.drafter.parameters())
@@ -158,7 +158,7 @@ class Trainer:
         return report
 
     def run(self, out: Path, display=None) -> dict[str, Any]:
-        """Train to the end of the stage; keep the best checkpoint in ``out``, by its served worth.
+        """Train to the end of the stage; keep the best checkpoint in ``out``.
 
         Args:
             display: called with the trainer and each step's report (a progress bar).
@@ -209,12 +209,12 @@ class Trainer:
             for name in ("tau", *(["tau_sampled"] if sampled else []))
             if found
         }
-        # Paper's drafters draft the argmax; a dependency head's serve both kinds of request.
+        # The paper's drafter drafts the argmax; one with a dependency head also drafts samples.
         score = sum(means.values()) / len(means) if means else None
         return record | {"held_out": found, "tau": None} | means | {"score": score}
 
     def _save_state(self) -> None:
-        """Write the state whole; its hash is on disk before it is, beside that of the one before.
+        """Write the state atomically; its hash is written first, next to the previous state's.
 
         Raises:
             WriteFailed: the disk is full; what was there before is as it was.
@@ -236,7 +236,7 @@ class Trainer:
             write_json(self.folder / HASHES, known)
 
     def _write_log(self) -> None:
-        """The log is what the state knows: a kill between the two loses and doubles no line."""
+        """Cut the log to the state: a kill between the two neither loses nor doubles a line."""
         write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in self.records))
 
     def _saved(self) -> dict[str, Any]:
@@ -253,15 +253,15 @@ class Trainer:
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise HyperDFlashConfigError(
                 f"{path} is damaged: {str(error).splitlines()[0]}. Remove it and run the same "
-                "command to train this stage anew."
+                "command to restart this stage."
             ) from error
 
     def _resume(self) -> None:
         if not (self.folder / STATE).is_file():
             return
         saved = self._saved()
-        mine, theirs = dataclasses.asdict(self.recipe), saved["recipe"]
-        changed = [k for k in mine if k not in LENGTHS and mine[k] != theirs.get(k)]
+        ours, theirs = dataclasses.asdict(self.recipe), saved["recipe"]
+        changed = [k for k in ours if k not in LENGTHS and ours[k] != theirs.get(k)]
         if changed:
             raise HyperDFlashConfigError(
                 f"{self.folder / STATE} was trained with another {', '.join(changed)} "
@@ -275,7 +275,7 @@ class Trainer:
             self._write_log()
 
     def _check_processes(self) -> None:
-        """Every process resumes the same state: a node with a folder of its own has none.
+        """Check that every process resumes the same state: nodes must share the folder.
 
         Raises:
             HyperDFlashConfigError: another process is at another step.
@@ -284,23 +284,23 @@ class Trainer:
         steps = self.world.sum(torch.tensor(float(step), dtype=torch.float64, device=self.device))
         if steps.item() != step * self.world.size:
             raise HyperDFlashConfigError(
-                f"{self.folder} gave this process step {step} and another process another. The "
-                "working folder must be one that all nodes share."
+                f"{self.folder} gave this process step {step} and another process a different one. "
+                "The working folder must be shared by all nodes."
             )
 
     def _promote(self, out: Path) -> None:
-        """Make the staged checkpoint the best, if the state on disk says that it is."""
+        """Make the staged checkpoint the best, if the state on disk says so."""
         staged = _staged(out)
         if (staged / WEIGHTS).is_file() and file_hash(staged / WEIGHTS) == self.state["best_hash"]:
             out.mkdir(parents=True, exist_ok=True)
-            # Weights last: while they wait, a kill has moved the rest or not, and this runs again.
+            # Weights last: as long as they are staged, this runs again after a kill.
             if (staged / CONFIG).is_file():
                 (staged / CONFIG).replace(out / CONFIG)
             (staged / WEIGHTS).replace(out / WEIGHTS)
         shutil.rmtree(staged, ignore_errors=True)
 
     def check_best(self, out: Path) -> None:
-        """Refuse a best checkpoint that is not the one that was written.
+        """Refuse a best checkpoint that differs from the one written.
 
         Raises:
             HyperDFlashConfigError: it is missing or damaged.
@@ -309,12 +309,12 @@ class Trainer:
         if not weights.is_file() or file_hash(weights) != self.state["best_hash"]:
             raise HyperDFlashConfigError(
                 f"{weights} is missing or damaged: its SHA-256 is not the one it was written with. "
-                f"Remove {self.folder} and run the same command to train this stage anew."
+                f"Remove {self.folder} and run the same command to restart this stage."
             )
 
 
 def _staged(out: Path) -> Path:
-    """Where a new best waits until the state that knows it is on disk."""
+    """Folder of a new best until the state that records it is on disk."""
     return out.with_name(f"{out.name}.new")
 
 

@@ -164,7 +164,7 @@ def test_what_others_hold_is_never_overwritten(tmp_path, target_dir, capsys):
         ("mine", "work", "expected a new or empty folder, .* found model.safetensors"),
         ("out", "mine", "expected a new or empty folder, .* found model.safetensors"),
         ("out", "target/work", "--work .* lies inside the target"),
-        ("work", "work", "must not be or hold --work"),
+        ("work", "work", "must not be or contain --work"),
     ]
     for out, work, message in cases:
         config = small(tmp_path, target, out)
@@ -207,7 +207,7 @@ def test_what_a_loss_that_is_not_finite_advises_can_be_done(tmp_path, target_dir
         return main(command), capsys.readouterr().err
 
     said = run("out", 1e20)[1]
-    assert "Lower the stage's lr, now 1e+20, and train anew, with a new --work and" in said
+    assert "Lower the stage's lr, now 1e+20, and retrain with a new --work and" in said
     assert [run("out", 1e-3)[0], run("new", 1e-3)[0]] == [2, 0]
 
 
@@ -292,8 +292,8 @@ def test_a_stage_is_not_made_longer_after_the_next_one_began(tmp_path, target_di
     assert run(1)[0] == 0
     code, said = run(2)
     assert code == 2
-    assert "stage 1 would be trained on from step 1, but stage 2 began" in said
-    assert f"Remove {work / 'stage-2'} and run the same command" in said
+    assert "stage 1 would continue from step 1, but stage 2 started" in said
+    assert f"remove {work / 'stage-2'} and run the same command" in said
     assert run(1)[0] == 0
     shutil.rmtree(work / "stage-2")
     assert run(2)[0] == 0

@@ -195,7 +195,7 @@ def test_a_node_without_the_others_working_folder_is_refused(target, cache, tmp_
     arguments = (target, cache, {}, RECIPE)
     new_trainer(target, cache, tmp_path / "has").run(tmp_path / "best")
     assert Trainer(new_drafter(target), *arguments, tmp_path / "has", world).state["step"] == 6
-    with pytest.raises(HyperDFlashConfigError, match="step 0 and another process another"):
+    with pytest.raises(HyperDFlashConfigError, match="step 0 and another process a different one"):
         Trainer(new_drafter(target), *arguments, tmp_path / "has not", world)
 
 

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoTokenizer
 
 import corpus
+from nextn import NextNTrainer, new_nextn, nextn_config, save
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
 from sglang_hyperdflash.training.samples import FeatureCache
 
 HERE = Path(__file__).resolve().parent

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -357,20 +356,6 @@ class Drafter(nn.Module):
 
 def _is_matrix(name: str) -> bool:
     return "_proj." in name or name.startswith("dependency.")
-
-
-def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
-    """Copy a checkpoint to the new ``folder`` with a context window of ``window`` tokens.
-
-    Raises:
-        HyperDFlashConfigError: the window is smaller than the block.
-    """
-    raw = json.loads((drafter / "config.json").read_text())
-    raw["hyperdflash_config"]["window"] = window
-    parse_config(raw)
-    shutil.copytree(drafter, folder, ignore=shutil.ignore_patterns(".hyperdflash*"))
-    write_json(folder / "config.json", raw, indent=2)
-    return folder
 
 
 def name_for_dflash(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -34,6 +36,15 @@ def write_untrained(folder: Path, target: dict, shape: DrafterShape, mask_token:
     drafter.reducer.randomise()
     rescale(drafter)
     drafter.save(folder)
+    return folder
+
+
+def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, whose blocks see ``window`` context tokens."""
+    raw = json.loads((drafter / "config.json").read_text())
+    raw["hyperdflash_config"]["window"] = window
+    shutil.copytree(drafter, folder, ignore=shutil.ignore_patterns(".hyperdflash*"))
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))
     return folder
 
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from examples.tiny_deepseek_v4.nextn import causal_attend
 from sglang_hyperdflash.draft.algorithm import Propose, decode, propose_block
 from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
 from sglang_hyperdflash.portable.nextn_core import NextNCore
 from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.nextn import causal_attend
 
 __all__ = ["block_draft", "chain_draft", "decode"]
 

@@ -15,12 +15,12 @@ import torch
 from sglang_hyperdflash.draft.algorithm import propose_block
 from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import Drafter, with_window
+from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
 from tests.engine.conftest import FP32, SMALL_POOL, install_plugin
-from tests.engine.drafters import assert_varied
+from tests.engine.drafters import assert_varied, with_window
 from tests.engine.test_train_and_serve import RECORDER, replayed
 
 LENGTH = 48

@@ -15,8 +15,8 @@ import requests
 from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
 from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import with_window
 from tests.engine.conftest import FP32, HOT, install_plugin
+from tests.engine.drafters import with_window
 from tests.engine.test_exact import VOCABULARY_ORDER
 
 # The target's own limit: one position more and its rotary table has no row.

@@ -18,7 +18,6 @@ from sglang_hyperdflash.training.drafter import (
     Drafter,
     DrafterShape,
     with_dependency,
-    with_window,
 )
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import Recipe
@@ -26,7 +25,7 @@ from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache, Sample, collate
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
-from tests.engine.drafters import assert_varied
+from tests.engine.drafters import assert_varied, with_window
 from tests.engine.reference_decoder import block_draft, decode
 from tests.engine.test_exact import (  # noqa: F401
     PROMPTS,

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from eval.methods import resolve
+from examples.tiny_deepseek_v4.nextn import NextNTrainer, new_nextn, nextn_config, save
 from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, name_for_dflash
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.nextn import NextNTrainer, new_nextn, nextn_config, save
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, Sample

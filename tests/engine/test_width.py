@@ -12,7 +12,6 @@ from sglang_hyperdflash.serving.width_metrics import WIDTH_NOW, WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import with_window
 from tests.engine.conftest import (
     FP32,
     NEW_TOKENS,
@@ -24,6 +23,7 @@ from tests.engine.conftest import (
     install_plugin,
     retractions,
 )
+from tests.engine.drafters import with_window
 from tests.engine.test_api import SCHEMA
 from tests.engine.test_exact import SETTINGS, sampled, tokens_of
 from tests.engine.test_metrics import samples

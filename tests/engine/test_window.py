@@ -10,10 +10,9 @@ from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import with_window
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
-from tests.engine.drafters import assert_lengths_vary
+from tests.engine.drafters import assert_lengths_vary, with_window
 from tests.engine.reference_decoder import block_draft, decode
 
 # Blocks of 8 requests and about five windows of 32 tokens: most contexts lose tokens.

@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 
-from sglang_hyperdflash.portable.core import rms_norm
-from sglang_hyperdflash.portable.nextn_core import NextNCore
-from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.local_target import DenseCache, LocalTarget
-from sglang_hyperdflash.training.nextn import (
+from examples.tiny_deepseek_v4.nextn import (
     NextNTrainer,
     causal_attend,
     new_nextn,
     nextn_config,
     save,
 )
+from sglang_hyperdflash.portable.core import rms_norm
+from sglang_hyperdflash.portable.nextn_core import NextNCore
+from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.local_target import DenseCache, LocalTarget
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
 
 

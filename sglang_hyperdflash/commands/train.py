@@ -27,6 +27,7 @@ from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
 from sglang_hyperdflash.training.conversations import HUB, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.kept_states import kept_states
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
@@ -35,7 +36,7 @@ from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, So
 from sglang_hyperdflash.training.trainer import STATE, Trainer
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
-PORTABLE = "PortableDeepSeekV4ForCausalLM"  # loaded by this package; others by transformers
+PORTABLE = "PortableDeepSeekV4ForCausalLM"
 
 
 def _content(place: Path | str) -> str:
@@ -115,14 +116,13 @@ def load_pair(schedule: Schedule):
     check_fingerprint(drafter.config, None if hc_head is None else hc_head.fingerprint())
     if schedule.features == "captured":
         return BorrowedTarget(files), drafter
-    if facts.architecture == PORTABLE:
-        from sglang_hyperdflash.training.local_target import LocalTarget
-
-        return LocalTarget(schedule.target), drafter
-    from sglang_hyperdflash.training.transformers_target import TransformersTarget
-
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return TransformersTarget(schedule.target, dtype=dtype), drafter
+    if facts.architecture != PORTABLE:
+        raise HyperDFlashConfigError(
+            f'features = "{schedule.features}" computes the states in this process, which knows '
+            f"{PORTABLE} only; the target is a {facts.architecture}. Run `hyperdflash capture` and "
+            'train with features = "captured".'
+        )
+    return LocalTarget(schedule.target), drafter
 
 
 def train(

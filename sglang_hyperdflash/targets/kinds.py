@@ -36,7 +36,6 @@ class TargetKind:
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
             layer. Prefixes ``model.`` and ``language_model.`` are optional.
         paths_field: the config's name of ``m``.
-        collapse_module: what collapses in transformers' text model.
         not_served: why no server can use such a drafter today, or None.
     """
 
@@ -49,7 +48,6 @@ class TargetKind:
     statement: str
     tensors: tuple[tuple[str, ...], ...] = ()
     paths_field: str = "hc_mult"
-    collapse_module: str = "hc_head"
     not_served: str | None = None
 
 
@@ -126,7 +124,6 @@ QWEN4_EXP = TargetKind(
     statement="its gates are element-wise, so a gate per path cannot start from them; the generic "
     "projection is trained from scratch",
     paths_field="hc_count",
-    collapse_module="hyper_connection_mixer",
     not_served="it exposes its residual, but serving it with a drafter has never been tried",
 )
 

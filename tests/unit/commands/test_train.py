@@ -28,7 +28,6 @@ from sglang_hyperdflash.training.recipe import Recipe, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
 from sglang_hyperdflash.training.samples import OnlineFeatures, Sample, collate
 from sglang_hyperdflash.training.trainer import Trainer
-from sglang_hyperdflash.training.transformers_target import TransformersTarget
 from tests.conftest import EXAMPLE
 
 DRAFTER = EXAMPLE / "hyperdflash"
@@ -427,7 +426,7 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, target_dir, drafter_di
     assert "was made for another target" in capsys.readouterr().err
 
 
-def test_a_target_of_transformers_own_class_is_loaded_by_transformers(tmp_path, target_dir):
+def test_a_target_of_another_class_is_trained_from_a_capture(tmp_path, target_dir):
     target = tmp_path / "target"
     target.mkdir()
     for path in target_dir.iterdir():
@@ -436,11 +435,11 @@ def test_a_target_of_transformers_own_class_is_loaded_by_transformers(tmp_path, 
     config = (target_dir / "config.json").read_text().replace("PortableDeepSeekV4", "DeepseekV4")
     (target / "config.json").write_text(config)
     shutil.copytree(DRAFTER, tmp_path / "draft")
-    for folder, kind in ((target, TransformersTarget), (target_dir, LocalTarget)):
-        text = WHOLE.replace('"target"', f'"{folder}"')
-        loaded, drafter = load_pair(read_schedule(written(tmp_path, text)))
-        assert type(loaded) is kind
-        assert drafter.config.hidden_size == 256
+    schedule = read_schedule(written(tmp_path, WHOLE.replace('"target"', f'"{target}"')))
+    with pytest.raises(HyperDFlashConfigError, match=r"is a DeepseekV4ForCausalLM.*capture"):
+        load_pair(schedule)
+    ours = read_schedule(written(tmp_path, WHOLE.replace('"target"', f'"{target_dir}"')))
+    assert type(load_pair(ours)[0]) is LocalTarget
 
 
 def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypatch):

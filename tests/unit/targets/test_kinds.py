@@ -32,7 +32,7 @@ from sglang_hyperdflash.targets.kinds import (
 )
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.transformers_target import TransformersTarget
+from tests.transformers_target import TransformersTarget
 
 # fp32 sums in another order; of states scaled to 1.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}

@@ -13,7 +13,7 @@ from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_con
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Sample, States
 from sglang_hyperdflash.training.trainer import Trainer
-from sglang_hyperdflash.training.transformers_target import TransformersTarget
+from tests.transformers_target import TransformersTarget
 
 LAYERS = (1, 3)
 SMALL = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate_size": 64}

@@ -1,8 +1,4 @@
-"""A target in this process through transformers, frozen: any size that one machine holds.
-
-:class:`~sglang_hyperdflash.training.local_target.LocalTarget` is the small portable class in
-fp32; this one takes any model that transformers loads, on its devices and in its dtype.
-"""
+"""transformers' own classes of the targets: what ours are compared with, in fp32."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from torch import nn
 
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.kinds import TARGETS
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
@@ -24,11 +19,6 @@ def _keep_mean(means: dict[int, torch.Tensor], i: int, m: int):
         means[i] = state.flatten(2).unflatten(-1, (m, -1)).mean(-2)
 
     return keep
-
-
-def _to_weight(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """A forward pre-hook: a drafter's states are fp32, whatever the target's dtype."""
-    return tuple(x.to(module.weight.dtype) for x in args)
 
 
 def _load(name: str, **options) -> nn.Module:
@@ -44,43 +34,30 @@ def _load(name: str, **options) -> nn.Module:
         return AutoModelForImageTextToText.from_pretrained(name, **options)
 
 
+# What collapses the residual paths in the text models of transformers.
+COLLAPSES = ("hc_head", "hyper_connection_mixer")
+PATHS = tuple(dict.fromkeys(kind.paths_field for kind in TARGETS))
+
+
 class TransformersTarget(nn.Module):
-    """A model of transformers with one module that collapses the residual paths (``targets.py``).
+    """A frozen model of transformers with one module that collapses the residual paths.
 
     ``hc_head`` is that module's, or None where it gates in another way.
 
     Args:
-        name: folder or hub id. dtype, device_map: as transformers takes them.
-
-    Raises:
-        HyperDFlashConfigError: the model has no such module, whose input is the residual.
+        name: folder or hub id.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device_map: str | dict | None = None,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.model = _load(name, dtype=dtype, device_map=device_map)
-        # Any kind with this module will do: they share the names of module and paths.
-        kind = next((kind for kind in TARGETS if hasattr(self.text, kind.collapse_module)), None)
-        if kind is None:
-            modules = dict.fromkeys(f"model.{kind.collapse_module}" for kind in TARGETS)
-            raise HyperDFlashConfigError(
-                f"target {name} ({type(self.model).__name__}) has no {' or '.join(modules)}; its "
-                "residual cannot be read before the collapse."
-            )
-        head = getattr(self.text, kind.collapse_module)
+        self.model = _load(name, dtype=torch.float32)
+        head = next(getattr(self.text, name) for name in COLLAPSES if hasattr(self.text, name))
         self.config = self.model.config.get_text_config()
-        self.m = int(getattr(self.config, kind.paths_field))
+        self.m = next(getattr(self.config, name) for name in PATHS if hasattr(self.config, name))
         own = hasattr(head, "hc_fn")
         self.hc_head = HcHead(head.hc_fn, head.hc_base, head.hc_scale) if own else None
         self._residual: torch.Tensor | None = None
         head.register_forward_pre_hook(self._keep)
-        self.lm_head.register_forward_pre_hook(_to_weight)
         self.requires_grad_(False)
         self.eval()
 
@@ -121,10 +98,7 @@ class TransformersTarget(nn.Module):
             for i in layer_ids:
                 hook = self.text.layers[i].register_forward_hook(_keep_mean(means, i, self.m))
                 hooks.callback(hook.remove)
-            # transformers keeps norms and gates in fp32, and passes their output to bf16 matrices.
-            dtype = self.lm_head.weight.dtype
-            with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
-                final = self.text(input_ids=tokens, use_cache=False).last_hidden_state
+            final = self.text(input_ids=tokens, use_cache=False).last_hidden_state
         residual, self._residual = self._residual, None
         layers = [means[i].to(final.device) for i in layer_ids]
         none = final.new_zeros(*tokens.shape, 0)

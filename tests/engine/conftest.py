@@ -78,7 +78,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="session")
 def target_server(servers, target_dir) -> Server:
-    """Target-only, fp32."""
+    """The baseline, fp32."""
     return servers.get("target", target_dir, *FP32, "--enable-return-hidden-states")
 
 
@@ -206,13 +206,13 @@ def ids(answers: list[dict]) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def own_reference(target_server, own_prompts) -> list[list[int]]:
-    """Target-only greedy tokens of the demo prompts."""
+    """The baseline's greedy tokens of the demo prompts."""
     return ids(greedy_all(target_server, own_prompts, 4))
 
 
 @pytest.fixture(scope="session")
 def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
-    """Target-only greedy tokens of the benchmark prompts."""
+    """The baseline's greedy tokens of the benchmark prompts."""
     return ids(greedy_all(target_server, benchmark_prompts, 8))
 
 

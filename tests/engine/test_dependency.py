@@ -1,4 +1,4 @@
-"""A drafter with a dependency head, served: training's drafts, and target-only's tokens and law.
+"""A served drafter with a dependency head: training's drafts, the baseline's tokens.
 
 The head is random and strong: it changes most blocks, and some of its drafts are accepted.
 """
@@ -135,13 +135,13 @@ def test_a_causal_block_is_served_as_it_was_trained(
 
 
 @pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.slow), 8])
-def test_greedy_answers_are_target_onlys(server, own_prompts, own_reference, concurrency):
+def test_greedy_answers_are_the_baselines(server, own_prompts, own_reference, concurrency):
     answers = greedy_all(server, own_prompts, concurrency)
     assert ids(answers) == own_reference
     assert sum(counters(answer["meta_info"])[0] for answer in answers) > len(answers)
 
 
-def test_a_seed_gives_target_onlys_tokens_whatever_the_batchmates(server, own_prompts, references):  # noqa: F811
+def test_a_seed_gives_the_baselines_tokens_whatever_the_batchmates(server, own_prompts, references):  # noqa: F811
     """Every drafter gives the same seeded tokens: so does one with a random head."""
     named = [mixed(i) for i in range(PROMPTS)]
     found = tokens_of(server, own_prompts[:PROMPTS], [p for _, p in named], 8)
@@ -185,7 +185,7 @@ def test_two_ranks_and_a_window_draft_as_one_does(
     servers.stop("dependency-tp2")
 
 
-def check_law(contexts, server, indices, count: int) -> None:  # noqa: F811
+def check_distribution(contexts, server, indices, count: int) -> None:  # noqa: F811
     settings = [{}, {"top_k": 5}, {"top_p": 0.8}]
     tests = [
         value
@@ -197,13 +197,13 @@ def check_law(contexts, server, indices, count: int) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_sampled_draws_follow_the_targets_law(server, contexts):  # noqa: F811
-    check_law(contexts, server, range(3), 600)
+def test_sampled_draws_follow_the_targets_distribution(server, contexts):  # noqa: F811
+    check_distribution(contexts, server, range(3), 600)
 
 
 @pytest.mark.slow
-def test_sampled_draws_follow_the_targets_law_at_twenty_contexts(server, contexts):  # noqa: F811
-    check_law(contexts, server, range(20), 1000)
+def test_sampled_draws_follow_the_targets_distribution_at_twenty_contexts(server, contexts):  # noqa: F811
+    check_distribution(contexts, server, range(20), 1000)
 
 
 @pytest.mark.slow

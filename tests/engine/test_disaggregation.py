@@ -91,7 +91,7 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_answers_are_target_only_s(pair, own_prompts, own_reference, concurrency):
+def test_answers_are_the_baselines(pair, own_prompts, own_reference, concurrency):
     assert ids(greedy_all(pair.decode, own_prompts, concurrency, pair.ask)) == own_reference
     assert len(own_reference[0]) == NEW_TOKENS
 

@@ -1,6 +1,6 @@
-"""Every sampled request is exact: target-only by its seed, whatever drafts, mates or retraction.
+"""Sampled requests are exact: the baseline's tokens by seed, whatever drafts, batch, retraction.
 
-The target-only server runs deterministic inference. SGLang keys its noise by rank as soon as a
+The baseline server runs deterministic inference. SGLang keys its noise by rank as soon as a
 request filters; there a plugin draws by vocabulary id, over a fully sorted vocabulary.
 """
 
@@ -28,7 +28,7 @@ from tests.engine.conftest import (
 from tests.engine.test_api import SCHEMA
 
 VOCABULARY_ORDER = '''
-"""Seeded target-only sampling by vocabulary id, filters over a sorted vocabulary."""
+"""Seeded sampling without speculation, by vocabulary id, filters over a sorted vocabulary."""
 
 
 def draw(original, self, probs, info, positions, simple):
@@ -41,9 +41,9 @@ def draw(original, self, probs, info, positions, simple):
         return original(self, probs, info, positions, simple)
     ones = torch.ones(len(probs))
     top_ps = info.top_ps.masked_fill(info.top_ps >= 1, 2.0)
-    law = target_probabilities(probs.log(), ones, info.top_ks, top_ps, info.min_ps)
+    distribution = target_probabilities(probs.log(), ones, info.top_ks, top_ps, info.min_ps)
     noise = gumbel_noise(info.sampling_seed, positions, torch.arange(probs.shape[1]))
-    return (law.double().log() + noise).argmax(-1), None
+    return (distribution.double().log() + noise).argmax(-1), None
 
 
 def load():
@@ -113,7 +113,7 @@ def tokens_of(server: Server, prompts, parameters, concurrency: int, **options) 
 
 @pytest.fixture(scope="module")
 def deterministic(servers, target_dir, tmp_path_factory):
-    """Target-only under deterministic inference; its host always knows the last token."""
+    """The baseline under deterministic inference; its host always knows the last token."""
     folder = tmp_path_factory.mktemp("plugin")
     yield servers.get(
         "target-deterministic",
@@ -129,7 +129,7 @@ def deterministic(servers, target_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(deterministic, own_prompts) -> dict[str, list[list[int]]]:
-    """Target-only tokens of the demo prompts at each seeded and each greedy setting."""
+    """The baseline's tokens of the demo prompts at each seeded and each greedy setting."""
     settings = {name: [sampled(i, **s) for i in range(PROMPTS)] for name, s in SETTINGS.items()}
     for name, s in GREEDY.items():
         settings[f"greedy {name}"] = [sampled(i, **{"temperature": 0, **s}) for i in range(PROMPTS)]
@@ -145,7 +145,7 @@ def references(deterministic, own_prompts) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_seed_gives_target_onlys_tokens(hyper_server, own_prompts, references, name):
+def test_a_seed_gives_the_baselines_tokens(hyper_server, own_prompts, references, name):
     parameters = [sampled(i, **SETTINGS[name]) for i in range(PROMPTS)]
     assert tokens_of(hyper_server, own_prompts[:PROMPTS], parameters, 4) == references[name]
 
@@ -445,7 +445,7 @@ def test_a_broken_row_behind_an_answers_end_is_not_told(small_pool, own_prompts,
 
 @pytest.fixture(scope="module")
 def long_runs(deterministic, benchmark_prompts) -> list[tuple[list[dict], list[list[int]]]]:
-    """Parameters of sixty prompts x 128 tokens, and of thirty x 96 penalised; target-only's tokens.
+    """Parameters and the baseline's tokens: sixty prompts x 128 tokens, thirty x 96 penalised.
 
     Deterministic inference gives the same whatever the batch, so eight are asked at a time.
     """

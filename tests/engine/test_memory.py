@@ -26,7 +26,7 @@ def neighbour() -> None:
         time.sleep(1)
 
 
-def pools_beside_a_neighbour(
+def pools_next_to_a_neighbour(
     target_dir, drafter_dir, folder, start=subprocess.Popen
 ) -> list[tuple[int, ...]]:
     """Slots of every pool of two servers that start together."""
@@ -53,11 +53,11 @@ def pools_beside_a_neighbour(
 
 
 @pytest.mark.slow
-def test_two_servers_beside_a_greedy_neighbour_get_a_bounded_pool(
+def test_two_servers_next_to_a_greedy_neighbour_get_a_bounded_pool(
     target_dir, drafter_dir, tmp_path
 ):
     """One GiB of K/V of an 8 M-parameter target, not most of the machine."""
-    plain, hyper = pools_beside_a_neighbour(target_dir, drafter_dir, tmp_path)
+    plain, hyper = pools_next_to_a_neighbour(target_dir, drafter_dir, tmp_path)
     # Eight layers of one K/V head of 64 in fp32, K and V: 4,096 bytes per token.
     assert plain[0] == pytest.approx((1 << 30) / 4096, rel=0.01)
     assert len(hyper) == 2 and 0 < hyper[0] < plain[0]
@@ -68,7 +68,7 @@ def test_two_servers_beside_a_greedy_neighbour_get_a_bounded_pool(
 def test_twenty_starts_give_the_same_pools(target_dir, drafter_dir, tmp_path):
     """The first start is an ordinary one; the others need no imports and so meet in time."""
     found = {
-        tuple(pools_beside_a_neighbour(target_dir, drafter_dir, tmp_path / str(i), start))
+        tuple(pools_next_to_a_neighbour(target_dir, drafter_dir, tmp_path / str(i), start))
         for i, start in enumerate([subprocess.Popen, *[warm] * 19])
     }
     assert len(found) == 1, found

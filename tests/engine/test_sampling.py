@@ -34,7 +34,7 @@ CONTEXTS_EACH, DRAWS = 5, 1000
 CERTAIN, CONTEXTS_A_ROW = 0.9, 2
 
 
-def law(logits: torch.Tensor, setting: dict) -> torch.Tensor:
+def distribution(logits: torch.Tensor, setting: dict) -> torch.Tensor:
     rows = len(logits)
     filters = {
         name: torch.full((rows,), setting[name]) if name in setting else None
@@ -47,7 +47,7 @@ def law(logits: torch.Tensor, setting: dict) -> torch.Tensor:
 
 
 class Contexts:
-    """Contexts with a near-certain next token, and the laws of the two tokens after it."""
+    """Contexts with a near-certain next token, and the distributions of the two tokens after it."""
 
     def __init__(self, target: LocalTarget, rows: list[list[int]]) -> None:
         self.target = target
@@ -68,14 +68,14 @@ class Contexts:
     def logits(self, rows: list[list[int]]) -> torch.Tensor:
         return self.target.lm_head(self.target.features(torch.tensor(rows))[0])
 
-    def laws(self, index: int, setting: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    def distributions(self, index: int, setting: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """``p(t2 | context, anchor)`` ``[V]`` and ``p(t3 | context, anchor, t2)`` ``[V, V]``."""
         context, anchor = self.found[index]
-        first = law(self.logits([[*context, anchor]])[0, -1:], setting)[0]
+        first = distribution(self.logits([[*context, anchor]])[0, -1:], setting)[0]
         second = torch.zeros(len(first), len(first))
         for token in (first > 1e-3).nonzero().flatten().split(64):
             rows = [[*context, anchor, int(t)] for t in token]
-            second[token] = law(self.logits(rows)[:, -1], setting)
+            second[token] = distribution(self.logits(rows)[:, -1], setting)
         return first, second
 
 
@@ -99,12 +99,12 @@ def draws(server: Server, context: list[int], setting: dict, count: int) -> torc
 def p_values(contexts: Contexts, server: Server, index: int, setting: dict, count: int):
     """Next-token and next-two-token p-values at one context."""
     context, anchor = contexts.found[index]
-    first, second = contexts.laws(index, setting)
+    first, second = contexts.distributions(index, setting)
     tokens = draws(server, context, setting, count)
     tokens = tokens[tokens[:, 0] == anchor]
     assert len(tokens) > 0.6 * count
     joint = (first.unsqueeze(1) * second).flatten()
-    # First tokens too rare to have their own row of laws form one extra cell.
+    # First tokens too rare to have their own row of distributions form one extra cell.
     rest = first[second.sum(1) == 0].sum().reshape(1)
     cells = tokens[:, 1] * len(first) + tokens[:, 2]
     cells = torch.where(second.sum(1)[tokens[:, 1]] == 0, len(joint), cells)
@@ -114,7 +114,7 @@ def p_values(contexts: Contexts, server: Server, index: int, setting: dict, coun
     ]
 
 
-def assert_the_law_holds(contexts: Contexts, server: Server, each: int) -> None:
+def assert_the_distribution_holds(contexts: Contexts, server: Server, each: int) -> None:
     """At every setting, at ``each`` contexts of its own."""
     values = {}
     for s, (name, setting) in enumerate(SETTINGS.items()):
@@ -127,18 +127,18 @@ def assert_the_law_holds(contexts: Contexts, server: Server, each: int) -> None:
 
 
 @pytest.mark.parametrize("each", [1, pytest.param(CONTEXTS_EACH, marks=pytest.mark.slow)])
-def test_engine_draws_follow_the_targets_law(hyper_server, contexts, each):
-    assert_the_law_holds(contexts, hyper_server, each)
+def test_engine_draws_follow_the_targets_distribution(hyper_server, contexts, each):
+    assert_the_distribution_holds(contexts, hyper_server, each)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", ["1", "2", "4", "7"])
-def test_engine_draws_of_a_forced_width_follow_the_targets_law(
+def test_engine_draws_of_a_forced_width_follow_the_targets_distribution(
     servers, contexts, target_dir, drafter_dir, width
 ):
-    name, arguments = f"law-width-{width}", (*FP32, *hyperdflash_arguments(drafter_dir))
+    name, arguments = f"distribution-width-{width}", (*FP32, *hyperdflash_arguments(drafter_dir))
     server = servers.get(name, target_dir, *arguments, environment={WIDTH: width})
-    assert_the_law_holds(contexts, server, 1)
+    assert_the_distribution_holds(contexts, server, 1)
     servers.stop(name)
 
 
@@ -154,7 +154,7 @@ def test_a_given_draft_temperature_changes_drafts_and_nothing_that_is_emitted(
     emitted, accepted = {}, {}
     for t in ("0", "1"):
         server = servers.get(f"draft-t-{t}", target_dir, *arguments, environment={VARIABLE: t})
-        assert_the_law_holds(contexts, server, 1)
+        assert_the_distribution_holds(contexts, server, 1)
         answers = server.generate(input_ids=prompts, sampling_params=sampling)
         emitted[t] = [answer["output_ids"] for answer in answers]
         accepted[t] = [counters(answer["meta_info"])[2] for answer in answers]
@@ -175,7 +175,7 @@ def test_a_drafter_that_gives_nan_changes_nothing(
     save_file(tensors, weights)
     arguments = (*FP32, *hyperdflash_arguments(tmp_path / "nan"))
     server = servers.get("nan", target_dir, *arguments, environment={WIDTH: "7"})
-    assert_the_law_holds(contexts, server, 1)
+    assert_the_distribution_holds(contexts, server, 1)
     greedy = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
     answers = server.generate(input_ids=own_prompts[:4], sampling_params=greedy)
     assert [a["output_ids"] for a in answers] == [tokens[:32] for tokens in own_reference[:4]]
@@ -217,8 +217,8 @@ def test_an_argmax_verified_worker_fails(servers, contexts, target_dir, drafter_
     assert max(first for first, _ in values) < 1e-6, values
 
 
-def test_greedy_rows_stay_greedy_beside_sampled_ones(hyper_server, own_prompts, own_reference):
-    """One batch, alternating temperature 0 and 1: the greedy rows are target-only's tokens."""
+def test_greedy_rows_stay_greedy_among_sampled_ones(hyper_server, own_prompts, own_reference):
+    """One batch, alternating temperature 0 and 1: the greedy rows are the baseline's tokens."""
     sampling = [
         {"temperature": i % 2, "max_new_tokens": 64, "ignore_eos": True}
         for i in range(len(own_prompts))

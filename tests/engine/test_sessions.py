@@ -35,7 +35,7 @@ def two_turns(server, prompt: list[int], later: list[int], sampling: dict) -> li
 
 
 @pytest.mark.parametrize("stop", [{}, {"stop": [" is", "e"]}, {"max_new_tokens": 9}])
-def test_a_second_turn_is_target_onlys(target_server, hyper_server, tokenizer, own_prompts, stop):
+def test_a_second_turn_is_the_baselines(target_server, hyper_server, tokenizer, own_prompts, stop):
     later = tokenizer.encode(LATER, add_special_tokens=False)
     sampling = {"max_new_tokens": 64, "ignore_eos": False, **stop}
     inside = 0

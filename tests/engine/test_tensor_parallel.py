@@ -36,7 +36,7 @@ def tau(answers: list[dict]) -> float:
     return accept_length(sum(f[0] for f in found), sum(f[1] for f in found))
 
 
-def test_tokens_are_target_only_s_and_drafts_are_as_good(
+def test_tokens_are_the_baselines_and_drafts_are_as_good(
     parallel_server, hyper_server, own_prompts, own_reference
 ):
     answers = greedy_all(parallel_server, own_prompts, CONCURRENCY, ask)

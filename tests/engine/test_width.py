@@ -1,4 +1,4 @@
-"""Rounds of any width give target-only's tokens; a random width every round is the hardest case."""
+"""Rounds of any width give the baseline's tokens; hardest is a random width every round."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_grammar_and_penalties(random_server, hyper_server, target_server, own_p
     assert found[0] == found[1]
 
 
-def test_logprobs_of_narrow_rounds_are_target_onlys(
+def test_logprobs_of_narrow_rounds_are_the_baselines(
     random_server, target_server, hyper_server, own_prompts
 ):
     options = {"return_logprob": True, "top_logprobs_num": 3}
@@ -151,7 +151,7 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
 def test_without_a_variable_the_width_follows_load(
     servers, target_dir, drafter_dir, own_prompts, own_reference
 ):
-    """No test can foresee its widths; the answers are target-only's, and both are tried."""
+    """No test can foresee its widths; the answers are the baseline's, and both are tried."""
     name = "width-default"
     server = start(servers, name, target_dir, drafter_dir, **{WIDTH: ""})
     try:

@@ -1,4 +1,4 @@
-"""Windowed drafters: the pool is as large as the windows, and the tokens are target-only's."""
+"""Windowed drafters: the pool is as large as the windows, and the tokens are the baseline's."""
 
 from __future__ import annotations
 

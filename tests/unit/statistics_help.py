@@ -8,16 +8,16 @@ from scipy import stats
 MINIMUM_EXPECTED = 5.0
 
 
-def chi_square_p_value(draws: torch.Tensor, law: torch.Tensor) -> float:
-    """p-value of integer ``draws`` under ``law``; cells below five expected draws are pooled.
+def chi_square_p_value(draws: torch.Tensor, distribution: torch.Tensor) -> float:
+    """p-value of integer ``draws``; cells below five expected draws are pooled.
 
-    A draw that the law gives no mass is an outright failure: 0.0.
+    A draw that the distribution gives no mass is an outright failure: 0.0.
     """
-    counts = torch.bincount(draws.long(), minlength=len(law)).double()
-    law = law.double() / law.double().sum()
-    if bool((counts[law == 0] > 0).any()):
+    counts = torch.bincount(draws.long(), minlength=len(distribution)).double()
+    distribution = distribution.double() / distribution.double().sum()
+    if bool((counts[distribution == 0] > 0).any()):
         return 0.0
-    expected = law * counts.sum()
+    expected = distribution * counts.sum()
     large = expected >= MINIMUM_EXPECTED
     observed, wanted = counts[large].tolist(), expected[large].tolist()
     if bool((~large).any()) and float(expected[~large].sum()) > 0:

@@ -252,7 +252,7 @@ def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, c
 
 
 @pytest.mark.parametrize("file", ["state.pt", "best/model.safetensors"])
-def test_a_flipped_byte_is_found_and_the_stage_trained_anew(tmp_path, target_dir, capsys, file):
+def test_a_flipped_byte_is_found_and_the_stage_restarted(tmp_path, target_dir, capsys, file):
     work = tmp_path / "work"
     command = ["train", "--config", str(small(tmp_path, target_dir)), "--work", str(work)]
     assert main(command) == 0

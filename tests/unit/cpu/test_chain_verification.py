@@ -126,7 +126,7 @@ def law_p_values(accept, parameters, rounds, seed):
     return values
 
 
-def test_a_million_verifications_follow_the_targets_law():
+def test_a_million_verifications_follow_the_targets_distribution():
     rounds = 1_000_000 // len(PARAMETERS)
     values = [
         value

@@ -108,7 +108,7 @@ def test_greedy_and_sampled_requests_of_a_batch_draft_as_they_would_alone():
     one = Sampling(ones[:1], top_ks[1:2], ones[:1], torch.zeros(1))
     alone = propose(row, anchor[1:2], head, one, seeds[1:2], positions[1:2], ones[:1])
     assert torch.equal(alone.tokens[0], mixed.tokens[1])
-    # Every draft is drawn from its own law: the head has seen the draft before it.
+    # Every draft is drawn from its own distribution: the head has seen the draft before it.
     scores = row.scores[0, 1] + head(alone.tokens[:, 0], row.gates[:, 1], row.ids[:, 1])[0]
     torch.testing.assert_close(alone.q[0, 1], scores.softmax(-1))
 

@@ -4,7 +4,7 @@
 """
 
 _SERVED = {
-    "test_exact.py::test_a_seed_gives_target_onlys_tokens": {
+    "test_exact.py::test_a_seed_gives_the_baselines_tokens": {
         "temperature": "exact",
         "top_k": "exact",
         "top_p": "exact",

@@ -207,7 +207,7 @@ def test_a_file_is_claimed_like_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ["other settings", "another command", "damaged"])
-def test_a_manifest_whose_content_was_removed_blocks_nobody(tmp_path, manifest):
+def test_a_manifest_whose_content_was_removed_does_not_block_a_new_run(tmp_path, manifest):
     """Found as: a removed output stayed refused for settings that nothing visible held."""
     kind = "capture" if manifest == "another command" else "train"
     file, folder = tmp_path / "out.jsonl", tmp_path / "work"

@@ -93,7 +93,7 @@ def test_saturated_gates_zero_rows_and_one_huge_path(kernel):
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 300])
-def test_no_number_of_tokens_compiles_the_tiles_anew(tokens, monkeypatch):
+def test_no_number_of_tokens_recompiles_the_tiles(tokens, monkeypatch):
     """Triton compiles again for a pointer that is not aligned to 16 bytes as the first one was."""
     given = []
 

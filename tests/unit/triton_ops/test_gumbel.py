@@ -82,11 +82,11 @@ def test_ids_of_every_row_give_the_same_noise_as_shared_ones():
 
 def test_draws_follow_their_weights_over_seeds_and_over_positions():
     weights = torch.tensor([[4.0, 0.0, 1.0, 2.0, 1.0]])
-    count, law = 40_000, weights[0] / weights.sum()
+    count, distribution = 40_000, weights[0] / weights.sum()
     step = torch.arange(count)
     for seeds, positions in ((step, torch.full_like(step, 3)), (torch.full_like(step, 3), step)):
         draws = gumbel_argmax_reference(weights.expand(count, -1), seeds, positions)
-        assert chi_square_p_value(draws, law) > 1e-4
+        assert chi_square_p_value(draws, distribution) > 1e-4
 
 
 def test_neighbouring_positions_are_independent():

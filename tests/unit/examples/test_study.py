@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -127,6 +128,60 @@ def test_each_server_is_asked_first_as_often_as_every_other(study, monkeypatch):
     for part in (asked[:half], asked[half:]):
         first = part[warm_up :: len(servers)]
         assert sorted(first) == list("aabbcc")
+
+
+class FakeServer:
+    """Answers at once; a drafter's rounds accept three drafts, its answers are the baseline's."""
+
+    def __init__(self, name: str, started: list[str]) -> None:
+        self.name = name
+        started.append(name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def wait(self):
+        return self
+
+    def generate(self, input_ids, sampling_params, return_logprob) -> dict:
+        tokens = input_ids[-4:]
+        meta = {"output_token_logprobs": [[-0.5, token, None] for token in tokens]}
+        if self.name != "baseline":
+            meta["spec_correct_drafts_histogram"] = [0, 0, 0, 1]
+        return {"output_ids": tokens, "meta_info": meta}
+
+
+@pytest.mark.parametrize("command", ["serve", "speed"])
+def test_a_study_writes_a_result_and_measures_nothing_twice(study, monkeypatch, tmp_path, command):
+    started: list[str] = []
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "model.safetensors").write_text("weights")
+    monkeypatch.setattr(study, "drafter_of", lambda *_: tmp_path / "drafter")
+    monkeypatch.setattr(study, "server_of", lambda name, *_: FakeServer(name, started))
+    monkeypatch.setattr(
+        study, "timed", lambda server, *_: [4, 1.0 if "base" in server.name else 0.5, 0.5]
+    )
+    options = ["--out", str(tmp_path / "out"), "--seeds", "0", "1", "--num-prompts", "2"]
+    names = ["hyperdflash", "hyperdflash2"]
+    monkeypatch.setattr("sys.argv", ["study.py", command, *options, "--variants", *names])
+    study.main()
+    expected = {"serve": ["baseline"], "speed": []}[command]
+    each = {"serve": names, "speed": ["baseline", "baseline again", *names]}[command]
+    assert started == [*expected, *each, *each]
+    report = (tmp_path / "out" / "report.md").read_text()
+    if command == "serve":
+        assert "24 of 24 greedy" in report and "| hyperdflash2 | 4.00 | 4.00 | 4.00 |" in report
+        assert "| baseline, nats per token | 0.50 |" in report
+    else:
+        assert "| 1 | hyperdflash2 over baseline | 2.00x (2.00 to 2.00; 2.00, 2.00) |" in report
+    found = (tmp_path / "out" / "results.json").read_text()
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--steps", "9"])
+    study.main()
+    assert started == [*expected, *each, *each]
+    assert (tmp_path / "out" / "results.json").read_text() == found
 
 
 def run(tau: float, rounds: int = 100) -> dict:

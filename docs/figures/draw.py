@@ -297,7 +297,7 @@ def training(theme: Theme, _content: Row) -> Figure:
         arrow(axes, theme, (x + 7.5, 8.9), (x + 7.5, 6.9), linewidth=1)
         if i + 1 < len(STEPS):
             arrow(axes, theme, (x + 15.2, 14), (x + 18.2, 14))
-    text = "capture is for targets too large for the trainer; train runs a small target itself"
+    text = "the tiny target needs no capture: train runs it itself"
     note(axes, theme, 46, 1, text, fontsize=8.5, color=theme["soft"])
     return figure
 

@@ -14,7 +14,7 @@ from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_con
 
 @torch.no_grad()
 def rescale(drafter: Drafter) -> None:
-    """Draw a drafter's matrices anew, so large that its blocks depend on what it reads.
+    """Redraw a drafter's matrices, so large that its blocks depend on what it reads.
 
     Torch's small start leaves the mask's embedding alone: every block would be the same.
     """

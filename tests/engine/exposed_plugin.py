@@ -71,7 +71,7 @@ def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main(folder: str) -> None:
-    """Write the weights beside the ``config.json`` of ``folder``."""
+    """Write the weights next to the ``config.json`` of ``folder``."""
     from safetensors.torch import save_file
     from sglang.srt.utils.hf_transformers_utils import get_config
 

@@ -28,7 +28,7 @@ PRINTED_ADDRESS = "127.0.0.1:30000"
 READ = ("install", "serving", "training", "benchmarking", "troubleshooting")
 MODULE = ["python", "-m", "sglang.launch_server"]
 SECONDS = 1800
-# A machine that runs other things too may take minutes to start a server.
+# A busy machine may take minutes to start a server.
 START_SECONDS = 1200
 
 
@@ -44,7 +44,7 @@ class Reader:
         self.environment = {"PYTHONPATH": str(folder), "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def read(self, fences: list[Fence]) -> None:
-        """Run every block that is not marked as one to leave out."""
+        """Run every unmarked block."""
         with self.stack:
             for fence in fences:
                 if fence.kind == "background":
@@ -60,7 +60,7 @@ class Reader:
         self.server = None
 
     def serve(self, fence: Fence) -> None:
-        """Start the block's server on a free port in the place of the one before."""
+        """Start the block's server on a free port, instead of the last one."""
         self.stop()
         (words,) = commands(fence)
         assert words[:3] == MODULE and words[3] == "--model-path", fence.where
@@ -104,7 +104,7 @@ class Reader:
 @pytest.fixture
 def reader(tmp_path) -> Reader:
     """A reader in a copy of the checkout, without what its commands have built."""
-    # What an editable install leaves beside the package names the plugin's entry points.
+    # The metadata of an editable install name the plugin's entry points.
     for name in (*COPIED, *(path.name for path in ROOT.glob("*.egg-info"))):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)

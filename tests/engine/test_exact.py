@@ -250,7 +250,7 @@ def test_requests_hold_in_mixed_chunks(
     expected += [references[name][i] for i, name in enumerate(names, 4)]
     long = [[t for p in own_prompts[i:] + own_prompts[:i] for t in p] for i in range(8)]
     plain = [sampled(i, max_new_tokens=2) for i in range(8)]
-    # A schema's and another kind's by turns, each beside a long prompt.
+    # A schema's and another kind's by turns, each with a long prompt.
     order = [i // 2 + i % 2 * 4 for i in range(8)]
     short = [(own_prompts[:8][i], (schemas + kinds)[i]) for i in order]
     asked = [one for pair in zip(short, zip(long, plain, strict=True), strict=True) for one in pair]
@@ -421,7 +421,7 @@ BreaksAt.__module__ = "__main__"
 
 @pytest.mark.parametrize("grammar", [{}, {"regex": r"[\s\S]*"}], ids=["", "regex"])
 def test_a_broken_row_behind_an_answers_end_is_not_told(small_pool, own_prompts, grammar):
-    """Ends of any kind inside a block, in front of a row that nobody reads without speculation."""
+    """Ends of any kind inside a block, before a row that is not read without speculation."""
     whole = sampled(0, temperature=0, max_new_tokens=24)
     (expected,) = tokens_of(small_pool, own_prompts[:1], [whole], 1)
     processor = {"custom_logit_processor": BreaksAt.to_str()}

@@ -237,7 +237,7 @@ def test_a_killed_server_costs_no_wrong_answer_and_its_successor_takes_load(repl
 
 
 def served_of_new_prompts(replicas, clients, seconds: float) -> float:
-    """Rounds of server 0 for prompts that nobody has seen; their answers are server 1's own.
+    """Rounds of server 0 for prompts that were never asked; their answers are server 1's own.
 
     Prompts that were seen stay with the server that has their prefix.
     """

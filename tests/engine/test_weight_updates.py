@@ -53,7 +53,7 @@ def update(server, target) -> requests.Response:
 
 
 def send(server, name: str, tensor: torch.Tensor, **selected) -> list[requests.Response]:
-    """A session with one tensor, as a trainer beside the server sends it."""
+    """A session with one tensor, as a trainer on the same host sends it."""
     # By a file's name: handing descriptors over takes a key that parent and child share.
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")

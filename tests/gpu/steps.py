@@ -26,7 +26,7 @@ from tests.gpu.stage import Stage
 
 BLOCK, SHORT = 7, 16
 EVERY_WIDTH = (1, 2, 4, 7)
-# What an allocator and kernels take beside the buffers that are counted, GiB.
+# Memory of the allocator and of kernels besides the counted buffers, GiB.
 SLACK_GIB = 1.5
 
 

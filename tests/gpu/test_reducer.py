@@ -27,7 +27,7 @@ def test_the_served_module_runs_our_kernel_and_no_other(tokens, kernel):
         torch.cuda.synchronize()
     ran = [event.key for event in profile.key_averages() if event.device_type.name == "CUDA"]
     assert any(kernel in name for name in ran), ran
-    # Beside it only the clearing of the tiles' flags.
+    # Besides it only the clearing of the tiles' flags.
     others = [n for n in ran if kernel not in n and "Fill" not in n and "Memset" not in n]
     assert not others, others
 

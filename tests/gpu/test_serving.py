@@ -61,7 +61,7 @@ def test_greedy_differs_only_at_ties(
 def test_graphs_of_every_width_survive_new_weights(
     servers, target_dir, drafter_dir, own_prompts, expected, mode
 ):
-    """The same weights again, and all graphs captured anew in the middle of narrow rounds."""
+    """The same weights again, and all graphs recaptured in the middle of narrow rounds."""
     server = servers.get(
         f"gpu-weights-{mode}",
         target_dir,

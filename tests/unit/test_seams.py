@@ -206,7 +206,7 @@ def test_the_draft_pool_is_sized_and_named_where_we_expect():
 
 
 def test_deepseek_v4_is_where_we_expect():
-    """What ``v4_startup.py`` reads and calls beside its three hooks."""
+    """What ``v4_startup.py`` reads and calls besides its three hooks."""
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 
     source = inspect.getsource(DSV4PoolConfigurator)

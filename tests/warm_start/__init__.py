@@ -5,7 +5,7 @@ and SGLang three times: in the HTTP process, in the scheduler and in the detoken
 *template* imports them once. It loads no plugin, reads no server argument and starts no thread.
 ``client.start`` takes the place of ``subprocess.Popen``: it forks a child from the template, which
 becomes what the command line asked for. A child that may spawn processes keeps a clean copy of the
-template beside it, so that what SGLang spawns is forked from the state before any hook, too.
+template next to it, so that what SGLang spawns is forked from the state before any hook, too.
 
 A child gets the asked environment, folder, file descriptors and session, and its parent is whoever
 asked: it is waited for, signalled and killed as any other child. Whatever could differ from an

@@ -1,4 +1,4 @@
-"""Asking a template, or the clean copy beside a process, for a child of one's own."""
+"""Asking a template, or the clean copy next to a process, for a child of one's own."""
 
 from __future__ import annotations
 

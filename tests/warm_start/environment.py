@@ -16,7 +16,7 @@ READ_OUT_OF_SIGHT = (
 HARMLESS = {
     # The path is set in the child.
     "PYTHONPATH",
-    # One thread of OpenMP, which the template has, waits for nobody.
+    # One thread of OpenMP, which the template has, does not wait.
     "OMP_WAIT_POLICY",
     # Written by every server for kernels of GPUs, and templates are for machines without one.
     *("CUDA_DEVICE_MAX_CONNECTIONS", "CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE"),

@@ -1,7 +1,7 @@
 """The template: ``python -m tests.warm_start.template FD MODULE ...``.
 
 Imports the modules, says so over the socket ``FD`` and then forks a child for every request, until
-nobody holds the other end. ``asking.py`` is that other end.
+the other end is closed. ``asking.py`` is that other end.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def main() -> Job | None:
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
     path = SearchPath.of_this_process()
-    # It finds the memory for titles beside an environment that nobody has replaced yet.
+    # It finds the memory for titles next to an environment that is not replaced yet.
     setproctitle.getproctitle()
     with EnvironmentWatch() as watch:
         import_all(sys.argv[2:])

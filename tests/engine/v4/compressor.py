@@ -50,7 +50,7 @@ def compress_forward(
     """
     assert not is_online
     if out is None:
-        # Empty on a GPU: a row that nobody writes must not be read.
+        # Uninitialised on a GPU: a row that is never written must not be read.
         out = kv_score_input.new_full((plan[1].shape[0], head_dim), float("nan"))
     flat = kv_score_buffer.view(-1, kv_score_buffer.shape[-1])
 
@@ -114,7 +114,7 @@ def compress_norm_rope_store(
         return
     position = rows[chosen, 0] - plan.compress_ratio
     x = rotate_end(rms(kv[chosen], norm_eps, norm_weight), freq_cis, position)
-    assert torch.isfinite(x).all(), "a compressed row that nobody computed"
+    assert torch.isfinite(x).all(), "a compressed row that was never computed"
     if kv.shape[1] == 512:
         x = torch.cat([x[:, :NOPE].to(torch.bfloat16).float(), x[:, NOPE:]], dim=1)
         store_latents(x, loc, kvcache, page_size)

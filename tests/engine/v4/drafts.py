@@ -56,7 +56,7 @@ class Between:
         self.seen: set[bool] = set()
 
     def round(self, tokens: torch.Tensor, batch) -> None:
-        """One round's ``tokens [rows * block]``, each block behind its anchor, in place."""
+        """One round's ``tokens [rows * block]``, each block after its anchor, in place."""
         if not batch.reqs:
             return
         blocks = tokens.view(len(batch.reqs), -1)

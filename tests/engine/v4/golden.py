@@ -18,7 +18,7 @@ from tests.engine.v4.latents import GROUP, INDEX, NOPE, fp8_row, hadamard
 class Golden:
     """Of one text of ``S`` tokens.
 
-    logits: ``[S, V]`` fp32. residual: ``[S, m, d]``, the streams behind the last layer.
+    logits: ``[S, V]`` fp32. residual: ``[S, m, d]``, the streams after the last layer.
     """
 
     logits: torch.Tensor

@@ -1,7 +1,7 @@
 """A server plugin: SGLang's own DeepSeek-V4 on a CPU, torch in the place of its CUDA kernels.
 
 Model class, boundaries, attention backend, metadata, plans' addresses, K/V pools and allocators
-stay SGLang's. Every stand-in has the arguments of the function it replaces and writes the same
+stay SGLang's. Every replacement has the arguments of the function it replaces and writes the same
 bytes to the same pools.
 """
 
@@ -122,4 +122,4 @@ def load() -> None:
     controls.install()
     traces.install()
     drafts.install()
-    print("V4: stand-ins are in place", flush=True)
+    print("V4: replacements are in place", flush=True)

@@ -24,7 +24,7 @@ Answers = list[list[int]]
 def start(
     servers, name: str, target: Path, folder: Path, *arguments: str, **environment: str
 ) -> Server:
-    """A server with the stand-ins.
+    """A server with the replacements.
 
     Args:
         folder: an empty place for the plugin. environment: what the plugin reads.

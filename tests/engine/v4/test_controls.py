@@ -64,5 +64,5 @@ def test_the_poison_is_read_where_a_token_was_accepted(
         ask(server, reference.prompts, NEW_TOKENS)
     log = server.log.read_text(errors="replace")
     servers.stop("v4-fault")
-    assert "a compressed row that nobody computed" in log
+    assert "a compressed row that was never computed" in log
     note("control: an accepted state overwritten with NaN", noticed=True)

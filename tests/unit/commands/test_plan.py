@@ -107,8 +107,8 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     assert [row["method"] for row in rows] == ["baseline", "HYPERDFLASH", "EAGLE", "DSPARK"]
     assert rows[1]["draft_bytes_per_token"] == 2 * 2 * 1 * 64 * 2
     graphs = {name: size / 2**30 for name, size in rows[1]["draft_graph_bytes"].items()}
-    # One million tokens for each of 256 requests: int64, int32, and a page of 256 each. Triton has
-    # 8 partial outputs of every row and head beside them, FlashInfer a plan of 8 MiB for each of 51
+    # One million tokens for each of 256 requests: int64, int32, and a page of 256 each. Triton adds
+    # 8 partial outputs of every row and head, FlashInfer a plan of 8 MiB for each of 51
     # batch sizes and a workspace.
     partial = 4 * 256 * 7 * 4 * 8 * 65 / 2**30
     assert graphs["triton"] == pytest.approx(2 + partial, rel=1e-4)

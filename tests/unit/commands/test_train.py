@@ -113,7 +113,7 @@ def test_bad_files_say_what_is_wrong(tmp_path, old, new, message):
 
 
 def small(tmp_path: Path, target_dir: Path, out="out", steps=2, **changes) -> Path:
-    """A training file that runs in seconds, with its drafter and data beside it."""
+    """A training file that runs in seconds, with its drafter and data next to it."""
     if not (tmp_path / "draft").exists():
         sizes = ["--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32"]
         sizes += ["--intermediate-size", "64", "--dependency-rank", "0"]

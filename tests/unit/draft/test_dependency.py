@@ -118,7 +118,7 @@ def test_greedy_and_sampled_requests_of_a_batch_draft_as_they_would_alone():
 
 @pytest.fixture
 def folder(drafter_dir, tmp_path):
-    """The committed drafter's folder with a head of rank 8 beside its weights."""
+    """The committed drafter's folder with an added head of rank 8."""
     old = Drafter.load(drafter_dir)
     config = dict(old.raw, hyperdflash_config=dict(old.raw["hyperdflash_config"]))
     config["hyperdflash_config"].pop("dependency", None)

@@ -9,8 +9,8 @@ import pytest
 from sglang_hyperdflash.tools.provenance import CHECKOUT, provenance, without_machine
 from tests.conftest import ROOT
 
-# Folders of one machine, or beside the checkout; a URL, a host or a relative path is none.
-FOREIGN = r"(^|[^A-Za-z0-9_./])/(work|tmp|root|home|Users)/|\.\./shared"
+# Folders of one machine, or next to the checkout; a URL, a host or a relative path is none.
+MACHINE = r"(^|[^A-Za-z0-9_./])/(work|tmp|root|home|Users)/|\.\./shared"
 
 
 def test_the_checkout_is_where_the_tests_are():
@@ -46,7 +46,7 @@ def test_the_command_line_is_stored_without_the_machine_s_folders(monkeypatch):
 
 def test_no_committed_file_names_a_folder_of_one_machine():
     """Found as: results with the full path of every drafter of the machine that measured them."""
-    command = ["git", "-C", str(ROOT), "grep", "-nIE", FOREIGN]
+    command = ["git", "-C", str(ROOT), "grep", "-nIE", MACHINE]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode in (0, 1), found.stderr
     assert found.stdout == ""

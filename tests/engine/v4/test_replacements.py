@@ -1,4 +1,4 @@
-"""Every stand-in against its own plain formula, or transformers' form of it; no server."""
+"""Every replacement against its own plain formula, or transformers' form of it; no server."""
 
 from __future__ import annotations
 

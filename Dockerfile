@@ -3,4 +3,4 @@ ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM ${SGLANG_IMAGE}
 
 COPY . /opt/sglang-hyperdflash
-RUN pip install --no-cache-dir /opt/sglang-hyperdflash
+RUN python3 -m pip install --no-cache-dir --break-system-packages /opt/sglang-hyperdflash

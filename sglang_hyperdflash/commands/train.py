@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"
 
 
-def _content(place: Path | str) -> str:
+def _content(place: str | Path) -> str:
     """The hash of a file, or of a capture's index; a hub name as it is.
 
     Raises:
@@ -60,13 +59,9 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
     Raises:
         FileNotFoundError: a data file does not exist.
     """
-
-    def contents(places: Iterable[Path | str]) -> list[str]:
-        return [_content(place) for place in places]
-
     stages = {
-        f"stage {i}": stage.settings() | {"data": contents(schedule.data(stage))}
-        for i, stage in enumerate(schedule.stages, 1)
+        f"stage {i}": stage.settings() | {"data": list(map(_content, stage.data))}
+        for i, stage in enumerate(schedule.stage, 1)
     }
     return stages | {
         "target": location(schedule.target),
@@ -146,7 +141,7 @@ def train(
         if world.is_main:
             print(line, flush=True)
 
-    def source(files: tuple[Path | str, ...], title: str) -> Source:
+    def source(files: tuple[str, ...], title: str) -> Source:
         if captures:
             return captured(files, drafter.config, target.norm)
         loaded = load_samples(files, tokenizer, schedule.max_length)
@@ -160,11 +155,11 @@ def train(
     held_out: dict[str, Source] = {}
     for kind, file in schedule.held_out.items():
         held_out[kind] = source((file,), kind)
-        check_whole_blocks(held_out[kind].samples, drafter.config.block_size, str(file))
+        check_whole_blocks(held_out[kind].samples, drafter.config.block_size, file)
     best, last = schedule.draft, ""
-    for number, stage in enumerate(schedule.stages, 1):
+    for number, stage in enumerate(schedule.stage, 1):
         title, folder = f"stage {number}", work / f"stage-{number}"
-        features = source(schedule.data(stage), title)
+        features = source(stage.data, title)
         drafter = Drafter.load(best).to(device)
         recipe = stage.resolve(len(features.samples), schedule.objective)
         trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
@@ -175,7 +170,7 @@ def train(
             trainer.run(folder / "best", monitor)
         world.on_main(lambda best=folder / "best", trainer=trainer: trainer.check_best(best))
         best, last = folder / "best", best_line(trainer)
-        if number < len(schedule.stages):
+        if number < len(schedule.stage):
             say(f"{title}: {last}")
     if world.is_main:
         publish(best, schedule.out)

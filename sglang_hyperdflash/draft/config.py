@@ -15,7 +15,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as section
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.fields import CLOSED, OPEN, Keys, checked, shown
+from sglang_hyperdflash.tools.fields import CLOSED, OPEN, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # Where the context features come from: the residual before the collapse (HyperDFlash), or
@@ -159,12 +159,6 @@ class _Draft:
     layer_types: tuple[str, ...] | None = None
 
 
-def _named(keys: Keys) -> str:
-    """The place of a field, in words."""
-    name = ".".join(str(key) for key in keys if isinstance(key, str))
-    return f"draft config: {name}" if name else "draft config"
-
-
 def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
     """Parse and validate a draft ``config.json`` read as a dictionary.
 
@@ -184,7 +178,7 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
             "auto_map from its config.json."
         )
     try:
-        draft = checked(config, _Draft, _named)
+        draft = checked(config, _Draft, "draft config")
     except HyperDFlashConfigError as error:
         if "is missing" not in str(error):
             raise

@@ -74,11 +74,6 @@ def _hub_rows(name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield row, f"{HUB}{name}, row {number}"
 
 
-def data_place(base: Path, name: str) -> Path | str:
-    """A data file relative to ``base``, or a hub data set's name as it is."""
-    return name if name.startswith(HUB) else base / name
-
-
 def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
     """One line's object in any of the forms; ``where`` names it in errors."""
     if "messages" in record:

@@ -16,8 +16,8 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.fields import CLOSED, Keys, checked
-from sglang_hyperdflash.training.conversations import data_place
+from sglang_hyperdflash.tools.fields import CLOSED, checked
+from sglang_hyperdflash.training.conversations import HUB
 from sglang_hyperdflash.training.objective import Objective
 
 if sys.version_info >= (3, 11):
@@ -97,10 +97,12 @@ class Stage(_Fields):
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
-class _File:
+class Schedule:
+    """The training file; :func:`read_schedule` completes its relative paths."""
+
     target: Annotated[Text, Field(description="folder or hub id of the target")]
-    draft: Annotated[Text, Field(description="drafter folder made by `hyperdflash init`")]
-    out: Annotated[Text, Field(description="folder for the best drafter of the last stage")]
+    draft: Annotated[Path, Field(description="drafter folder made by `hyperdflash init`")]
+    out: Annotated[Path, Field(description="folder for the best drafter of the last stage")]
     stage: Annotated[
         tuple[Stage, ...],
         Field(min_length=1, description="stages in order; each starts from the one before's best"),
@@ -126,45 +128,9 @@ class _File:
     objective: Objective = dataclasses.field(default_factory=Objective)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A checked training file; relative paths count from its folder."""
-
-    target: str
-    draft: Path
-    out: Path
-    max_length: int
-    features: str
-    held_out: dict[str, Path | str]
-    report_to: tuple[str, ...]
-    objective: Objective
-    stages: tuple[Stage, ...]
-    base: Path
-
-    def data(self, stage: Stage) -> tuple[Path | str, ...]:
-        """A stage's files, folders or hub names."""
-        return tuple(data_place(self.base, name) for name in stage.data)
-
-
-def _named(path: Path, keys: Keys) -> str:
-    """The place of a value of the file, in words."""
-    words = [str(path)]
-    if keys[:1] == ("stage",) and len(keys) > 1:
-        words.append(f"stage {int(keys[1]) + 1}")
-        keys = keys[2:]
-    elif len(keys) > 1:
-        words.append(f"[{keys[0]}]")
-        keys = keys[1:]
-    elif keys in (("objective",), ("held_out",)):
-        words.append(f"[{keys[0]}]")
-        keys = ()
-    name = ".".join(str(k) for k in keys if isinstance(k, str))
-    return ": ".join([*words, name] if name else words)
-
-
 def schema() -> dict[str, Any]:
     """The training file's JSON schema, with ``Stage`` and ``Objective`` under ``$defs``."""
-    return TypeAdapter(_File).json_schema()
+    return TypeAdapter(Schedule).json_schema()
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -180,7 +146,7 @@ def read_schedule(path: Path) -> Schedule:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HyperDFlashConfigError(f"{path} is not TOML: {error}.") from error
-    file = checked(raw, _File, lambda keys: _named(path, keys))
+    file = checked(raw, Schedule, str(path))
     for number, stage in enumerate(file.stage, 1):
         lengths = [name for name in LENGTHS[:3] if getattr(stage, name) is not None]
         if len(lengths) != 1:
@@ -194,15 +160,17 @@ def read_schedule(path: Path) -> Schedule:
                 f"features = captured, found {len(stage.data)}."
             )
     base = path.resolve().parent
-    return Schedule(
-        target=str(base / file.target) if (base / file.target).is_dir() else file.target,
-        draft=Path(os.path.normpath(base / file.draft)),
-        out=Path(os.path.normpath(base / file.out)),
-        max_length=file.max_length,
-        features=file.features,
-        held_out={kind: data_place(base, place) for kind, place in file.held_out.items()},
-        report_to=file.report_to,
-        objective=file.objective,
-        stages=file.stage,
-        base=base,
+
+    def placed(name: str) -> str:
+        return name if name.startswith(HUB) else os.path.normpath(base / name)
+
+    return dataclasses.replace(
+        file,
+        target=placed(file.target) if (base / file.target).is_dir() else file.target,
+        draft=Path(placed(str(file.draft))),
+        out=Path(placed(str(file.out))),
+        held_out={name: placed(place) for name, place in file.held_out.items()},
+        stage=tuple(
+            dataclasses.replace(stage, data=tuple(map(placed, stage.data))) for stage in file.stage
+        ),
     )

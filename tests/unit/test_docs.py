@@ -326,8 +326,8 @@ def test_the_shipped_training_files_are_valid(path):
     from sglang_hyperdflash.training.recipe import read_schedule
 
     schedule = read_schedule(path)
-    assert schedule.stages
-    for stage in schedule.stages:
+    assert schedule.stage
+    for stage in schedule.stage:
         stage.resolve(12, schedule.objective)
 
 

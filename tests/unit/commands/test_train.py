@@ -63,10 +63,10 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_a_whole_file(tmp_path):
     schedule = read_schedule(written(tmp_path, WHOLE))
     assert schedule.target == "target"  # no such folder here: a hub id
-    assert schedule.held_out == {"math": tmp_path / "math.jsonl"}
+    assert schedule.held_out == {"math": str(tmp_path / "math.jsonl")}
     assert schedule.objective == Objective(alpha=0.2, P=3)
-    first, second = schedule.stages
-    assert schedule.data(first) == (tmp_path / "a.jsonl", "hub:owner/name")
+    first, second = schedule.stage
+    assert first.data == (str(tmp_path / "a.jsonl"), "hub:owner/name")
     recipe = first.resolve(samples=10, objective=schedule.objective)
     assert (recipe.steps, recipe.minutes, recipe.lr) == (4, None, 8e-4)  # ceil(1.5 * 10 / 4)
     assert recipe.objective is schedule.objective
@@ -79,30 +79,34 @@ def test_a_whole_file(tmp_path):
         ('draft = "draft"', "", "draft is missing"),
         ('target = "target"', "target = ", "is not TOML"),
         ("max_length = 99", "max_len = 99", "unknown field max_len; known are"),
-        ("P = 3", "tau = 1", r"\[objective\]: unknown field tau"),
-        ("P = 3", 'loss = "none"', r"\[objective\]: loss must be 'ce_kl', 'acceptance' or 'sel"),
+        ("P = 3", "tau = 1", r"objective: unknown field tau"),
+        ("P = 3", 'loss = "none"', r"objective.loss must be 'ce_kl', 'acceptance' or 'sel"),
         ("alpha = 0.2", "alpha = -1", "alpha must be greater than or equal to 0, found -1"),
-        ("P = 3", "P = 1.5", r"\[objective\]: P must be a valid integer, found 1.5"),
-        ("lr = 8e-4", 'lr = "high"', 'stage 1: lr must be a valid number, found "high"'),
-        ("lr = 8e-4", "lr = 0", "stage 1: lr must be greater than 0, found 0"),
-        ("lr = 8e-4", "lr = nan", "stage 1: lr must be a finite number"),
-        ("lr = 8e-4", "lr = inf", "stage 1: lr must be a finite number"),
-        ("batch = 4", "batch = 2.5", "stage 1: batch must be a valid integer, found 2.5"),
-        ("batch = 4", "batch = true", "stage 1: batch must be a valid integer, found true"),
-        ("batch = 4", "bf16 = 1", "stage 1: bf16 must be a valid boolean, found 1"),
-        ("batch = 4", "every = 0", "stage 1: every must be greater than or equal to 1, found 0"),
-        ("epochs = 1.5", "steps = 2.5", "stage 1: steps must be a valid integer, found 2.5"),
-        ('["b.jsonl"]', '"b.jsonl"', 'stage 2: data must be a valid array, found "b.jsonl"'),
-        ('["b.jsonl"]', "[]", "stage 2: data must have at least 1 item"),
-        ('["b.jsonl"]', "[3]", "stage 2: data must be a valid string, found 3"),
+        ("P = 3", "P = 1.5", r"objective.P must be a valid integer, found 1.5"),
+        ("lr = 8e-4", 'lr = "high"', 'stage 1.lr must be a valid number, found "high"'),
+        ("lr = 8e-4", "lr = 0", "stage 1.lr must be greater than 0, found 0"),
+        ("lr = 8e-4", "lr = nan", "stage 1.lr must be a finite number"),
+        ("lr = 8e-4", "lr = inf", "stage 1.lr must be a finite number"),
+        ("batch = 4", "batch = 2.5", "stage 1.batch must be a valid integer, found 2.5"),
+        ("batch = 4", "batch = true", "stage 1.batch must be a valid integer, found true"),
+        ("batch = 4", "bf16 = 1", "stage 1.bf16 must be a valid boolean, found 1"),
+        (
+            "batch = 4",
+            "every = 0",
+            "stage 1.every must be greater than or equal to 1, found 0",
+        ),
+        ("epochs = 1.5", "steps = 2.5", "stage 1.steps must be a valid integer, found 2.5"),
+        ('["b.jsonl"]', '"b.jsonl"', 'stage 2.data must be a valid array, found "b.jsonl"'),
+        ('["b.jsonl"]', "[]", "stage 2.data must have at least 1 item"),
+        ('["b.jsonl"]', "[3]", "stage 2.data 1 must be a valid string, found 3"),
         ("max_length = 99", "max_length = 0", "max_length must be greater than .* found 0"),
         ("max_length = 99", 'max_length = "9"', 'max_length must be a valid integer, found "9"'),
-        ('math = "math.jsonl"', "math = 3", r"\[held_out\].* must be a valid string"),
+        ('math = "math.jsonl"', "math = 3", r"held_out.* must be a valid string"),
         ('draft = "draft"', "draft = 3", "draft must be a valid string, found 3"),
         ("epochs = 1.5", "", "stage 1 needs exactly one of epochs, steps or minutes; found none"),
         ("minutes = 3", "minutes = 3\nsteps = 4", "stage 2 needs exactly one of"),
         ("lr = 8e-4", "learning_rate = 1", "stage 1: unknown field learning_rate"),
-        ('data = ["b.jsonl"]', "", "stage 2: data is missing"),
+        ('data = ["b.jsonl"]', "", "stage 2.data is missing"),
         ('"online"', '"magic"', "features must be 'cache', 'online' or 'captured'"),
     ],
 )

@@ -72,7 +72,7 @@ def changed(raw, path, value):
         (
             "dflash_config.target_layer_ids",
             [1, -1],
-            "target_layer_ids must be greater than .* found -1",
+            "target_layer_ids 2 must be greater than .* found -1",
         ),
         ("rms_norm_eps", "small", "rms_norm_eps must be a valid number"),
         ("num_attention_heads", None, "num_attention_heads is missing"),

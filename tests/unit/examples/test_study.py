@@ -56,7 +56,7 @@ def test_a_variant_is_the_committed_drafter_and_a_training_file_that_fits_it(
     schedule.objective.resolved(found)
     loss = {"dspark-style": "acceptance", "dflash2-style": "selector"}.get(name, "ce_kl")
     assert schedule.objective.loss == loss
-    (stage,) = schedule.stages
+    (stage,) = schedule.stage
     assert (stage.seed, stage.steps, stage.lr, stage.batch) == (3, 7, 2e-3, 16)
     assert set(schedule.held_out) == {"math", "math_sampled"}
     assert schedule.draft == folder / "new" and schedule.out == folder / "trained"
@@ -65,7 +65,7 @@ def test_a_variant_is_the_committed_drafter_and_a_training_file_that_fits_it(
 def test_a_training_by_the_clock_has_no_number_of_steps(study, answers, tmp_path):
     variant = study.VARIANTS["hyperdflash2"]
     path = study.training_file(variant, tmp_path, answers, steps=None, minutes=2.5)
-    (stage,) = read_schedule(path).stages
+    (stage,) = read_schedule(path).stage
     assert (stage.steps, stage.minutes) == (None, 2.5)
 
 

@@ -38,7 +38,6 @@ from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
-from sglang_hyperdflash.training.drafter import name_for_dflash
 from study_report import BASELINE, NOISE, render
 
 if sys.version_info >= (3, 11):
@@ -140,8 +139,9 @@ def train_drafter(
     ):
         if hyperdflash(command):
             raise SystemExit(f"{folder}: hyperdflash {command[0]} failed.")
-    if variant.algorithm == "DFLASH":
-        name_for_dflash(folder / "trained")
+    if variant.algorithm == "DFLASH":  # the same tensors; SGLang's own class serves them
+        path = folder / "trained" / "config.json"
+        write_json(path, json.loads(path.read_text()) | {"architectures": ["DFlashDraftModel"]})
     return folder / "trained"
 
 

@@ -215,8 +215,6 @@ def captured(
     Args:
         config: the drafter's. norm: ``[d]``, the target's final norm.
     """
-    if len(folders) != 1:
-        raise HyperDFlashConfigError("captured features take one folder a stage.")
     features = CapturedFeatures(folders[0])
     expected = {
         "hc_mult": config.hc_mult,

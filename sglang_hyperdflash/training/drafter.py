@@ -36,7 +36,6 @@ from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.atomic import replacing, write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-DFLASH_ARCHITECTURE = "DFlashDraftModel"
 # Context tokens that a block may see by default: the longest that common training data have.
 WINDOW = 2048
 
@@ -356,24 +355,3 @@ class Drafter(nn.Module):
 
 def _is_matrix(name: str) -> bool:
     return "_proj." in name or name.startswith("dependency.")
-
-
-def name_for_dflash(folder: Path) -> None:
-    """Let SGLang's own DFLASH serve a checkpoint of source ``layers``: its class has these names.
-
-    Raises:
-        HyperDFlashConfigError: another source or reducer, which that class cannot compute.
-    """
-    path = folder / "config.json"
-    raw = json.loads(path.read_text())
-    config = parse_config(raw | {"architectures": [DRAFT_ARCHITECTURE]})
-    if config.source != "layers":
-        raise HyperDFlashConfigError(
-            f"{folder}: DFLASH reads captured layers; this drafter's source is {config.source}."
-        )
-    if config.dependency is not None:
-        raise HyperDFlashConfigError(
-            f"{folder}: DFLASH would leave out this drafter's dependency head. Serve it with "
-            "HYPERDFLASH."
-        )
-    write_json(path, raw | {"architectures": [DFLASH_ARCHITECTURE]}, indent=2)

@@ -17,7 +17,7 @@ from eval.methods import resolve
 from examples.tiny_deepseek_v4.nextn import NextNTrainer, new_nextn, nextn_config, save
 from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
 from sglang_hyperdflash.tools.acceptance import counters
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, name_for_dflash
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Recipe
@@ -108,7 +108,9 @@ def folders(
     drafter = Drafter(draft_config(facts, target.hc_head, shape, mask_token_of(str(target_dir))))
     recipe = Recipe(steps=80, batch=4, anchors=32, lr=3e-3, warmup_steps=10, every=80)
     Trainer(drafter, target, cache, {}, recipe, out / "work").run(out / "dflash")
-    name_for_dflash(out / "dflash")
+    config = out / "dflash" / "config.json"
+    named = json.loads(config.read_text()) | {"architectures": ["DFlashDraftModel"]}
+    config.write_text(json.dumps(named))
 
     def train(name: str) -> Path:
         train_head(name, target, mask_token_of(str(target_dir)), samples, out / name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE, load_config, parse_config
+from sglang_hyperdflash.draft.config import load_config, parse_config
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
@@ -16,7 +16,6 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import (
     Drafter,
     DrafterShape,
-    name_for_dflash,
     with_dependency,
 )
 
@@ -188,15 +187,6 @@ def test_a_causal_block_names_every_layer(folder, change):
     raw = json.loads((folder / "config.json").read_text())
     with pytest.raises(HyperDFlashConfigError, match="full_attention once for each of the 3"):
         parse_config(raw | change)
-
-
-def test_dflash_does_not_take_a_drafter_with_a_head(folder):
-    raw = json.loads((folder / "config.json").read_text())
-    raw["hyperdflash_config"] |= {"source": "layers", "reducer": "fc", "gate": "none"}
-    raw["architectures"] = [DRAFT_ARCHITECTURE]
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(HyperDFlashConfigError, match="would leave out this drafter's dependency"):
-        name_for_dflash(folder)
 
 
 def test_the_server_reads_the_same_config(folder):

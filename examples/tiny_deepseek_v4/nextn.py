@@ -145,19 +145,6 @@ class NextNTrainer:
         self.done += 1
         return loss.item(), accuracy.item()
 
-    def state_dict(self) -> dict:
-        """State to resume exactly here with :meth:`load_state_dict`."""
-        return {
-            "core": self.core.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "done": self.done,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        self.core.load_state_dict(state["core"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.done = state["done"]
-
 
 def checkpoint_tensors(core: NextNCore) -> Iterator[tuple[str, torch.Tensor]]:
     """The layer's tensors as ``mtp.0.*``, experts and shared expert under transformers' names."""

@@ -2,26 +2,26 @@
 
     python examples/tiny_deepseek_v4/train_mtp.py --answers build/study/answers --out mtp
 
-``--work`` holds the state, written every ``--every`` steps; the same command resumes there.
+Writes the checkpoint and a log line every ``--every`` steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
+from statistics import mean
 
 import torch
 from transformers import AutoTokenizer
 
 import corpus
 from nextn import NextNTrainer, new_nextn, nextn_config, save
+from own_answers import TARGET
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.samples import FeatureCache
 
-HERE = Path(__file__).resolve().parent
 MAX_LENGTH = 256  # of a conversation, as in drafter.toml
 
 
@@ -34,41 +34,10 @@ def accuracy(trainer: NextNTrainer, source: FeatureCache) -> float:
     return round(right.item(), 4)
 
 
-def train(trainer: NextNTrainer, held_out: dict[str, FeatureCache], args) -> None:
-    """Run to the end; write checkpoint, state and a log line every ``--every`` steps."""
-    snapshot = args.work / "mtp.pt"
-    settings = {"steps": args.steps, "batch": args.batch, "samples": len(trainer.source.samples)}
-    if snapshot.is_file():
-        state = torch.load(snapshot, weights_only=True)
-        if (found := state.pop("settings", None)) != settings:
-            raise SystemExit(
-                f"{snapshot}: expected a run of {settings}, found {found}. Remove it or choose "
-                "another --work."
-            )
-        trainer.load_state_dict(state)
-    started, losses = time.monotonic(), []
-    while trainer.done < trainer.steps:
-        losses.append(trainer.step()[0])
-        if trainer.done % args.every and trainer.done < trainer.steps:
-            continue
-        record = {"step": trainer.done, "loss": sum(losses) / len(losses)}
-        record["minutes"] = round((time.monotonic() - started) / 60, 2)
-        record["held_out"] = {kind: accuracy(trainer, part) for kind, part in held_out.items()}
-        losses.clear()
-        save(trainer.core, args.out)
-        torch.save(trainer.state_dict() | {"settings": settings}, f"{snapshot}.partial")
-        Path(f"{snapshot}.partial").replace(snapshot)
-        with (args.out / "training_log.jsonl").open("a") as log:
-            log.write(json.dumps(record) + "\n")
-        print(json.dumps(record), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--answers", type=Path, required=True, help="of own_answers.py")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("build/study/mtp"))
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=16, help="samples a step")
     parser.add_argument("--every", type=int, default=400)
@@ -76,21 +45,29 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = LocalTarget(args.target)
-    args.work.mkdir(parents=True, exist_ok=True)
+    tokenizer, target = AutoTokenizer.from_pretrained(TARGET), LocalTarget(TARGET)
 
     def cache(*names: str) -> FeatureCache:
         paths = [args.answers / f"{name}.jsonl" for name in names]
         return FeatureCache(target, load_samples(paths, tokenizer, MAX_LENGTH).samples)
 
-    raw = nextn_config(json.loads((args.target / "config.json").read_text()))
-    core = new_nextn(target, raw, args.out)
-    held_out = {kind: cache(f"held_out_{kind}") for kind in corpus.KINDS}
-    trainer = NextNTrainer(
-        core, target, cache("greedy", "sampled"), steps=args.steps, batch=args.batch
+    core = new_nextn(
+        target, nextn_config(json.loads((TARGET / "config.json").read_text())), args.out
     )
-    train(trainer, held_out, args)
+    held_out = {kind: cache(f"held_out_{kind}") for kind in corpus.KINDS}
+    source = cache("greedy", "sampled")
+    trainer, losses = NextNTrainer(core, target, source, steps=args.steps, batch=args.batch), []
+    while trainer.done < args.steps:
+        losses.append(trainer.step()[0])
+        if trainer.done % args.every and trainer.done < args.steps:
+            continue
+        record = {"step": trainer.done, "loss": mean(losses)}
+        record["held_out"] = {kind: accuracy(trainer, part) for kind, part in held_out.items()}
+        losses.clear()
+        save(core, args.out)
+        with (args.out / "training_log.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -114,26 +114,13 @@ def test_the_checkpoint_is_read_back_and_checked(core, tmp_path):
         load_core(again, nextn_tensors(weights.items()))
 
 
-def test_training_learns_and_resumes_exactly(target, target_dir, cache, tmp_path):
+def test_training_learns(target, target_dir, cache, tmp_path):
     raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
-
-    def trainer() -> NextNTrainer:
-        torch.manual_seed(0)
-        core = new_nextn(target, raw, tmp_path / "mtp")
-        return NextNTrainer(core, target, cache, steps=30, batch=2)
-
-    whole = trainer()
-    losses = [whole.step()[0] for _ in range(30)]
+    torch.manual_seed(0)
+    core = new_nextn(target, raw, tmp_path / "mtp")
+    trainer = NextNTrainer(core, target, cache, steps=30, batch=2)
+    losses = [trainer.step()[0] for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]
-    first = trainer()
-    for _ in range(10):
-        first.step()
-    second = trainer()
-    second.load_state_dict(first.state_dict())
-    for _ in range(20):
-        second.step()
-    for name, tensor in whole.core.state_dict().items():
-        assert torch.equal(tensor, second.core.state_dict()[name]), name
 
 
 def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, target_dir):

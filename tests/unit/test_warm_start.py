@@ -224,7 +224,7 @@ def running(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_a_tester_that_is_killed(tmp_path, how):
     tester = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "log")],

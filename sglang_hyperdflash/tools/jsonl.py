@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,9 @@ from typing import Any
 from sglang_hyperdflash.tools.atomic import write_bytes, write_failed
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
-_JSON_NAMES = {dict: "object", list: "list", str: "text", int: "number", float: "number"}
-
 
 class JsonlError(HyperDFlashError):
     """A malformed line; the message starts with ``file:line``."""
-
-
-def _shown(line: bytes) -> str:
-    text = line.decode("utf-8", errors="replace").strip()
-    return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 def _encode(record: dict[str, Any]) -> bytes:
@@ -31,36 +23,29 @@ def _encode(record: dict[str, Any]) -> bytes:
         return json.dumps(record).encode("ascii") + b"\n"
 
 
-def parse(line: bytes, where: str, expected: type | None = dict) -> Any:
-    """One line's value.
-
-    Args:
-        where: ``file:line``, for the error. expected: the value's type; None takes any.
+def parse(line: bytes, where: str) -> dict[str, Any]:
+    """One line's object; ``where`` is its ``file:line``.
 
     Raises:
-        JsonlError: not UTF-8, not JSON, or of another type.
+        JsonlError: not UTF-8, not JSON, or not an object.
     """
-    wanted = "JSON" if expected is None else f"a JSON {_JSON_NAMES.get(expected, expected)}"
+    reason = ""
     try:
         value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise JsonlError(
-            f"{where}: expected UTF-8 text, found byte {line[error.start]:#04x} at column "
-            f"{error.start + 1}. Save the file as UTF-8."
-        ) from error
+        if isinstance(value, dict):
+            return value
     except json.JSONDecodeError as error:
-        raise JsonlError(
-            f"{where}: expected {wanted}, found {_shown(line)} ({error.msg} at column "
-            f"{error.colno}). Fix or remove this line."
-        ) from error
-    if expected is not None and not isinstance(value, expected):
-        raise JsonlError(
-            f"{where}: expected {wanted}, found {_shown(line)}. Fix or remove this line."
-        )
-    return value
+        reason = f" ({error.msg} at column {error.colno})"
+    except UnicodeDecodeError as error:
+        reason = f" ({error})"
+    text = line.decode("utf-8", errors="replace").strip()
+    text = text if len(text) <= 80 else text[:77] + "..."
+    raise JsonlError(
+        f"{where}: expected a JSON object, found {text!r}{reason}. Fix or remove this line."
+    )
 
 
-def read_lines(path: Path, expected: type | None = dict) -> Iterator[tuple[int, Any]]:
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every line that is not blank, as ``(its number from 1, its value)``.
 
     Raises:
@@ -75,15 +60,14 @@ def read_lines(path: Path, expected: type | None = dict) -> Iterator[tuple[int, 
     with file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield number, parse(line, f"{path}:{number}", expected)
+                yield number, parse(line, f"{path}:{number}")
 
 
 class ResumableWriter:
     """Appends JSON objects to a file; the file of a killed run is reopened and continued.
 
     A last line without a newline was cut by a kill: it is dropped. A damaged byte elsewhere is
-    noticed only where it breaks the JSON. Safe to call from several threads; two processes must be
-    kept apart by ``ownership``.
+    noticed only where it breaks the JSON. Two processes must be kept apart by ``ownership``.
 
     Attributes:
         records: what the file held. torn: the number of the line that was cut, or None.
@@ -95,7 +79,6 @@ class ResumableWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
         content = path.read_bytes() if path.is_file() else b""
         *lines, torn = content.split(b"\n")
         whole = ((f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip())
@@ -116,17 +99,16 @@ class ResumableWriter:
             WriteFailed: the disk is full; the lines before are whole.
         """
         line = _encode(record)
-        with self._lock:
-            end = os.fstat(self._file.fileno()).st_size
-            try:
-                written = 0
-                while written < len(line):
-                    written += os.write(self._file.fileno(), line[written:])
-            except BaseException as error:
-                os.ftruncate(self._file.fileno(), end)
-                if isinstance(error, OSError):
-                    raise write_failed(self.path, error) from error
-                raise
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._file.fileno(), line[written:])
+        except BaseException as error:
+            os.ftruncate(self._file.fileno(), end)
+            if isinstance(error, OSError):
+                raise write_failed(self.path, error) from error
+            raise
 
     def close(self) -> None:
         """Flush to disk and close."""

@@ -53,16 +53,10 @@ def _commit() -> str | None:
 def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = (
-        {
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        }
-        if Path("/proc/cpuinfo").is_file()
-        else {platform.processor()}
-    )
-    return f"CPU: {', '.join(sorted(names))}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    facts = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", facts.read_text()) if facts.is_file() else None
+    name = found[1] if found else platform.processor()
+    return f"CPU: {name}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def _version(package: str) -> str | None:

@@ -83,7 +83,7 @@ def test_a_hash_of_json_does_not_depend_on_the_order_of_keys():
     [
         (b"{", r"f:3: expected a JSON object, found '\{' \(.* at column \d\)\. Fix or remove"),
         (b"[1]", r"f:3: expected a JSON object, found '\[1\]'"),
-        (b'{"a": "\xff"}', r"f:3: expected UTF-8 text, found byte 0xff at column 8"),
+        (b'{"a": "\xff"}', r"f:3: expected a JSON object, .* byte 0xff in position 7"),
     ],
 )
 def test_a_wrong_line_is_named_by_file_and_number(tmp_path, line, message):

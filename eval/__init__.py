@@ -1,1 +1,1 @@
-"""Compare HYPERDFLASH with its rivals on one target: ``python -m eval``."""
+"""Compare HYPERDFLASH with other methods on one target: ``python -m eval``."""

@@ -76,7 +76,7 @@ def row_of(
     baseline: Sequence[Entry | None],
     gaps: dict[str, Entry] | None = None,
 ) -> tuple[Entry, np.ndarray | None]:
-    """One result object and the counts behind it.
+    """One result object and the counts it is computed from.
 
     Args:
         cell, method: as in ``run.json``. units, baseline: this method's and the baseline's units

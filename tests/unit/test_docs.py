@@ -294,6 +294,13 @@ def test_relative_links_resolve(page):
         assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
 
 
+def test_the_project_s_links_are_the_readme_s():
+    section = (ROOT / "pyproject.toml").read_text().split("[project.urls]")[1].split("\n\n")[0]
+    links = dict(re.findall(r'^(\w+) = "(https://\S+)"$', section, re.M))
+    assert "Paper" in links
+    assert [link for link in links.values() if link not in README.read_text()] == []
+
+
 # --- tables --------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,13 @@ def draft_kv_of_all_layers(result, self, *args, **kwargs):
     self._init_fused_kv_helper()
 
 
+def last_slots(req_to_token, req_pool_indices_tensor, prefix_lens_tensor):
+    """The last slot of each request, -1 for an empty one; pages are continued after it."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
+
+
 SEAMS = (
     Seam(
         "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.__init__",
@@ -67,5 +74,13 @@ SEAMS = (
         ),
         "fdbe87d4a60c",
         "the request-to-token writer of speculative decoding is a Triton kernel",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocation:get_last_loc",
+        "replace",
+        last_slots,
+        ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+        "b14bba7a1b96",
+        "with pages of several tokens, where a request's last one ends is found by a Triton kernel",
     ),
 )

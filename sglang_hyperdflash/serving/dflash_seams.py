@@ -40,6 +40,20 @@ def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
     return kwargs
 
 
+def room_for_two_blocks(result: int) -> int:
+    """Columns of ``req_to_token`` past the context for all that a round reserves.
+
+    DFLASH reserves two blocks after the committed tokens. Without pages SGLang has columns for one
+    block and four tokens, so blocks of more than eight rows would write into the next request's.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    if is_ours(get_spec().speculative_algorithm):
+        return max(result, get_alloc_reserve_per_decode())
+    return result
+
+
 SEAMS = (
     Seam(
         "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
@@ -57,5 +71,13 @@ SEAMS = (
         ("self", "forward_batch", "pp_proxy_tensors"),
         "2fb8dbbf8d79",
         "draft embeddings are cast to bfloat16 whatever the draft's dtype",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len",
+        "after",
+        room_for_two_blocks,
+        (),
+        "a42a90b1f003",
+        "slots reserved at a context's end must not pass the request's row",
     ),
 )

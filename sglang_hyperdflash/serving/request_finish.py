@@ -89,6 +89,19 @@ def end_turns_at_their_stop(original, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
+def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
+    """Drop the logprob of a token that was not asked for, with ``max_new_tokens`` 0.
+
+    Seam: ``SchedulerLogprobResultProcessor.add_logprob_return_values``. Without speculation SGLang
+    draws no token for such requests; with it, one is drawn and dropped.
+    """
+    found = original(self, i, req, *args, **kwargs)
+    if worker_is_ours() and req.sampling_params.max_new_tokens == 0:
+        req.logprob.output_token_logprobs_val.clear()
+        req.logprob.output_token_logprobs_idx.clear()
+    return found
+
+
 SEAMS = (
     Seam(
         "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -122,5 +135,14 @@ SEAMS = (
         ),
         "5ab6558cdd5b",
         "a session's next turn must follow the answer, not the block that it ended in",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.logprob_result_processor"
+        ":SchedulerLogprobResultProcessor.add_logprob_return_values",
+        "around",
+        no_logprob_without_a_token,
+        ("self", "i", "req", "pt", "next_token_ids", "num_input_logprobs", "output"),
+        "996e41eb3f6c",
+        "a request of no tokens has no token's logprob, as without speculation",
     ),
 )

@@ -105,6 +105,18 @@ UNSUPPORTED = (
         "drafters are read from safetensors only",
         "drop the flag",
     ),
+    (
+        "enable_return_hidden_states",
+        bool,
+        "its rounds keep the residual before the collapse, not the states that SGLang returns",
+        "drop the flag, or ask a server without speculation",
+    ),
+    (
+        "return_hidden_states_mode",
+        bool,
+        "its rounds keep the residual before the collapse, not the states that SGLang returns",
+        "drop the flag, or ask a server without speculation",
+    ),
     ("use_ray", bool, "SGLang does not load plugins in Ray actors", "drop --use-ray"),
     (
         "grammar_backend",

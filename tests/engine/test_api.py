@@ -330,6 +330,32 @@ def test_bad_requests_get_400_and_the_server_goes_on(
     assert greedy(hyper_server, own_prompts[0], 16)["output_ids"] == own_reference[0][:16]
 
 
+@pytest.mark.parametrize("options", [{}, {"top_logprobs_num": 2}, {"logprob_start_len": 0}])
+def test_no_new_tokens_have_no_logprobs(target_server, hyper_server, own_prompts, options):
+    payload = {"input_ids": own_prompts[0], "return_logprob": True, **options}
+    payload["sampling_params"] = {"temperature": 0, "max_new_tokens": 0}
+    plain, drafted = (server.generate(**payload) for server in (target_server, hyper_server))
+    assert drafted["output_ids"] == plain["output_ids"] == []
+    found, expected = drafted["meta_info"], plain["meta_info"]
+    assert found["output_token_logprobs"] == expected["output_token_logprobs"] == []
+    assert found["finish_reason"] == expected["finish_reason"]
+    for name in {"output_top_logprobs", "input_token_logprobs"} & expected.keys():
+        for row, other in zip(flat(found[name]), flat(expected[name]), strict=True):
+            assert row[1:] == other[1:] and row[0] == pytest.approx(other[0], abs=2e-4)
+
+
+def flat(rows: list) -> list:
+    """Logprobs ``[value, id, text]``, of one or several tokens a position."""
+    return [entry for row in rows for entry in (row if isinstance(row[0], list) else [row])]
+
+
+def test_hidden_states_get_400_and_the_server_goes_on(hyper_server, own_prompts, own_reference):
+    payload = {"input_ids": own_prompts[0], "return_hidden_states": True}
+    answer = requests.post(f"{hyper_server.url}/generate", json=payload, timeout=60)
+    assert answer.status_code == 400 and "hidden states" in answer.text
+    assert greedy(hyper_server, own_prompts[0], 16)["output_ids"] == own_reference[0][:16]
+
+
 def test_broken_json_gets_an_error_and_the_server_goes_on(hyper_server, own_prompts, own_reference):
     headers = {"Content-Type": "application/json"}
     answer = requests.post(

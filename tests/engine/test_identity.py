@@ -26,9 +26,11 @@ from tests.engine.conftest import (
 
 SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
 VARIANTS = {
-    "chunked-prefill-64, overlap off": (
+    "chunked-prefill-64, pages of 16, overlap off": (
         "--chunked-prefill-size",
         "64",
+        "--page-size",
+        "16",
         "--disable-overlap-schedule",
     ),
     # Eight requests do not fit, and OPTIMISTIC hides it at admission: some must be retracted.

@@ -44,3 +44,17 @@ def test_drafts_of_others_keep_sglangs_cast_unless_asked_for():
 
 def test_replaced_embeddings_keep_sglangs_cast():
     assert cast("HYPERDFLASH", draft=True, replaced=True) == torch.bfloat16
+
+
+@pytest.mark.parametrize("algorithm, columns", [("HYPERDFLASH", 32), ("DFLASH", 20), (None, 20)])
+def test_slots_reserved_at_the_end_of_a_context_stay_in_their_request_s_row(
+    monkeypatch, algorithm, columns
+):
+    """Of blocks of 16 rows: two are reserved after the last token that a round may follow."""
+    from sglang.srt import runtime_context
+    from sglang.srt.mem_cache import allocation_sizing
+
+    spec = SimpleNamespace(speculative_algorithm=algorithm)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: 2 * 16)
+    assert dflash_seams.room_for_two_blocks(4 + 16) == columns

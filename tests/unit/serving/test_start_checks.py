@@ -127,6 +127,8 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
         ("speculative_draft_window_size", 64, "full context"),
         ("context_length", 4096, "Pass --context-length 2048"),
         ("use_ray", True, "Ray"),
+        ("enable_return_hidden_states", True, "residual before the collapse"),
+        ("return_hidden_states_mode", "last", "residual before the collapse"),
         ("grammar_backend", "outlines", "use --grammar-backend xgrammar"),
         ("enable_pdmux", True, "enable_pdmux"),
         ("speculative_draft_load_format", "pt", "safetensors only"),

@@ -97,8 +97,11 @@ def _register_models() -> None:
 def load() -> None:
     """Register the algorithm, the models, the hooks and, without an accelerator, the CPU platform.
 
-    SGLang calls this once in every process it starts; it changes nothing for a server that
-    runs another algorithm.
+    SGLang calls this once in every process it starts. A server of another algorithm differs as
+    follows: models are imported when one is asked for (:func:`_register_models`), and on a host
+    without an accelerator it runs on the CPU platform, unless ``SGLANG_USE_CPU_ENGINE=1``. That
+    sets ``OMP_NUM_THREADS`` and ``OMP_WAIT_POLICY`` unless they are set, and installs ``CPU_SEAMS``
+    for all algorithms. The hooks of ``SERVING_SEAMS`` act on HYPERDFLASH alone.
     """
     _register_algorithm()
     _register_resolution()

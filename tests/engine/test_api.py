@@ -89,7 +89,7 @@ def test_json_schema(target_server, hyper_server, own_prompts, temperature):
         assert [a["text"] for a in answers] == [a["text"] for a in plain]
 
 
-def test_logprobs_equal_target_only(target_server, hyper_server, own_prompts):
+def test_logprobs_equal_the_baselines(target_server, hyper_server, own_prompts):
     options = {"return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": 0}
     ask = partial(greedy, max_new_tokens=48, **options)
     both = [greedy_all(s, own_prompts[::3], 2, ask) for s in (target_server, hyper_server)]
@@ -139,7 +139,7 @@ def assert_they_end_alike(servers, prompts: list[list[int]], sampling: dict) -> 
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_masks_and_texts_are_target_onlys(target_server, hyper_server, own_prompts, name):
+def test_masks_and_texts_are_the_baselines(target_server, hyper_server, own_prompts, name):
     parameters, expected = PARAMETERS[name]
     assert name in parameters
     sampling = {"temperature": 0, "max_new_tokens": 64, **parameters}
@@ -207,7 +207,7 @@ LEGACY = {
 
 
 @pytest.mark.parametrize("name", LEGACY)
-def test_openais_legacy_completions_are_target_onlys(clients, name):
+def test_openais_legacy_completions_are_the_baselines(clients, name):
     prompt = "Can I get a small coffee with milk?"
     options = {"model": "m", "prompt": prompt, "temperature": 0, "user": "u", **LEGACY[name]}
     plain, drafted = (c.completions.create(**options).choices for c in clients)
@@ -223,7 +223,7 @@ def test_openais_legacy_completions_are_target_onlys(clients, name):
     assert all(len(top) == 2 for top in b.top_logprobs)
 
 
-def test_openais_own_names_of_chat_parameters_are_target_onlys(clients):
+def test_openais_own_names_of_chat_parameters_are_the_baselines(clients):
     messages = [{"role": "user", "content": "Can I get a small coffee with milk?"}]
     schema = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
     options = {

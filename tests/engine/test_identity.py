@@ -1,4 +1,4 @@
-"""Temperature 0: HYPERDFLASH gives target-only's tokens, one by one, whatever the scheduling."""
+"""Temperature 0: HYPERDFLASH gives the baseline's tokens, one by one, whatever the scheduling."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VARIANTS = {
 
 def assert_identical(found: list[list[int]], expected: list[list[int]]) -> None:
     different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
-    assert not different, f"prompts {different} differ from target-only"
+    assert not different, f"prompts {different} differ from the baseline"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ _SERVED = {
         "min_new_tokens": "exact",
     },
     "test_exact.py::test_grammar_bias_penalties_and_logprobs_together": {"json_schema": "exact"},
-    "test_api.py::test_masks_and_texts_are_target_onlys": {
+    "test_api.py::test_masks_and_texts_are_the_baselines": {
         "regex": "exact: the same mask",
         "ebnf": "exact: the same mask",
         "structural_tag": "exact: the same mask",
@@ -30,7 +30,7 @@ _SERVED = {
         "no_stop_trim": "host: text only",
     },
     "test_exact.py::test_custom_processors_see_every_position": {"custom_params": "exact"},
-    "test_api.py::test_openais_own_names_of_chat_parameters_are_target_onlys": {
+    "test_api.py::test_openais_own_names_of_chat_parameters_are_the_baselines": {
         "logprobs": "exact",
         "top_logprobs": "exact",
         "max_completion_tokens": "host: `max_new_tokens`",
@@ -46,7 +46,7 @@ _SERVED = {
     "test_api.py::test_a_stream_interval_holds_back_tokens_and_changes_no_text": {
         "stream_interval": "host: text only"
     },
-    "test_api.py::test_openais_legacy_completions_are_target_onlys": {
+    "test_api.py::test_openais_legacy_completions_are_the_baselines": {
         "max_tokens": "host: `max_new_tokens`",
         "min_tokens": "exact: `min_new_tokens`",
         "echo": "host: text only",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cpu_rivals import eagle_seams
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.cpu import activation, eagle_seams, memory, parallel_seams, seeded_seams
+from sglang_hyperdflash.cpu import activation, memory, parallel_seams, seeded_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving import (
@@ -113,5 +114,6 @@ def load() -> None:
 
         register_attention()
         eagle_seams.fill_missing_kernels()
+        eagle_seams.register_nextn()
         dflash_seams.keep_dtype_of("DFLASH")
         seams.install(CPU_SEAMS)

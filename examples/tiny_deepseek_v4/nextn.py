@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
+from cpu_rivals.nextn_core import NextNCore
 from sglang_hyperdflash.portable.core import softmax_with_sinks
-from sglang_hyperdflash.portable.nextn_core import NextNCore
 from sglang_hyperdflash.portable.weights import NEXTN_PREFIX
 from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.training.local_target import LocalTarget

@@ -305,7 +305,15 @@ def test_the_project_s_links_are_the_readme_s():
 
 
 def test_the_table_of_environment_variables_is_complete():
-    folders = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "tests", "docs/figures")
+    folders = (
+        "sglang_hyperdflash",
+        "triton_ops",
+        "cpu_rivals",
+        "eval",
+        "examples",
+        "tests",
+        "docs/figures",
+    )
     files = {file for folder in folders for file in (ROOT / folder).rglob("*.py")}
     files |= {ROOT / "Makefile", ROOT / ".ci" / "run"}
     files -= {ROOT / "sglang_hyperdflash" / "tools" / "environment.py"}

@@ -24,6 +24,7 @@ LAYERS = (
     (f"{PRODUCT}.serving", f"{PRODUCT}.training"),
     ("eval",),
     (f"{PRODUCT}.cpu", f"{PRODUCT}.commands"),
+    ("cpu_rivals",),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -48,7 +49,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 FILES = sorted(
-    path for folder in (PRODUCT, "triton_ops", "eval") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in (PRODUCT, "triton_ops", "cpu_rivals", "eval")
+    for path in (ROOT / folder).rglob("*.py")
 )
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -95,6 +98,7 @@ LIBRARIES = {
         *("tqdm", "transformers", "typing_extensions", "wandb"),
     },
     "cpu": {"numpy", "psutil", "sglang", "torch"},
+    "cpu_rivals": {"sglang", "torch"},
 }
 ALL = set().union(*LIBRARIES.values()) | {"aiohttp", "openai", "scipy"}
 
@@ -104,7 +108,7 @@ def test_a_folder_imports_its_own_libraries_only(folder):
     own = [path for path in FILES if folder in path.relative_to(ROOT).parts[:2]]
     assert own
     used = {name.split(".")[0] for path in own for name in imports(path)}
-    libraries = used - set(sys.stdlib_module_names) - {PRODUCT, "triton_ops", "eval"}
+    libraries = used - set(sys.stdlib_module_names) - {PRODUCT, "triton_ops", "cpu_rivals", "eval"}
     assert libraries <= LIBRARIES.get(folder, ALL)
 
 
@@ -132,7 +136,7 @@ def test_the_package_itself_holds_four_files():
 
 
 LINES, LINES_OF_A_FUNCTION = 500, 60
-WRITTEN = (PRODUCT, "eval", "triton_ops", "tests", "examples")
+WRITTEN = (PRODUCT, "eval", "triton_ops", "cpu_rivals", "tests", "examples")
 
 
 def too_long(path: Path) -> list[str]:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from sglang_hyperdflash.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
-from sglang_hyperdflash.portable.nextn import PortableDeepSeekV4ForCausalLMNextN
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
 
-EntryClass = [
-    HyperDFlashDraftModel,
-    PortableDeepSeekV4ForCausalLM,
-    PortableDeepSeekV4ForCausalLMNextN,
-]
+EntryClass = [HyperDFlashDraftModel, PortableDeepSeekV4ForCausalLM]

@@ -11,7 +11,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from sglang_hyperdflash.portable.nextn_core import NextNCore
+from cpu_rivals.nextn_core import NextNCore
 from sglang_hyperdflash.portable.weights import load_core, nextn_tensors, sent_in_parts
 
 
@@ -70,6 +70,3 @@ class PortableDeepSeekV4ForCausalLMNextN(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load ``mtp.0.*``, finite and in shape, all of a checkpoint's; others are ignored."""
         load_core(self.model, nextn_tensors(weights), whole=not sent_in_parts(weights))
-
-
-EntryClass = PortableDeepSeekV4ForCausalLMNextN

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 
+from cpu_rivals.nextn_core import NextNCore
 from examples.tiny_deepseek_v4.nextn import (
     NextNTrainer,
     causal_attend,
@@ -17,7 +18,6 @@ from examples.tiny_deepseek_v4.nextn import (
     save,
 )
 from sglang_hyperdflash.portable.core import rms_norm
-from sglang_hyperdflash.portable.nextn_core import NextNCore
 from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.local_target import DenseCache, LocalTarget

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from sglang_hyperdflash.cpu import eagle_ops
+from cpu_rivals import eagle_ops
 from sglang_hyperdflash.cpu.activation import ATTENTION_BACKEND
 from sglang_hyperdflash.portable import PORTABLE_NEXTN, PORTABLE_TARGET
 from sglang_hyperdflash.seams import Seam, when_imported
@@ -92,6 +92,19 @@ def fill_missing_kernels() -> None:
         DFLASH_UTILS,
     ):
         when_imported(name, lambda name=name: _fill(sys.modules[name]))
+
+
+def register_nextn() -> None:
+    """Seam: ``ModelRegistry.models``, as for the package's own models (``plugin.py``)."""
+
+    def add() -> None:
+        from sglang.srt.models.registry import ModelRegistry
+
+        from cpu_rivals.nextn import PortableDeepSeekV4ForCausalLMNextN
+
+        ModelRegistry.models[PORTABLE_NEXTN] = PortableDeepSeekV4ForCausalLMNextN
+
+    when_imported("sglang.srt.models.registry", add)
 
 
 def _fill(module: ModuleType) -> None:

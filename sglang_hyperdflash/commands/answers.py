@@ -1,4 +1,4 @@
-"""Commands that answer prompts: the conversations, and the output file that is its resume state.
+"""Commands that answer prompts: conversations, and an output file that is its own resume state.
 
 The prompts that the target refused are listed in a second file (:class:`Skipped`).
 """
@@ -19,9 +19,9 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
 
-SHOWN = 5  # lines of a list that are printed; the rest is in its file
+SHOWN = 5  # printed lines of a list; the rest is in its file
 Messages = list[dict[str, str]]
-ENTRY = {"index", "digest", "where", "reason", "answered"}  # of the list of what was refused
+ENTRY = {"index", "digest", "where", "reason", "answered"}  # of the list of refused prompts
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Conversation:
 
 
 class Refused(Exception):
-    """The target does not take a prompt; the text says why."""
+    """The target refuses a prompt; the text gives the reason."""
 
 
 def sampling_of(args: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """SGLang's sampling parameters; what no target takes is refused once, and not by prompt.
+    """SGLang's sampling parameters, checked once instead of for each prompt.
 
     Args:
-        args: of a command line with ``--concurrency``. more: parameters beside the usual four.
+        args: of a command line with ``--concurrency``. more: parameters besides the usual four.
 
     Raises:
         HyperDFlashConfigError: a number out of range.
@@ -73,22 +73,22 @@ def sampling_of(args: argparse.Namespace, *more: str) -> dict[str, Any]:
 
 
 def room_for(tokens: int, limit: int) -> int:
-    """Tokens that an answer may have beside a prompt.
+    """The most tokens that an answer to a prompt may have.
 
     Args:
-        tokens: of the prompt. limit: ``max_req_input_len`` of SGLang's server info, which counts
-            what SGLang keeps for itself of the context and of the K/V pool.
+        tokens: of the prompt. limit: ``max_req_input_len`` of SGLang's server info, which leaves
+            out what SGLang reserves of the context and of the K/V pool.
 
     Raises:
-        Refused: there is room for none.
+        Refused: there is no room for an answer.
     """
     if tokens >= limit:
-        raise Refused(f"the prompt has {tokens} tokens, the server takes {limit - 1}")
+        raise Refused(f"the prompt has {tokens} tokens, the server accepts {limit - 1}")
     return limit - tokens
 
 
 def skipped_path(output: Path) -> Path:
-    """Where the list of what was refused lies."""
+    """The path of the list of refused prompts."""
     return output.with_name(f"{output.stem}.skipped.jsonl")
 
 
@@ -96,7 +96,7 @@ def rendered(tokenizer, messages: Sequence[dict[str, str]], where: str, **templa
     """A conversation's text up to its next answer; arguments as in ``chat_template.render``.
 
     Raises:
-        Refused: the template does not take the conversation. HyperDFlashConfigError: there is none.
+        Refused: the template refuses the conversation. HyperDFlashConfigError: there is none.
     """
     try:
         return render(tokenizer, messages, prompt=True, where=where, **template)
@@ -105,7 +105,7 @@ def rendered(tokenizer, messages: Sequence[dict[str, str]], where: str, **templa
 
 
 class Skipped:
-    """The list of what the target refused, beside an output file that this run holds.
+    """The list of refused prompts of an output file that this run holds.
 
     Attributes:
         found: the entries, by the index of their prompt.
@@ -123,11 +123,11 @@ class Skipped:
 
     @property
     def unanswered(self) -> set[int]:
-        """Prompts of which not one turn is in the output."""
+        """Prompts without a single answered turn in the output."""
         return {index for index, entry in self.found.items() if not entry["answered"]}
 
     def forget(self) -> None:
-        """Drop the entries without any answer, so that they are asked again."""
+        """Drop the entries without an answer, so that they are asked again."""
         kept = [entry for entry in self.found.values() if entry["answered"]]
         self.found = {}
         if self.writer is not None:
@@ -152,7 +152,7 @@ class Skipped:
         self.found[entry["index"]] = entry
 
     def say(self, noun: str, answered: int) -> None:
-        """Print what this run had refused.
+        """Print the prompts refused in this run.
 
         Args:
             noun: ``conversations``. answered: how many the output holds.
@@ -192,7 +192,7 @@ class Answers:
     def waiting(
         self, asked: Collection[Conversation], noun: str, *, retry: bool
     ) -> list[Conversation]:
-        """What is neither answered nor refused yet; says how much is.
+        """The prompts neither answered nor refused yet; prints how many are done.
 
         Args:
             noun: ``prompts``. retry: ask again what was refused.
@@ -271,7 +271,7 @@ async def converse(
 
 
 def _is_list(path: Path) -> bool:
-    """Whether every line is an entry as :class:`Skipped` writes them."""
+    """Whether every line is an entry of :class:`Skipped`."""
     try:
         return all(e.keys() == ENTRY for _, e in read_lines(path))
     except JsonlError:
@@ -287,14 +287,14 @@ def hold_answers(
     The prompt of a last line that a kill cut is asked again.
 
     Args:
-        settings: all that shapes an answer. digests: of the prompts, by index.
+        settings: everything that affects an answer. digests: of the prompts, by index.
 
     Raises:
         NotOurs: the file is something else, or answers with other settings. InUse: another run
             writes it. HyperDFlashConfigError: it answers another input, or is damaged.
         JsonlError: a line inside it is damaged.
     """
-    # Before the claim, whose marker would make a foreign list look like an earlier run's.
+    # Before the claim: its marker would make another list look like an earlier run's.
     listed = skipped_path(output)
     left_over = check(output, kind, settings, is_file=True) is None and listed.exists()
     if left_over and not _is_list(listed):

@@ -1,6 +1,6 @@
 """``hyperdflash capture``: the target's states of a data set, through SGLang's own engine.
 
-What a single process cannot hold (DeepSeek-V4) an SGLang node can: every conversation is prefilled
+For targets too large for one process (DeepSeek-V4): every conversation is prefilled
 once, and a hook in the scheduler writes its pre-collapse residual to disk. The final-norm state is
 computed from the residual with the target's ``hc_head``, or its mean, and norm.
 """
@@ -43,17 +43,17 @@ from sglang_hyperdflash.training.samples import Sample, States
 
 KIND = "hyperdflash capture"
 LEFT_OUT = "left_out.jsonl"
-# A prefix hit would leave its rows out; the whole row must be computed.
+# A prefix-cache hit would leave rows out; all must be computed.
 FIXED = {"enable_return_hidden_states": True, "disable_radix_cache": True}
-NO_DRAFTER = "Leave it out: a capture is of the target alone."
+NO_DRAFTER = "Leave it out: a capture runs the target alone."
 CAPTURE_OWN = OWN | {
     "model_path": "Use --target.",
-    "revision": "Leave it out: a capture is of a hub id's main revision.",
+    "revision": "Leave it out: a capture uses a hub id's main revision.",
     "speculative_algorithm": NO_DRAFTER,
     "speculative_draft_model_path": NO_DRAFTER,
-    **dict.fromkeys(FIXED, "Leave it out: a capture sets it."),
+    **dict.fromkeys(FIXED, "Leave it out: capture sets it."),
 }
-# What SGLang keeps of a context: its worker takes inputs shorter than the context less 6
+# What SGLang reserves of a context: its worker accepts inputs shorter than the context less 6
 # (managers/tp_worker.py, ``max_req_input_len``).
 KEPT = 7
 
@@ -101,10 +101,10 @@ def add_parser(commands) -> None:
         "--max-length",
         type=int,
         default=4096,
-        help="tokens; longer conversations are left out and listed; less where the target's "
+        help="tokens; longer conversations are left out and listed; less if the target's "
         "context is shorter",
     )
-    add("--shard-mib", type=int, default=1024, help="size of a shard at most, MiB")
+    add("--shard-mib", type=int, default=1024, help="largest size of a shard, MiB")
     add("--concurrency", type=int, default=16, help="conversations in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
     add("--tp", type=int, default=1, help="GPUs that share the model")
@@ -114,7 +114,7 @@ def add_parser(commands) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Say how much will be written; refuse what does not fit."""
+    """Print how much will be written; refuse what does not fit."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     print(f"about {needed / 2**30:.2f} GiB to write, {free / 2**30:.1f} GiB free in {folder}")
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         keep_apart("--out", args.out, {"the data": name})
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
-    # In one word, so that the engine's dtype is what the capture says of itself.
+    # Resolved, so that the capture records the engine's actual dtype.
     arguments["dtype"] = model_dtype(args.dtype, files.config())
     limit = length_limit(args.max_length, arguments, facts)
     settings = {"max_length": limit, "shard_mib": args.shard_mib}
@@ -153,7 +153,7 @@ def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> i
     """Tokens of a conversation at most: ``asked``, or what the engine's context takes.
 
     Raises:
-        HyperDFlashConfigError: ``asked`` is no length, or the context none that SGLang takes.
+        HyperDFlashConfigError: ``asked`` or the context is not a valid length.
     """
     if asked < 1:
         raise HyperDFlashConfigError(f"--max-length must be at least 1, found {asked}.")
@@ -176,7 +176,7 @@ def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> i
 
 
 def list_left_out(loaded: Loaded, limit: int, path: Path) -> None:
-    """Say what is not captured, and write the whole list; raises ``WriteFailed``."""
+    """Print what is left out, and write the whole list; raises ``WriteFailed``."""
     entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
     entries += [(where, "no answer") for where in loaded.without_answer]
     if not entries:
@@ -238,7 +238,7 @@ def _shards(count: int) -> str:
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A folder for rows on their way to a shard, without those of a run that was killed."""
+    """A folder for rows before they are in a shard, emptied of a killed run's."""
     folder = out / ".scratch"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -265,7 +265,7 @@ def _with_engine(arguments, scratch: Path, args, loaded, waiting, final_state, w
 
 
 def check_fits(loaded: Loaded, limit: int) -> None:
-    """Refuse conversations that the engine's K/V pool cannot take, before any is captured.
+    """Refuse conversations that exceed the engine's K/V pool, before any is captured.
 
     Args:
         limit: ``max_req_input_len`` of the engine's server info.
@@ -277,7 +277,7 @@ def check_fits(loaded: Loaded, limit: int) -> None:
     if max(lengths) >= limit:
         where = loaded.places[lengths.index(max(lengths))]
         raise HyperDFlashConfigError(
-            f"{where} has {max(lengths)} tokens; the engine's K/V pool takes {limit - 1} of a "
+            f"{where} has {max(lengths)} tokens; the engine's K/V pool holds {limit - 1} of a "
             f"conversation. Repeat with --max-length {limit - 1} into a new --out, or give the "
             "engine more memory (--engine-args '{\"max_total_tokens\": N}')."
         )

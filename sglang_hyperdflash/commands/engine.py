@@ -1,4 +1,4 @@
-"""An ``sgl.Engine`` for a command: started, as quiet as its user wants it, and stopped whole."""
+"""An ``sgl.Engine`` for a command: quiet start, complete shutdown."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
 
 @contextmanager
 def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any]:
-    """An engine, shut down at the end. Its errors are always shown.
+    """An engine, shut down at the end. Errors are always shown.
 
     Args:
-        arguments: of ``sgl.Engine``. verbose: show other libraries' warnings and bars as well.
+        arguments: of ``sgl.Engine``. verbose: show other libraries' warnings and progress bars.
     """
     import tqdm  # noqa: F401  # before its environment is changed: our own bar stays
 
@@ -42,31 +42,31 @@ def quiet_engine(arguments: Mapping[str, Any], *, verbose: bool) -> Iterator[Any
 
     try:
         bars = contextlib.nullcontext() if verbose else _without_loading_bars()
-        with _deaf_to_interrupts(), bars:
+        with _ignore_sigint(), bars:
             engine = sglang.Engine(**arguments)
     except HyperDFlashError:
         raise
     except (AssertionError, TypeError, ValueError) as error:
         raise HyperDFlashConfigError(
-            f"SGLang starts no engine of these options: {error}. Check them and --engine-args."
+            f"SGLang starts no engine with these options: {error}. Check them and --engine-args."
         ) from error
     try:
         yield engine
     finally:
-        atexit.unregister(engine.shutdown)  # SGLang's own second call, which would kill as below
+        atexit.unregister(engine.shutdown)  # else SGLang would shut down again at exit
         stop(engine)
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started meanwhile ignore Ctrl-C, which a terminal sends to all of a command.
+def _ignore_sigint() -> Iterator[None]:
+    """Let processes started inside the context ignore Ctrl-C, which a terminal sends to all.
 
-    This process alone answers it, and then stops them; each of them would print a traceback. A
-    spawned process inherits an ignored signal (``signal(7)``), so it is ignored while one starts.
+    Only this process handles it and then stops them; each would print a traceback. A spawned
+    process inherits an ignored signal (``signal(7)``), so it is ignored during each start.
     """
     start = BaseProcess.start
 
-    def deaf(process: BaseProcess) -> None:
+    def start_ignoring(process: BaseProcess) -> None:
         if threading.current_thread() is not threading.main_thread():
             return start(process)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -75,15 +75,15 @@ def _deaf_to_interrupts() -> Iterator[None]:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    with mock.patch.object(BaseProcess, "start", deaf):
+    with mock.patch.object(BaseProcess, "start", start_ignoring):
         yield
 
 
 @contextmanager
 def _without_loading_bars() -> Iterator[None]:
-    """Pass on what processes started meanwhile write to standard error, but the loader's bars.
+    """Filter the loader's progress bars out of standard error; everything else passes.
 
-    SGLang's loader shows them whatever the environment says.
+    SGLang's loader has no setting for them.
     """
     sys.stderr.flush()
     own = os.dup(2)
@@ -107,11 +107,11 @@ def _pass_on(source: int, to: int) -> None:
 
 
 def stop(engine) -> None:
-    """Shut an engine down, and keep this process's resource tracker alive.
+    """Shut down an engine, but keep this process's resource tracker alive.
 
-    ``Engine.shutdown`` kills every child of this process. The tracker of multiprocessing is one:
-    without it the semaphores of this process end in a new tracker that knows none of them, which
-    prints a ``KeyError`` for each.
+    ``Engine.shutdown`` kills every child of this process. Multiprocessing's tracker is one: without
+    it, this process's semaphores reach a new tracker that does not know them and prints a
+    ``KeyError`` for each.
     """
     from sglang.srt.entrypoints import engine as module
 

@@ -1,8 +1,8 @@
 """``hyperdflash generate``: answer a JSONL file offline through an ``sgl.Engine``.
 
 Every input line gives one output line ``{"index", "outputs", ...}`` in order of completion. The
-output file is append-only and is its own resume state: a line that was cut by a kill is dropped,
-finished indices are skipped, so nothing is lost or doubled. What the target refuses is listed, with
+output file is append-only and is its own resume state: a line cut by a kill is dropped,
+finished indices are skipped, so nothing is lost or doubled. Refused prompts are listed, with
 file and line, in ``OUTPUT.skipped.jsonl``.
 """
 
@@ -40,8 +40,7 @@ from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 
 KIND = "hyperdflash generate"
-# Arguments of the engine that --engine-args may not name, as their options would say another thing
-# than what ran, and what to do instead.
+# Engine arguments that --engine-args may not set, and what to do instead.
 OWN = {
     "model_path": "Use --model.",
     "tokenizer_path": "Leave it out: the tokenizer is the target's own.",
@@ -51,7 +50,7 @@ OWN = {
     "speculative_algorithm": "Use --draft.",
     "speculative_draft_model_path": "Use --draft.",
 }
-# Options of the engine that change how much it holds, not what it answers.
+# Engine options that change its memory, not its answers.
 MEMORY_ONLY = frozenset(
     {
         "base_gpu_id",
@@ -130,12 +129,17 @@ def add_parser(commands) -> None:
         "--max-new-tokens",
         type=int,
         default=512,
-        help="tokens of an answer at most; less where the target's context leaves less",
+        help="most tokens of an answer; less if the target's context leaves less",
     )
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="nucleus sampling; 1 is off")
     add("--top-k", type=int, default=-1, help="tokens to sample from; -1 is all")
-    add("--min-p", type=float, default=0.0, help="least share of the likeliest token's probability")
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="smallest probability, relative to the likeliest token's",
+    )
     add("--concurrency", type=int, default=16, help="prompts in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
     add("--tp", type=int, default=1, help="GPUs that share the model")
@@ -147,7 +151,7 @@ def add_parser(commands) -> None:
 
 
 def json_option(name: str, text: str) -> dict[str, Any]:
-    """A command-line option that holds a JSON object; anything else is an error naming it."""
+    """Parse a command-line option that holds a JSON object; errors name the option."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -183,14 +187,14 @@ def engine_arguments(args: argparse.Namespace, own: Mapping[str, str] = OWN) -> 
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What of the engine's arguments must not change between two runs into one output."""
+    """The engine arguments that must not change between two runs into one output."""
     extra = json_option("--engine-args", args.engine_args)
     shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
     return {"dtype": args.dtype} | ({"engine_args": shaping} if shaping else {})
 
 
 def check_draft(name: str) -> None:
-    """Refuse what no drafter can be read from, before SGLang tries.
+    """Refuse a drafter that cannot be read, before SGLang tries.
 
     Raises:
         HyperDFlashConfigError: a folder without a drafter's config, or neither a folder nor an id.
@@ -242,7 +246,7 @@ def _with_engine(
 
 
 class Asker:
-    """An engine and how it is asked.
+    """An engine and its request parameters.
 
     Args:
         sampling: SGLang's parameters; ``max_new_tokens`` is cut to what the context leaves.

@@ -1,10 +1,10 @@
 """``hyperdflash regenerate``: the target's own answers to a data set's prompts, as training data.
 
-A drafter learns what its target says, so the answers of a data set are thrown away and every user
-turn is asked again, each seeing the target's answers before it. The exact tokens are kept: text
-would be tokenised again, and not always to the same tokens. One output line a conversation,
+A drafter learns its target's answers, so a data set's own are dropped and every user turn is asked
+again, after the target's answers to earlier turns. The exact tokens are kept: tokenising the text
+again may give others. One output line a conversation,
 ``{"index", "digest", "messages", "samples": [{"tokens", "spans"}]}`` with one sample an answer;
-the file is its own resume state. What the server refuses is listed, with file and line, in
+the file is its own resume state. Refused prompts are listed, with file and line, in
 ``OUTPUT.skipped.jsonl``.
 """
 
@@ -65,12 +65,12 @@ def read_tasks(paths: list[str], limit: int | None) -> list[Conversation]:
 
 @dataclass(frozen=True)
 class Served:
-    """What a running SGLang server says of itself (its ``/server_info``).
+    """A running SGLang server's ``/server_info``.
 
     Attributes:
-        model: its ``--model-path``, as it was given. context: tokens of an input, less one, that it
-            takes at most; SGLang keeps a few of its context and of its K/V pool for itself.
-        name: the last part of ``model``: what a path spelled otherwise has too.
+        model: its ``--model-path``, as it was given. context: the most tokens of
+            an input, plus one; SGLang reserves a few of its context and of its K/V pool.
+        name: the last part of ``model``: the same for different spellings of a path.
     """
 
     url: str
@@ -97,9 +97,9 @@ class Served:
             ) from error
 
     def check(self, target: str, answers: Answers) -> None:
-        """Refuse what is surely another model than ``target``, or than gave earlier answers.
+        """Refuse a model that is certainly not ``target``, or not that of earlier answers.
 
-        That is a folder of this machine with another final norm. A relative path, a path of another
+        That is a local folder with another final norm. A relative path, a path of another
         machine, a hub id and a copy of the target, quantised or not, may be the target.
 
         Raises:
@@ -129,7 +129,10 @@ def _norm(name: str) -> str | None:
         if not Path(name).is_dir():
             return None
         return tensors_fingerprint(TargetFiles(name).tensor("norm"))
-    except (OSError, HyperDFlashConfigError):  # a server of another user may read what we may not
+    except (
+        OSError,
+        HyperDFlashConfigError,
+    ):  # another user's server may read files that we may not
         return None
 
 
@@ -172,7 +175,7 @@ class Client:
         return record | {"messages": messages, "samples": samples}, len(samples), reason
 
     async def _generate(self, tokens: list[int]) -> tuple[list[int], str]:
-        """The target's answer: its tokens and text. Retries what a busy server refuses.
+        """The target's answer: its tokens and text. Retries while the server is busy.
 
         Raises:
             Refused: the prompt is too long, or wrong for the server. ServerFailed: no answer.
@@ -192,7 +195,7 @@ class Client:
                 if attempt == ATTEMPTS:
                     raise ServerFailed(
                         f"{url} failed {ATTEMPTS} times: {error}. Answers so far are kept; "
-                        "run the same command again to go on."
+                        "run the same command again to resume."
                     ) from error
                 await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
@@ -203,8 +206,8 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "regenerate",
         help="answer a data set's prompts with the target, for training",
-        description="Ask a running SGLang server every user turn of chat JSONL again and keep the "
-        "exact tokens. The output is training data for `hyperdflash train`; run again to resume.",
+        description="Answer every user turn of chat JSONL with a running SGLang server and keep "
+        "the exact tokens: training data for `hyperdflash train`. Run again to resume.",
     )
     add = parser.add_argument
     add("--server", required=True, help="address of a running SGLang server, http://HOST:PORT")
@@ -218,10 +221,10 @@ def add_parser(commands) -> None:
         "--max-new-tokens",
         type=int,
         default=2048,
-        help="tokens of an answer at most; less where the server's context leaves less",
+        help="most tokens of an answer; less if the server's context leaves less",
     )
     add("--concurrency", type=int, default=32, help="conversations in flight")
-    add("--limit", type=int, help="conversations to answer at most (default: all)")
+    add("--limit", type=int, help="most conversations to answer (default: all)")
     add(
         "--retry-skipped",
         action="store_true",

@@ -17,12 +17,12 @@ import requests
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.process_group import GroupGuard, signals_deferred
 
-# Below what Linux gives to outgoing connections: one of those cannot take the port meanwhile.
+# Below Linux's range for outgoing connections, which could take the port meanwhile.
 SERVER_PORTS = range(20000, 32000)
 
 
 def free_port() -> int:
-    """A port nobody listens on now (loopback), drawn at random.
+    """A random unused port on loopback.
 
     Raises:
         OSError: none of a hundred draws is free.
@@ -60,9 +60,9 @@ class Server:
     Args:
         model: target folder or hub id. args: further command-line arguments.
         log: file that receives the server's output, after what earlier servers wrote there.
-        launcher: how the server is started; ``("sglang", "serve")`` is the other way.
+        launcher: the launch command; ``("sglang", "serve")`` is the alternative.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
-        port: where it listens; None for any free one.
+        port: its port; None for any free one.
         start: starts the process, called as ``subprocess.Popen`` is. Tests start many servers and
             fork them from a process that has done the imports.
     """
@@ -116,7 +116,7 @@ class Server:
         raise ServerFailed(f"server not ready after {timeout:.0f} s:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines that this server wrote."""
+        """The last lines of this server's log."""
         content = self.log.read_bytes() if self.log.is_file() else b""
         text = content[self._log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
@@ -131,7 +131,7 @@ class Server:
         """End the server and every process it started.
 
         Args:
-            patience: seconds that it has to end by itself.
+            patience: seconds to wait before killing it.
         """
         try:
             if patience and self.process.poll() is None:
@@ -139,7 +139,7 @@ class Server:
                 self.process.wait(patience)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # children that ignored the signal outlive their leader
+        finally:  # children that ignored the signal outlive the server
             self._guard.kill()
             self.process.kill()
             self.process.wait()

@@ -72,7 +72,7 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, caps
     assert run(engine, lines) == 0
     said = capsys.readouterr().out
     source, listed = tmp_path / "in.jsonl", tmp_path / "out.skipped.jsonl"
-    assert f"refused {source}:2: the prompt has 50 tokens, the server takes 49" in said
+    assert f"refused {source}:2: the prompt has 50 tokens, the server accepts 49" in said
     assert f"refused {source}:3: no such prompt" in said
     assert f"{source}:4: turn 2: the prompt has 53 tokens" in said
     assert f"3 prompts refused (1 after their first answers): listed in {listed}" in said

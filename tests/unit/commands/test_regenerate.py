@@ -93,7 +93,7 @@ def test_a_busy_server_is_asked_again_and_a_dead_one_named(
     assert call(server, target_dir, data, tmp_path / "a.jsonl", "--concurrency", "1") == 0
     server.failures = [500] * 100
     assert call(server, target_dir, data, tmp_path / "b.jsonl") == 2
-    assert "run the same command again to go on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
 
 
 def records_of(path):
@@ -112,7 +112,7 @@ def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
     said = capsys.readouterr().out
     place = f"{data}:2: turn 1: the prompt has "
     assert place in said
-    assert "the server takes 399" in said
+    assert "the server accepts 399" in said
     assert "3 conversations answered" in said
     listed = tmp_path / "out.skipped.jsonl"
     assert "1 conversations refused (0 after their first answers)" in said

@@ -235,7 +235,7 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     assert main([*command, "--max-length", "0"]) == 2
     loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [], [])
     capture.check_fits(loaded, 10)
-    with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* takes 8"):
+    with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* holds 8"):
         capture.check_fits(loaded, 9)
 
 

@@ -22,16 +22,23 @@ Answers = list[list[int]]
 
 
 def start(
-    servers, name: str, target: Path, folder: Path, *arguments: str, **environment: str
+    servers,
+    name: str,
+    target: Path,
+    folder: Path,
+    *arguments: str,
+    source: str = PLUGIN,
+    **environment: str,
 ) -> Server:
     """A server with the replacements.
 
     Args:
-        folder: an empty place for the plugin. environment: what the plugin reads.
+        folder: an empty place for the plugin. source: of the plugin's module.
+        environment: what the plugin reads.
     """
     plugin = folder / f"plugin-{name}"
     plugin.mkdir()
-    environment |= ENVIRONMENT | install_plugin(plugin, "v4", PLUGIN)
+    environment |= ENVIRONMENT | install_plugin(plugin, "v4", source)
     return servers.get(f"v4-{name}", target, *ARGUMENTS, *arguments, environment=environment)
 
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.drafters import assert_varied
+from tests.engine.test_context_end import RECORD
 from tests.engine.v4 import drafts
 from tests.engine.v4.conftest import NEW_TOKENS, Reference
 from tests.engine.v4.findings import note
 from tests.engine.v4.serve import accepted, ask, known, own_blocks, start
 from tests.engine.v4.trace import ROWS, Rows, read_rows
+
+BOTH = f"""{RECORD}
+
+record = load
+from tests.engine.v4.plugin import load as replace
+
+
+def load():
+    record()
+    replace()
+"""
 
 
 def assert_rows_are_bit_equal(found: Rows, reference: Rows) -> int:
@@ -38,3 +52,26 @@ def test_every_length_of_acceptance_gives_the_targets_tokens_and_rows(
     assert compared >= 0.9 * len(reference.rows)
     assert_varied([block for _, block in own_blocks(blocks).values()])
     note("every length of acceptance", answers="6 of 6", rows=compared, rounds=accepted(answers))
+
+
+def test_no_row_passes_the_end_of_a_context(
+    servers, target, drafter, reference: Reference, tmp_path
+):
+    """SGLang's class reads rotary tables by position: on a GPU past their end, without an error."""
+    context, positions = 300, tmp_path / "positions.json"
+    fitting, expected = [], []
+    for prompt, answer in zip(reference.prompts, reference.answers, strict=True):
+        # SGLang ends an answer two tokens before its context's end.
+        room = context - 2 - len(prompt)
+        if 4 <= room <= len(answer):
+            fitting.append(prompt)
+            expected.append(answer[:room])
+    environment = known(tmp_path, reference.prompts, reference.answers)
+    environment["TEST_POSITIONS"] = str(positions)
+    arguments = ("--context-length", str(context), *hyperdflash_arguments(drafter))
+    server = start(servers, "end", target, tmp_path, *arguments, source=BOTH, **environment)
+    found = [ask(server, [prompt], context - len(prompt))[0] for prompt in fitting]
+    servers.stop("v4-end")
+    assert ids(found) == expected and len(found) == 2
+    for name, (position, end) in json.loads(positions.read_text()).items():
+        assert context - 4 <= position < context and end <= context, (name, position, end)

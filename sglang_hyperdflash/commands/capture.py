@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.commands.answers import SHOWN
-from sglang_hyperdflash.commands.engine import quiet_engine
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
+from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
@@ -31,6 +30,7 @@ from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
+from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
@@ -89,7 +89,7 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "capture",
         help="write the target's states of a data set, through SGLang",
-        description="Prefill every conversation with an SGLang engine and keep the pre-collapse "
+        description="Prefill every conversation with an SGLang server and keep the pre-collapse "
         "residual and the final-norm state, as shards for `hyperdflash train` (features = "
         '"captured"). Run again to resume.',
     )
@@ -108,7 +108,7 @@ def add_parser(commands) -> None:
     add("--concurrency", type=int, default=16, help="conversations in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
     add("--tp", type=int, default=1, help="GPUs that share the model")
-    add("--engine-args", default="{}", help="more sgl.Engine arguments, as a JSON object")
+    add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
     add("--verbose", action="store_true", help="show what SGLang and its libraries print")
     parser.set_defaults(run=run, draft=None)
 
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         keep_apart("--out", args.out, {"the data": name})
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
-    # Resolved, so that the capture records the engine's actual dtype.
+    # Resolved, so that the capture records the server's actual dtype.
     arguments["dtype"] = model_dtype(args.dtype, files.config())
     limit = length_limit(args.max_length, arguments, facts)
     settings = {"max_length": limit, "shard_mib": args.shard_mib}
@@ -227,7 +227,7 @@ def _capture(
         left = [s for start, end in waiting for s in loaded.samples[start:end]]
         check_space(args.out, sum(bytes_of(s, m, d, itemsize) for s in left))
         with _scratch(args.out) as scratch:
-            _with_engine(arguments, scratch, args, loaded, waiting, final_state, writer)
+            _with_server(arguments, scratch, args, loaded, waiting, final_state, writer)
     print(f"{len(loaded.samples)} samples in {_shards(len(ranges))} ({args.out})")
     return 0
 
@@ -248,27 +248,25 @@ def _scratch(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _with_engine(arguments, scratch: Path, args, loaded, waiting, final_state, writer) -> None:
+def _with_server(arguments, scratch: Path, args, loaded, waiting, final_state, writer) -> None:
     from tqdm import tqdm
 
-    os.environ[CAPTURE_FOLDER] = str(scratch.resolve())
-    try:
-        with quiet_engine(arguments | FIXED, verbose=args.verbose) as engine:
-            check_fits(loaded, engine.get_server_info()["max_req_input_len"])
-            for start, end in tqdm(waiting, unit="shard"):
-                chosen = loaded.samples[start:end]
-                work = prefill_all(engine, scratch, chosen, start, args.concurrency)
-                residuals = engine.loop.run_until_complete(work)
-                writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
-    finally:
-        os.environ.pop(CAPTURE_FOLDER)
+    environment = {CAPTURE_FOLDER: str(scratch.resolve())}
+    starting = own_server(arguments | FIXED, verbose=args.verbose, environment=environment)
+    with starting as server:
+        check_fits(loaded, input_limit(server))
+        for start, end in tqdm(waiting, unit="shard"):
+            chosen = loaded.samples[start:end]
+            work = prefill_all(server, scratch, chosen, start, args.concurrency)
+            residuals = asyncio.run(work)
+            writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
 
 
 def check_fits(loaded: Loaded, limit: int) -> None:
-    """Refuse conversations that exceed the engine's K/V pool, before any is captured.
+    """Refuse conversations that exceed the server's K/V pool, before any is captured.
 
     Args:
-        limit: ``max_req_input_len`` of the engine's server info.
+        limit: ``input_limit`` of the server.
 
     Raises:
         HyperDFlashConfigError: the longest one is too long.
@@ -277,14 +275,14 @@ def check_fits(loaded: Loaded, limit: int) -> None:
     if max(lengths) >= limit:
         where = loaded.places[lengths.index(max(lengths))]
         raise HyperDFlashConfigError(
-            f"{where} has {max(lengths)} tokens; the engine's K/V pool holds {limit - 1} of a "
+            f"{where} has {max(lengths)} tokens; the server's K/V pool holds {limit - 1} of a "
             f"conversation. Repeat with --max-length {limit - 1} into a new --out, or give the "
-            "engine more memory (--engine-args '{\"max_total_tokens\": N}')."
+            "server more memory (--engine-args '{\"max_total_tokens\": N}')."
         )
 
 
 async def prefill_all(
-    engine, scratch: Path, samples: list[Sample], start: int, concurrency: int
+    server: Server, scratch: Path, samples: list[Sample], start: int, concurrency: int
 ) -> list[torch.Tensor]:
     """The residual ``[S, m*d]`` of every sample, ``concurrency`` requests in flight."""
     in_flight = asyncio.Semaphore(concurrency)
@@ -292,7 +290,8 @@ async def prefill_all(
     async def one(index: int, sample: Sample) -> torch.Tensor:
         rid = f"{REQUEST_PREFIX}{index}"
         async with in_flight:
-            await engine.async_generate(
+            await ask(
+                server,
                 input_ids=sample.tokens,
                 sampling_params={"temperature": 0, "max_new_tokens": 1},
                 return_hidden_states=True,

@@ -1,4 +1,4 @@
-"""``hyperdflash generate``: answer a JSONL file offline through an ``sgl.Engine``.
+"""``hyperdflash generate``: answer a JSONL file offline through an SGLang server of its own.
 
 Every input line gives one output line ``{"index", "outputs", ...}`` in order of completion. The
 output file is append-only and is its own resume state: a line cut by a kill is dropped,
@@ -9,6 +9,7 @@ file and line, in ``OUTPUT.skipped.jsonl``.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import time
 from collections import Counter
@@ -21,14 +22,13 @@ from sglang_hyperdflash.commands.answers import (
     Answers,
     Conversation,
     Messages,
-    Refused,
     converse,
     hold_answers,
     rendered,
     room_for,
     sampling_of,
 )
-from sglang_hyperdflash.commands.engine import quiet_engine
+from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
@@ -38,9 +38,10 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
+from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "hyperdflash generate"
-# Engine arguments that --engine-args may not set, and what to do instead.
+# Server arguments that --engine-args may not set, and what to do instead.
 OWN = {
     "model_path": "Use --model.",
     "tokenizer_path": "Leave it out: the tokenizer is the target's own.",
@@ -50,7 +51,7 @@ OWN = {
     "speculative_algorithm": "Use --draft.",
     "speculative_draft_model_path": "Use --draft.",
 }
-# Engine options that change its memory, not its answers.
+# Server options that change its memory, not its answers.
 MEMORY_ONLY = frozenset(
     {
         "base_gpu_id",
@@ -143,7 +144,7 @@ def add_parser(commands) -> None:
     add("--concurrency", type=int, default=16, help="prompts in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
     add("--tp", type=int, default=1, help="GPUs that share the model")
-    add("--engine-args", default="{}", help="more sgl.Engine arguments, as a JSON object")
+    add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
     text = "ask again what the target refused in an earlier run"
     add("--retry-skipped", action="store_true", help=text)
     add("--verbose", action="store_true", help="show what SGLang and its libraries print")
@@ -162,7 +163,7 @@ def json_option(name: str, text: str) -> dict[str, Any]:
 
 
 def engine_arguments(args: argparse.Namespace, own: Mapping[str, str] = OWN) -> dict[str, Any]:
-    """The ``sgl.Engine`` keyword arguments of a command line.
+    """The server's arguments of a command line, by their names in SGLang's ``ServerArgs``.
 
     Args:
         own: those that ``--engine-args`` may not name, and what to do instead.
@@ -187,7 +188,7 @@ def engine_arguments(args: argparse.Namespace, own: Mapping[str, str] = OWN) -> 
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine arguments that must not change between two runs into one output."""
+    """The server arguments that must not change between two runs into one output."""
     extra = json_option("--engine-args", args.engine_args)
     shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
     return {"dtype": args.dtype} | ({"engine_args": shaping} if shaping else {})
@@ -225,39 +226,43 @@ def run(args: argparse.Namespace) -> int:
         if any(prompt.text is None for prompt in waiting):
             check_template(load_tokenizer(args.model))  # before the model is loaded
         if waiting:
-            _with_engine(arguments, sampling, args, waiting, answers)
+            _with_server(arguments, sampling, args, waiting, answers)
     return 0
 
 
-def _with_engine(
+def _with_server(
     arguments: dict[str, Any],
     sampling: dict[str, Any],
     args: argparse.Namespace,
     waiting: list[Conversation],
     answers: Answers,
 ) -> None:
-    with quiet_engine(arguments, verbose=args.verbose) as engine:
-        asker = Asker(engine, sampling, engine.get_server_info()["max_req_input_len"])
+    tokenizer = load_tokenizer(args.model)
+    with own_server(arguments, verbose=args.verbose) as server:
+        asker = Asker(server, tokenizer, sampling, input_limit(server))
         started = time.monotonic()
         work = answers.add_all(waiting, asker.answer, args.concurrency, "prompt")
-        written = engine.loop.run_until_complete(work)
+        written = asyncio.run(work)
         print(summary(written, asker.totals, time.monotonic() - started))
     answers.skipped.say("prompts", len(answers.done) + written)
 
 
 class Asker:
-    """An engine and its request parameters.
+    """A server and its request parameters.
 
     Args:
         sampling: SGLang's parameters; ``max_new_tokens`` is cut to what the context leaves.
-        limit: ``max_req_input_len`` of the engine's server info.
+        limit: ``input_limit`` of the server.
 
     Attributes:
         totals: sums over all answers of the counts in their records.
     """
 
-    def __init__(self, engine: Any, sampling: Mapping[str, Any], limit: int) -> None:
-        self.engine, self.sampling, self.limit = engine, sampling, limit
+    def __init__(
+        self, server: Server, tokenizer: Any, sampling: Mapping[str, Any], limit: int
+    ) -> None:
+        self.server, self.tokenizer = server, tokenizer
+        self.sampling, self.limit = sampling, limit
         self.totals: Counter[str] = Counter()
 
     async def answer(self, prompt: Conversation) -> tuple[dict[str, Any], int, str | None]:
@@ -281,20 +286,16 @@ class Asker:
 
     def _tokens(self, prompt: Conversation, messages: Messages) -> list[int]:
         """The input of the next answer; raises ``Refused``."""
-        tokenizer = self.engine.tokenizer_manager.tokenizer
         if prompt.text is not None:
-            return tokenizer.encode(prompt.text, add_special_tokens=True)
-        text = rendered(tokenizer, messages, prompt.where)
-        return tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.encode(prompt.text, add_special_tokens=True)
+        text = rendered(self.tokenizer, messages, prompt.where)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def _generate(self, tokens: list[int]) -> tuple[str, dict[str, Any]]:
         """The text and ``meta_info`` of one answer; raises ``Refused``."""
         new = min(self.sampling["max_new_tokens"], room_for(len(tokens), self.limit))
         sampling = {**self.sampling, "max_new_tokens": new}
-        try:
-            result = await self.engine.async_generate(input_ids=tokens, sampling_params=sampling)
-        except ValueError as error:
-            raise Refused(str(error)) from error
+        result = await ask(self.server, input_ids=tokens, sampling_params=sampling)
         return result["text"], result["meta_info"]
 
 

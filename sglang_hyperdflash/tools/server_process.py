@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import requests
@@ -59,7 +60,8 @@ class Server:
 
     Args:
         model: target folder or hub id. args: further command-line arguments.
-        log: file that receives the server's output, after what earlier servers wrote there.
+        log: file that receives the server's output, after what earlier servers wrote there; None:
+            this process's standard error.
         launcher: the launch command; ``("sglang", "serve")`` is the alternative.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
         port: its port; None for any free one.
@@ -71,7 +73,7 @@ class Server:
         self,
         model: str | Path,
         *args: str,
-        log: Path,
+        log: Path | None,
         launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
         threads: int | None = 1,
         environment: dict[str, str] | None = None,
@@ -81,18 +83,22 @@ class Server:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
         self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
         env = {**os.environ, **(environment or {})}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
-        streams = {"stderr": subprocess.STDOUT, "env": env, "start_new_session": True}
-        with log.open("ab") as sink, signals_deferred():
-            self._log_start = sink.tell()
+        with ExitStack() as stack:
+            sink, self._log_start = sys.stderr, 0
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                sink = stack.enter_context(log.open("ab"))
+                self._log_start = sink.tell()
+            options = {"stdout": sink, "stderr": sink, "env": env, "start_new_session": True}
+            stack.enter_context(signals_deferred())
             self._guard = GroupGuard()
             try:
-                self.process = start(self.command, stdout=sink, **streams)
+                self.process = start(self.command, **options)
                 self._guard.watch(self.process.pid)
             except BaseException:
                 self._guard.kill()
@@ -117,7 +123,7 @@ class Server:
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines of this server's log."""
-        content = self.log.read_bytes() if self.log.is_file() else b""
+        content = self.log.read_bytes() if self.log and self.log.is_file() else b""
         text = content[self._log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from functools import partial
 
+import psutil
 import pytest
 
 from sglang_hyperdflash.cli import main
@@ -35,6 +36,26 @@ def test_demo(tmp_path, monkeypatch, capsys, warm):
     assert report["provenance"]["sglang"] == "0.5.23"
     assert len(report["position_acceptance"]) == 6
     assert "acceptance by drafted position" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_demo_and_its_servers(tmp_path, number, code):
+    """Found as: two servers of 2.4 GB were left spinning. Here while they still import."""
+    process = subprocess.Popen(
+        [*COMMAND, "demo", "--out", str(tmp_path / "demo.json")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    family, deadline = [], time.monotonic() + 300
+    while sum("spawn" in " ".join(child.cmdline()) for child in family) < 4:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    assert not psutil.wait_procs(family, timeout=5)[1]
 
 
 def batch_command(source, output, drafter_dir, target_dir):
@@ -69,8 +90,11 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
         *command, "--verbose", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     wait_for_lines(output, 5, process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) >= 3, "a server, its scheduler and its detokenizer"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    assert not psutil.wait_procs(started, timeout=10)[1], "processes of the server are left"
     with output.open("ab") as out:  # a line cut in the middle, as a crash leaves it
         out.write(b'{"index": 3')
     before = output.read_bytes().rsplit(b"\n", 1)[0]

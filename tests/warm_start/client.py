@@ -6,9 +6,11 @@ import atexit
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -149,6 +151,18 @@ def start(command: Sequence[str], **options) -> subprocess.Popen:
         except Refused as refused:
             reason = str(refused)
     ordinary_starts.append((list(command), reason))
+    return subprocess.Popen(command, **options)
+
+
+def start_from(
+    link: socket.socket, lock: threading.Lock, command: Sequence[str], **options
+) -> subprocess.Popen:
+    """As :func:`start`, in a process that was forked itself, by the clean copy at ``link``."""
+    origin = types.SimpleNamespace(link=link, lock=lock)
+    try:
+        return _Forked(origin, True, [str(part) for part in command], **options)
+    except Refused as refused:
+        print(f"warm start: started in the ordinary way: {refused}", file=sys.stderr, flush=True)
     return subprocess.Popen(command, **options)
 
 

@@ -177,7 +177,10 @@ def become(template: Template, request: dict, fds: list[int]) -> Job:
                 os.close(fd)
             return serve(Template(template.watch, template.path), theirs) or leave
         theirs.close()
-        spawn_by_asking(socket.socket(fileno=out_of_the_way(ours.detach())))
+        link, lock = socket.socket(fileno=out_of_the_way(ours.detach())), threading.Lock()
+        spawn_by_asking(link, lock)
+        if "sglang_hyperdflash.cli" in request["argv"]:
+            start_servers_by_asking(link, lock)
     # Their numbers here may be those that others of them are to have.
     high = [out_of_the_way(fd) for fd in fds]
     for fd, number in zip(high, request["numbers"], strict=True):
@@ -217,9 +220,17 @@ def seed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def spawn_by_asking(link: socket.socket) -> None:
+def start_servers_by_asking(link: socket.socket, lock: threading.Lock) -> None:
+    """Have ``tools.server_process`` ask the clean copy for the servers that a command starts."""
+    from sglang_hyperdflash.tools.server_process import Server
+    from tests.warm_start.client import start_from
+
+    Server.__init__.__kwdefaults__["start"] = functools.partial(start_from, link, lock)
+
+
+def spawn_by_asking(link: socket.socket, one_at_a_time: threading.Lock) -> None:
     """Have ``multiprocessing`` ask the clean copy for the processes that it spawns."""
-    ordinary, one_at_a_time = util.spawnv_passfds, threading.Lock()
+    ordinary = util.spawnv_passfds
 
     def spawn(path, args, passfds):
         argv = [os.fsdecode(arg) for arg in args]

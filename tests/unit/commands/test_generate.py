@@ -138,7 +138,7 @@ def test_a_second_run_into_one_output_is_refused(tmp_path, capsys, target_dir, m
     def second(*_):
         assert main(command) == 2
 
-    monkeypatch.setattr(generate, "_with_engine", second)
+    monkeypatch.setattr(generate, "_with_server", second)
     assert main(command) == 0
     assert f"in use by process {os.getpid()}" in capsys.readouterr().err
 
@@ -155,7 +155,7 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     def one(_arguments, _sampling, _args, waiting, answers):
         answers.writer.append({"index": 0, "digest": waiting[0].digest, "outputs": ["x"]})
 
-    monkeypatch.setattr(generate, "_with_engine", one)
+    monkeypatch.setattr(generate, "_with_server", one)
 
     def run(**engine) -> tuple[int, str]:
         options = ["--engine-args", json.dumps(engine)] if engine else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,40 +10,36 @@ import pytest
 from jinja2 import TemplateError
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import engine, generate
+from sglang_hyperdflash.commands import generate, own_server
+from sglang_hyperdflash.commands.answers import Refused
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
-def test_an_option_that_no_engine_has_is_named():
-    arguments = {"model_path": "x", "no_such_option": 1}
+def test_an_option_that_no_server_has_is_named(target_dir):
+    arguments = {"model_path": str(target_dir), "no_such_option": 1}
     with (
-        pytest.raises(HyperDFlashConfigError, match=r"no_such_option.* --engine-args"),
-        engine.quiet_engine(arguments, verbose=True),
+        pytest.raises(HyperDFlashConfigError, match=r"no-such-option.* --engine-args"),
+        own_server.own_server(arguments, verbose=False),
     ):
         pass
 
 
-class FakeEngine:
+class FakeServer:
     """Answers with the number of tokens that it was asked for; refuses prompts of ``refused``."""
 
     def __init__(self, limit: int, refused: int = -1) -> None:
         self.limit, self.refused = limit, refused
         self.asked: list[tuple[int, int]] = []
-        self.loop = asyncio.new_event_loop()
-        encode = lambda text, add_special_tokens: [1] * len(text)  # noqa: E731
-        tokenizer = SimpleNamespace(encode=encode, apply_chat_template=self.chat)
-        self.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer)
 
-    @staticmethod
-    def chat(messages, **_how) -> str:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [1] * len(text)
+
+    def apply_chat_template(self, messages, **_how) -> str:
         return "".join(message["content"] for message in messages)
 
-    def get_server_info(self) -> dict:
-        return {"max_req_input_len": self.limit}
-
-    async def async_generate(self, input_ids, sampling_params) -> dict:
+    async def ask(self, input_ids, sampling_params) -> dict:
         if len(input_ids) == self.refused:
-            raise ValueError("no such prompt")
+            raise Refused("no such prompt")
         new = sampling_params["max_new_tokens"]
         self.asked.append((len(input_ids), new))
         meta = {"completion_tokens": new, "finish_reason": {"type": "length"}}
@@ -53,10 +48,15 @@ class FakeEngine:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, target_dir):
-    """``hyperdflash generate`` with a :class:`FakeEngine`; gives the exit code."""
+    """``hyperdflash generate`` with a :class:`FakeServer`; gives the exit code."""
 
-    def generated(engine, lines, *options: str) -> int:
-        monkeypatch.setattr(generate, "quiet_engine", lambda *_, **__: nullcontext(engine))
+    def generated(server, lines, *options: str) -> int:
+        if server is not None:
+            server.chat_template = "x"
+            monkeypatch.setattr(generate, "load_tokenizer", lambda _: server)
+        monkeypatch.setattr(generate, "own_server", lambda *_, **__: nullcontext(server))
+        monkeypatch.setattr(generate, "input_limit", lambda server: server.limit)
+        monkeypatch.setattr(generate, "ask", lambda server, **asked: server.ask(**asked))
         source = tmp_path / "in.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
         command = ["generate", "--model", str(target_dir), "--input", str(source)]
@@ -67,23 +67,23 @@ def run(tmp_path, monkeypatch, target_dir):
 
 def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, capsys):
     """Found as: one prompt that was too long ended the whole run, the same on every re-run."""
-    engine = FakeEngine(limit=50, refused=7)
+    server = FakeServer(limit=50, refused=7)
     lines = [{"prompt": "p" * n} for n in (5, 50, 7)] + [{"turns": ["t" * 20, "t" * 30]}]
-    assert run(engine, lines) == 0
+    assert run(server, lines) == 0
     said = capsys.readouterr().out
     source, listed = tmp_path / "in.jsonl", tmp_path / "out.skipped.jsonl"
     assert f"refused {source}:2: the prompt has 50 tokens, the server accepts 49" in said
     assert f"refused {source}:3: no such prompt" in said
     assert f"{source}:4: turn 2: the prompt has 53 tokens" in said
     assert f"3 prompts refused (1 after their first answers): listed in {listed}" in said
-    assert engine.asked == [(5, 45), (20, 30)], "answers are cut to what the context leaves"
+    assert server.asked == [(5, 45), (20, 30)], "answers are cut to what the context leaves"
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {a["index"]: a["outputs"] for a in answers} == {0: ["xxx"], 3: ["xxx"]}
-    asked = len(engine.asked)
-    assert run(engine, lines) == 0
+    asked = len(server.asked)
+    assert run(server, lines) == 0
     assert "2 already answered" in (said := capsys.readouterr().out) and "3 skipped before" in said
-    assert len(engine.asked) == asked
-    assert run(FakeEngine(limit=90), lines, "--retry-skipped") == 0
+    assert len(server.asked) == asked
+    assert run(FakeServer(limit=90), lines, "--retry-skipped") == 0
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 4
 
 
@@ -95,10 +95,10 @@ def test_what_the_chat_template_refuses_is_skipped_and_listed(run, tmp_path, cap
             raise TemplateError("roles must alternate")
         return "text"
 
-    engine = FakeEngine(limit=50)
-    monkeypatch.setattr(engine.tokenizer_manager.tokenizer, "apply_chat_template", chat)
+    server = FakeServer(limit=50)
+    monkeypatch.setattr(server, "apply_chat_template", chat)
     lines = [{"turns": ["no"]}, {"turns": ["yes", "no"]}, {"turns": ["yes"]}]
-    assert run(engine, lines) == 0
+    assert run(server, lines) == 0
     reason = "the target's chat template refuses the conversation: roles must alternate"
     said = capsys.readouterr().out
     source = tmp_path / "in.jsonl"
@@ -147,16 +147,16 @@ def test_sampling_that_no_target_takes_is_refused_once(
 
 
 def test_a_target_that_refuses_everything_is_an_error(run, capsys):
-    assert run(FakeEngine(limit=3), [{"prompt": "long"}]) == 2
+    assert run(FakeServer(limit=3), [{"prompt": "long"}]) == 2
     assert "the target refused all prompts: " in capsys.readouterr().err
 
 
 def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, tmp_path, capsys):
     """Found as: "it is not this run's list", of the list that the command itself had left."""
     lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.skipped.jsonl"
-    assert run(FakeEngine(limit=1), lines) == 2
+    assert run(FakeServer(limit=1), lines) == 2
     assert listed.read_text().count("\n") == 2
-    longer = FakeEngine(limit=50)
+    longer = FakeServer(limit=50)
     assert run(longer, lines, "--temperature", "0.5") == 0
     said = capsys.readouterr().out
     assert f"{listed}: removed, the list of a run with other settings that has no answers" in said

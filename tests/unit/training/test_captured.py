@@ -151,9 +151,9 @@ def test_rows_that_found_no_space_end_the_command_with_one_line(tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
         append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
-    engine = mock.Mock(async_generate=mock.AsyncMock())
+    monkeypatch.setattr(capture, "ask", mock.AsyncMock())
     with pytest.raises(HyperDFlashError, match=r"expected 5 residual rows .* found 0; \d+ MiB"):
-        asyncio.run(capture.prefill_all(engine, tmp_path, SAMPLES[:1], 0, 1))
+        asyncio.run(capture.prefill_all(None, tmp_path, SAMPLES[:1], 0, 1))
 
 
 def test_a_capture_refuses_what_is_not_its_own_before_any_model(
@@ -249,7 +249,7 @@ def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
     """Found as: --dtype float counted half of what it wrote, and auto was a label."""
     data, found = tmp_path / "data.jsonl", []
     data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
-    monkeypatch.setattr(capture, "_with_engine", lambda arguments, *_: found.append(arguments))
+    monkeypatch.setattr(capture, "_with_server", lambda arguments, *_: found.append(arguments))
     monkeypatch.setattr(capture, "check_space", lambda _, needed: found.append(needed))
     whole = capture.CaptureWriter
     write = lambda folder, identity: found.append(identity.dtype) or whole(folder, identity)  # noqa: E731

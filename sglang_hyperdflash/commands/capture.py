@@ -1,4 +1,4 @@
-"""``hyperdflash capture``: the target's states of a data set, through SGLang's own engine.
+"""``hyperdflash capture``: the target's states of a data set, through an SGLang server.
 
 For targets too large for one process (DeepSeek-V4): every conversation is prefilled
 once, and a hook in the scheduler writes its pre-collapse residual to disk. The final-norm state is

@@ -53,17 +53,10 @@ OWN = {
 }
 # Server options that change its memory, not its answers.
 MEMORY_ONLY = frozenset(
-    {
-        "base_gpu_id",
-        "chunked_prefill_size",
-        "cpu_offload_gb",
-        "max_prefill_tokens",
-        "max_running_requests",
-        "max_total_tokens",
-        "mem_fraction_static",
-        "nccl_port",
-        "port",
-    }
+    (
+        *("base_gpu_id", "chunked_prefill_size", "cpu_offload_gb", "max_prefill_tokens"),
+        *("max_running_requests", "max_total_tokens", "mem_fraction_static", "nccl_port", "port"),
+    )
 )
 SHAPES = {
     "prompt": "a non-empty string",

@@ -7,8 +7,6 @@ import logging
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_hyperdflash.cpu.pool_log import POOL_LINE
-
 logger = logging.getLogger(__name__)
 
 
@@ -19,7 +17,8 @@ class TorchKVPool(MHATokenToKVPool):
         super().__init__(*args, **kwargs)
         # SGLang's own line rounds to 10 MB and names no heads: sharding would not show.
         slots, heads, head_dim = self.k_buffer[0].shape
-        logger.info(POOL_LINE, len(self.k_buffer), heads, head_dim, slots)
+        sizes = len(self.k_buffer), heads, head_dim, slots
+        logger.info("Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d", *sizes)
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None

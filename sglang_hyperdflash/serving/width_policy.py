@@ -261,11 +261,6 @@ class WidthPolicy:
         if accepted and mine and one and 1 + sum(accepted) / len(accepted) > mine / one:
             self._patience.clear()
 
-    @property
-    def settled(self) -> bool:
-        """No width is being measured."""
-        return not self._burst
-
     def next(self, greedy: int, sampled: int) -> int:
         """The next round's width for a batch of so many requests of either class."""
         self.rounds += 1

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from sglang_hyperdflash.draft.config import check_fingerprint
+from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
-from sglang_hyperdflash.serving.loaded_target import pre_collapse_residual_width, target_hc_head
 from sglang_hyperdflash.serving.shared_residual import SharedResidual
 from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
@@ -46,7 +48,8 @@ class HyperDFlashWorker(WidthWorker):
                 f"found {self.block_size}. Drop the flags that set it."
             )
         target = self.target_worker.model_runner
-        width = pre_collapse_residual_width(target.model_config.hf_text_config)
+        facts = target.model_config.hf_text_config
+        width = (getattr(facts, "hc_mult", None) or 0) * facts.hidden_size
         if not config.captured_layers and width != config.hc_mult * config.hidden_size:
             raise HyperDFlashConfigError(
                 f"expected a target whose pre-collapse residual has "
@@ -94,3 +97,18 @@ def fused_kv_in_use(worker) -> bool:
         return bool(worker._use_fused_kv_materialize) and worker._fused_kv_helper is not None
     except AttributeError as error:
         raise SeamError(f"SGLang seam DFlashWorkerV2 fused K/V is gone: {error}") from error
+
+
+def target_hc_head(model: torch.nn.Module) -> HcHead | None:
+    """The ``hc_head`` of a loaded target, or None without one.
+
+    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``, and of
+    the portable target; on ``model.model.hc_head`` of ``HYV4ForCausalLM``, ``fn`` as a linear.
+    """
+    inner = getattr(model, "model", model)
+    head = getattr(inner, "hc_head", None)
+    # DeepSeek-V4's own hc_head is a method.
+    owner = head if isinstance(head, torch.nn.Module) else inner
+    found = [getattr(owner, f"hc_head_{name}", None) for name in ("fn", "base", "scale")]
+    found[0] = getattr(found[0], "weight", found[0])
+    return HcHead(*found) if all(isinstance(t, torch.Tensor) for t in found) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 
@@ -43,13 +44,7 @@ def position_acceptance(
 
 def add_histograms(histograms: Iterable[Iterable[int]]) -> list[int]:
     """Entry-wise sum of histograms of different lengths."""
-    total: list[int] = []
-    for histogram in histograms:
-        for i, count in enumerate(histogram):
-            if i == len(total):
-                total.append(0)
-            total[i] += count
-    return total
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def counters(meta_info: Mapping[str, Any]) -> tuple[int, int, list[int]]:

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from tests.pool_log import logged_pools
 from tests.warm_start.client import start as warm
 
 NEIGHBOUR_BYTES = 6 << 30

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, HOT, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary
+from tests.pool_log import logged_pools
 
 RANKS = 2
 TOKENS = 64

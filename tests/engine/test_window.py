@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.cpu.pool_log import logged_pools
 from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
@@ -14,6 +13,7 @@ from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary, with_window
 from tests.engine.reference_decoder import block_draft, decode
+from tests.pool_log import logged_pools
 
 # Blocks of 8 requests and about five windows of 32 tokens: most contexts lose tokens.
 TIGHT = {POOL_RATIO: "0.0068"}

@@ -13,7 +13,7 @@ from threading import Event, Thread
 import psutil
 import torch
 
-from sglang_hyperdflash.cpu.pool_log import logged_pools
+from tests.pool_log import logged_pools
 
 # Calls of the host that wait for the device. A value that is read back is among them; torch's own
 # names of a read, as aten::item, are recorded of tensors on the host too.

@@ -123,7 +123,7 @@ def examine(kind: str, folder: str) -> dict[str, object]:
     from types import SimpleNamespace
 
     from sglang_hyperdflash.serving.expose_residual import expose_residual
-    from sglang_hyperdflash.serving.loaded_target import target_hc_head
+    from sglang_hyperdflash.serving.worker import target_hc_head
 
     torch.manual_seed(0)
     model = BUILD[kind](folder)
@@ -183,7 +183,7 @@ def bypass(model: nn.Module) -> str:
 
 def compare(model: nn.Module, residual: torch.Tensor, final: torch.Tensor) -> dict[str, float]:
     """How far the reducer's formula of the residual, and the norm, are from the final states."""
-    from sglang_hyperdflash.serving.loaded_target import target_hc_head
+    from sglang_hyperdflash.serving.worker import target_hc_head
     from sglang_hyperdflash.targets.kinds import constant_gate
     from triton_ops import hc_gate_reduce_reference
 

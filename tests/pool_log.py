@@ -1,11 +1,11 @@
-"""The log line with the size of the CPU platform's K/V pools, and its parser."""
+"""Sizes of the CPU platform's K/V pools, read from a server's log."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-POOL_LINE = "Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d"
+POOL_LINE = "Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d"  # cpu/kv_pool.py
 
 
 class LoggedPool(NamedTuple):

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from itertools import count, repeat
 from pathlib import Path
 
 from exchanges import FAMILIES, FIRST_HELD_OUT_SEED, Exchange, generate
@@ -28,14 +28,8 @@ SERVER_ARGUMENTS = ("--dtype", "float32", "--mem-fraction-static", "0.5")
 SERVER_ARGUMENTS += ("--max-total-tokens", "8192", "--sleep-on-idle", "--log-level", "warning")
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An answer: its text, and the natural-log probability of each of its tokens."""
-
-    text: str
-    logprobs: tuple[float, ...] = ()
-
-
+# The text of an answer, and the natural-log probability of each of its tokens when it was sampled.
+Reply = tuple[str, Sequence[float]]
 # (exchange, temperature, seed of its sampling) -> reply
 Ask = Callable[[Exchange, float, int], Reply]
 
@@ -58,20 +52,25 @@ def openai_ask(url: str) -> Ask:
         )
         choice = completion.choices[0]
         tokens = (choice.logprobs.content or []) if choice.logprobs else []
-        return Reply(choice.message.content or "", tuple(token.logprob for token in tokens))
+        return choice.message.content or "", [token.logprob for token in tokens]
 
     return ask
 
 
-def summary(right: Sequence[bool], sampled: Sequence[Reply]) -> dict[str, float | int]:
-    """Accuracy and nats per token of some exchanges."""
-    logprobs = [value for reply in sampled for value in reply.logprobs]
+def summary(rows: Sequence[tuple[bool, Sequence[float]]]) -> dict[str, float | int]:
+    """Accuracy and nats per token.
+
+    Args:
+        rows: of each exchange, whether the greedy answer is right, and the sampled one's log
+            probabilities.
+    """
+    logprobs = [value for _, values in rows for value in values]
     if not logprobs:
         raise ValueError("the server gave no log probabilities of sampled tokens (logprobs=true).")
     return {
-        "accuracy": sum(right) / len(right),
+        "accuracy": sum(right for right, _ in rows) / len(rows),
         "nats_per_token": -sum(logprobs) / len(logprobs),
-        "answers": len(right),
+        "answers": len(rows),
         "sampled_tokens": len(logprobs),
     }
 
@@ -79,26 +78,17 @@ def summary(right: Sequence[bool], sampled: Sequence[Reply]) -> dict[str, float 
 def measure(ask: Ask, exchanges: Sequence[Exchange], seed: int) -> dict:
     """Ask every exchange greedily and at temperature 1; return the report."""
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        greedy = list(pool.map(lambda exchange: ask(exchange, 0.0, seed), exchanges))
-        numbered = list(enumerate(exchanges))
-        sampled = list(pool.map(lambda item: ask(item[1], 1.0, seed * 10_000 + item[0]), numbered))
-    right = [
-        FAMILIES[exchange.family].is_right(exchange, reply.text)
-        for exchange, reply in zip(exchanges, greedy, strict=True)
-    ]
-    names = list(dict.fromkeys(exchange.family for exchange in exchanges))
-    chosen = {
-        name: [i for i, exchange in enumerate(exchanges) if exchange.family == name]
-        for name in names
-    }
+        greedy = list(pool.map(ask, exchanges, repeat(0.0), repeat(seed)))
+        sampled = list(pool.map(ask, exchanges, repeat(1.0), count(seed * 10_000)))
+    families: dict[str, list[tuple[bool, Sequence[float]]]] = {}
+    for exchange, (text, _), (_, logprobs) in zip(exchanges, greedy, sampled, strict=True):
+        right = FAMILIES[exchange.family].is_right(exchange, text)
+        families.setdefault(exchange.family, []).append((right, logprobs))
     return {
         "seed": seed,
         "held_out": seed >= FIRST_HELD_OUT_SEED,
-        **summary(right, sampled),
-        "families": {
-            name: summary([right[i] for i in rows], [sampled[i] for i in rows])
-            for name, rows in chosen.items()
-        },
+        **summary([row for rows in families.values() for row in rows]),
+        "families": {name: summary(rows) for name, rows in families.items()},
     }
 
 

@@ -1,13 +1,10 @@
-"""Write prompts of the exchanges: to train drafters on, to evaluate on, and for the demo.
+"""Write prompts of the exchanges, to evaluate on and for the demo.
 
-    python examples/tiny_deepseek_v4/exchange_prompts.py training --out build/tiny/prompts
     python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
-``training`` writes ``greedy.jsonl``, ``sampled.jsonl`` (as many other problems) and
-``held_out_KIND.jsonl``: conversations for ``hyperdflash regenerate``. ``held-out`` writes one
-benchmark file per kind. ``demo`` writes twelve prompts with their answers, and their user turns as
-a benchmark.
+``held-out`` writes one benchmark file per kind. ``demo`` writes twelve prompts with their answers,
+and their user turns as a benchmark.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from pathlib import Path
 
 from exchanges import KINDS, Exchange, generate, in_turn
 
-GREEDY_SEED, SAMPLED_SEED = 100, 200
-CHOOSING_SEED, BENCHMARK_SEED, DEMO_SEED = 2000, 3000, 4000  # held out; each has its own problems
+BENCHMARK_SEED, DEMO_SEED = 3000, 4000  # held out
 DEMO = {
     "math": ("addition", "word_problem", "units", "dates"),
     "code": ("code", "trace", "json", "table"),
@@ -39,15 +35,6 @@ def write(path: Path, records: Iterable[dict]) -> None:
 def turns(exchange: Exchange) -> dict:
     """The user's turns, for a benchmark file."""
     return {"turns": [m["content"] for m in exchange.messages if m["role"] == "user"]}
-
-
-def training(out: Path, per_family: int) -> None:
-    for name, seed in (("greedy", GREEDY_SEED), ("sampled", SAMPLED_SEED)):
-        chosen = generate(seed, per_family)
-        write(out / f"{name}.jsonl", ({"messages": e.messages} for e in chosen))
-    for kind, families in KINDS.items():
-        chosen = generate(CHOOSING_SEED, 2, families)
-        write(out / f"held_out_{kind}.jsonl", ({"messages": e.messages} for e in chosen))
 
 
 def held_out(out: Path, per_family: int) -> None:
@@ -70,7 +57,7 @@ def demo(out: Path, _per_family: int) -> None:
     write(out / "turns.jsonl", map(turns, chosen))
 
 
-COMMANDS = {"training": (training, 150), "held-out": (held_out, 4), "demo": (demo, 1)}
+COMMANDS = {"held-out": (held_out, 4), "demo": (demo, 1)}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from cpu_rivals.nextn_core import NextNCore
-from examples.tiny_deepseek_v4.nextn import causal_attend
 from sglang_hyperdflash.draft.algorithm import Propose, decode, propose_block
 from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
 from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
@@ -38,7 +37,8 @@ def chain(target: LocalTarget, core: NextNCore, steps: int, tokens: list[int]) -
     for _ in range(steps):
         n = len(after)
         ids = torch.tensor(after)
-        attend = causal_attend(1, n, target.scaling)
+        none = torch.zeros(1, dtype=torch.long)
+        attend = target.new_cache(1, n).attend(none, n, target.scaling)
         hidden, own = core(target.embed_tokens(ids), residual, ids, torch.arange(n), attend)
         drafts.append(int(target.lm_head(hidden[-1]).argmax()))
         after.append(drafts[-1])

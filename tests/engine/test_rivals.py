@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eval.methods import resolve
-from examples.tiny_deepseek_v4.nextn import NextNTrainer, new_nextn, nextn_config, save
+from examples.tiny_deepseek_v4.train_mtp import new_layer, save, train
 from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
@@ -97,11 +97,8 @@ def folders(
         for prompt, answer in zip(own_prompts, own_reference, strict=True)
     ]
     cache = FeatureCache(target, samples, layer_ids=(1, 3, 5))
-    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
-    core = new_nextn(target, raw, out / "mtp")
-    chain = NextNTrainer(core, target, cache, steps=60, batch=4)
-    while chain.done < chain.steps:
-        chain.step()
+    core = new_layer(target, target_dir, out / "mtp")
+    assert len(list(train(core, target, cache, steps=60, batch=4))) == 60
     save(core, out / "mtp")
     shape = DrafterShape(layers=2, reducer="fc", layer_ids=(1, 3, 5))
     facts = TargetFacts.from_config(target.config.to_dict())
@@ -112,12 +109,12 @@ def folders(
     named = json.loads(config.read_text()) | {"architectures": ["DFlashDraftModel"]}
     config.write_text(json.dumps(named))
 
-    def train(name: str) -> Path:
+    def trained_head(name: str) -> Path:
         train_head(name, target, mask_token_of(str(target_dir)), samples, out / name)
         return out / name
 
     trained = {"mtp": out / "mtp", "dflash": out / "dflash", "hyperdflash": drafter_dir}
-    return Folders(trained, train)
+    return Folders(trained, trained_head)
 
 
 def server_of(servers, target_dir, folders, name: str):

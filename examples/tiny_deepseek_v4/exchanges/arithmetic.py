@@ -123,47 +123,23 @@ def sequence(rng: Random) -> Draft:
     return Draft(f"{start},{signed},{length}", (question, worked(steps, answer)), answer)
 
 
-def stepwise(rng: Random) -> tuple[str, str, list[str], int]:
-    """A kind of story, its numbers, its working and its answer."""
+def word_problem(rng: Random) -> Draft:
     name, other = rng.sample(NAMES, 2)
     item = rng.choice(ITEMS)
     a, b, c = rng.randint(11, 49), rng.randint(2, 9), rng.randint(2, 9)
     kind = rng.choice(("gain then give", "bags", "price", "together"))
-    if kind == "gain then give":
-        story = wording(rng, "gain then give", a=a, b=b, c=c, item=item, name=name, other=other)
-        steps, answer = [f"{a}+{b}={a + b}", f"{a + b}-{c}={a + b - c}"], a + b - c
-        story += f" How many {item} are left?"
-    elif kind == "bags":
+    if kind == "bags":
         a = rng.randint(1, 9)
-        story = wording(rng, "bags", a=a, b=b, c=c, item=item, name=name, other=other)
-        steps, answer = [f"{b}*{c}={b * c}", f"{b * c}+{a}={b * c + a}"], b * c + a
-        story += f" How many {item} are there in all?"
-    elif kind == "price":
-        a = 100
-        story = rng.choice(
-            (
-                f"{name} buys {b} {item} at {c} dollars each and pays with {a} dollars.",
-                f"{name} takes {b} {item} for {c} dollars each and hands over {a} dollars.",
-            )
-        )
-        steps, answer = [f"{b}*{c}={b * c}", f"{a}-{b * c}={a - b * c}"], a - b * c
-        story += " What is the change?"
-    else:
-        a = 0
-        story = rng.choice(
-            (
-                f"{name} has {b} {item}. {other} has {c} more than {name}.",
-                f"{name} keeps {b} {item}, and {other} keeps {c} more than {name}.",
-            )
-        )
-        steps, answer = [f"{b}+{c}={b + c}", f"{b}+{b + c}={2 * b + c}"], 2 * b + c
-        story += f" How many {item} do they have together?"
-    return f"{kind}:{a},{b},{c}", story, steps, answer
-
-
-def word_problem(rng: Random) -> Draft:
-    key, story, steps, answer = stepwise(rng)
-    return Draft(key, (story, worked(steps, str(answer))), str(answer))
+    elif kind != "gain then give":
+        a = 100 if kind == "price" else 0
+    steps, answer = {
+        "gain then give": ((f"{a}+{b}={a + b}", f"{a + b}-{c}={a + b - c}"), a + b - c),
+        "bags": ((f"{b}*{c}={b * c}", f"{b * c}+{a}={b * c + a}"), b * c + a),
+        "price": ((f"{b}*{c}={b * c}", f"{a}-{b * c}={a - b * c}"), a - b * c),
+        "together": ((f"{b}+{c}={b + c}", f"{b}+{b + c}={2 * b + c}"), 2 * b + c),
+    }[kind]
+    story = wording(rng, kind, a=a, b=b, c=c, item=item, name=name, other=other)
+    return Draft(f"{kind}:{a},{b},{c}", (story, worked(steps, str(answer))), str(answer))
 
 
 FAMILIES = (

@@ -20,7 +20,8 @@ Message = dict[str, str]
 HELD_OUT_MODULUS = 8
 FIRST_HELD_OUT_SEED = 1000
 ANSWER = "Answer: "
-# The texts that a problem is put into; names in braces are filled in.
+# The texts that a problem is put into, and pairs of a function's purpose and body; names in braces
+# are filled in.
 WORDINGS = json.loads((Path(__file__).parent / "wordings.json").read_text(encoding="utf-8"))
 
 

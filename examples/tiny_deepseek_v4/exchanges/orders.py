@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from exchanges.base import Draft, Exchange, Family
+from exchanges.base import Draft, Exchange, Family, wording
 from exchanges.words import DRINKS
 
 ASK = "Anything else?"
@@ -34,9 +34,7 @@ def change(rng: Random, order: dict[str, int], menu: list[str]) -> str:
     if kind == "add":
         item = rng.choice(absent)
         order[item] = number
-        return rng.choice(
-            (f"Add {number} {item}.", f"And {number} {item}.", f"Also {number} {item}.")
-        )
+        return wording(rng, "add to an order", number=number, item=item)
     item = rng.choice(list(order))
     if kind == "remove":
         del order[item]
@@ -52,7 +50,7 @@ def order_dialogue(rng: Random) -> Draft:
     order = {item: rng.randint(1, 4) for item in rng.sample(menu, rng.randint(1, 2))}
     wish = " and ".join(f"{number} {item}" for item, number in order.items())
     shown = ", ".join(f"{item} {price}" for item, price in prices.items())
-    opening = rng.choice((f"I would like {wish}.", f"{wish}, please.", f"Can I have {wish}?"))
+    opening = wording(rng, "order", wish=wish)
     turns = [f"Menu: {shown}.\n{opening}"]
     paying = rng.random() < 0.5
     for _ in range(rng.randint(0, 1)):

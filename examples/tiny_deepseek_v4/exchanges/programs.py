@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 from random import Random
+from textwrap import indent
 
-from exchanges.base import Draft, Exchange, Family, read_number, wording, worked
+from exchanges.base import WORDINGS, Draft, Exchange, Family, read_number, wording, worked
 
 VARIABLES = ("a", "b", "c", "n", "x", "y")
 FUNCTIONS = ("solve", "apply", "check", "work", "compute", "convert", "change", "test")
@@ -67,66 +68,23 @@ def trace(rng: Random) -> Draft:
     return Draft(source, (question, worked(steps, str(value))), str(value))
 
 
-def function(rng: Random) -> tuple[str, str, list[str], str]:
+def function(rng: Random) -> tuple[str, str, str, str]:
     """What a function does in words, its argument, its body, and a key without names."""
     number, other = rng.randint(2, 99), rng.randint(2, 9)
     x, items = rng.choice(ARGUMENTS), rng.choice(SEQUENCES)
-    options = (
-        (f"returns {x} plus {number}", x, [f"return {x} + {number}"]),
-        (f"returns {x} minus {number}", x, [f"return {x} - {number}"]),
-        (f"returns {x} times {number}", x, [f"return {x} * {number}"]),
-        (f"returns {x} times {other} plus {number}", x, [f"return {x} * {other} + {number}"]),
-        (f"tells whether {x} is greater than {number}", x, [f"return {x} > {number}"]),
-        (f"tells whether {x} is less than {number}", x, [f"return {x} < {number}"]),
-        (f"tells whether {x} is a multiple of {number}", x, [f"return {x} % {number} == 0"]),
-        (
-            f"counts the {items} greater than {number}",
-            items,
-            [
-                "count = 0",
-                f"for item in {items}:",
-                f"    if item > {number}:",
-                "        count += 1",
-                "return count",
-            ],
-        ),
-        (
-            f"adds up the {items} less than {number}",
-            items,
-            [
-                "total = 0",
-                f"for item in {items}:",
-                f"    if item < {number}:",
-                "        total += item",
-                "return total",
-            ],
-        ),
-        (
-            f"keeps the {items} greater than {number}",
-            items,
-            [f"return [item for item in {items} if item > {number}]"],
-        ),
-        (
-            f"multiplies each of the {items} by {number}",
-            items,
-            [f"return [item * {number} for item in {items}]"],
-        ),
-        (
-            f"gives the larger of {x} and {number}",
-            x,
-            [f"if {x} > {number}:", f"    return {x}", f"return {number}"],
-        ),
-    )
-    kind = rng.randrange(len(options))
-    purpose, argument, body = options[kind]
-    return purpose, argument, body, f"{kind} {number}" + (f" {other}" if kind == 3 else "")
+    kind = rng.randrange(len(WORDINGS["functions"]))
+    texts = WORDINGS["functions"][kind]
+    purpose, body = (t.format(x=x, items=items, number=number, other=other) for t in texts)
+    argument = items if "{items}" in texts[0] else x
+    key = f"{kind} {number}" + (f" {other}" if "{other}" in texts[0] else "")
+    return purpose, argument, body, key
 
 
 def write(rng: Random) -> Draft:
     purpose, argument, body, key = function(rng)
     name = rng.choice(FUNCTIONS)
     header = f"def {name}({argument}):"
-    indented = "\n".join("    " + line for line in body)
+    indented = indent(body, "    ")
     full = f"{header}\n{indented}"
     answer = normal_form(full)
     if rng.random() < 0.4:

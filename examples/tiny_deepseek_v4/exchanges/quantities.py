@@ -64,10 +64,7 @@ def weekday(rng: Random, kind: str) -> Draft:
     start, count = rng.randrange(7), rng.randint(2, 7)
     sign = 1 if kind == "after" else -1
     today = DAYS[start]
-    if kind == "after":
-        question = wording(rng, "weekday after", count=count, today=today)
-    else:
-        question = wording(rng, "weekday before", count=count, today=today)
+    question = wording(rng, f"weekday {kind}", count=count, today=today)
     passed = [DAYS[(start + sign * i) % 7] for i in range(1, count + 1)]
     counted = ", ".join(f"{i} {day}" for i, day in enumerate(passed, 1))
     reply = worked([counted], passed[-1])

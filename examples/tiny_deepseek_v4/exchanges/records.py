@@ -6,6 +6,7 @@ import json
 from random import Random
 
 from exchanges.base import (
+    WORDINGS,
     Draft,
     Exchange,
     Family,
@@ -106,22 +107,13 @@ def form(rng: Random) -> Draft:
     name, city, pet = rng.choice(NAMES), rng.choice(CITIES), rng.choice(PETS)
     age = rng.randint(11, 99)
     filled = f"Name: {name}\nAge: {age}\nCity: {city}\nPet: {pet}"
-    note = f"{name} is {age} years old, lives in {city} and has a pet {pet}."
+    values = {"name": name, "age": age, "city": city, "pet": pet}
     key = f"{name} {age} {city} {pet}"
     if rng.random() < 0.5:
-        prose = rng.choice(
-            (
-                note,
-                f"{name} is {age}. The home is in {city}, and there is a pet {pet}.",
-                f"We meet {name} from {city}, who is {age} and keeps a pet {pet}.",
-            )
-        )
-        ask = rng.choice(
-            ("Fill in the form: {}", "{}\nWrite this as a form.", "Make a form of: {}")
-        )
-        return Draft(f"form {key}", (ask.format(prose), filled), filled)
-    ask = rng.choice(("Write a note from this form:\n{}", "{}\nPut this form into a sentence."))
-    return Draft(f"note {key}", (ask.format(filled), note), note)
+        prose = wording(rng, "prose", **values)
+        return Draft(f"form {key}", (wording(rng, "prose to form", prose=prose), filled), filled)
+    note = WORDINGS["prose"][0].format(**values)
+    return Draft(f"note {key}", (wording(rng, "form to note", filled=filled), note), note)
 
 
 def read_value(reply: str, _exchange: Exchange) -> str | None:

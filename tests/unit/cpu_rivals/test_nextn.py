@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 
 from cpu_rivals.nextn_core import NextNCore
-from examples.tiny_deepseek_v4.nextn import (
-    NextNTrainer,
-    causal_attend,
-    new_nextn,
-    nextn_config,
-    save,
-)
+from examples.tiny_deepseek_v4.train_mtp import losses, new_layer, save, train
 from sglang_hyperdflash.portable.core import rms_norm
 from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.local_target import DenseCache, LocalTarget
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
 
 
@@ -29,10 +21,14 @@ def target(target_dir):
     return LocalTarget(target_dir)
 
 
+def causal(target, n: int):
+    """Attention over one row of ``n`` tokens."""
+    return target.new_cache(1, n).attend(torch.zeros(1, dtype=torch.long), n, target.scaling)
+
+
 @pytest.fixture
 def core(target, target_dir, tmp_path):
-    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
-    core = new_nextn(target, raw, tmp_path / "mtp")
+    core = new_layer(target, target_dir, tmp_path / "mtp")
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():  # away from copies and ones
         for parameter in core.parameters():
@@ -48,17 +44,6 @@ def cache(target):
     rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 33, 41)]
     samples = [Sample.continuation(row, 6) for row in rows]
     return FeatureCache(target, samples, dtype=torch.float32)
-
-
-def test_the_training_attention_is_the_serving_one(target):
-    g = torch.Generator().manual_seed(0)
-    b, n, heads, d = 2, 9, 4, 64
-    q, kv = torch.randn(b * n, heads, d, generator=g), torch.randn(b * n, d, generator=g)
-    sinks = torch.randn(heads, generator=g)
-    dense = DenseCache(1, b, n, d).attend(torch.zeros(b, dtype=torch.long), n, 0.125)
-    expected = dense(0, q, kv, sinks)
-    found = causal_attend(b, n, 0.125)(0, q, kv, sinks)
-    torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -81,9 +66,7 @@ def test_the_layer_is_transformers_layer_over_projected_paths(core, target, tmp_
     n, d, m = 12, config.hidden_size, config.hc_mult
     ids = torch.randint(10, 1300, (n,), generator=g)
     embeddings, residual = target.embed_tokens(ids), 5 * torch.randn(n, m * d, generator=g)
-    found, streams = core(
-        embeddings, residual, ids, torch.arange(n), causal_attend(1, n, target.scaling)
-    )
+    found, streams = core(embeddings, residual, ids, torch.arange(n), causal(target, n))
     eps = config.rms_norm_eps
     e = rms_norm(embeddings, core.enorm, eps) @ core.e_proj.weight.T
     paths = [
@@ -115,19 +98,15 @@ def test_the_checkpoint_is_read_back_and_checked(core, tmp_path):
 
 
 def test_training_learns(target, target_dir, cache, tmp_path):
-    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
     torch.manual_seed(0)
-    core = new_nextn(target, raw, tmp_path / "mtp")
-    trainer = NextNTrainer(core, target, cache, steps=30, batch=2)
-    losses = [trainer.step()[0] for _ in range(30)]
-    assert losses[-1] < 0.8 * losses[0]
+    core = new_layer(target, target_dir, tmp_path / "mtp")
+    found = list(train(core, target, cache, steps=30, batch=2))
+    assert len(found) == 30 and found[-1] < 0.8 * found[0]
 
 
 def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, target_dir):
     """Row p: the residual of p, the token at p+1, the label at p+2, the teacher's state at p+1."""
-    raw = nextn_config(json.loads((target_dir / "config.json").read_text()))
-    core = new_nextn(target, raw, tmp_path / "mtp")
-    trainer = NextNTrainer(core, target, cache, steps=1, batch=1)
+    core = new_layer(target, target_dir, tmp_path / "mtp")
     sample, states = cache.samples[0], cache.states([0])
     tokens, n = torch.tensor(sample.tokens), len(sample.tokens) - 1
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -136,7 +115,7 @@ def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, tar
             states.residual[0, :-1],
             tokens[1:],
             torch.arange(n),
-            causal_attend(1, n, target.scaling),
+            causal(target, n),
         )
     ce = kl = rows = 0.0
     for p in range(n - 1):
@@ -147,5 +126,5 @@ def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, tar
         ce -= q[tokens[p + 2]].item()
         kl += (teacher.exp() * (teacher - q)).sum().item()
         rows += 1
-    loss, _ = trainer.losses([0])
+    loss, _ = losses(core, target, cache, [0])
     assert loss.item() == pytest.approx((ce + 0.15 * kl) / rows, rel=2e-3)

@@ -24,8 +24,8 @@ def test_accuracy_is_of_greedy_answers_and_nats_of_sampled_ones(check_answers):
 
     def ask(exchange, temperature, seed):
         if temperature == 0:
-            return check_answers.Reply(exchange.reply if exchange.family == "sort" else "Answer: 0")
-        return check_answers.Reply("", (-1.0, -2.0) if exchange.family == "sort" else (-0.5,))
+            return exchange.reply if exchange.family == "sort" else "Answer: 0", ()
+        return "", (-1.0, -2.0) if exchange.family == "sort" else (-0.5,)
 
     report = check_answers.measure(ask, exchanges, 1000)
     assert report["seed"] == 1000
@@ -45,7 +45,7 @@ def test_sampled_answers_have_seeds_of_their_own(check_answers):
 
     def ask(exchange, temperature, seed):
         asked.append((exchange.key, temperature, seed))
-        return check_answers.Reply("", (-1.0,))
+        return "", (-1.0,)
 
     check_answers.measure(ask, exchanges, 7)
     seeds = [seed for _, temperature, seed in asked if temperature == 1.0]
@@ -55,7 +55,7 @@ def test_sampled_answers_have_seeds_of_their_own(check_answers):
 def test_a_server_without_log_probabilities_is_refused(check_answers):
     exchanges = list(check_answers.generate(1000, 1, ("addition",)))
     with pytest.raises(ValueError, match="no log probabilities"):
-        check_answers.measure(lambda *_: check_answers.Reply("Answer: 1"), exchanges, 1000)
+        check_answers.measure(lambda *_: ("Answer: 1", ()), exchanges, 1000)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Files of prompts made from the exchanges, and the training files of the drafters."""
+"""Files of prompts made from the exchanges, and the prompts that drafters learn from."""
 
 from __future__ import annotations
 
@@ -27,20 +27,6 @@ def run(monkeypatch, tmp_path):
         }
 
     return call
-
-
-def test_drafters_train_on_as_many_greedy_as_sampled_problems_none_held_out(run):
-    from exchanges import FAMILIES
-
-    files = run("training", 3)
-    assert len(files["greedy"]) == len(files["sampled"]) == 3 * len(FAMILIES)
-    asked = {
-        name: {record["messages"][0]["content"] for record in records}
-        for name, records in files.items()
-    }
-    chosen = asked["held_out_math"] | asked["held_out_code"] | asked["held_out_chat"]
-    assert len(chosen) == 2 * len(FAMILIES)
-    assert not chosen & (asked["greedy"] | asked["sampled"])
 
 
 def test_the_first_prompts_of_a_benchmark_file_hold_all_families_of_its_kind(run):

@@ -166,10 +166,10 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         HyperDFlashConfigError: a field is missing, of the wrong type, or contradicts another.
     """
     architectures = config.get("architectures") or []
-    if DRAFT_ARCHITECTURE not in architectures:
+    if not isinstance(architectures, list) or DRAFT_ARCHITECTURE not in architectures:
         raise HyperDFlashConfigError(
             f"--speculative-draft-model-path must hold a {DRAFT_ARCHITECTURE} checkpoint; its "
-            f"config.json names architectures {list(architectures)}. Make one with "
+            f"config.json names architectures {architectures}. Make one with "
             "`hyperdflash train`, or serve this one with its own algorithm."
         )
     if config.get("auto_map"):

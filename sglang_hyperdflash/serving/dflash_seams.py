@@ -54,6 +54,15 @@ def room_for_two_blocks(result: int) -> int:
     return result
 
 
+def end_requests_early(info: tuple, self) -> tuple:
+    """Shorter limits of requests where every round is a whole block (``WidthWorker``).
+
+    Their last rounds pass a request's end by up to two blocks, which must not pass the context.
+    """
+    room = getattr(self, "rows_past_the_end", 0)
+    return (*info[:4], info[4] - room, info[5] - room, *info[6:])
+
+
 SEAMS = (
     Seam(
         "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
@@ -79,5 +88,13 @@ SEAMS = (
         (),
         "a42a90b1f003",
         "slots reserved at a context's end must not pass the request's row",
+    ),
+    Seam(
+        "sglang.srt.managers.tp_worker:TpModelWorker.get_worker_info",
+        "after",
+        end_requests_early,
+        ("self",),
+        "12e6cdfc4b57",
+        "where a round cannot be one row, the last blocks of a full context would pass its end",
     ),
 )

@@ -93,10 +93,14 @@ def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
     """Drop the logprob of a token that was not asked for, with ``max_new_tokens`` 0.
 
     Seam: ``SchedulerLogprobResultProcessor.add_logprob_return_values``. Without speculation SGLang
-    draws no token for such requests; with it, one is drawn and dropped.
+    draws no token for such requests; with it, one is drawn and dropped. A prefill node sends it on,
+    with its logprob.
     """
+    from sglang.srt.runtime_context import get_disagg
+
     found = original(self, i, req, *args, **kwargs)
-    if worker_is_ours() and req.sampling_params.max_new_tokens == 0:
+    alone = get_disagg().disaggregation_mode != "prefill"
+    if worker_is_ours() and alone and req.sampling_params.max_new_tokens == 0:
         req.logprob.output_token_logprobs_val.clear()
         req.logprob.output_token_logprobs_idx.clear()
     return found

@@ -132,16 +132,6 @@ UNSUPPORTED = (
     ),
 )
 
-# What makes every round a whole block (``WidthWorker._whole_blocks_only``).
-WHOLE_BLOCKS = (
-    (
-        lambda a: getattr(a, "enable_dp_attention", False) or getattr(a, "attn_dp_size", 1) > 1,
-        "with attention data parallelism",
-    ),
-    (lambda a: getattr(a, "enable_two_batch_overlap", False), "with --enable-two-batch-overlap"),
-    (lambda a: getattr(a, "enable_pd_role_switch", False), "with --enable-pd-role-switch"),
-)
-
 
 def validate_server_args(server_args) -> None:
     """Refuse what HYPERDFLASH cannot do losslessly, and checkpoints that do not fit.
@@ -170,7 +160,7 @@ def validate_server_args(server_args) -> None:
         server_args.trust_remote_code,
     )
     _check_served_target(server_args, target, config)
-    _check_context(server_args, target, config.block_size)
+    _check_context(server_args, target)
     draft = Path(server_args.speculative_draft_model_path)
     if draft.is_dir() and not _without_weights(server_args):
         check_draft_files(draft, _draft_hub_config(server_args).to_dict(), config)
@@ -359,11 +349,8 @@ def _check_memory_saver(server_args) -> None:
         )
 
 
-def _check_context(server_args, target, block: int) -> None:
-    """Both models must have positions for all rows that the server may give them.
-
-    Servers that verify whole blocks only let the last two of a full context pass its end.
-    """
+def _check_context(server_args, target) -> None:
+    """The drafter must have positions for all that the target may serve."""
     from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
 
     def length(config) -> int:
@@ -378,15 +365,6 @@ def _check_context(server_args, target, block: int) -> None:
             f"expected a drafter of at least {served} positions, the server's context; found "
             f"{drafted} (max_position_embeddings of its config.json). Pass --context-length "
             f"{drafted}, or export the drafter with the target's max_position_embeddings."
-        )
-    most = length(target) - 2 * block
-    reason = next((text for is_on, text in WHOLE_BLOCKS if is_on(server_args)), None)
-    if reason is not None and served > most and not _without_weights(server_args):
-        raise HyperDFlashConfigError(
-            f"{ALGORITHM} verifies whole blocks {reason}, which pass the end of a full context by "
-            f"up to two blocks of {block}: expected --context-length of at most {most} (the "
-            f"target's {length(target)} positions less these), found {served}. Pass "
-            f"--context-length {most}."
         )
 
 

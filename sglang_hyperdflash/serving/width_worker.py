@@ -83,17 +83,17 @@ def check_ranks_agree(setting: WidthSetting, gather: Callable[[Any], list[Any]])
         )
 
 
-def block_fits(committed: Iterable[int], block: int, context: int) -> bool:
+def block_fits(committed: Iterable[int], running: int, block: int, context: int) -> bool:
     """Whether a whole block ends before the last position of every request's context.
 
     Rounds of one row then fit as well: SGLang ends a request two tokens before its context's end,
     and runs it once more at most.
 
     Args:
-        committed: tokens of each request that the host knows of. Under overlap scheduling one more
-            round may be running, which adds a block at most.
+        committed: tokens of each request that the host knows of.
+        running: rows of the round that may still run under overlap scheduling; 0 without.
     """
-    return max(committed) + 2 * block < context
+    return max(committed) + running + block < context
 
 
 class WidthStates:
@@ -187,11 +187,17 @@ class WidthWorker(OneRowWorker):
             self._share if ranks else None,
             alone=self.device == "cpu" and not server_args.disable_overlap_schedule,
         )
+        self._overlap = not server_args.disable_overlap_schedule
         self._has_one_row, self._warned = not self._whole_blocks_only(), False
+        self._end_requests_early()
         self._rounds_width = self.block
         # Width 1 is for stateful processors and the ends of contexts at least.
         self._states = WidthStates(self, setting.widths, eager=(1,) if self._has_one_row else ())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
+
+    def _end_requests_early(self) -> None:
+        """Where every round is a whole block: ``dflash_seams.end_requests_early`` reads it."""
+        self.target_worker.rows_past_the_end = 0 if self._has_one_row else 2 * self.block
 
     def _share(self, table: Table) -> Table:
         """Rank 0's table on every rank; seam: the tensor-parallel group of CPU tensors."""
@@ -222,8 +228,8 @@ class WidthWorker(OneRowWorker):
     def _needs_one_row(self) -> bool:
         """Whether nothing may be drafted in the round that starts.
 
-        Warns once where a stateful processor needs it and the server cannot; such a server has no
-        full contexts (``start_checks``).
+        Warns once where a stateful processor needs it and the server cannot; such a server ends
+        requests early (``dflash_seams.end_requests_early``).
         """
         if not self._has_one_row:
             if not self._warned and keeps_notes(self._info):
@@ -236,7 +242,8 @@ class WidthWorker(OneRowWorker):
             return False
         context = self.target_worker.model_runner.model_config.context_len
         committed = (req.kv.kv_committed_len for req in self.requests.reqs)
-        return keeps_notes(self._info) or not block_fits(committed, self.block, context)
+        running = self._rounds_width if self._overlap else 0
+        return keeps_notes(self._info) or not block_fits(committed, running, self.block, context)
 
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""

@@ -8,33 +8,46 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hyperdflash.serving import width_worker
+from sglang_hyperdflash.serving.dflash_seams import end_requests_early
 from sglang_hyperdflash.serving.width_worker import WidthWorker
 
 CONTEXT = 100
 
 
-def worker(block: int) -> WidthWorker:
+def worker(block: int, overlap: bool = True) -> WidthWorker:
     """A worker that asks whether a round may draft, and nothing else."""
     found = object.__new__(WidthWorker)
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
     found._target_worker = SimpleNamespace(model_runner=runner)
     found.block, found._has_one_row = block, True
+    found._overlap, found._rounds_width, found._warned = overlap, block, True
     found._info = SimpleNamespace(custom_logit_processor=None)
     return found
 
 
-def last_positions(block: int, prompt: int, overlap: bool, draw: random.Random) -> list[int]:
+def last_positions(
+    block: int, prompt: int, overlap: bool, draw: random.Random, *, whole_blocks: bool = False
+) -> list[int]:
     """The last position of each round of a request that fills its context.
 
-    SGLang ends it at ``CONTEXT - 2`` tokens, counted when the host has read a round's result:
-    under overlap scheduling one round late.
+    SGLang ends it at ``CONTEXT - 2`` tokens, earlier where every round is a whole block, counted
+    when the host has read a round's result: under overlap scheduling one round late.
     """
-    rounds, request = worker(block), SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt))
+    rounds, request = (
+        worker(block, overlap),
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt)),
+    )
     rounds.requests = SimpleNamespace(reqs=[request])
+    rounds._has_one_row = not whole_blocks
+    rounds._end_requests_early()
+    info = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
+    longest = end_requests_early(info, rounds.target_worker)[4]
     # Tokens with K/V, as the device has it; the next token is the anchor.
     length, unread, last = prompt, [], []
-    while request.kv.kv_committed_len + 1 < CONTEXT - 2:
-        width = 1 if rounds._needs_one_row() else draw.randint(1, block)
+    while request.kv.kv_committed_len + 1 < longest - 1:
+        free = block if whole_blocks else draw.randint(1, block)
+        width = 1 if rounds._needs_one_row() else free
+        rounds._rounds_width = width
         last.append(length + width - 1)
         kept = draw.choice((1, width))
         length += kept
@@ -54,6 +67,22 @@ def test_no_round_passes_the_end_of_a_context(block, overlap):
             assert max(last) < CONTEXT
             # The position that answers the last token was computed.
             assert max(last) >= CONTEXT - 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("block", [2, 7, 16])
+def test_whole_blocks_alone_end_requests_before_the_end_of_a_context(block, overlap):
+    draw = random.Random(0)
+    for prompt in range(1, CONTEXT - 6 - 2 * block):
+        last = last_positions(block, prompt, overlap, draw, whole_blocks=True)
+        assert block - 1 <= max(last) < CONTEXT
+
+
+def test_only_these_servers_end_requests_early():
+    info = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
+    assert end_requests_early(info, SimpleNamespace()) == info
+    found = end_requests_early(info, SimpleNamespace(rows_past_the_end=14))
+    assert found == (0, 0, 0, 0, CONTEXT - 15, CONTEXT - 20, *range(6))
 
 
 def test_blocks_are_drafted_until_the_end_is_near_and_every_request_counts():

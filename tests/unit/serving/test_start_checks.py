@@ -73,24 +73,6 @@ def test_a_bad_draft_temperature_is_refused_before_the_target_loads(arguments, m
         checks.validate_server_args(arguments)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("enable_dp_attention", True),
-        ("attn_dp_size", 2),
-        ("enable_two_batch_overlap", True),
-        ("enable_pd_role_switch", True),
-    ],
-)
-def test_whole_blocks_need_positions_past_the_context(arguments, name, value):
-    """Their last two blocks may pass its end, where rotary tables have no row."""
-    setattr(arguments, name, value)
-    with pytest.raises(HyperDFlashConfigError, match=r"at most 2034 .*2048.*found 2048"):
-        checks.validate_server_args(arguments)
-    arguments.context_length = 2034
-    checks.validate_server_args(arguments)
-
-
 @pytest.mark.parametrize("architecture, served", [("HYV4ForCausalLM", False), (None, True)])
 def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architecture, served):
     raw = json.loads((Path(arguments.model_path) / "config.json").read_text())

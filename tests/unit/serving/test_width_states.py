@@ -437,7 +437,7 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
         forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False, extend_num_tokens=None
     )
     worker._info = SimpleNamespace(custom_logit_processor=entries)
-    worker._has_one_row = True
+    worker._has_one_row = worker._overlap = True
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=100))
     worker._target_worker = SimpleNamespace(model_runner=runner)
     assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]

@@ -7,15 +7,20 @@ the starting *thread* ends, and SGLang's own children ask for theirs after secon
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 
 # Reads the group's id, then waits for the end of its input: it ends with whoever holds the other
-# end, however that process ends.
-GUARD = 'read -r group || exit 0; read -r _; kill -s KILL -- "-$group" 2>/dev/null'
+# end, however that process ends. What stops a whole session or cgroup sends SIGTERM here, too.
+GUARD = """trap '' HUP INT TERM
+read -r group || exit 0
+read -r _
+kill -s KILL -- "-$group" 2>/dev/null"""
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -33,16 +38,36 @@ class GroupGuard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._group: int | None = None
+        _guards.add(self)
 
     def watch(self, group: int) -> None:
         """Take charge of a process group: the id of the process that leads it."""
+        self._group = group
         self._shell.stdin.write(b"%d\n" % group)
         self._shell.stdin.flush()
 
     def kill(self) -> None:
         """Kill the group, or nothing if none is watched, and end the guard. Repeating is safe."""
+        if self._shell.returncode is None:
+            if self._group is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._group, signal.SIGKILL)
+            self._shell.kill()
         self._shell.stdin.close()
         self._shell.wait()
+
+
+_guards: weakref.WeakSet[GroupGuard] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A forked child would keep the guards' pipes open, and its parent's servers with them."""
+    for guard in _guards:
+        guard._shell.stdin.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextlib.contextmanager

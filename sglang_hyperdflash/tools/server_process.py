@@ -40,6 +40,14 @@ def free_port() -> int:
     raise OSError(f"found no free port in {SERVER_PORTS}")
 
 
+def _bypass_proxies() -> None:
+    """Reach servers on loopback directly, here and from their own warm-up."""
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = os.environ.get(name, "")
+        if "127.0.0.1" not in hosts.split(","):
+            os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1", "localhost"]))
+
+
 def reason_of(text: str) -> str:
     """What the body of a server's refusal says, without the JSON around it."""
     try:
@@ -85,6 +93,7 @@ class Server:
         self.log = log
         self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
+        _bypass_proxies()
         env = {**os.environ, **(environment or {})}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)

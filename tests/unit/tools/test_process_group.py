@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
 
 # A server with a child that ignores every polite signal.
@@ -101,6 +102,59 @@ def test_no_server_outlives_its_command(tmp_path, number, code):
         command.wait()
         for pid in [pid for session in sessions for pid in members(session)]:
             os.kill(pid, signal.SIGKILL)
+
+
+def started(tmp_path) -> Server:
+    """A server with its child running."""
+    server = Server("any", log=tmp_path / "log", launcher=(sys.executable, "-c", SERVER))
+    wait_until(lambda: "child" in server.log.read_text(), 60, "no child started")
+    return server
+
+
+def test_a_signal_to_the_guard_leaves_no_process(tmp_path):
+    """Found as: after SIGTERM of a whole cgroup a child that ignores it outlived ``stop``."""
+    server = started(tmp_path)
+    session = server.process.pid
+    server._guard._shell.terminate()
+    time.sleep(0.2)
+    server.stop()
+    wait_until(lambda: not members(session), 5, "processes were left")
+
+
+def test_a_forked_child_does_not_keep_servers(tmp_path):
+    """Found as: ``stop`` hung as long as a forked child of the command lived."""
+    server = started(tmp_path)
+    session, child = server.process.pid, os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        server._guard._shell.stdin.close()  # as at the end of this process
+        wait_until(lambda: not members(session), 5, "the child keeps the guard's pipe open")
+        server.stop()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_proxy_is_not_asked_for_loopback(tmp_path, monkeypatch):
+    """Found as: a server behind ``http_proxy`` never became ready."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    health = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+    launcher = (sys.executable, "-c", health)
+    with Server("any", log=tmp_path / "log", launcher=launcher) as server:
+        server.wait(30)
+    assert os.environ["no_proxy"] == "example.org,127.0.0.1,localhost"
 
 
 def test_a_signal_while_a_process_starts_is_answered_when_it_is_held():

@@ -80,9 +80,9 @@ COMMANDS = {
 }
 
 
+@exit_on_signals()
 def main(argv: list[str] | None = None) -> int:
     """Run a command; 0, 1 when a unit failed, 2 for what the user must fix, 130 for Ctrl-C."""
-    exit_on_signals()
     try:
         args = parse(argv)
         return COMMANDS[args.command](args)

@@ -28,9 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@exit_on_signals()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; user errors print one line on stderr and give exit code 2."""
-    exit_on_signals()
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)

@@ -94,14 +94,21 @@ def signals_deferred() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def exit_on_signals() -> None:
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a command as Ctrl-C does: with its clean-up, exit code 128 + n.
 
-    A signal that is ignored (``nohup``) stays ignored.
+    A signal that is ignored (``nohup``) stays ignored. After the command a signal ends the process
+    at once: an exception would be raised in the middle of Python's shutdown.
     """
-    for number in ENDING:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _exit)
+    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

@@ -30,7 +30,8 @@ from pathlib import Path
 from sglang_hyperdflash.tools.process_group import exit_on_signals
 from sglang_hyperdflash.tools.server_process import Server
 
-exit_on_signals()
+signals = exit_on_signals()
+signals.__enter__()
 found = []
 
 def start(name):
@@ -161,11 +162,11 @@ def test_a_signal_while_a_process_starts_is_answered_when_it_is_held():
     script = """
 import os, signal
 from sglang_hyperdflash.tools.process_group import exit_on_signals, signals_deferred
-exit_on_signals()
-with signals_deferred():
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("held", flush=True)
-print("not reached")
+with exit_on_signals():
+    with signals_deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("held", flush=True)
+    print("not reached")
 """
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
@@ -173,14 +174,33 @@ print("not reached")
     assert (ended.returncode, ended.stdout) == (143, "held\n")
 
 
+def test_a_signal_to_a_command_that_has_ended_prints_no_traceback():
+    """Found as: torchrun ended a failed training's processes while Python shut them down."""
+    script = """
+import atexit, os, signal
+from sglang_hyperdflash.tools.process_group import exit_on_signals
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+@exit_on_signals()
+def main():
+    return 2
+
+raise SystemExit(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, "")
+
+
 def test_a_command_under_nohup_goes_on_after_a_hang_up():
     script = """
 import os, signal
 from sglang_hyperdflash.tools.process_group import exit_on_signals, signals_deferred
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-exit_on_signals()
-os.kill(os.getpid(), signal.SIGHUP)
-with signals_deferred():
+with exit_on_signals():
     os.kill(os.getpid(), signal.SIGHUP)
+    with signals_deferred():
+        os.kill(os.getpid(), signal.SIGHUP)
 """
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
+from sglang_hyperdflash.tools.chat_template import TemplateRefused
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
@@ -90,18 +90,6 @@ def room_for(tokens: int, limit: int) -> int:
 def skipped_path(output: Path) -> Path:
     """The path of the list of refused prompts."""
     return output.with_name(f"{output.stem}.skipped.jsonl")
-
-
-def rendered(tokenizer, messages: Sequence[dict[str, str]], where: str, **template: Any) -> str:
-    """A conversation's text up to its next answer; arguments as in ``chat_template.render``.
-
-    Raises:
-        Refused: the template refuses the conversation. HyperDFlashConfigError: there is none.
-    """
-    try:
-        return render(tokenizer, messages, prompt=True, where=where, **template)
-    except TemplateRefused as error:
-        raise Refused(error.reason) from error
 
 
 class Skipped:
@@ -262,9 +250,9 @@ async def converse(
     for number, step in enumerate(conversation.steps, 1):
         try:
             text, more = await generate([*messages, *step])
-        except Refused as error:
+        except (Refused, TemplateRefused) as error:
             turn = f"turn {number}: " if conversation.text is None else ""
-            return messages, found, f"{turn}{error}"
+            return messages, found, f"{turn}{getattr(error, 'reason', error)}"
         messages += [*step, {"role": "assistant", "content": text}]
         found.append(more)
     return messages, found, None

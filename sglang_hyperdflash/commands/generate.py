@@ -24,7 +24,6 @@ from sglang_hyperdflash.commands.answers import (
     Messages,
     converse,
     hold_answers,
-    rendered,
     room_for,
     sampling_of,
 )
@@ -32,7 +31,7 @@ from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
-from sglang_hyperdflash.tools.chat_template import check_template
+from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
@@ -281,7 +280,7 @@ class Asker:
         """The input of the next answer; raises ``Refused``."""
         if prompt.text is not None:
             return self.tokenizer.encode(prompt.text, add_special_tokens=True)
-        text = rendered(self.tokenizer, messages, prompt.where)
+        text = render(self.tokenizer, messages, prompt=True, where=prompt.where)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def _generate(self, tokens: list[int]) -> tuple[str, dict[str, Any]]:

@@ -28,14 +28,13 @@ from sglang_hyperdflash.commands.answers import (
     Refused,
     converse,
     hold_answers,
-    rendered,
     room_for,
     sampling_of,
 )
 from sglang_hyperdflash.commands.generate import json_option
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.files import TargetFiles, load_tokenizer
-from sglang_hyperdflash.tools.chat_template import check_template
+from sglang_hyperdflash.tools.chat_template import check_template, render
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
@@ -163,7 +162,7 @@ class Client:
         """Ask every user turn: the record, how many answers it holds, why it ends early."""
 
         async def generate(messages: Messages) -> tuple[str, dict[str, Any]]:
-            text = rendered(self.tokenizer, messages, task.where, **self.template)
+            text = render(self.tokenizer, messages, prompt=True, where=task.where, **self.template)
             prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             output, text = await self._generate(prompt)
             self.tokens += len(output)

@@ -16,7 +16,7 @@ from torch import nn
 
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.portable.mhc import HyperConnection
-from sglang_hyperdflash.tools.errors import UnsupportedTarget
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # (layer index, q [N, heads, d], kv [N, d], sinks [heads]) -> [N, heads, d]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ def check_config(config) -> None:
     }
     for name, (found, allowed) in expected.items():
         if not found <= allowed:
-            raise UnsupportedTarget(
+            raise HyperDFlashConfigError(
                 f"the portable DeepSeek-V4 target supports {name} in {sorted(map(str, allowed))}; "
                 f"this config has {sorted(map(str, found))}. Serve it with SGLang's own "
                 "DeepseekV4ForCausalLM on a GPU."

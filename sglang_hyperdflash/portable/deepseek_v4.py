@@ -18,7 +18,7 @@ from torch import nn
 
 from sglang_hyperdflash.portable.core import DeepseekV4Core
 from sglang_hyperdflash.portable.weights import load_core, sent_in_parts, shard_rows
-from sglang_hyperdflash.tools.errors import UnsupportedTarget
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 class PortableDeepSeekV4ForCausalLM(nn.Module):
@@ -27,9 +27,9 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
         if quant_config is not None:
-            raise UnsupportedTarget("the portable DeepSeek-V4 target supports no quantisation.")
+            raise HyperDFlashConfigError("the portable target supports no quantization.")
         if config.v_head_dim != config.head_dim:
-            raise UnsupportedTarget(
+            raise HyperDFlashConfigError(
                 f"the portable DeepSeek-V4 target reads K and V from a head of {config.head_dim}; "
                 f"v_head_dim is {config.v_head_dim} (SGLang's default when config.json has none). "
                 f'Set "v_head_dim": {config.head_dim} in config.json.'

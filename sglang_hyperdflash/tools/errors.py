@@ -11,10 +11,6 @@ class HyperDFlashConfigError(HyperDFlashError, ValueError):
     """A checkpoint, option, file or request that cannot work."""
 
 
-class UnsupportedTarget(HyperDFlashError, ValueError):
-    """A DeepSeek-V4 config with a feature the portable target does not have."""
-
-
 class SeamError(HyperDFlashError, RuntimeError):
     """SGLang is not the version that a hook was written for, or a hooked function changed."""
 

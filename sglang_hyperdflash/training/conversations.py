@@ -22,13 +22,8 @@ from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.training.samples import Sample
 
 Messages = list[dict[str, str]]
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
+_ROLES = {"system": "system", "user": "user", "human": "user"}
+_ROLES |= {"assistant": "assistant", "gpt": "assistant"}
 HUB = "hub:"
 
 

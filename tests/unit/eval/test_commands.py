@@ -23,7 +23,6 @@ from sglang_hyperdflash.tools.errors import (
     HyperDFlashConfigError,
     SeamError,
     ServerFailed,
-    UnsupportedTarget,
 )
 from sglang_hyperdflash.tools.ownership import lock
 from tests.unit.eval.fake_server import run_command
@@ -61,7 +60,6 @@ def test_bad_commands_say_what_to_do(tmp_path, capsys, options, message):
         EvalError("what"),
         ServerFailed("server exited with code 1:\nTraceback\n  File\nOSError: port"),
         HyperDFlashConfigError("what"),
-        UnsupportedTarget("what"),
         SeamError("what"),
         requests.ConnectionError("refused"),
         FileNotFoundError(2, "No such file", "x"),

@@ -12,7 +12,7 @@ from sglang_hyperdflash.portable.core import DeepseekV4Core, check_config
 from sglang_hyperdflash.portable.mhc import sinkhorn
 from sglang_hyperdflash.portable.weights import load_core, sent_in_parts
 from sglang_hyperdflash.targets.weight_names import core_name
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, UnsupportedTarget
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.local_target import LocalTarget
 
 TOLERANCE = 1e-4
@@ -154,7 +154,7 @@ def config_with(**changes) -> DeepseekV4Config:
     ],
 )
 def test_other_configs_are_refused_by_name(changes, field):
-    with pytest.raises(UnsupportedTarget, match=field):
+    with pytest.raises(HyperDFlashConfigError, match=field):
         check_config(config_with(**changes))
 
 

@@ -133,7 +133,6 @@ SOURCES = {
     f"{OPS}.spec_tree:verify_tree_greedy_func": "dae05d6e8dcf",
     f"{OPS}.eagle:fill_bonus_tokens_func": "0c0844c876f9",
     f"{OPS}.gather_spec_extras:gather_spec_extras": "d2e35aaf6abd",
-    "sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu": "5c279ce84a76",
 }
 _FACTORY_REASON = "SGLang's factory of draft attention knows its own backends only"
 SEAMS = (
@@ -146,8 +145,15 @@ SEAMS = (
             eagle_ops.verify_chain_greedy,
             eagle_ops.fill_bonus_tokens,
             eagle_ops.gather_spec_extras,
-            keep_overlap,
         ),
+    ),
+    Seam(
+        "sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu",
+        "replace",
+        keep_overlap,
+        ("server_args",),
+        "5c279ce84a76",
+        "overlap scheduling works on this platform",
     ),
     Seam(
         f"{FACTORY}.create_decode_backend",

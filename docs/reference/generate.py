@@ -153,8 +153,9 @@ def environment() -> str:
 
 def sampling_parameters() -> str:
     about = (
-        "*Exact*: the same output distribution, or with a seed the same tokens, as without "
-        "speculation.\n*Host*: SGLang's own code on the accepted tokens.\n"
+        "*Exact*: the same output distribution as without speculation, and under its conditions "
+        "the same tokens\n([seeds](../sampling.md#requests-with-a-seed)). *Host*: SGLang's own "
+        "code on the accepted tokens.\n"
     )
     rows = [(code(name), how, code(test)) for name, (how, test) in PARAMETERS.items()]
     return page("Sampling parameters", about, table(("parameter", "served", "tested by"), rows))
@@ -171,9 +172,10 @@ def hook(seam: Seam) -> tuple[str, ...]:
 
 def hooks() -> str:
     about = (
-        "Every function of SGLang that this package changes. *around*: called with the original "
-        "function; *after*: called with its\nresult; *replace*: called in its place. At start each "
-        "one's parameters and source are compared with those of the\npinned SGLang version.\n"
+        "Every hooked function of SGLang; other uses of its internals are named in docstrings.\n"
+        "*around*: called with the original function; *after*: called with its result; *replace*: "
+        "called in its place.\nAt start each one's parameters and source are compared with those "
+        "of the pinned SGLang version.\n"
     )
     head = ("SGLang's function", "kind", "parameters", "hook", "reason")
     parts = [

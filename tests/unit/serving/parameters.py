@@ -3,16 +3,18 @@
 ``docs/reference/sampling_parameters.md`` is made from this; ``test_parameters.py`` checks it.
 """
 
+_FILTER = "exact: the same distribution"
+_SEED = "exact: the same tokens if no request of the batch has top-k, top-p or min-p"
 _SERVED = {
     "test_exact.py::test_a_seed_gives_the_baselines_tokens": {
         "temperature": "exact",
-        "top_k": "exact",
-        "top_p": "exact",
-        "min_p": "exact",
+        "top_k": _FILTER,
+        "top_p": _FILTER,
+        "min_p": _FILTER,
         "logit_bias": "exact",
     },
-    "test_exact.py::test_a_random_drafter_changes_nothing": {"sampling_seed": "exact"},
-    "test_exact.py::test_openais_seed_is_the_seed": {"seed": "exact"},
+    "test_exact.py::test_a_random_drafter_changes_nothing": {"sampling_seed": _SEED},
+    "test_exact.py::test_openais_seed_is_the_seed": {"seed": _SEED},
     "test_exact.py::test_choices_without_a_seed_differ": {"n": "exact"},
     "test_exact.py::test_penalties_are_exact_at_temperature_zero": {
         "frequency_penalty": "exact",
@@ -57,6 +59,13 @@ _SERVED = {
     "test_api.py::test_sglang_itself_refuses_beams_and_watermarks": {
         "beam_width": "refused by SGLang with any speculation",
         "watermark": "refused by SGLang at start with any algorithm of a plugin",
+    },
+    "test_api.py::test_hidden_states_get_400_and_the_server_goes_on": {
+        "return_hidden_states": "refused with HTTP 400"
+    },
+    "test_exact.py::test_a_broken_row_does_not_end_its_batchmates_sampling_mask": {
+        "return_sampling_mask": "exact; SGLang refuses it with `min_p`, and when sampling without "
+        "a finite `top_k`"
     },
 }
 # Parameter to how it is served and the test.

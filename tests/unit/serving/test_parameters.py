@@ -25,8 +25,8 @@ INTERNAL = {
 }
 # Of OpenAI's requests: what is said to whom, and how the answer is sent.
 NOT_SAMPLING = {"model", "prompt", "messages", "stream_options", "user"}
-# SGLang's extension of both under a name of their own.
-EXTENSIONS = {"min_tokens"}
+# SGLang's extensions of requests that change how they are served.
+EXTENSIONS = {"min_tokens", "return_hidden_states", "return_sampling_mask"}
 
 
 def openais(request: type, first: str) -> set[str]:
@@ -98,7 +98,7 @@ def test_a_test_that_never_names_a_parameter_is_noticed():
 
 def test_only_sglangs_own_refusals_are_left():
     refused = {name for name, (served, _) in PARAMETERS.items() if served.startswith("refused")}
-    assert refused == {"beam_width", "watermark"}
+    assert refused == {"beam_width", "watermark", "return_hidden_states"}
     # No hook of ours looks at a request before it is admitted.
     assert not [seam for seam in ALL_SEAMS if "validate_dflash_request" in seam.target]
 

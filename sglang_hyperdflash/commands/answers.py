@@ -18,9 +18,9 @@ from sglang_hyperdflash.tools.chat_template import TemplateRefused
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
+from sglang_hyperdflash.training.conversations import Messages
 
 SHOWN = 5  # printed lines of a list; the rest is in its file
-Messages = list[dict[str, str]]
 ENTRY = {"index", "digest", "where", "reason", "answered"}  # of the list of refused prompts
 
 

@@ -55,10 +55,8 @@ def platform() -> str:
     """The platform that SGLang chose."""
     from sglang.srt.platforms import current_platform
 
-    chosen = repr(current_platform)
-    if torch.cuda.is_available():
-        return f"{chosen}: {torch.cuda.get_device_name()}"
-    return f"{chosen}: torch finds no CUDA device"
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device found"
+    return f"{current_platform!r}: {cuda}"
 
 
 def kernels() -> str:
@@ -74,9 +72,8 @@ def kernels() -> str:
         reducer.randomise()
         check_kernels(reducer, torch.ones(d, device=device, dtype=dtype))
     sizes = ", ".join(f"{m} x {d}" for m, d in REDUCERS)
-    return (
-        f"{'triton' if device == 'cuda' else 'torch'} reducer agrees with the reference ({sizes})"
-    )
+    kind = "triton" if device == "cuda" else "torch"
+    return f"{kind} reducer agrees with the reference ({sizes})"
 
 
 CHECKS: dict[str, Callable[[], str]] = {

@@ -21,7 +21,6 @@ from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.commands.answers import (
     Answers,
     Conversation,
-    Messages,
     converse,
     hold_answers,
     room_for,
@@ -38,6 +37,7 @@ from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.server_process import Server
+from sglang_hyperdflash.training.conversations import Messages
 
 KIND = "hyperdflash generate"
 # Server arguments that --engine-args may not set, and what to do instead.

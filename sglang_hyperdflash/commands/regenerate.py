@@ -24,7 +24,6 @@ import requests
 from sglang_hyperdflash.commands.answers import (
     Answers,
     Conversation,
-    Messages,
     Refused,
     converse,
     hold_answers,
@@ -39,7 +38,7 @@ from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.tools.server_process import reason_of
-from sglang_hyperdflash.training.conversations import HUB, read_conversations
+from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
 
 KIND = "hyperdflash regenerate"
 ATTEMPTS, PAUSE = 3, 2.0  # seconds before the second attempt, doubled for each further one

@@ -153,9 +153,9 @@ def environment() -> str:
 
 def sampling_parameters() -> str:
     about = (
-        "*Exact*: the same output distribution as without speculation, and under its conditions "
-        "the same tokens\n([seeds](../sampling.md#requests-with-a-seed)). *Host*: SGLang's own "
-        "code on the accepted tokens.\n"
+        "*Exact*: the same output distribution as without speculation; with a seed the same tokens "
+        "too, on\n[two conditions](../sampling.md#requests-with-a-seed). *Host*: SGLang's own code "
+        "on the accepted tokens.\n"
     )
     rows = [(code(name), how, code(test)) for name, (how, test) in PARAMETERS.items()]
     return page("Sampling parameters", about, table(("parameter", "served", "tested by"), rows))

@@ -99,9 +99,11 @@ def exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a command as Ctrl-C does: with its clean-up, exit code 128 + n.
 
     A signal that is ignored (``nohup``) stays ignored. After the command a signal ends the process
-    at once: an exception would be raised in the middle of Python's shutdown.
+    at once: an exception would be raised in the middle of Python's shutdown. Outside the main
+    thread, where no handler runs, nothing changes.
     """
-    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    main = threading.current_thread() is threading.main_thread()
+    ours = [n for n in ENDING if main and signal.getsignal(n) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, _exit)
     try:

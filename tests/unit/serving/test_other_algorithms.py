@@ -8,7 +8,7 @@ from tests.unit.serving.v4_shapes import DSPARK, SHAPES, V41, target_folder
 from tests.unit.serving.v4_start import start
 
 NODE = {"gpu_gib": 141.0, "weights_gib": 40.0}
-METHODS = ("none", "EAGLE", "DSPARK")
+METHODS = ("baseline", "EAGLE", "DSPARK")
 # Drawn anew by every start.
 RANDOM = {"random_seed"}
 
@@ -46,7 +46,7 @@ def test_the_draft_of_dspark_is_sized_by_sglang(answers):
         budgets = {method: answers[0][f"{name} {method}"]["budget"] for method in METHODS}
         dspark, eagle = budgets["DSPARK"], budgets["EAGLE"]
         assert dspark["draft_bytes_per_token"] == pytest.approx(eagle["draft_bytes_per_token"])
-        assert 0 < dspark["tokens"] < budgets["none"]["tokens"]
+        assert 0 < dspark["tokens"] < budgets["baseline"]["tokens"]
         layers = shape["num_hidden_layers"]
         plain = dspark["bytes_per_token"] - dspark["draft_bytes_per_token"]
         assert dspark["bytes_per_token"] == pytest.approx(plain * (layers + 1) / layers, rel=1e-9)

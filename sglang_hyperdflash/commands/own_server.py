@@ -67,10 +67,9 @@ async def ask(server: Server, **payload: Any) -> dict[str, Any]:
     Raises:
         Refused: the server does not take it. ServerFailed: it ended.
     """
-    unlimited = aiohttp.ClientTimeout(total=None)
     try:
         async with (
-            aiohttp.ClientSession(timeout=unlimited) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
             session.post(f"{server.url}/generate", json=payload) as reply,
         ):
             if reply.status == 400:

@@ -128,11 +128,11 @@ def _replacement(target: str, function: Callable) -> Seam:
 
 
 SOURCES = {
-    f"{OPS}.cache_locs:assign_draft_cache_locs_contiguous_func": "fffc7b57bab5",
-    f"{OPS}.spec_tree:build_tree_kernel_efficient_func": "b137949fdf7e",
-    f"{OPS}.spec_tree:verify_tree_greedy_func": "dae05d6e8dcf",
-    f"{OPS}.eagle:fill_bonus_tokens_func": "0c0844c876f9",
-    f"{OPS}.gather_spec_extras:gather_spec_extras": "d2e35aaf6abd",
+    f"{OPS}.cache_locs:assign_draft_cache_locs_contiguous_func": "adfee8f11f73",
+    f"{OPS}.spec_tree:build_tree_kernel_efficient_func": "7fad01585e8a",
+    f"{OPS}.spec_tree:verify_tree_greedy_func": "c35ecd5dc8ac",
+    f"{OPS}.eagle:fill_bonus_tokens_func": "cc1e34c81631",
+    f"{OPS}.gather_spec_extras:gather_spec_extras": "3d88bb6dabbb",
 }
 _FACTORY_REASON = "SGLang's factory of draft attention knows its own backends only"
 SEAMS = (
@@ -152,7 +152,7 @@ SEAMS = (
         "replace",
         keep_overlap,
         ("server_args",),
-        "5c279ce84a76",
+        "02d658594cec",
         "overlap scheduling works on this platform",
     ),
     Seam(
@@ -160,7 +160,7 @@ SEAMS = (
         "around",
         draft_decode_backend,
         ("self",),
-        "b3cbdb7aa4df",
+        "7020e8c0c0b1",
         _FACTORY_REASON,
     ),
     Seam(
@@ -168,7 +168,7 @@ SEAMS = (
         "around",
         draft_extend_backend,
         ("self",),
-        "fbf02eb137b2",
+        "e2209db3c90a",
         _FACTORY_REASON,
     ),
     Seam(
@@ -176,7 +176,7 @@ SEAMS = (
         "after",
         portable_residual_width,
         ("hf_config", "hidden_size", "hc_mult"),
-        "954351f24688",
+        "acf82cc49b1d",
         "EAGLE sizes its buffers by the width that the portable NextN layer reads",
     ),
 )

@@ -174,8 +174,8 @@ def hooks() -> str:
     about = (
         "Every hooked function of SGLang; other uses of its internals are named in docstrings.\n"
         "*around*: called with the original function; *after*: called with its result; *replace*: "
-        "called in its place.\nAt start each one's parameters and source are compared with those "
-        "of the pinned SGLang version.\n"
+        "called in its place.\nAt start the parameters and syntax tree of each one are compared "
+        "with those of the pinned SGLang version.\n"
     )
     head = ("SGLang's function", "kind", "parameters", "hook", "reason")
     parts = [

@@ -30,7 +30,7 @@ SEAMS = (
         "after",
         draft_kv_of_all_layers,
         ("self", "server_args", "gpu_id", "nccl_port", "target_worker"),
-        "94c547064b01",
+        "c6c8b572f6f4",
         "a CPU writes draft K/V layer by layer, in ninety operations",
     ),
     Seam(
@@ -49,7 +49,7 @@ SEAMS = (
             "k_out",
             "v_out",
         ),
-        "50887806aa49",
+        "c7a956787248",
         "norm and RoPE of all layers' draft K are a Triton kernel",
     ),
     Seam(
@@ -57,7 +57,7 @@ SEAMS = (
         "after",
         no_triton_rope,
         ("self", "config", "layer_id", "quant_config", "prefix"),
-        "a3f49ffdee1f",
+        "03ca3f5e0ec5",
         "the fused q/k norm and RoPE of the draft layers is a Triton kernel",
     ),
     Seam(
@@ -72,7 +72,7 @@ SEAMS = (
             "out_cache_loc",
             "batch_size",
         ),
-        "fdbe87d4a60c",
+        "38afebdebbbc",
         "the request-to-token writer of speculative decoding is a Triton kernel",
     ),
     Seam(
@@ -80,7 +80,7 @@ SEAMS = (
         "replace",
         last_slots,
         ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
-        "b14bba7a1b96",
+        "b13e5670f932",
         "with pages of several tokens, where a request's last one ends is found by a Triton kernel",
     ),
 )

@@ -68,7 +68,7 @@ SEAMS = (
         "replace",
         memory_of_this_process,
         (),
-        "eea369dced06",
+        "96c5f51c9488",
         "the host's free memory depends on every other process",
     ),
     Seam(
@@ -76,7 +76,7 @@ SEAMS = (
         "after",
         bound_kv,
         ("self", "pre_model_load_memory"),
-        "6ec7533cd782",
+        "4d54d290be83",
         "a CPU platform would give most of the machine to the K/V of a tiny model",
     ),
 )

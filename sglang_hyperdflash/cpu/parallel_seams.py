@@ -45,7 +45,7 @@ SEAMS = (
         "around",
         ranks_share_a_node,
         ("device",),
-        "edf673cd20fb",
+        "a97202ca9092",
         "SGLang's CPU start-up refuses more ranks than NUMA nodes",
     ),
     Seam(
@@ -53,7 +53,7 @@ SEAMS = (
         "around",
         unpadded_heads,
         ("model_config", "load_config", "tp_size"),
-        "fcbd518636d1",
+        "7ea0f5579da6",
         "SGLang's CPU start-up pads head counts in the config to the number of ranks",
     ),
     Seam(
@@ -61,7 +61,7 @@ SEAMS = (
         "around",
         gather_over_gloo,
         ("self", "output", "input"),
-        "6c3b3198a56c",
+        "5d02718ce1e7",
         "the gather of draft candidates is a custom operator without a CPU kernel",
     ),
 )

@@ -32,7 +32,7 @@ SEAMS = (
         "replace",
         torch_murmur_hash,
         ("seed", "positions", "col_indices"),
-        "b3fb6ecfaff0",
+        "e64f1438fc8f",
         "the hash of seeded sampling needs sgl_kernel on a CPU",
     ),
     Seam(
@@ -40,7 +40,7 @@ SEAMS = (
         "replace",
         keep_matrix_products,
         ("self",),
-        "50c417a13a23",
+        "aed9bf16c7b5",
         "batch-invariant matrix products are Triton kernels",
     ),
     Seam(
@@ -48,7 +48,7 @@ SEAMS = (
         "replace",
         torch_topk,
         ("scores", "k"),
-        "36f02c6d2f2b",
+        "557d40442b7a",
         "the top-k of draft candidates is FlashInfer's where that is installed",
     ),
 )

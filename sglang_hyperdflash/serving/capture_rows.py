@@ -78,7 +78,7 @@ SEAMS = (
             "extend_input_len",
             "store",
         ),
-        "eaa916a9a56f",
+        "d0873b938e4b",
         "captured residuals go to disk, not through two processes as Python numbers",
         only_with=CAPTURE_FOLDER,
     ),

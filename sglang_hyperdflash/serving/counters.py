@@ -150,7 +150,7 @@ SEAMS = (
         "after",
         start_counting,
         ("self",),
-        "de5d77fb9b95",
+        "d8e5bb476566",
         "what ends the first request is counted too",
     ),
     Seam(
@@ -159,7 +159,7 @@ SEAMS = (
         "after",
         count_round,
         ("self", "result", "batch"),
-        "d79752842869",
+        "55fb7d0578fe",
         "per-position acceptance is not in SGLang's metrics",
     ),
 )

@@ -70,7 +70,7 @@ SEAMS = (
         "after",
         suppress_aux_capture,
         ("server_args", "model_config", "spec_algorithm", "is_draft_worker"),
-        "4c68279a2634",
+        "f7606bcecd55",
         "the pre-collapse residual must reach the worker, not captured layers",
     ),
     Seam(
@@ -78,7 +78,7 @@ SEAMS = (
         "after",
         keep_draft_embedding_dtype,
         ("self", "forward_batch", "pp_proxy_tensors"),
-        "2fb8dbbf8d79",
+        "8180a08c94fc",
         "draft embeddings are cast to bfloat16 whatever the draft's dtype",
     ),
     Seam(
@@ -86,7 +86,7 @@ SEAMS = (
         "after",
         room_for_two_blocks,
         (),
-        "a42a90b1f003",
+        "8a67a4f8bf10",
         "slots reserved at a context's end must not pass the request's row",
     ),
     Seam(
@@ -94,7 +94,7 @@ SEAMS = (
         "after",
         end_requests_early,
         ("self",),
-        "12e6cdfc4b57",
+        "4f2c7bfa5a36",
         "where a round cannot be one row, the last blocks of a full context would pass its end",
     ),
 )

@@ -173,7 +173,7 @@ SEAMS = (
         "after",
         expose_residual,
         ("self",),
-        "bf6781e45efd",
+        "1a4eb8820ed6",
         "HY-V4 and GLM-5-next collapse their residual before they return",
     ),
 )

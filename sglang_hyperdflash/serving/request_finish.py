@@ -113,7 +113,7 @@ SEAMS = (
         "around",
         keep_broken_from_grammar,
         ("self", "req", "tokens"),
-        "60c296460025",
+        "882fd01933fc",
         "a broken row in a grammar's request must be told as such, and not before a stop",
     ),
     Seam(
@@ -121,7 +121,7 @@ SEAMS = (
         "around",
         finish_as_one_by_one,
         ("self", "new_accepted_len"),
-        "e351e67cbe30",
+        "3ae4054e08ea",
         "of several stop conditions in one block the earliest must win, as without speculation",
     ),
     Seam(
@@ -137,7 +137,7 @@ SEAMS = (
             "disagg_mode",
             "req_factory",
         ),
-        "5ab6558cdd5b",
+        "e06f376a3dff",
         "a session's next turn must follow the answer, not the block that it ended in",
     ),
     Seam(
@@ -146,7 +146,7 @@ SEAMS = (
         "around",
         no_logprob_without_a_token,
         ("self", "i", "req", "pt", "next_token_ids", "num_input_logprobs", "output"),
-        "996e41eb3f6c",
+        "a59f17cd8267",
         "a request of no tokens has no token's logprob, as without speculation",
     ),
 )

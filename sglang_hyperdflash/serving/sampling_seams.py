@@ -151,7 +151,7 @@ SEAMS = (
         "around",
         without_penalties,
         ("self", "vocab_size", "batch", "penalizers"),
-        "1cc29c6b4742",
+        "68677351b8de",
         "SGLang fixes penalties for a whole block",
     ),
     Seam(
@@ -159,7 +159,7 @@ SEAMS = (
         "around",
         skip_verify_adjustments,
         ("next_token_logits", "sampling_info", "draft_token_num"),
-        "f2b860053490",
+        "e0263dfa657c",
         "SGLang gives every row of a block the same custom processors and penalties",
     ),
     Seam(
@@ -167,7 +167,7 @@ SEAMS = (
         "around",
         penalise_prefill,
         ("self", "logits_output", "sampling_info", "observer"),
-        "26580ccf84f3",
+        "091be992a929",
         "min_new_tokens and the penalties of a retracted request hold for a prefill's token",
     ),
     Seam(
@@ -175,7 +175,7 @@ SEAMS = (
         "around",
         sample_prefill,
         ("self", "logits_output", "forward_batch"),
-        "ee4f0890d19d",
+        "524ba830a319",
         "a prefill's token counts for penalties",
     ),
     Seam(
@@ -183,7 +183,7 @@ SEAMS = (
         "around",
         process_prefill,
         ("self", "logits", "sampling_info"),
-        "510aab35bf49",
+        "7f9c924ec6bc",
         _NOISE,
     ),
     Seam(
@@ -191,7 +191,7 @@ SEAMS = (
         "around",
         draw_prefill,
         ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
-        "c90023f0fa9c",
+        "9ec12e2a6d1a",
         _NOISE,
     ),
     Seam(
@@ -207,7 +207,7 @@ SEAMS = (
             "uniform_top_k_value",
             "use_sparse_topk",
         ),
-        "6c883dbf0148",
+        "4ab96a91a0fa",
         "a sampling mask holds what a token is drawn from",
     ),
     Seam(
@@ -215,7 +215,7 @@ SEAMS = (
         "around",
         argmax_of_shards,
         ("self", "logits"),
-        "48c47052cdb6",
+        "3db384c1c988",
         "SGLang looks for no broken row in logits that it does not gather",
     ),
     Seam(
@@ -223,7 +223,7 @@ SEAMS = (
         "around",
         end_broken,
         ("self", "new_accepted_tokens"),
-        "d37bde4e10ae",
+        "02feeb85af34",
         "a broken row ends its request with an error",
     ),
 )

@@ -119,7 +119,7 @@ SEAMS = (
         "around",
         pass_admission,
         ("server_args", "model_arch"),
-        "1e53b5d11a08",
+        "c810334ae6aa",
         "DeepSeek-V4 admits EAGLE and DSPARK only, by name",
     ),
     Seam(
@@ -127,7 +127,7 @@ SEAMS = (
         "around",
         pass_admission_v41,
         ("server_args",),
-        "454d8318f6c9",
+        "2109372ba996",
         "DeepSeek-V4.1 admits DSPARK only, by name",
     ),
     Seam(
@@ -135,7 +135,7 @@ SEAMS = (
         "after",
         budget_draft_kv,
         ("self", "kvc"),
-        "bfa7e9dd41c2",
+        "3ea8968f1e0f",
         "V4's pool sizing counts a draft as one V4 layer",
     ),
     Seam(
@@ -143,7 +143,7 @@ SEAMS = (
         "around",
         draft_cell_size,
         ("kvc",),
-        "1b69046a6e94",
+        "915e68192bba",
         "a windowed drafter has fewer slots than the target has tokens",
     ),
 )

@@ -41,7 +41,7 @@ SEAMS = (
         "around",
         target_alone,
         ("self", "selector"),
-        "778803c5ed26",
+        "ea3832c5abd6",
         "a drafter would be given the target's new weights",
     ),
 )

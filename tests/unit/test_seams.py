@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
 import pkgutil
 
@@ -33,8 +35,84 @@ def test_a_removed_seam_is_named():
 
 def test_a_changed_body_is_named():
     seam = dataclasses.replace(plugin.ALL_SEAMS[0], source="0" * 12)
-    with pytest.raises(SeamError, match="expected source 000000000000, found 4c68279a2634"):
+    with pytest.raises(SeamError, match="expected source 000000000000, found f7606bcecd55"):
         seams.check_seam(seam)
+
+
+PATCHED = """
+class Pool:
+    @staticmethod
+    def size(rows, spare=2):
+        'Slots of a pool.'
+        # One per row.
+        if rows > 0:
+            return align(rows + spare)
+        return u"none"
+"""
+
+
+@pytest.fixture
+def patched(tmp_path):
+    """The hash of a method as if SGLang's file had some of its text replaced."""
+
+    def hash_with(old: str = "", new: str = "") -> str:
+        path = tmp_path / f"pool_{len(list(tmp_path.iterdir()))}.py"
+        assert old in PATCHED
+        path.write_text(PATCHED.replace(old, new) if old else PATCHED)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return seams.source_hash(module.Pool.size)
+
+    return hash_with
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# One per row.", "# A slot for each row."),
+        ("        # One per row.\n", "\n\n"),
+        ("            return", "            # patched\n# at the margin\n            return"),
+        ("'Slots of a pool.'", '"""The pool\'s slots,\n        padded."""'),
+        ("        'Slots of a pool.'\n", ""),
+        ("(rows, spare=2)", "(\n        rows,\n        spare=2,\n    )"),
+        ("rows > 0", "(rows > 0)"),
+        ('u"none"', "'none'"),
+    ],
+)
+def test_text_that_does_not_run_may_change(patched, old, new):
+    assert patched(old, new) == patched()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("spare=2", "spare=3"),
+        ("spare=2", "spare=2.0"),
+        ("spare=2", "spare=None"),
+        ("spare=2", "spare"),
+        ("align(", "align_up("),
+        ("align(rows + spare)", "align(rows + spare, page=1)"),
+        ("rows + spare", "rows - spare"),
+        ("rows > 0", "rows >= 0"),
+        ("rows > 0", "not rows > 0"),
+        ('u"none"', "None"),
+        ('u"none"', "none"),
+        ("        return u", "        rows = 0\n        return u"),
+        ("            return align", "            align"),
+        ("@staticmethod", "@classmethod"),
+    ],
+)
+def test_a_changed_statement_is_refused(patched, old, new):
+    assert patched(old, new) != patched()
+
+
+def test_a_newer_python_s_empty_fields_change_no_hash(monkeypatch, patched):
+    before = patched()
+    fields = (*ast.FunctionDef._fields, "type_params")
+    monkeypatch.setattr(ast.FunctionDef, "_fields", fields)
+    monkeypatch.setattr(ast.FunctionDef, "type_params", [], raising=False)
+    assert patched() == before
 
 
 @pytest.fixture

@@ -7,16 +7,9 @@ from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.cpu import activation, memory, parallel_seams, seeded_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving import (
-    capture_rows,
-    counters,
-    dflash_seams,
-    expose_residual,
-    request_finish,
-    sampling_seams,
-    v4_startup,
-    weight_updates,
-)
+from sglang_hyperdflash.serving import counters, request_finish, sampling_seams
+from sglang_hyperdflash.serving.scheduler import capture_rows, weight_updates
+from sglang_hyperdflash.serving.startup import deepseek_v4, dflash_seams, expose_residual
 
 # Every hook on SGLang, by purpose.
 SERVING_SEAMS: tuple[Seam, ...] = (
@@ -24,7 +17,7 @@ SERVING_SEAMS: tuple[Seam, ...] = (
     *sampling_seams.SEAMS,
     *request_finish.SEAMS,
     *expose_residual.SEAMS,
-    *v4_startup.SEAMS,
+    *deepseek_v4.SEAMS,
     *counters.SEAMS,
     *capture_rows.SEAMS,
     *weight_updates.SEAMS,
@@ -48,7 +41,7 @@ def _worker_class(server_args) -> type:
 
 
 def _validate(server_args) -> None:
-    from sglang_hyperdflash.serving.start_checks import validate_server_args
+    from sglang_hyperdflash.serving.startup.checks import validate_server_args
 
     validate_server_args(server_args)
 
@@ -57,7 +50,7 @@ def _register_algorithm() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_hyperdflash.serving.algorithm import HyperDFlashAlgorithm
+    from sglang_hyperdflash.serving.startup.algorithm import HyperDFlashAlgorithm
 
     if get_spec(ALGORITHM) is None:
         SpeculativeAlgorithm.register(
@@ -73,8 +66,8 @@ def _register_resolution() -> None:
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
 
     step = "handle_missing_default_values"
-    if v4_startup.resolve_early not in _HOOKS.get(step, ()):
-        register_resolution_hook(step)(v4_startup.resolve_early)
+    if deepseek_v4.resolve_early not in _HOOKS.get(step, ()):
+        register_resolution_hook(step)(deepseek_v4.resolve_early)
 
 
 def _register_models() -> None:

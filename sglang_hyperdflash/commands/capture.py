@@ -22,7 +22,11 @@ from sglang_hyperdflash.commands.answers import SHOWN
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
-from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER, REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.serving.scheduler.capture_rows import (
+    CAPTURE_FOLDER,
+    REQUEST_PREFIX,
+    take_rows,
+)
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
 from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text

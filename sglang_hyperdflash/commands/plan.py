@@ -214,9 +214,8 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
 
-    from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
-    from sglang_hyperdflash.serving.extra_device_memory import Batches, extra_device_memory
-    from sglang_hyperdflash.serving.start_checks import load_draft_config
+    from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
+    from sglang_hyperdflash.serving.startup.checks import load_draft_config
     from sglang_hyperdflash.serving.width_settings import read_setting
 
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
@@ -226,24 +225,19 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     # Ranks with batches of their own always verify whole blocks.
     separate = resolved["enable_dp_attention"]
     widths = (block,) if separate else read_setting(block, drafter.causal).built(block)
-    batches = Batches(
-        requests,
-        captured,
-        block,
-        drafter.source_width,
-        model.vocab_size,
-        drafter.candidates,
-        drafter.dependency.rank if drafter.dependency else 0,
-        1 if separate else int(resolved["tp_size"]),
-    )
-    graphs = DraftGraphs(
+    shape = Shape(
         requests=requests,
-        captured=len(captured),
+        captured=captured,
+        block=block,
+        widths=widths,
+        residual=drafter.source_width,
+        vocabulary=model.vocab_size,
+        candidates=drafter.candidates,
+        rank=drafter.dependency.rank if drafter.dependency else 0,
+        shards=1 if separate else int(resolved["tp_size"]),
         context=int(model.context_len),
         window=resolved["speculative_draft_window_size"],
         page=int(resolved["page_size"]),
-        block=block,
-        widths=widths,
         heads=draft.get_max_num_attention_heads() // draft_attn_tp_size(),
         head_dim=int(draft.v_head_dim),
         splits=int(get_exec().kernel.triton_attention_num_kv_splits),
@@ -251,8 +245,8 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
         workspace=int(envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()),
     )
     return {
-        "draft_graph_bytes": graph_bytes(graphs),
-        "extra_bytes": extra_device_memory(batches),
+        "draft_graph_bytes": graph_bytes(shape),
+        "extra_bytes": extra_device_memory(shape),
         "widths": widths,
         "captured": len(captured),
     }

@@ -11,7 +11,7 @@ from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensor
 from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.draft.dependency import build_dependency
 from sglang_hyperdflash.draft.reducer import build_reducer
-from sglang_hyperdflash.serving.weight_updates import DRAFTER_STAYS, REFUSAL
+from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_STAYS, REFUSAL
 
 
 class HyperDFlashDraftModel(DFlashDraftModel):

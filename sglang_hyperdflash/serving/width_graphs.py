@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sglang.srt.utils import is_cuda
 
-from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
+from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.tools.errors import SeamError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.utils.common import async_h2d
 
-from sglang_hyperdflash.serving.draft_attention import graph_context
-from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO, pool_ratio
+from sglang_hyperdflash.serving.draft_kv.attention import graph_context
+from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO, pool_ratio
 from sglang_hyperdflash.serving.window_slots import DraftWindow
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 

@@ -16,9 +16,9 @@ from sglang_hyperdflash.draft.config import check_fingerprint
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.seams import check_installed
-from sglang_hyperdflash.serving.draft_attention import bound_graph_buffers
+from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
-from sglang_hyperdflash.serving.shared_residual import SharedResidual
+from sglang_hyperdflash.serving.startup.shared_residual import SharedResidual
 from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 

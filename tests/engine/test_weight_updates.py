@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
-from sglang_hyperdflash.serving.weight_updates import DRAFTER_STAYS
+from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_STAYS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy_all, ids
 from tests.engine.test_width import RANDOM

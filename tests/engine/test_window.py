@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
+from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget

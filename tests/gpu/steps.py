@@ -12,8 +12,7 @@ from typing import Any
 
 import requests
 
-from sglang_hyperdflash.serving.draft_attention import DraftGraphs, graph_bytes
-from sglang_hyperdflash.serving.extra_device_memory import Batches, extra_device_memory
+from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
 from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
@@ -97,33 +96,33 @@ def million(v: Visit) -> None:
         v.check(len(answer["output_ids"]) == SHORT, "the long prompt was not answered")
 
 
-def _check_graphs(v: Visit, log: str) -> None:
-    """The graphs' memory against what ``hyperdflash plan`` counts of them."""
-    stage, taken = v.stage, readings.graph_gib(log)
-    v.found["graphs GiB"] = taken
-    draft = DraftGraphs(
+def _shape(v: Visit) -> Shape:
+    """What sizes the buffers of the stage's server."""
+    stage = v.stage
+    return Shape(
         requests=stage.requests,
-        captured=1,
-        context=stage.context,
-        window=None,
-        page=256,
+        captured=[stage.requests],
         block=BLOCK,
         widths=[BLOCK],
+        residual=int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
+        vocabulary=int(stage.shape["vocab_size"]),
+        context=stage.context,
+        page=256,
         heads=stage.draft.heads,
         head_dim=stage.draft.head_dim,
         workspace=384 << 20,
     )
-    buffers = graph_bytes(draft)
-    batches = Batches(
-        stage.requests,
-        [stage.requests],
-        BLOCK,
-        int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
-        int(stage.shape["vocab_size"]),
-    )
+
+
+def _check_graphs(v: Visit, log: str) -> None:
+    """The graphs' memory against what ``hyperdflash plan`` counts of them."""
+    stage, taken = v.stage, readings.graph_gib(log)
+    v.found["graphs GiB"] = taken
+    shape = _shape(v)
+    buffers = graph_bytes(shape)
     v.found |= {
         "draft attention counted": buffers,
-        "extra device memory": extra_device_memory(batches),
+        "extra device memory": extra_device_memory(shape),
     }
     if not stage.gpu:
         return
@@ -296,9 +295,7 @@ def sampled(v: Visit) -> None:
             lambda: readings.used_bytes(process),
             lambda: asked(server, prompts, 4 * SHORT, **limits),
         )
-    width = int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"])
-    batches = Batches(stage.requests, [], BLOCK, width, int(stage.shape["vocab_size"]))
-    counted = extra_device_memory(batches)["verification of sampled requests"]
+    counted = extra_device_memory(_shape(v))["verification of sampled requests"]
     v.found |= {"before": before, "peak": most, "counted": counted}
     # The start's rehearsal has left the allocator what it needs, so little may come on top.
     v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")

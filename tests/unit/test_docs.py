@@ -329,7 +329,7 @@ def test_the_gaps_of_a_tie_are_those_of_the_report():
 
 
 def test_every_refused_argument_is_listed():
-    from sglang_hyperdflash.serving.start_checks import UNSUPPORTED
+    from sglang_hyperdflash.serving.startup.checks import UNSUPPORTED
 
     text = SERVING.read_text()
     missing = [name for name, *_ in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text]

@@ -169,7 +169,7 @@ def test_the_algorithm_answers_everything_the_enum_does():
     """SGLang checks only is_* and supports_*; the scheduler calls more."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_hyperdflash.serving.algorithm import HyperDFlashAlgorithm
+    from sglang_hyperdflash.serving.startup.algorithm import HyperDFlashAlgorithm
 
     algorithm = HyperDFlashAlgorithm("HYPERDFLASH", lambda args: None, supports_overlap=True)
     names = [
@@ -284,7 +284,7 @@ def test_the_draft_pool_is_sized_and_named_where_we_expect():
 
 
 def test_deepseek_v4_is_where_we_expect():
-    """What ``v4_startup.py`` reads and calls besides its three hooks."""
+    """What ``deepseek_v4.py`` reads and calls besides its three hooks."""
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 
     source = inspect.getsource(DSV4PoolConfigurator)

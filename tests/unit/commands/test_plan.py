@@ -1,4 +1,4 @@
-"""``hyperdflash plan``'s own part; the sizing itself is in ``test_deepseek_v4_start.py``."""
+"""``hyperdflash plan``'s own part; the sizing itself is in ``test_deepseek_v4.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hyperdflash import cli
 from sglang_hyperdflash.commands.plan import Budget, Node, report
-from sglang_hyperdflash.serving import draft_kv_size
+from sglang_hyperdflash.serving.draft_kv import size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.conftest import EXAMPLE, ROOT
@@ -187,17 +187,17 @@ def test_a_target_with_a_field_missing_is_one_line(tmp_path, capsys, field):
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "nan"])
 def test_a_wrong_pool_ratio_is_refused(monkeypatch, text):
-    monkeypatch.setenv(draft_kv_size.POOL_RATIO, text)
+    monkeypatch.setenv(size.POOL_RATIO, text)
     with pytest.raises(HyperDFlashConfigError, match="above 0 and at most 1"):
-        draft_kv_size.pool_ratio()
+        size.pool_ratio()
 
 
 @pytest.mark.parametrize("window, expected", [(None, 20480), (512, 2048)])
 def test_a_window_shrinks_the_cell(monkeypatch, window, expected):
-    monkeypatch.delenv(draft_kv_size.POOL_RATIO, raising=False)
+    monkeypatch.delenv(size.POOL_RATIO, raising=False)
     config = SimpleNamespace(hyperdflash_config={"window": window})
     aux = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
     kvc = SimpleNamespace(spec_aux_config=aux)
-    assert draft_kv_size.draft_cell_size(lambda kvc: 20480, kvc) == expected
+    assert size.draft_cell_size(lambda kvc: 20480, kvc) == expected
     none = SimpleNamespace(spec_aux_config=SimpleNamespace(draft_model_config=None))
-    assert draft_kv_size.draft_cell_size(lambda kvc: 0, none) == 0
+    assert size.draft_cell_size(lambda kvc: 0, none) == 0

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hyperdflash.serving import width_worker
-from sglang_hyperdflash.serving.dflash_seams import end_requests_early
+from sglang_hyperdflash.serving.startup.dflash_seams import end_requests_early
 from sglang_hyperdflash.serving.width_worker import WidthWorker
 
 CONTEXT = 100

@@ -10,7 +10,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.rehearsal import RehearsedWorker
-from sglang_hyperdflash.serving.shared_residual import SharedResidual
+from sglang_hyperdflash.serving.startup.shared_residual import SharedResidual
 from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError

@@ -14,7 +14,7 @@ from sglang_hyperdflash.cpu.parallel_seams import (
     unpadded_heads,
 )
 from sglang_hyperdflash.portable.weights import shard_rows
-from sglang_hyperdflash.serving.start_checks import check_ranks
+from sglang_hyperdflash.serving.startup.checks import check_ranks
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # Either naming scheme of a checkpoint.

@@ -17,7 +17,7 @@ from sglang_hyperdflash.commands.capture import FinalState
 from sglang_hyperdflash.draft.config import check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import HCGateReducer
-from sglang_hyperdflash.serving.expose_residual import EXPOSED
+from sglang_hyperdflash.serving.startup.expose_residual import EXPOSED
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import (
     DEEPSEEK_V4,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import dflash_seams
+from sglang_hyperdflash.serving.startup import dflash_seams
 
 
 def cast(algorithm: str, *, draft: bool, replaced: bool = False) -> torch.dtype:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_hyperdflash.serving.draft_attention import (
+from sglang_hyperdflash.serving.draft_kv.attention import (
     check_window_attention,
     choose_draft_attention,
 )
-from sglang_hyperdflash.serving.start_checks import load_draft_config
-from sglang_hyperdflash.serving.v4_startup import keep_draft_kv_unquantised
+from sglang_hyperdflash.serving.startup.checks import load_draft_config
+from sglang_hyperdflash.serving.startup.deepseek_v4 import keep_draft_kv_unquantised
 
 
 class HyperDFlashAlgorithm(CustomSpecAlgo):

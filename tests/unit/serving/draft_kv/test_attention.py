@@ -13,12 +13,11 @@ import pytest
 import torch
 from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 
-from sglang_hyperdflash.serving.draft_attention import (
-    DraftGraphs,
+from sglang_hyperdflash.commands.plan_memory import Shape, graph_bytes
+from sglang_hyperdflash.serving.draft_kv.attention import (
     bound_graph_buffers,
     check_window_attention,
     chosen,
-    graph_bytes,
 )
 from sglang_hyperdflash.serving.window_slots import DraftWindow
 from sglang_hyperdflash.serving.window_worker import (
@@ -36,10 +35,10 @@ GIB = 1 << 30
 
 def counted(backend: str, **changed) -> int:
     """Bytes that are counted of a backend, here of one whole block without any plan."""
-    sizes = {"captured": 0, "window": None, "widths": [BLOCK]} | changed
+    sizes = {"captured": [], "window": None, "widths": [BLOCK]} | changed
     sizes |= {"requests": BATCH, "context": CONTEXT, "page": 256, "block": BLOCK}
-    graphs = DraftGraphs(heads=HEADS, head_dim=HEAD_DIM, splits=SPLITS, **sizes)
-    return graph_bytes(graphs)[backend]
+    sizes |= {"heads": HEADS, "head_dim": HEAD_DIM, "splits": SPLITS}
+    return graph_bytes(Shape(residual=64, vocabulary=1000, **sizes))[backend]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_flashinfer_has_a_plan_of_its_own_for_every_captured_batch(monkeypatch):
         paged_kv_last_page_len_buf=given(4),
     )
     monkeypatch.undo()
-    none, one = (counted("flashinfer", captured=count) for count in (0, 1))
+    none, one = (counted("flashinfer", captured=sizes) for sizes in ([], [4]))
     held = sum(t.numel() * t.element_size() for t in found)
     assert one - none == pytest.approx(held, rel=1e-3)
 

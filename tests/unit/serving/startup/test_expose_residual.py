@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
-from sglang_hyperdflash.serving.expose_residual import (
+from sglang_hyperdflash.serving.scheduler.capture_rows import CAPTURE_FOLDER
+from sglang_hyperdflash.serving.startup.expose_residual import (
     EXPOSED,
     expose_glm5_next,
     expose_hy_v4,
     expose_residual,
 )
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
-from tests.unit.serving import exposed_models
-from tests.unit.serving.exposed_models import MODES, ROWS, D, M
+from tests.unit.serving.startup import exposed_models
+from tests.unit.serving.startup.exposed_models import MODES, ROWS, D, M
 from tests.unit.targets.test_kinds import glm5_next, hy_v4
 
 KINDS = ("HY-V4", "GLM-5-next")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,8 +24,6 @@ TOKEN_BACKENDS = ("flashinfer", "triton", "torch_reference")
 BLOCKS = 3
 # Backends whose graphs hold one index for every token that a request may have.
 INDEX_DTYPES = {"FlashInferAttnBackend": torch.int32, "TritonAttnBackend": torch.int64}
-# FlashInfer's wrapper of one captured batch size: its plan and its K/V lengths.
-WRAPPER_BYTES = (8 << 20) + 4 * 32768
 
 
 def chosen(
@@ -97,51 +94,6 @@ def check_window_attention(window: int | None, backend: str) -> None:
 def graph_context(context: int, window: int | None, block: int) -> int:
     """Tokens for which a draft's backend is built: the context's, or a window's and two blocks'."""
     return context if window is None else window + 2 * block
-
-
-@dataclass(frozen=True)
-class DraftGraphs:
-    """What sizes the buffers of a draft's graphs on one GPU.
-
-    Attributes:
-        requests: of the largest captured batch; captured: how many batch sizes have a graph.
-        context: the server's, in tokens; window: the drafter's; page: tokens.
-        block: rows of a whole block; widths: all that are verified, those that draft above 1.
-        heads, head_dim: the drafter's query heads on this GPU, and of a value.
-        splits: parts that Triton cuts a context's K/V into, at most.
-        workspace: bytes of FlashInfer's, 0 where the target has one already.
-    """
-
-    requests: int
-    captured: int
-    context: int
-    window: int | None
-    page: int
-    block: int
-    widths: Sequence[int]
-    heads: int
-    head_dim: int
-    splits: int = 8
-    workspace: int = 0
-
-
-def graph_bytes(g: DraftGraphs) -> dict[str, int]:
-    """What a draft's attention keeps for its graphs, by backend.
-
-    Every width that drafts has a backend of its own, with indices for a whole block's contexts.
-    Triton keeps an fp32 output and its logarithm of every row, head and split; FlashInfer one
-    workspace for all backends of a process.
-    """
-    context, widths = graph_context(g.context, g.window, g.block), [w for w in g.widths if w > 1]
-    slots = g.requests * (context + BLOCKS * g.block)
-    partial = 4 * g.requests * sum(widths) * g.heads * g.splits * (g.head_dim + 1)
-    plans = g.captured * WRAPPER_BYTES
-    found = {
-        "triton": len(widths) * 8 * slots + partial,
-        "flashinfer": len(widths) * (4 * slots + plans) + g.workspace,
-    }
-    pages = len(widths) * 4 * g.requests * -(-context // g.page)
-    return found if g.window is not None else {"fa3": pages, "fa4": pages, **found}
 
 
 def bound_graph_buffers(backend, block: int) -> None:

@@ -8,17 +8,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_hyperdflash.commands.plan_memory import (
+    VERIFY_MATRICES,
+    Shape,
+    extra_device_memory,
+)
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
-from sglang_hyperdflash.serving.extra_device_memory import (
-    VERIFY_MATRICES,
-    Batches,
-    extra_device_memory,
-)
 from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
+SHAPE = Shape(
+    requests=8,
+    captured=[4, 8],
+    block=BLOCK,
+    widths=[BLOCK],
+    residual=64,
+    vocabulary=1000,
+    context=2048,
+    page=256,
+    heads=32,
+    head_dim=128,
+)
 
 
 def sampling(rows: int) -> Sampling:
@@ -84,7 +96,9 @@ def test_penalties_of_a_whole_batch_hold_no_more_than_verification_does():
 def test_v4_flash_with_256_requests():
     """The numbers of the manual, from the published dimensions."""
     captured = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8)]
-    found = extra_device_memory(Batches(256, captured, BLOCK, 4 * 4096, 129_280))
+    found = extra_device_memory(
+        replace(SHAPE, requests=256, captured=captured, residual=4 * 4096, vocabulary=129_280)
+    )
     gib = {name: size / 2**30 for name, size in found.items()}
     assert gib["residual of the captured batches"] == pytest.approx(0.055, abs=0.001)
     assert gib["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
@@ -92,13 +106,13 @@ def test_v4_flash_with_256_requests():
 
 
 def test_without_graphs_nothing_is_kept_for_them():
-    found = extra_device_memory(Batches(8, [], BLOCK, 64, 1000))
+    found = extra_device_memory(replace(SHAPE, captured=[]))
     assert found["residual of the captured batches"] == found["drafts' candidates"] == 0
 
 
 def test_all_sizes_share_one_residual_and_a_head_has_its_gates():
-    one = extra_device_memory(Batches(8, [4, 8], BLOCK, 64, 1000, rank=0))
-    more = extra_device_memory(Batches(8, [4, 8], BLOCK, 64, 1000, rank=16))
+    one = extra_device_memory(SHAPE)
+    more = extra_device_memory(replace(SHAPE, rank=16))
     name = "residual of the captured batches"
     assert one[name] == more[name] == 2 * 8 * 7 * 64
     assert more["drafts' candidates"] - one["drafts' candidates"] == 8 * 6 * 16 * 4
@@ -115,7 +129,7 @@ def test_a_draft_s_graph_projects_its_rows_at_once():
     def project() -> None:
         _project_candidate_logits(rows, head, num_org=VOCABULARY, use_quant_head=False)
 
-    batches = Batches(BATCH, [1, BATCH], BLOCK, 64, VOCABULARY)
+    batches = replace(SHAPE, requests=BATCH, captured=[1, BATCH], vocabulary=VOCABULARY)
     counted = extra_device_memory(batches)["drafts' logits"]
     assert counted == 2 * drafts * VOCABULARY
     # A product on a CPU has some KiB of scratch.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, is_ours
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving.draft_kv_size import draft_cell_size
+from sglang_hyperdflash.serving.draft_kv.size import draft_cell_size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 HOOKS = "sglang.srt.arg_groups.deepseek_v4_hook"

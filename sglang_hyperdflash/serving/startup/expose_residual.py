@@ -19,7 +19,7 @@ from torch import nn
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving.capture_rows import CAPTURE_FOLDER
+from sglang_hyperdflash.serving.scheduler.capture_rows import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.serving.weight_updates import target_alone
+from sglang_hyperdflash.serving.scheduler.weight_updates import target_alone
 
 
 def manager(algorithm: str, idle: list) -> SimpleNamespace:

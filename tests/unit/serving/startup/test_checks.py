@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.serving import start_checks as checks
+from sglang_hyperdflash.serving.startup import checks
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 

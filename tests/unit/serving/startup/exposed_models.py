@@ -122,7 +122,7 @@ def examine(kind: str, folder: str) -> dict[str, object]:
     """What an exposed model returns, beside what it returned before."""
     from types import SimpleNamespace
 
-    from sglang_hyperdflash.serving.expose_residual import expose_residual
+    from sglang_hyperdflash.serving.startup.expose_residual import expose_residual
     from sglang_hyperdflash.serving.worker import target_hc_head
 
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def main() -> None:
 def ask_all(folders: dict[str, Path]) -> dict[str, dict]:
     """:func:`examine` of every folder, from a new process."""
     asked = {kind: str(folder) for kind, folder in folders.items()}
-    return ask("tests.unit.serving.exposed_models", asked, **TORCH_PATHS)
+    return ask("tests.unit.serving.startup.exposed_models", asked, **TORCH_PATHS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The draft K/V: which attention reads it, and how large its pool is."""

@@ -1,0 +1,1 @@
+"""Hooks on SGLang's scheduler."""

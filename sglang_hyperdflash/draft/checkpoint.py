@@ -10,6 +10,8 @@ import torch
 from sglang_hyperdflash.draft.config import HyperDFlashConfig
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[str, tuple]:
     """Names and shapes of every tensor of a draft checkpoint, from its ``config.json``.
@@ -56,55 +58,34 @@ def checked_tensors(
     """Pass tensors through while checking them; missing ones raise when the stream ends.
 
     Raises:
-        HyperDFlashConfigError: a missing, extra, repeated, misshapen or non-finite tensor.
+        HyperDFlashConfigError: a tensor that is missing, extra, repeated, of another shape or of
+            another dtype than fp32, fp16 and bf16, or has a value that is not finite.
     """
     seen: set[str] = set()
     for name, tensor in weights:
-        _check_name(name, tuple(tensor.shape), seen, expected)
-        if not torch.isfinite(tensor).all():
-            raise HyperDFlashConfigError(
-                f"draft checkpoint: tensor {name} holds NaN or infinite values."
+        shape, wrong = tuple(tensor.shape), None
+        if name not in expected:
+            wrong = (
+                f"unexpected tensor {name} {shape}; expected only the {len(expected)} tensors its "
+                "config.json describes"
             )
+        elif name in seen:
+            wrong = f"tensor {name} appears twice"
+        elif shape != expected[name]:
+            wrong = f"tensor {name} has shape {shape}; its config.json asks for {expected[name]}"
+        elif tensor.dtype not in DTYPES:
+            wrong = f"expected tensor {name} in fp32, fp16 or bf16, found {tensor.dtype}"
+        elif not torch.isfinite(tensor).all():
+            wrong = f"tensor {name} holds NaN or infinite values"
+        if wrong is not None:
+            raise HyperDFlashConfigError(
+                f"draft checkpoint: {wrong}. Copy or export the drafter again."
+            )
+        seen.add(name)
         yield name, tensor
-    _check_whole(seen, expected)
-
-
-def check_names(
-    shapes: Iterable[tuple[str, tuple[int, ...]]], expected: Mapping[str, tuple]
-) -> None:
-    """:func:`checked_tensors` for names and shapes alone, without any value.
-
-    Raises:
-        HyperDFlashConfigError: a missing, extra, repeated or misshapen tensor.
-    """
-    seen: set[str] = set()
-    for name, shape in shapes:
-        _check_name(name, shape, seen, expected)
-    _check_whole(seen, expected)
-
-
-def _check_name(
-    name: str, shape: tuple[int, ...], seen: set[str], expected: Mapping[str, tuple]
-) -> None:
-    if name not in expected:
-        raise HyperDFlashConfigError(
-            f"draft checkpoint: unexpected tensor {name} {shape}; expected only the "
-            f"{len(expected)} tensors its config.json describes."
-        )
-    if name in seen:
-        raise HyperDFlashConfigError(f"draft checkpoint: tensor {name} appears twice.")
-    if shape != expected[name]:
-        raise HyperDFlashConfigError(
-            f"draft checkpoint: tensor {name} has shape {shape}; its config.json asks for "
-            f"{expected[name]}."
-        )
-    seen.add(name)
-
-
-def _check_whole(seen: set[str], expected: Mapping[str, tuple]) -> None:
     missing = sorted(set(expected) - seen)
     if missing:
         raise HyperDFlashConfigError(
             f"draft checkpoint: {len(missing)} tensors are missing: {', '.join(missing[:6])}"
-            f"{' ...' if len(missing) > 6 else ''}."
+            f"{' ...' if len(missing) > 6 else ''}. Copy or export the drafter again."
         )

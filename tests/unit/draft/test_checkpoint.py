@@ -103,6 +103,10 @@ def test_missing_and_broken_config_files(tmp_path):
             lambda w: w.update({"reducer.scale": torch.tensor([float("nan")])}),
             "reducer.scale holds NaN",
         ),
+        (
+            lambda w: w.update({"norm.weight": w["norm.weight"].long()}),
+            "norm.weight in fp32, fp16 or bf16, found torch.int64",
+        ),
     ],
 )
 def test_damaged_weights_are_refused(raw, weights, damage, message):

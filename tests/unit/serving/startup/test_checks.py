@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.startup import checks
@@ -30,7 +29,6 @@ def arguments(target_dir, drafter_dir, monkeypatch):
         speculative_draft_model_revision=None,
         speculative_num_draft_tokens=None,
         speculative_dflash_block_size=None,
-        pp_size=1,
         context_length=None,
         disaggregation_mode="null",
     )
@@ -94,16 +92,13 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
     "name, value, message",
     [
         ("tokenizer_worker_num", 2, "tokenizer_worker_num=2"),
-        ("pp_size", 2, "pp_size=2"),
         ("enable_lora", True, "enable_lora=True"),
         ("lora_paths", ["a=b"], "lora_paths"),
         ("enable_hisparse", True, "enable_hisparse"),
         ("enable_unified_memory", True, "enable_unified_memory"),
         ("enable_hierarchical_cache", True, "enable_hierarchical_cache"),
-        ("enable_lmcache", True, "enable_lmcache"),
         ("speculative_adaptive", True, "speculative_adaptive"),
         ("rl_on_policy_target", "fsdp", "rl_on_policy_target='fsdp'"),
-        ("speculative_use_block_verification", True, "speculative_use_block_verification"),
         ("speculative_accept_threshold_single", 0.9, "changes the output distribution"),
         ("speculative_accept_threshold_acc", 0.9, "changes the output distribution"),
         ("speculative_draft_window_size", 64, "full context"),
@@ -131,7 +126,7 @@ def test_every_refused_flag_is_a_real_sglang_field():
     from sglang.srt.server_args import ServerArgs
 
     saved = {"enable_memory_saver", "enable_weights_cpu_backup", "enable_draft_weights_cpu_backup"}
-    assert {name for name, *_ in checks.UNSUPPORTED} | saved <= set(field_names(ServerArgs))
+    assert set(checks.UNSUPPORTED) | saved <= set(field_names(ServerArgs))
 
 
 def test_pickled_weights_are_refused(arguments, drafter_dir, tmp_path):
@@ -153,37 +148,24 @@ def rewritten(path: Path, edit) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, message",
+    "damage",
     [
-        (lambda p: cut(p, p.stat().st_size - 9), "model.safetensors is damaged or cut short"),
-        (lambda p: cut(p, 100), "model.safetensors is damaged or cut short"),
-        (lambda p: cut(p, 0), "model.safetensors is damaged or cut short"),
-        (
-            lambda p: p.write_bytes(p.read_bytes() + b"x"),
-            "model.safetensors is damaged or cut short",
-        ),
-        (lambda p: rewritten(p, lambda w: w.pop("norm.weight")), "tensors are missing: norm"),
-        (lambda p: rewritten(p, lambda w: w.update(stray=torch.zeros(3))), "unexpected .* stray"),
-        (
-            lambda p: rewritten(p, lambda w: w.update({"norm.weight": torch.ones(3)})),
-            r"norm.weight has shape \(3,\)",
-        ),
-        (
-            lambda p: rewritten(p, lambda w: w.update({"norm.weight": torch.ones(256).long()})),
-            "expected tensor norm.weight in one of F32, F16, BF16",
-        ),
+        lambda p: cut(p, p.stat().st_size - 9),
+        lambda p: cut(p, 100),
+        lambda p: cut(p, 0),
+        lambda p: p.write_bytes(p.read_bytes() + b"x"),
     ],
 )
 def test_a_damaged_drafter_is_refused_before_the_target_loads(
-    arguments, drafter_dir, tmp_path, damage, message
+    arguments, drafter_dir, tmp_path, damage
 ):
     """Found as: the target was loaded first, and a truncated file ended in a traceback."""
     copy = shutil.copytree(drafter_dir, tmp_path / "draft")
     damage(copy / "model.safetensors")
     arguments.speculative_draft_model_path = str(copy)
+    message = f"{copy}/model.safetensors is damaged or cut short"
     with pytest.raises(HyperDFlashConfigError, match=message) as caught:
         checks.validate_server_args(arguments)
-    assert str(copy) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     arguments.load_format = "dummy"
     checks.validate_server_args(arguments)

@@ -67,6 +67,8 @@ def answers(tmp_path_factory) -> dict[str, dict]:
         "enable_hisparse": True,
         "enable_unified_memory": True,
         "enable_hierarchical_cache": True,
+        "enable_lmcache": True,
+        "speculative_use_block_verification": True,
         "tokenizer_worker_num": 2,
     }.items():
         cases[option] = start_only | {"options": {option: value}}
@@ -221,10 +223,12 @@ def test_other_algorithms_are_untouched(answers):
         ("v41 prefill", "does not support disaggregation_mode on DeepSeek-V4.1"),
         ("window, prefill", "with a windowed drafter"),
         ("window, fa3", "needs draft attention that reads single K/V slots"),
-        ("pp_size", "pp_size=2"),
+        ("pp_size", "only supports pp_size == 1"),
         ("enable_lora", "enable_lora=True"),
         ("enable_hisparse", "hisparse"),
-        ("enable_unified_memory", "unified"),
+        ("enable_unified_memory", "admits SGLang's own algorithms only"),
+        ("enable_lmcache", "does not yet support speculative decoding"),
+        ("speculative_use_block_verification", "only supports EAGLE"),
         ("enable_hierarchical_cache", "enable_hierarchical_cache=True"),
         ("tokenizer_worker_num", "tokenizer_worker_num=2"),
     ],

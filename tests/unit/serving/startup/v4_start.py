@@ -54,7 +54,7 @@ def _resolved(case: dict[str, Any]) -> dict[str, Any]:
             found["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
             found["kv_bytes"] = node.kv_bytes
         return found
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, NotImplementedError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 

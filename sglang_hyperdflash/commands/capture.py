@@ -28,7 +28,6 @@ from sglang_hyperdflash.serving.scheduler.capture_rows import (
     take_rows,
 )
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
-from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
@@ -68,15 +67,13 @@ class FinalState:
     def __init__(self, files: TargetFiles, facts: TargetFacts) -> None:
         self.facts = facts
         m, d = facts.hc_mult, facts.hidden_size
-        own = files.hc_head(m, d)
-        self.fingerprint = None if own is None else own.fingerprint()
-        mean = files.kind.gate_start == "constant"
-        self.gate = constant_gate(m, d, facts.hc_eps) if mean else own
+        self.gate = files.hc_head(m, d)
         if self.gate is None:
             raise HyperDFlashConfigError(
-                f"target {files.name} ({files.kind.name}) has no hc_head and no mean, so its final "
-                "state cannot be computed from the residual; capture is for targets with either."
+                f"target {files.name} ({files.kind.name}) has no hc_head, so its final state "
+                "cannot be computed from the residual; capture is for targets with an hc_head."
             )
+        self.fingerprint = self.gate.fingerprint()
         self.norm = files.tensor("norm")
 
     def states(self, residual: torch.Tensor) -> States:

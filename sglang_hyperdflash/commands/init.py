@@ -11,7 +11,6 @@ import torch
 from sglang_hyperdflash.draft.config import CANDIDATES, FORMS, REDUCERS
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
-from sglang_hyperdflash.targets.kinds import constant_gate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
@@ -169,8 +168,6 @@ def starting_gate(
             f"--gate approximate is for targets without a gate of their own; {name} has one: "
             f"{kind.statement}. Drop --gate."
         )
-    if kind.gate_start == "constant":
-        return "constant", constant_gate(m, d, facts.hc_eps)
     return "inherited", hc_head
 
 
@@ -222,8 +219,6 @@ def report(args: argparse.Namespace, files: TargetFiles, facts: TargetFacts, new
         "inherited": "hc_gate inherited exactly from the target's hc_head",
         "approximate": "hc_gate APPROXIMATE, from the last layer's hc_ffn: the target applies that "
         "gate one sub-layer later than it computes it, so this is not its collapse",
-        "constant": f"hc_gate constant, 1/{config.hc_mult} on every path, exactly the target's: "
-        "its collapse is a mean; no tensor is read",
     }
     head = config.dependency
     lines = [

@@ -22,9 +22,9 @@ DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # means of the paths after chosen layers (DFlash).
 SOURCES = ("pre_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
-# What an hc_gate started from: the target's hc_head, a gate of the target that only resembles its
-# collapse, or the constant gate of a mean (targets.kinds). An fc has none.
-GATES = ("inherited", "approximate", "constant", "none")
+# What an hc_gate started from: the target's hc_head, or a gate of the target that only resembles
+# its collapse (targets.kinds). An fc has none.
+GATES = ("inherited", "approximate", "none")
 # How a dependency head uses the draft row: A * (1 + G h), or DFlash 2's A * (G h).
 FORMS = ("residual", "product")
 FULL = "full_attention"

@@ -2,24 +2,20 @@
 and how a drafter's reducer can start.
 
 One table, :data:`TARGETS`; an architecture that is not in it is refused. Read in SGLang's
-``models/{deepseek_v4,hunyuan_v4,glm5_next,qwen4_exp}.py``. Nothing here imports SGLang.
+``models/{deepseek_v4,hunyuan_v4,qwen4_exp}.py``. Nothing here imports SGLang.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# The target's own gate; one that approximates it; the constant gate of a mean; no gate at all.
-GateStart = Literal["exact", "approximate", "constant", "fc"]
+# The target's own gate; one that approximates it; no gate at all.
+GateStart = Literal["exact", "approximate", "fc"]
 
 
 @dataclass(frozen=True)
@@ -104,16 +100,6 @@ HY_V4 = TargetKind(
     ),
 )
 
-GLM5_NEXT = TargetKind(
-    name="GLM-5-next",
-    architectures=("Glm5NextForConditionalGeneration",),
-    residual="the output [N, m*d] of the last layer, contracted before the final norm",
-    exposed=False,
-    collapse="the mean of the paths",
-    gate_start="constant",
-    statement="the target's collapse is a mean, so the gate is the constant 1/m on every path",
-)
-
 QWEN4_EXP = TargetKind(
     name="Qwen4-exp",
     architectures=("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
@@ -127,7 +113,7 @@ QWEN4_EXP = TargetKind(
     not_served="it exposes its residual, but serving it with a drafter has never been tried",
 )
 
-TARGETS = (DEEPSEEK_V4, DEEPSEEK_V41, HY_V4, GLM5_NEXT, QWEN4_EXP)
+TARGETS = (DEEPSEEK_V4, DEEPSEEK_V41, HY_V4, QWEN4_EXP)
 
 
 def _is_v41(config: Mapping[str, Any]) -> bool:
@@ -143,7 +129,7 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     ``hc_pre_from_prev_sublayer`` tells.
 
     Raises:
-        HyperDFlashConfigError: no architecture, an unknown one, or one without its paths.
+        HyperDFlashConfigError: no architecture, or an unknown one.
     """
     architectures = config.get("architectures") or []
     if not architectures:
@@ -163,13 +149,6 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     fields = text_fields(config)
     if kind is DEEPSEEK_V4 and _is_v41(fields):
         return DEEPSEEK_V41
-    # Without mhc the same class has one plain residual; hc_mult stays in the config all the same.
-    if kind is GLM5_NEXT and fields.get("mhc") is False:
-        raise HyperDFlashConfigError(
-            f"{ALGORITHM} needs a target with hyper-connection residual streams; this "
-            f"{architecture} has mhc=false in its config, or no mhc, which SGLang takes for false. "
-            'Use DFLASH or EAGLE for it, or add "mhc": true, if its layers have paths.'
-        )
     return kind
 
 
@@ -199,22 +178,3 @@ def check_served_target(config: Mapping[str, Any]) -> TargetKind:
             "another algorithm or without speculative decoding."
         )
     return kind
-
-
-def constant_gate(m: int, d: int, hc_eps: float) -> HcHead:
-    """``fn [m, m*d]``, ``base [m]``, ``scale [1]``, fp32, whose gates are 1/m for every residual.
-
-    ``fn`` is zero and ``sigmoid(base) + hc_eps = 1/m``, to fp32 rounding; ``scale`` is one, so
-    that ``fn`` can learn.
-
-    Raises:
-        HyperDFlashConfigError: fewer than two paths, or an ``hc_eps`` of 1/m or more.
-    """
-    if m < 2 or not 0 <= hc_eps < 1 / m:
-        raise HyperDFlashConfigError(
-            f"a mean over the paths needs at least 2 of them and 0 <= hc_eps < 1/m; the target has "
-            f"hc_mult {m}, hc_eps {hc_eps}."
-        )
-    gate = 1 / m - hc_eps
-    base = torch.full((m,), math.log(gate / (1 - gate)), dtype=torch.float32)
-    return HcHead(torch.zeros(m, m * d), base, torch.ones(1))

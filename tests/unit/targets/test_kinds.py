@@ -22,12 +22,10 @@ from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import (
     DEEPSEEK_V4,
     DEEPSEEK_V41,
-    GLM5_NEXT,
     HY_V4,
     QWEN4_EXP,
     TARGETS,
     check_served_target,
-    constant_gate,
     target_kind,
 )
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -82,21 +80,6 @@ def hy_v4():
     return model
 
 
-def glm5_next():
-    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
-
-    own = {
-        "qk_rope_head_dim": 0,
-        "index_kpool": 4,
-        "linear_head_dim": 8,
-        "linear_num_heads": 2,
-        "mlp_layer_types": ["dense", "sparse"],
-        "layer_types": ["linear_attention", "indexed_attention"],
-    }
-    config = Glm5NextConfig(text_config={**SIZES, **MLA, **own}, vision_config=VISION)
-    return Glm5NextForConditionalGeneration(config)
-
-
 def qwen4_exp():
     from transformers import Qwen4ExpConfig, Qwen4ExpForConditionalGeneration
 
@@ -126,7 +109,7 @@ def qwen4_exp():
 def folders(tmp_path_factory, target_dir) -> dict[str, Path]:
     """Folder of every target that transformers can make, by the kind's name."""
     found = {DEEPSEEK_V4.name: target_dir}
-    for kind, make in ((HY_V4, hy_v4), (GLM5_NEXT, glm5_next), (QWEN4_EXP, qwen4_exp)):
+    for kind, make in ((HY_V4, hy_v4), (QWEN4_EXP, qwen4_exp)):
         torch.manual_seed(0)
         folder = tmp_path_factory.mktemp("targets") / "target"
         make().save_pretrained(folder)
@@ -203,7 +186,6 @@ def test_v41_is_told_from_v4_as_sglang_does(config):
         ),
         ({"architectures": ["LlamaForCausalLM"]}, "Use DFLASH or EAGLE"),
         ({"architectures": []}, "lacks architectures"),
-        ({"architectures": GLM5_NEXT.architectures, "text_config": {"mhc": False}}, "mhc=false"),
     ],
 )
 def test_an_unknown_target_is_refused(config, message):
@@ -240,7 +222,7 @@ def collapse_of(reducer: HCGateReducer) -> Callable[[torch.Tensor], torch.Tensor
 # Exact starts: the reducer without its path norm is the target's own collapse.
 
 
-@pytest.mark.parametrize("kind", [DEEPSEEK_V4, HY_V4, GLM5_NEXT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [DEEPSEEK_V4, HY_V4], ids=lambda kind: kind.name)
 def test_the_gate_is_the_collapse_of_the_target_itself(tmp_path, folders, kind, capsys):
     """Against transformers' own module, on the residuals of a real forward pass."""
     assert initialise(folders[kind.name], tmp_path / "draft") == 0
@@ -253,13 +235,13 @@ def test_the_gate_is_the_collapse_of_the_target_itself(tmp_path, folders, kind, 
     tokens = torch.randint(5, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     final, residual = target.features(tokens)
     drafter = Drafter.load(tmp_path / "draft")
-    assert drafter.config.gate == ("constant" if kind is GLM5_NEXT else "inherited")
+    assert drafter.config.gate == "inherited"
     found = collapse_of(drafter.reducer)(residual.flatten(0, 1)).view_as(collapsed[0])
     assert_same(found, collapsed[0])
     torch.testing.assert_close(target.text.norm(found), final, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [DEEPSEEK_V4, HY_V4, GLM5_NEXT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [DEEPSEEK_V4, HY_V4], ids=lambda kind: kind.name)
 def test_a_captured_residual_becomes_the_final_state(folders, kind):
     """The one thing that capture computes itself, against transformers' own forward pass."""
     files = TargetFiles(str(folders[kind.name]))
@@ -269,7 +251,7 @@ def test_a_captured_residual_becomes_the_final_state(folders, kind):
     )
     found = final_state.states(residual[0]).final
     torch.testing.assert_close(found, final, rtol=1e-4, atol=1e-4)
-    assert (final_state.fingerprint is None) == (kind is GLM5_NEXT)
+    assert final_state.fingerprint == files.hc_head(M, found.shape[-1]).fingerprint()
 
 
 @pytest.mark.parametrize("spelling", ["checkpoint", "sglang", "transformers", "saved"])
@@ -295,11 +277,10 @@ def test_hy_v4_is_read_in_every_spelling(tmp_path, folders, spelling):
 
 def test_the_formulas_are_sglangs(tmp_path, folders):
     """Against SGLang's own torch code of each collapse."""
-    from sglang.kernels.ops.layernorm.mhc import hc_contract
     from sglang.srt.models.deepseek_v4 import hc_head_torch
     from sglang.srt.models.hunyuan_v4 import HYV4HCHeadLayer
 
-    for kind in (DEEPSEEK_V4, HY_V4, GLM5_NEXT):
+    for kind in (DEEPSEEK_V4, HY_V4):
         folder = tmp_path / kind.name
         assert initialise(folders[kind.name], folder) == 0
         reducer = Drafter.load(folder).reducer
@@ -309,7 +290,7 @@ def test_the_formulas_are_sglangs(tmp_path, folders):
         if kind is DEEPSEEK_V4:
             names = {"norm_eps": eps["rms_eps"], "hc_eps": eps["hc_eps"]}
             expected = hc_head_torch(paths, fn, scale, base, **names)
-        elif kind is HY_V4:
+        else:
             layer = SimpleNamespace(
                 config=SimpleNamespace(rms_norm_eps=eps["rms_eps"], hc_eps=eps["hc_eps"]),
                 hc_head_fn=lambda x, fn=fn: (F.linear(x, fn), None),
@@ -318,34 +299,13 @@ def test_the_formulas_are_sglangs(tmp_path, folders):
                 _fused_ihc_head_disabled=True,
             )
             expected = HYV4HCHeadLayer.forward(layer, paths)
-        else:
-            expected = hc_contract(flat, M)
         assert_same(collapse_of(reducer)(flat), expected)
 
 
-@pytest.mark.parametrize("m", [2, 3, 4, 8])
-@pytest.mark.parametrize("hc_eps", [0.0, 1e-6, 1e-2])
-def test_a_constant_gate_is_one_of_m(m, hc_eps):
-    fn, base, scale = constant_gate(m, 16, hc_eps)
-    assert (fn.shape, base.shape, scale.shape) == ((m, m * 16), (m,), (1,))
-    logits = torch.randn(100, m * 16) @ fn.T * scale + base
-    gates = torch.sigmoid(logits) + hc_eps
-    assert (gates - 1 / m).abs().max() <= 2 * torch.finfo(torch.float32).eps / m
-
-
-@pytest.mark.parametrize("m, hc_eps", [(1, 1e-6), (4, 0.25), (4, -1e-6)])
-def test_a_constant_gate_needs_paths_and_a_small_epsilon(m, hc_eps):
-    with pytest.raises(HyperDFlashConfigError, match="at least 2 of them"):
-        constant_gate(m, 16, hc_eps)
-
-
-def test_gates_that_are_not_inherited_ignore_the_fingerprint(tmp_path, folders):
-    """A mean has nothing to compare; a gate from hc_head still belongs to one target."""
+def test_an_inherited_gate_belongs_to_one_target(tmp_path, folders):
     other = HcHead(torch.zeros(1), torch.zeros(1), torch.zeros(1)).fingerprint()
-    assert initialise(folders[GLM5_NEXT.name], tmp_path / "glm") == 0
-    config = load_config(tmp_path / "glm")
-    assert config.target.hc_head_fingerprint is None and not config.reads_hc_head
-    check_fingerprint(config, None)
+    assert initialise(folders[HY_V4.name], tmp_path / "fc", "--reducer", "fc") == 0
+    check_fingerprint(load_config(tmp_path / "fc"), other)
     assert initialise(folders[HY_V4.name], tmp_path / "hy") == 0
     with pytest.raises(HyperDFlashConfigError, match="another target"):
         check_fingerprint(load_config(tmp_path / "hy"), other)
@@ -417,7 +377,6 @@ def test_qwen4_exp_needs_fc(tmp_path, folders, capsys):
     [
         (DEEPSEEK_V4, ("--gate", "approximate"), "Drop --gate"),
         (HY_V4, ("--gate", "approximate"), "Drop --gate"),
-        (GLM5_NEXT, ("--gate", "approximate"), "a mean"),
         (DEEPSEEK_V4, ("--gate", "approximate", "--reducer", "fc"), "needs --reducer hc_gate"),
     ],
 )

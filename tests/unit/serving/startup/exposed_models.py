@@ -1,4 +1,4 @@
-"""SGLang's own HY-V4 and GLM-5-next on a CPU, in a process of its own (it builds rank groups).
+"""SGLang's own HY-V4 on a CPU, in a process of its own (it builds rank groups).
 
 Attention and experts need CUDA kernels: a linear layer stands in for attention, and every MLP is
 dense. The streams, the boundaries between layers, the collapse, the norm and the logits processor
@@ -20,8 +20,6 @@ from tests.unit.other_process import answer, ask, question
 D, M, VOCAB = 32, 4, 128
 MODES = ("decode", "extend", "target_verify", "idle")
 ROWS = {"decode": 4, "extend": 5, "target_verify": 6, "idle": 0}
-# SGLang's own torch code of GLM-5-next's streams, not its TileLang kernels.
-TORCH_PATHS = {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"}
 
 
 class LinearAttention(nn.Module):
@@ -69,21 +67,6 @@ def hy_v4(folder: str) -> nn.Module:
     return hunyuan_v4.HYV4ForCausalLM(config)
 
 
-def glm5_next(folder: str) -> nn.Module:
-    from sglang.srt.models import glm5_next
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    glm5_next.DeepseekV2AttentionMLA = glm5_next.Glm5NextLinearAttention = LinearAttention
-    config = get_config(folder, trust_remote_code=False)
-    config.text_config.mhc = True  # transformers has no such field: its layers always have paths
-    config.text_config.first_k_dense_replace = config.text_config.num_hidden_layers
-    config.text_config.swiglu_limit = None  # clamped SiLU is a CUDA kernel
-    return glm5_next.Glm5NextForConditionalGeneration(config)
-
-
-BUILD = {"HY-V4": hy_v4, "GLM-5-next": glm5_next}
-
-
 def batch(mode: str):
     """Tokens of one step, others and another number in each mode; two requests in an extend."""
     from sglang.srt.model_executor.forward_batch_info import (
@@ -118,7 +101,7 @@ def step(model: nn.Module, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     return found.next_token_logits, found.hidden_states
 
 
-def examine(kind: str, folder: str) -> dict[str, object]:
+def examine(folder: str) -> dict[str, object]:
     """What an exposed model returns, beside what it returned before."""
     from types import SimpleNamespace
 
@@ -126,7 +109,7 @@ def examine(kind: str, folder: str) -> dict[str, object]:
     from sglang_hyperdflash.serving.worker import target_hc_head
 
     torch.manual_seed(0)
-    model = BUILD[kind](folder)
+    model = hy_v4(folder)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     before = {mode: step(model, mode) for mode in MODES}
@@ -169,11 +152,7 @@ def replay(model: nn.Module) -> dict[str, object]:
 
 def bypass(model: nn.Module) -> str:
     """The error of a step that reads its paths where the hook is not; the model is spoilt."""
-    body = model.model
-    if hasattr(body, "hc_head"):
-        body.hc_head._forward_pre_hooks.clear()
-    else:
-        body.norm = nn.Linear(M * D, D, bias=False)
+    model.model.hc_head._forward_pre_hooks.clear()
     try:
         step(model, "decode")
     except RuntimeError as error:
@@ -184,11 +163,9 @@ def bypass(model: nn.Module) -> str:
 def compare(model: nn.Module, residual: torch.Tensor, final: torch.Tensor) -> dict[str, float]:
     """How far the reducer's formula of the residual, and the norm, are from the final states."""
     from sglang_hyperdflash.serving.worker import target_hc_head
-    from sglang_hyperdflash.targets.kinds import constant_gate
     from triton_ops import hc_gate_reduce_reference
 
-    config = getattr(model.config, "text_config", model.config)
-    gate = target_hc_head(model) or constant_gate(M, D, config.hc_eps)
+    config, gate = model.config, target_hc_head(model)
     eps = {"rms_eps": config.rms_norm_eps, "hc_eps": config.hc_eps}
     y = hc_gate_reduce_reference(residual, *gate, None, None, **eps)
     norm = torch.nn.functional.rms_norm(y, (D,), model.model.norm.weight, config.rms_norm_eps)
@@ -201,19 +178,18 @@ def compare(model: nn.Module, residual: torch.Tensor, final: torch.Tensor) -> di
 
 
 def main() -> None:
-    """Examine the models of the folders on stdin."""
+    """Examine the model of the folder on stdin."""
     from sglang_hyperdflash import plugin
 
     plugin.load()
-    folders = question()
+    folder = question()
     with one_rank(), torch.no_grad():
-        answer({kind: examine(kind, folder) for kind, folder in folders.items()})
+        answer(examine(folder))
 
 
-def ask_all(folders: dict[str, Path]) -> dict[str, dict]:
-    """:func:`examine` of every folder, from a new process."""
-    asked = {kind: str(folder) for kind, folder in folders.items()}
-    return ask("tests.unit.serving.startup.exposed_models", asked, **TORCH_PATHS)
+def examined(folder: Path) -> dict[str, object]:
+    """:func:`examine` of a folder, in a new process."""
+    return ask("tests.unit.serving.startup.exposed_models", str(folder))
 
 
 if __name__ == "__main__":

@@ -11,31 +11,25 @@ from torch import nn
 from sglang_hyperdflash.serving.scheduler.capture_rows import CAPTURE_FOLDER
 from sglang_hyperdflash.serving.startup.expose_residual import (
     EXPOSED,
-    expose_glm5_next,
     expose_hy_v4,
     expose_residual,
 )
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
+from sglang_hyperdflash.tools.errors import SeamError
 from tests.unit.serving.startup import exposed_models
 from tests.unit.serving.startup.exposed_models import MODES, ROWS, D, M
-from tests.unit.targets.test_kinds import glm5_next, hy_v4
-
-KINDS = ("HY-V4", "GLM-5-next")
+from tests.unit.targets.test_kinds import hy_v4
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, dict]:
-    folders = {}
-    for kind, make in zip(KINDS, (hy_v4, glm5_next), strict=True):
-        folders[kind] = tmp_path_factory.mktemp("exposed") / kind
-        make().save_pretrained(folders[kind])
-    return exposed_models.ask_all(folders)
+def found(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("exposed")
+    hy_v4().save_pretrained(folder)
+    return exposed_models.examined(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sglangs_own_model_hands_out_its_residual(found, kind):
+def test_sglangs_own_model_hands_out_its_residual(found):
     for mode in MODES:
-        one = found[kind]["modes"][mode]
+        one = found["modes"][mode]
         assert one["logits"], mode
         assert one["before"] == [ROWS[mode], D] and one["shape"] == [ROWS[mode], M * D], mode
         if mode != "idle":
@@ -44,18 +38,15 @@ def test_sglangs_own_model_hands_out_its_residual(found, kind):
             assert one["spread"] > 0.02, mode
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_body_returns_the_pair_that_graph_runners_know(found, kind):
-    assert found[kind]["body"] == [[ROWS["decode"], D], [ROWS["decode"], M * D]]
-    assert found[kind]["replayed"]
-    assert "returned without reading its residual" in found[kind]["bypassed"]
-    assert found[kind]["embeddings"]
-    assert found[kind]["hc_head"] == (kind == "HY-V4")
+def test_the_body_returns_the_pair_that_graph_runners_know(found):
+    assert found["body"] == [[ROWS["decode"], D], [ROWS["decode"], M * D]]
+    assert found["replayed"]
+    assert "returned without reading its residual" in found["bypassed"]
+    assert found["embeddings"] and found["hc_head"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_algorithm_leaves_the_model_alone(found, kind):
-    assert found[kind]["untouched"]
+def test_another_algorithm_leaves_the_model_alone(found):
+    assert found["untouched"]
 
 
 class HYV4ForCausalLM(nn.Module):
@@ -83,29 +74,14 @@ def test_only_our_target_is_exposed(monkeypatch):
 
 
 def test_a_changed_model_is_named():
-    model = glm_like(mhc=True)
-    with pytest.raises(SeamError, match=r"seam Module\.ffn_boundary changed"):
-        expose_glm5_next(model)
+    model = nn.Module()
+    model.model = nn.Module()
+    with pytest.raises(SeamError, match=r"seam Module\.hc_head changed"):
+        expose_hy_v4(model)
     model.model.hc_head = nn.Identity()
     model.logits_processor = nn.Identity()
     with pytest.raises(SeamError, match=r"Identity\.forward changed: .*hidden_states_before_norm"):
         expose_hy_v4(model)
-
-
-def glm_like(*, mhc: bool, stages: int = 1) -> nn.Module:
-    """What is asked of a GLM-5-next before its layers are."""
-    model = nn.Module()
-    model.config = SimpleNamespace(mhc=mhc)
-    model.model = nn.Module()
-    model.model.layers = [nn.Module()]
-    model.model.pp_group = SimpleNamespace(world_size=stages)
-    return model
-
-
-@pytest.mark.parametrize("case", [{"mhc": False}, {"mhc": True, "stages": 2}])
-def test_a_model_without_paths_or_in_stages_is_refused(case):
-    with pytest.raises(HyperDFlashConfigError, match=r"mhc true .* and --pp-size 1"):
-        expose_glm5_next(glm_like(**case))
 
 
 def test_a_body_that_never_reads_its_residual_is_an_error():

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.speculative.dflash_worker_v2 import (
     SIMULATE_ACC_LEN,
     _commit_accept,
@@ -21,7 +22,6 @@ from sglang.srt.speculative.dflash_worker_v2 import (
 )
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.utils import async_h2d, is_cuda
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_hyperdflash.draft.config import default_candidates
 from sglang_hyperdflash.draft.filters import Sampling
@@ -42,7 +42,6 @@ from sglang_hyperdflash.serving.exact import (
     weights_of,
 )
 from sglang_hyperdflash.serving.penalties import UNLIKELY, GeneratedCounts
-from sglang_hyperdflash.serving.processors import Outputs, apply_processors
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
 from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
@@ -79,7 +78,6 @@ class SampledWorker(WindowedWorker):
         check_candidates(self.num_candidates, getattr(runner.model, "lm_head", None))
         # Not the arguments' own: without --random-seed every node draws one for itself.
         self.seeds = Seeds(self.target_worker.random_seed)
-        self.outputs = Outputs()
         self.renorm = renorm_kernels()
         self.requests: Requests | None = None
         self._info: Any = None
@@ -125,7 +123,7 @@ class SampledWorker(WindowedWorker):
         self._proposal = self._broken = self._greedy = None
         self._info = batch.sampling_info
         reqs = batch.reqs
-        slots = [req.kv.req_pool_idx for req in reqs] if reqs else []
+        slots = [self._slot(req) for req in reqs] if reqs else []
         if not reqs or self._info is None:
             self.requests = None
             return
@@ -137,10 +135,19 @@ class SampledWorker(WindowedWorker):
         # A decode row of a mixed batch goes on; every other row of a prefill starts.
         going_on = set(map(id, batch.decoding_reqs or ()))
         fresh = [extend and id(req) not in going_on for req in reqs]
-        if self._info.has_custom_logit_processor or self.requests.mine:
+        if self.requests.mine:
             self._start_counting([new or other for new, other in zip(fresh, moved, strict=True)])
         # Tokens of every context at its first row: the anchor of a round is not in seq_lens.
         self._contexts = batch.seq_lens if extend else batch.seq_lens + 1
+
+    def _slot(self, req) -> int:
+        """A request's row of the request pool.
+
+        One whose last result was processed between its batch's making and its batch's pass
+        (``sampling_seams.process_results_first``) has just left its row, which nobody has yet.
+        """
+        slot = req.kv.req_pool_idx
+        return self._places[req][0] if slot is None else slot
 
     def _moved(self, reqs, slots: list[int]) -> list[bool]:
         """Which requests are new in their slots, or were retracted since they were seen there.
@@ -160,15 +167,10 @@ class SampledWorker(WindowedWorker):
             self.draft_temperature.enter(self.requests.at[rows])
 
     def _start_counting(self, stale: list[bool]) -> None:
-        """Take what the host knows of requests that start, or go on after a retraction."""
-        reqs, slots = self.requests.reqs, self.requests.slots
-        if self._info.has_custom_logit_processor:
-            for req, start in zip(reqs, stale, strict=True):
-                if start and req.custom_logit_processor is not None:
-                    self.outputs.enter(req)
+        """Count what requests that start, or resume after a retraction, have generated."""
         for row, req in self.requests.mine:
             if stale[row]:
-                self.counts.reset(slots[row], req.output_ids)
+                self.counts.reset(self.requests.slots[row], req.output_ids)
 
     @cached_property
     def draft_temperature(self) -> DraftTemperature:
@@ -208,15 +210,10 @@ class SampledWorker(WindowedWorker):
         if self.requests is not None:
             self._penalise(logits.unsqueeze(1), self._no_drafts)
 
-    def process_prefill(self, logits: torch.Tensor, info: Any) -> torch.Tensor:
-        """Custom processors, and what the draw below needs of the final ``logits [bs, V]``."""
-        if info.has_custom_logit_processor:
-            reqs = self.requests.reqs
-            apply_processors(logits, info, reqs, self.outputs, self._no_drafts)
+    def read_final_logits(self, logits: torch.Tensor) -> None:
+        """Greedy tokens and broken rows of a prefill's final ``logits [bs, V]``."""
         largest, self._greedy = logits.max(-1)
         self._broken = ~largest.isfinite()
-        sanitize_nan_logits(logits, "HYPERDFLASH prefill")
-        return logits
 
     def draw_prefill(
         self, probs: torch.Tensor, info: Any, positions: torch.Tensor
@@ -428,8 +425,7 @@ class SampledWorker(WindowedWorker):
         if self._info.logit_bias is not None:
             rows.add_(self._info.logit_bias.unsqueeze(1).to(logits.dtype))
         if self._info.has_custom_logit_processor:
-            reqs = self.requests.reqs
-            apply_processors(logits, self._info, reqs, self.outputs, candidates[:, 1:])
+            apply_custom_logit_processor(logits, self._info)  # only ever at width 1
 
     # What both share.
 
@@ -455,5 +451,3 @@ class SampledWorker(WindowedWorker):
         if requests.penalties is not None:
             rows = requests.penalties.rows
             self.counts.add(requests.penalties.slots, tokens[rows], lengths[rows])
-        if self._info.has_custom_logit_processor:
-            self.outputs.add(requests.reqs, tokens, lengths)

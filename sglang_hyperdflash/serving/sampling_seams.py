@@ -68,11 +68,12 @@ def sample_prefill(original, self, logits_output, forward_batch):
     return _worker.end_prefill(tokens) if _ours(self) else tokens
 
 
-def process_prefill(original, self, logits, sampling_info):
-    """Custom processors with the request as it is at this token; greedy and broken rows."""
-    if _worker is None or _worker.requests is None:
-        return original(self, logits, sampling_info)
-    return _worker.process_prefill(logits, sampling_info)
+def read_final_logits(original, self, logits, sampling_info):
+    """Read greedy tokens and broken rows of the logits that SGLang samples from."""
+    logits = original(self, logits, sampling_info)
+    if _worker is not None and _worker.requests is not None:
+        _worker.read_final_logits(logits)
+    return logits
 
 
 def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
@@ -143,6 +144,16 @@ def end_broken(original, self, new_accepted_tokens=None):
     return ended
 
 
+def process_results_first(disabled: bool, self, batch, last_batch) -> bool:
+    """Process a round's result before the next one starts if that has a custom logit processor.
+
+    Seam: ``Scheduler.is_disable_overlap_for_batch``, as SGLang does for grammars that need it.
+    """
+    info = batch.sampling_info if batch and is_ours(batch.spec_algorithm) else None
+    processors = info is not None and info.has_custom_logit_processor
+    return disabled or bool(processors and self.result_queue)
+
+
 _NOISE = "a token is drawn by hashed noise, the same with and without speculation"
 
 SEAMS = (
@@ -160,7 +171,7 @@ SEAMS = (
         skip_verify_adjustments,
         ("next_token_logits", "sampling_info", "draft_token_num"),
         "e0263dfa657c",
-        "SGLang gives every row of a block the same custom processors and penalties",
+        "SGLang gives every row of a block the same penalties",
     ),
     Seam(
         "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits",
@@ -181,7 +192,7 @@ SEAMS = (
     Seam(
         "sglang.srt.layers.sampler:Sampler._preprocess_logits",
         "around",
-        process_prefill,
+        read_final_logits,
         ("self", "logits", "sampling_info"),
         "7f9c924ec6bc",
         _NOISE,
@@ -225,5 +236,13 @@ SEAMS = (
         ("self", "new_accepted_tokens"),
         "02feeb85af34",
         "a broken row ends its request with an error",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch",
+        "after",
+        process_results_first,
+        ("self", "batch", "last_batch"),
+        "a6dece490f1e",
+        "a custom logit processor must see every token before the one it changes",
     ),
 )

@@ -27,7 +27,6 @@ from sglang.srt.speculative.draft_worker_common import (
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
-from sglang_hyperdflash.serving.processors import keeps_notes
 from sglang_hyperdflash.serving.width_control import WidthControl
 from sglang_hyperdflash.serving.width_policy import Table
 from sglang_hyperdflash.serving.width_settings import (
@@ -80,6 +79,20 @@ def check_ranks_agree(setting: WidthSetting, gather: Callable[[Any], list[Any]])
         said = "; ".join(f"rank {i}: {one.mode} of {one.widths}" for i, one in enumerate(found))
         raise HyperDFlashConfigError(
             f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}."
+        )
+
+
+def check_processors(has_one_row: bool, enabled: bool) -> None:
+    """Custom logit processors need rounds of one row per request.
+
+    Raises:
+        HyperDFlashConfigError: they are enabled on a server that verifies whole blocks only.
+    """
+    if enabled and not has_one_row:
+        raise HyperDFlashConfigError(
+            "--enable-custom-logit-processor: expected a server that can verify one row per "
+            "request; found attention data parallelism, recurrent layers, two-batch overlap or "
+            "--enable-pd-role-switch, where only whole blocks are verified. Drop the flag."
         )
 
 
@@ -188,10 +201,11 @@ class WidthWorker(OneRowWorker):
             alone=self.device == "cpu" and not server_args.disable_overlap_schedule,
         )
         self._overlap = not server_args.disable_overlap_schedule
-        self._has_one_row, self._warned = not self._whole_blocks_only(), False
+        self._has_one_row = not self._whole_blocks_only()
+        check_processors(self._has_one_row, server_args.enable_custom_logit_processor)
         self._end_requests_early()
         self._rounds_width = self.block
-        # Width 1 is for stateful processors and the ends of contexts at least.
+        # Width 1 is for custom logit processors and the ends of contexts at least.
         self._states = WidthStates(self, setting.widths, eager=(1,) if self._has_one_row else ())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
@@ -228,22 +242,17 @@ class WidthWorker(OneRowWorker):
     def _needs_one_row(self) -> bool:
         """Whether nothing may be drafted in the round that starts.
 
-        Warns once where a stateful processor needs it and the server cannot; such a server ends
-        requests early (``dflash_seams.end_requests_early``).
+        A custom logit processor may count its calls, so it is called once per token. A server
+        without width 1 has none, and ends requests early (``dflash_seams.end_requests_early``).
         """
         if not self._has_one_row:
-            if not self._warned and keeps_notes(self._info):
-                self._warned = True
-                logger.warning(
-                    "HYPERDFLASH: a custom logit processor is stateful. With attention data "
-                    "parallelism, recurrent layers, two-batch overlap or role switches it is "
-                    "called for drafts as well, and answers may differ from the baseline's."
-                )
             return False
+        if self._info.has_custom_logit_processor:
+            return True
         context = self.target_worker.model_runner.model_config.context_len
         committed = (req.kv.kv_committed_len for req in self.requests.reqs)
         running = self._rounds_width if self._overlap else 0
-        return keeps_notes(self._info) or not block_fits(committed, running, self.block, context)
+        return not block_fits(committed, running, self.block, context)
 
     def init_cuda_graphs(self) -> None:
         """Seam: the last step of a start; every other width is built behind the block's."""

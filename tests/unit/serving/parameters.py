@@ -31,7 +31,7 @@ _SERVED = {
         "spaces_between_special_tokens": "host: text only",
         "no_stop_trim": "host: text only",
     },
-    "test_exact.py::test_custom_processors_see_every_position": {"custom_params": "exact"},
+    "test_exact.py::test_custom_processors_see_every_token": {"custom_params": "exact"},
     "test_api.py::test_openais_own_names_of_chat_parameters_are_the_baselines": {
         "logprobs": "exact",
         "top_logprobs": "exact",

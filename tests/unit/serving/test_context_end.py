@@ -20,8 +20,8 @@ def worker(block: int, overlap: bool = True) -> WidthWorker:
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
     found._target_worker = SimpleNamespace(model_runner=runner)
     found.block, found._has_one_row = block, True
-    found._overlap, found._rounds_width, found._warned = overlap, block, True
-    found._info = SimpleNamespace(custom_logit_processor=None)
+    found._overlap, found._rounds_width = overlap, block
+    found._info = SimpleNamespace(has_custom_logit_processor=False)
     return found
 
 

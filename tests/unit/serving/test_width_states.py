@@ -431,19 +431,18 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     worker._pending, worker._rounds_width, worker.window, widths = PendingRows(0), 7, None, []
     worker._states = SimpleNamespace(activate=widths.append)
     worker.one_row_round = lambda batch: "one row"
-    entries = {n: SimpleNamespace(processor=SimpleNamespace(stateful=n == 1)) for n in range(2)}
     mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
     batch = SimpleNamespace(
         forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False, extend_num_tokens=None
     )
-    worker._info = SimpleNamespace(custom_logit_processor=entries)
+    worker._info = SimpleNamespace(has_custom_logit_processor=True)
     worker._has_one_row = worker._overlap = True
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=100))
     worker._target_worker = SimpleNamespace(model_runner=runner)
     assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]
-    worker._info = SimpleNamespace(custom_logit_processor={0: entries[0]})
+    worker._info = SimpleNamespace(has_custom_logit_processor=False)
     assert worker.run_round(batch) == "block" and widths == [1, 7] and asked[1:] == ["next"]
-    worker._info, batch.after_idle_gap = SimpleNamespace(custom_logit_processor=None), True
+    batch.after_idle_gap = True
     assert worker.run_round(batch) == "block" and asked[2:] == ["idle", "next"]
     assert widths == [1, 7, 7]
 

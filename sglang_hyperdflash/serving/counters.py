@@ -19,10 +19,9 @@ from sglang_hyperdflash.serving.width_control import WidthControl
 ROUNDS = "hyperdflash:verify_rounds_total"
 ACCEPTED = "hyperdflash:accepted_drafts_total"
 DRAFTED = "hyperdflash:drafted_total"
-BROKEN = "hyperdflash:broken_rows_total"
 POSITION = "position"
 # All that a server of ours exports.
-FAMILIES = width_metrics.FAMILIES | {ROUNDS, ACCEPTED, DRAFTED, BROKEN}
+FAMILIES = width_metrics.FAMILIES | {ROUNDS, ACCEPTED, DRAFTED}
 
 
 class PositionCounters:
@@ -57,13 +56,7 @@ class PositionCounters:
             documentation="Drafts verified at this position (1 is the first).",
             labelnames=[*labels, POSITION],
         )
-        broken = counter(
-            name=BROKEN,
-            documentation="Requests aborted because the target's logits held NaN or infinity.",
-            labelnames=list(labels),
-        )
         self._rounds = rounds.labels(**labels)
-        self._broken = broken.labels(**labels)
         # Every position has its series from the start: a missing one breaks sums.
         positions = [{POSITION: str(k)} for k in range(1, drafts + 1)]
         self._accepted = [accepted.labels(**labels, **at) for at in positions]
@@ -84,10 +77,6 @@ class PositionCounters:
                 break
             counter.inc(reached)
 
-    def add_broken(self) -> None:
-        """Count a request that a broken row aborted."""
-        self._broken.inc()
-
 
 # None in a scheduler that exports nothing.
 _counters: PositionCounters | None = None
@@ -107,12 +96,6 @@ def start_counting(_, self) -> None:
         own = getattr(self.metrics_collector, "_counter_cls", None)
         block = self.model_worker.width_control.block
         _counters = PositionCounters(self.metrics_collector.labels, block - 1, own)
-
-
-def count_broken() -> None:
-    """Count a request that a broken row aborted."""
-    if _counters is not None:
-        _counters.add_broken()
 
 
 def count_round(tokens, self, result, batch) -> None:

@@ -22,7 +22,7 @@ from sglang_hyperdflash.serving.exact import draw_rows, weights_of
 from sglang_hyperdflash.serving.pending_kv import PENDING_ROWS, PendingRows
 from sglang_hyperdflash.serving.rehearsal import RehearsedWorker
 from sglang_hyperdflash.serving.rounds import sampling_of
-from sglang_hyperdflash.serving.sampling_seams import BROKEN
+from sglang_hyperdflash.serving.sampled_worker import BROKEN
 from triton_ops.gumbel_op import gumbel_argmax
 
 

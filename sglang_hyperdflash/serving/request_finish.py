@@ -1,14 +1,20 @@
 """Where a request ends inside a block: at the token where decoding one by one would end it.
 
 SGLang looks at a whole accepted block at once: for the first *listed* stop string in it, not the
-earliest, and for strings before stop tokens, whichever came first. A grammar looks at it before
-either, and takes a broken row's id for a token that it forbids.
+earliest, and for strings before stop tokens, whichever came first.
 """
 
 from __future__ import annotations
 
+import logging
+
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving.sampling_seams import worker_is_ours
+
+logger = logging.getLogger(__name__)
+
+NAN_MATCHED = "NaN happened"
+_warned = False
 
 
 def finish_as_one_by_one(original, self, new_accepted_len: int = 1) -> None:
@@ -20,20 +26,36 @@ def finish_as_one_by_one(original, self, new_accepted_len: int = 1) -> None:
     if worker_is_ours() and self.finished_len is not None:
         # Thinking comes first in an answer.
         self.reasoning_tokens = min(self.reasoning_tokens, self.finished_len)
+        _warn_of_broken_row(self)
+
+
+def _warn_of_broken_row(req) -> None:
+    """Log one warning in the life of a server where SGLang ended a request at an impossible id.
+
+    Seam: the reason that ``Req._check_vocab_boundary_finish`` gives. SGLang logs nothing there.
+    """
+    global _warned
+    if not _warned and getattr(req.finished_reason, "matched", None) == NAN_MATCHED:
+        _warned = True
+        logger.warning(
+            "HYPERDFLASH: request %s ended at output token %d: the target's logits hold a NaN or "
+            "infinity, or nothing finite. Look at the target's precision and quantization, and at "
+            "custom logit processors. Logged once.",
+            req.rid,
+            req.finished_len - 1,
+        )
 
 
 def finish_token_by_token(original, self, new_accepted_len: int) -> None:
     """Let SGLang look at the accepted tokens one at a time, and stop at the first that ends it.
 
-    Without stop strings and regexes SGLang's own check already
-    finds the earliest stop token, but a broken row's id, always a block's last, before any. The
+    Without stop strings and regexes SGLang's own check already finds the earliest stop token. The
     cost is one decoded tail a token, as without speculation.
     """
     n, params = new_accepted_len, self.sampling_params
     if n < 2 or self.finished() or self.to_finish or not worker_is_ours():
         return original(self, n)
-    broken = self.vocab_size is not None and self.output_ids[-1] >= self.vocab_size
-    if not (broken or params.stop_strs or params.stop_regex_strs):
+    if not (params.stop_strs or params.stop_regex_strs):
         return original(self, n)
     accepted = list(self.output_ids[-n:])
     del self.output_ids[-n:]
@@ -48,33 +70,11 @@ def finish_token_by_token(original, self, new_accepted_len: int) -> None:
             if self.finished():
                 if self.finished_len is None:
                     self.finished_len = len(self.output_ids)
-                rest = accepted[i:]
-                if broken and rest:
-                    rest[-1] = 0  # the impossible id of a row that nobody reads now
-                self.output_ids.extend(rest)
+                self.output_ids.extend(accepted[i:])
                 return None
     finally:
         self.grammar = grammar
     return None
-
-
-def keep_broken_from_grammar(original, self, req, tokens) -> list[int]:
-    """Advance a grammar to a broken row's id, which is then left to :func:`finish_token_by_token`.
-
-    Seam: ``SchedulerBatchResultProcessor._accept_grammar_tokens``. It would abort the request for a
-    token that is not in the grammar, though a stop before it may have ended the answer.
-
-    Returns:
-        the tokens to commit, the broken row's id among them unless the grammar ended before it.
-    """
-    run = [tokens] if isinstance(tokens, int) else tokens
-    at = next((i for i, token in enumerate(run) if token >= req.vocab_size), None)
-    if at is None or not worker_is_ours():
-        return original(self, req, tokens)
-    retained = original(self, req, run[:at])
-    if len(retained) < at or req.grammar.is_terminated():
-        return retained
-    return [*retained, run[at]]
 
 
 def end_turns_at_their_stop(original, self, *args, **kwargs):
@@ -107,15 +107,6 @@ def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
 
 
 SEAMS = (
-    Seam(
-        "sglang.srt.managers.scheduler_components.batch_result_processor"
-        ":SchedulerBatchResultProcessor._accept_grammar_tokens",
-        "around",
-        keep_broken_from_grammar,
-        ("self", "req", "tokens"),
-        "882fd01933fc",
-        "a broken row in a grammar's request must be told as such, and not before a stop",
-    ),
     Seam(
         "sglang.srt.managers.schedule_batch:Req.update_finish_state",
         "around",

@@ -43,11 +43,13 @@ from sglang_hyperdflash.serving.exact import (
 )
 from sglang_hyperdflash.serving.penalties import UNLIKELY, GeneratedCounts
 from sglang_hyperdflash.serving.rounds import Requests, Seeds, gather, sampling_of
-from sglang_hyperdflash.serving.sampling_seams import BROKEN
 from sglang_hyperdflash.serving.window_worker import WindowedWorker
 from triton_ops.gumbel_op import gumbel_argmax
 
 logger = logging.getLogger(__name__)
+
+# The token of a broken row inside a round: it equals no draft, so the block ends there.
+BROKEN = -1
 
 
 def renorm_kernels() -> tuple | None:
@@ -112,7 +114,7 @@ class SampledWorker(WindowedWorker):
         self._begin(batch, extend)
         result = self.run_round(batch, *args, **kwargs)
         if self._broken is not None:
-            self._tell_broken(result)
+            self._end_broken_requests(result)
         return result
 
     def run_round(self, batch, *args, **kwargs):
@@ -187,12 +189,11 @@ class SampledWorker(WindowedWorker):
             self._counts = GeneratedCounts(slots, runner.model_config.vocab_size, self.device)
         return self._counts
 
-    def _tell_broken(self, result) -> None:
+    def _end_broken_requests(self, result) -> None:
         """Put an id past the vocabulary where a token would come from a broken row.
 
-        The scheduler ends the request there (``sampling_seams.end_broken``).
-
-        The next round's anchor stays a token: it may already run.
+        Seam: ``Req._check_vocab_boundary_finish`` ends the request there. The next round's anchor
+        stays a token, since that round may already run.
         """
         past = int(self.target_worker.model_runner.model_config.vocab_size)
         if result.next_token_ids.numel() == len(self._broken):  # a prefill, or no drafts
@@ -200,8 +201,8 @@ class SampledWorker(WindowedWorker):
             return
         tokens = result.next_token_ids.view(len(self._broken), -1)
         at = (result.accept_lens.long() - 1).unsqueeze(1)
-        told = tokens.gather(1, at).masked_fill(self._broken.unsqueeze(1), past)
-        tokens.scatter_(1, at, told)
+        last = tokens.gather(1, at).masked_fill(self._broken.unsqueeze(1), past)
+        tokens.scatter_(1, at, last)
 
     # A prefill: one row a request, in SGLang's own sampler.
 
@@ -392,7 +393,7 @@ class SampledWorker(WindowedWorker):
         """Rank 0's ``tokens [bs]``, in place: all ranks end the same requests, and go on from 0.
 
         Args:
-            tokens: the last of each request's round; ``BROKEN`` for a broken row is remembered.
+            tokens: the last of each request's round; ``BROKEN`` at a broken row.
         """
         self._tp_sync.sync(site, tokens)
         self._broken = tokens == BROKEN

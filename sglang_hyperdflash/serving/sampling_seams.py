@@ -7,7 +7,6 @@ what decides a token and leaves logprobs, grammar and masks to SGLang.
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any
 
 from sglang_hyperdflash import is_ours
@@ -15,15 +14,6 @@ from sglang_hyperdflash.seams import Seam
 
 # The SampledWorker of this process.
 _worker: Any = None
-
-# A broken row's token inside a round: equals no draft, so the block ends there. SGLang is told an
-# id just past the vocabulary instead, which it can detokenise.
-BROKEN = -1
-BROKEN_MESSAGE = (
-    "the target's logits at output token {at} hold a NaN or infinity, or nothing finite; the "
-    "request was ended there. Look at the target's precision and quantisation, and at custom logit "
-    "processors."
-)
 
 
 def serve(worker: Any) -> None:
@@ -104,46 +94,6 @@ def masked_as_drawn(original, **inputs):
     return _worker.law_of(logits, inputs["sampling_info"], rows)
 
 
-def argmax_of_shards(original, self, logits):
-    """Tokens ``[rows]`` int64 of vocabulary shards ``[rows, V / ranks]``; BROKEN at broken rows.
-
-    SGLang gathers each rank's row maxima and skips a NaN. All such logits are softcapped after,
-    which makes infinities finite, so a NaN is all that can break a row.
-    """
-    tokens = original(self, logits)
-    if _worker is None:
-        return tokens
-    from sglang.srt.runtime_context import get_parallel
-
-    group = get_parallel().tp_group
-    rows, shard = logits.shape
-    own = max(0, min(shard, self.vocab_size - group.rank_in_group * shard))
-    # Padding behind the vocabulary may hold anything; the last rank may hold nothing else.
-    found = logits[:, :own].amax(1).isnan() if own else logits.new_zeros(rows)
-    every = logits.new_empty(group.world_size, rows)
-    group.all_gather_into_tensor(every, found.to(logits.dtype))
-    return tokens.masked_fill(every.any(0), BROKEN)
-
-
-def end_broken(original, self, new_accepted_tokens=None):
-    """End a request at a broken row with an error, not with a stop that looks like success."""
-    ended = original(self, new_accepted_tokens)
-    if ended and _worker is not None:
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-        from sglang_hyperdflash.serving.counters import count_broken
-
-        at = self.finished_len - 1
-        if not 0 <= self.output_ids[at] < self.vocab_size:
-            self.output_ids[at] = 0
-        message = BROKEN_MESSAGE.format(at=at)
-        self.finished_reason = FINISH_ABORT(
-            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
-        )
-        count_broken()
-    return ended
-
-
 def process_results_first(disabled: bool, self, batch, last_batch) -> bool:
     """Process a round's result before the next one starts if that has a custom logit processor.
 
@@ -220,22 +170,6 @@ SEAMS = (
         ),
         "4ab96a91a0fa",
         "a sampling mask holds what a token is drawn from",
-    ),
-    Seam(
-        "sglang.srt.layers.logits_processor:LogitsProcessor.deferred_argmax",
-        "around",
-        argmax_of_shards,
-        ("self", "logits"),
-        "3db384c1c988",
-        "SGLang looks for no broken row in logits that it does not gather",
-    ),
-    Seam(
-        "sglang.srt.managers.schedule_batch:Req._check_vocab_boundary_finish",
-        "around",
-        end_broken,
-        ("self", "new_accepted_tokens"),
-        "02feeb85af34",
-        "a broken row ends its request with an error",
     ),
     Seam(
         "sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch",

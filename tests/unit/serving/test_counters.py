@@ -12,12 +12,10 @@ import pytest
 from sglang_hyperdflash.serving import counters as position_metrics
 from sglang_hyperdflash.serving.counters import (
     ACCEPTED,
-    BROKEN,
     DRAFTED,
     FAMILIES,
     POSITION,
     ROUNDS,
-    count_broken,
     count_round,
     start_counting,
 )
@@ -157,19 +155,15 @@ def test_finished_and_retracted_requests_are_left_out(counter):
     assert positions(counter) == [1, 0, 0, 0, 0, 0]
 
 
-def test_every_series_is_there_before_the_first_round_and_a_broken_row_counts_at_once(counter):
-    """The first request may break in its prefill, and be the last."""
+def test_every_series_is_there_before_the_first_round(counter):
     start_counting(None, scheduler(counter))
-    assert counter.values[BROKEN, None] == counter.values[ROUNDS, None] == 0
+    assert counter.values[ROUNDS, None] == 0
     assert positions(counter) == [0] * 6
-    count_broken()
-    assert counter.values[BROKEN, None] == 1
 
 
-def test_a_broken_row_harms_no_scheduler_without_metrics(counter):
+def test_nothing_is_exported_without_metrics_or_for_other_algorithms(counter):
     for other in (scheduler(counter, enabled=False), scheduler(counter, algorithm="DFLASH")):
         start_counting(None, other)
-        count_broken()
     assert counter.values == {}
 
 

@@ -15,28 +15,13 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_hyperdflash.serving import counters, sampling_seams
+from sglang_hyperdflash.serving import request_finish, sampling_seams
 from sglang_hyperdflash.serving.request_finish import (
     finish_as_one_by_one,
     finish_token_by_token,
-    keep_broken_from_grammar,
 )
 
 TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun is up again.\n"
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Ends that were counted; the check of a vocabulary's bounds is ours."""
-    found = []
-    monkeypatch.setattr(counters, "count_broken", lambda: found.append(1))
-    check = inspect.unwrap(Req._check_vocab_boundary_finish)
-    monkeypatch.setattr(
-        Req,
-        "_check_vocab_boundary_finish",
-        lambda req, tokens=None: sampling_seams.end_broken(check, req, tokens),
-    )
-    return found
 
 
 def original(req: Req, n: int) -> None:
@@ -155,30 +140,20 @@ def test_reasoning_is_counted_up_to_the_end_of_the_answer(tokenizer, end, think_
     assert counted(7) == counted(1) == min(end, think_end + 1)
 
 
-def test_a_broken_row_behind_the_end_is_not_read(tokenizer):
-    """SGLang looks for an impossible id in the whole block before it looks for a stop token."""
-    tokens = [*tokenizer.encode("so the dog is", add_special_tokens=False), len(tokenizer)]
-    end = tokens[-3]
-    one_by_one = finished(tokenizer, tokens, [1] * len(tokens), original, stop_token_ids=[end])
-    assert one_by_one[0]["type"] == "stop"
-    found = finished(tokenizer, tokens, [len(tokens)], ours_check, stop_token_ids=[end])
-    assert found == one_by_one
-    wrong = finished(tokenizer, tokens, [len(tokens)], original, stop_token_ids=[end])
-    assert wrong != one_by_one
-    # In front of the end it still ends the request.
-    first = [len(tokenizer), *tokens]
-    broken = finished(tokenizer, first, [1], original, stop_token_ids=[end])
-    assert finished(tokenizer, first, [1], ours_check, stop_token_ids=[end]) == broken
-
-
-def test_a_broken_row_behind_accepted_drafts_ends_its_request(tokenizer, counted):
+def test_a_broken_row_ends_its_request_and_is_logged_once(tokenizer, monkeypatch, caplog):
+    """SGLang's own finish, whatever was accepted before it; its id is not in the answer."""
+    monkeypatch.setattr(request_finish, "_warned", False)
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
-    for before in (1, len(tokens)):
+    for before in (0, 1, len(tokens)):
         run = [*tokens[:before], len(tokenizer)]
-        reason, emitted = finished(tokenizer, run, [len(run)], ours_check)
-        assert reason["message"] == sampling_seams.BROKEN_MESSAGE.format(at=before)
-        assert emitted[:-1] == run[:-1] and 0 <= emitted[-1] < len(tokenizer)
-    assert len(counted) == 2
+
+        def check(req, n):
+            finish_as_one_by_one(original, req, n)
+
+        reason, emitted = finished(tokenizer, run, [len(run)], check, stop_token_ids=[3])
+        assert reason == {"type": "stop", "matched": "NaN happened"}
+        assert emitted == [*run[:-1], 3]
+    assert [f"output token {0}: the target's logits hold" in m for m in caplog.messages] == [True]
 
 
 def test_other_algorithms_keep_sglangs_check(tokenizer, monkeypatch):
@@ -211,70 +186,18 @@ def grammars(tokenizer):
     return backend.dispatch_regex
 
 
-def constrained(tokenizer, grammar, run, hooked=True, **sampling) -> tuple[Req, list[int]]:
-    """A request after one accepted run, and what its grammar retained of it."""
-    params = SamplingParams(max_new_tokens=sampling.pop("max_new_tokens", 50), **sampling)
-    params.normalize(tokenizer)
-    req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
-    req.tokenizer, req.grammar = tokenizer, grammar
-    accept = inspect.unwrap(SchedulerBatchResultProcessor._accept_grammar_tokens)
-    given = (accept, None, req, run) if hooked else (None, req, run)
-    retained = (keep_broken_from_grammar if hooked else accept)(*given)
-    req.output_ids.extend(retained)
-    ours_check(req, len(retained))
-    return req, retained
-
-
-def test_a_broken_row_under_a_grammar_ends_its_request_as_any_other(tokenizer, grammars, counted):
+def test_a_broken_row_under_a_grammar_aborts_its_request_alone(tokenizer, grammars):
+    """SGLang takes the id for one that the grammar forbids; its scheduler goes on."""
     tokens = tokenizer.encode("so the dog", add_special_tokens=False)
     for before in ([], tokens[:1], tokens):
-        run = [*before, len(tokenizer)]
-        req, retained = constrained(tokenizer, grammars("so the dog is.*"), run)
-        assert retained == run
+        params = SamplingParams(max_new_tokens=50)
+        params.normalize(tokenizer)
+        req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
+        req.tokenizer, req.grammar = tokenizer, grammars("so the dog is.*")
+        accept = inspect.unwrap(SchedulerBatchResultProcessor._accept_grammar_tokens)
+        retained = accept(None, req, [*before, len(tokenizer)])
+        req.output_ids.extend(retained)
+        ours_check(req, len(retained))
+        assert retained == before
         reason = req.finished_reason.to_json()
         assert reason["type"] == "abort" and reason["status_code"] == 500
-        assert reason["message"] == sampling_seams.BROKEN_MESSAGE.format(at=len(before))
-        assert len(counted) == 1
-        counted.clear()
-    # A prefill's token comes alone, before it is committed; SGLang drops what is retained.
-    req, _ = constrained(tokenizer, grammars("so the dog is.*"), len(tokenizer))
-    assert req.to_finish is None and len(counted) == 1
-
-
-def test_what_ends_an_answer_before_a_broken_row_wins_under_a_grammar(tokenizer, grammars, counted):
-    """As without speculation, where nobody would have read the broken row."""
-    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
-    run, whole = [*tokens, len(tokenizer)], "so the dog is.*"
-    cases = [
-        ({"stop_token_ids": [tokens[-2]]}, whole, "stop"),
-        ({"stop": ["dog"]}, whole, "stop"),
-        ({"max_new_tokens": len(tokens) - 1}, whole, "length"),
-        ({"max_new_tokens": len(tokens)}, whole, "length"),
-    ]
-    for sampling, regex, reason in cases:
-        req, _ = constrained(tokenizer, grammars(regex), run, **sampling)
-        assert req.finished_reason.to_json()["type"] == reason
-        assert list(req.output_ids_through_stop) == tokens[: req.finished_len]
-        # SGLang's own aborts the request for a token of no grammar, and counts nothing.
-        wrong, _ = constrained(tokenizer, grammars(regex), run, hooked=False, **sampling)
-        assert wrong.finished_reason.to_json()["type"] == "abort"
-    # The grammar's own end.
-    ended = [*tokens, tokenizer.eos_token_id, len(tokenizer)]
-    req, retained = constrained(tokenizer, grammars("so the dog is"), ended)
-    assert retained == ended[:-1] and req.finished_reason.to_json()["type"] == "stop"
-    assert counted == []
-
-
-def test_a_token_that_a_grammar_forbids_before_a_broken_row_stays_its_error(
-    tokenizer, grammars, counted
-):
-    run = [*tokenizer.encode("zzz", add_special_tokens=False), len(tokenizer)]
-    req, retained = constrained(tokenizer, grammars("so"), run)
-    assert retained == [] and "Grammar accept_token failed" in req.finished_reason.message
-    assert counted == []
-
-
-def test_other_algorithms_keep_sglangs_grammar_step(tokenizer, grammars, monkeypatch):
-    monkeypatch.setattr(sampling_seams, "_worker", None)
-    req, retained = constrained(tokenizer, grammars("so.*"), [len(tokenizer)])
-    assert retained == [] and "Grammar accept_token failed" in req.finished_reason.message

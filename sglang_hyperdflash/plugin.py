@@ -7,15 +7,15 @@ from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.cpu import activation, memory, parallel_seams, seeded_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving import counters, request_finish, sampling_seams
-from sglang_hyperdflash.serving.scheduler import capture_rows, weight_updates
+from sglang_hyperdflash.serving import counters, sampling_seams
+from sglang_hyperdflash.serving.scheduler import capture_rows, finish, weight_updates
 from sglang_hyperdflash.serving.startup import deepseek_v4, dflash_seams, expose_residual
 
 # Every hook on SGLang, by purpose.
 SERVING_SEAMS: tuple[Seam, ...] = (
     *dflash_seams.SEAMS,
     *sampling_seams.SEAMS,
-    *request_finish.SEAMS,
+    *finish.SEAMS,
     *expose_residual.SEAMS,
     *deepseek_v4.SEAMS,
     *counters.SEAMS,

@@ -15,8 +15,9 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_hyperdflash.serving import request_finish, sampling_seams
-from sglang_hyperdflash.serving.request_finish import (
+from sglang_hyperdflash.serving import sampling_seams
+from sglang_hyperdflash.serving.scheduler import finish
+from sglang_hyperdflash.serving.scheduler.finish import (
     finish_as_one_by_one,
     finish_token_by_token,
 )
@@ -39,15 +40,31 @@ def ours(monkeypatch):
     monkeypatch.setattr(sampling_seams, "_worker", object())
 
 
-def finished(tokenizer, tokens, blocks, check, **sampling):
+class Grammar:
+    """Terminates at its n-th token, which need not be a stop token."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+
+    def accept_token(self, token: int) -> None:
+        self.left -= 1
+
+    def is_terminated(self) -> bool:
+        return self.left == 0
+
+
+def finished(tokenizer, tokens, blocks, check, grammar=None, **sampling):
     """Finish reason, emitted tokens, and what was said at the end, of a request fed in blocks."""
     params = SamplingParams(max_new_tokens=sampling.pop("max_new_tokens", 200), **sampling)
     params.normalize(tokenizer)
     req = Req("r", "", array("q", [5]), params, vocab_size=len(tokenizer))
-    req.tokenizer, at = tokenizer, 0
+    req.tokenizer, req.grammar, at = tokenizer, grammar, 0
     for size in blocks:
         block = tokens[at : at + size]
         at += len(block)
+        if grammar is not None:
+            accept = inspect.unwrap(SchedulerBatchResultProcessor._accept_grammar_tokens)
+            block = accept(None, req, block)
         req.output_ids.extend(block)
         check(req, len(block))
         if req.finished() or at == len(tokens):
@@ -81,18 +98,50 @@ def case(draw: random.Random, tokenizer) -> tuple[list[int], dict]:
 
 
 def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer):
+    """Strings, regexes, tokens, EOS, a length and a grammar's end, several of them in a block."""
     draw = random.Random(0)
-    reasons, differs = set(), 0
-    for _ in range(300):
+    reasons, differs, crowded = set(), 0, 0
+    for _ in range(400):
         tokens, sampling = case(draw, tokenizer)
+        if draw.random() < 0.3:
+            tokens.insert(draw.randrange(len(tokens)), tokenizer.eos_token_id)
+        if draw.random() < 0.1:
+            tokens.insert(draw.randrange(len(tokens)), len(tokenizer))  # a broken row
+        ends = draw.randint(1, len(tokens)) if draw.random() < 0.4 else None
         blocks = [draw.randint(1, 7) for _ in tokens]
-        expected = finished(tokenizer, tokens, [1] * len(tokens), original, **sampling)
-        found = finished(tokenizer, tokens, blocks, ours_check, **sampling)
-        assert found == expected, (sampling, blocks)
+
+        def run(blocks, check, tokens=tokens, ends=ends, sampling=sampling):
+            grammar = None if ends is None else Grammar(ends)
+            return finished(tokenizer, tokens, blocks, check, grammar, **sampling)
+
+        expected = run([1] * len(tokens), original)
+        assert run(blocks, ours_check) == expected, (sampling, blocks, ends)
         reasons.add((expected[0] or {}).get("type"))
-        differs += finished(tokenizer, tokens, blocks, original, **sampling) != expected
+        differs += run(blocks, original) != expected
+        crowded += ends is not None and len(expected[1]) < ends < len(expected[1]) + 7
     assert reasons >= {"stop", "length"}
     assert differs > 20, "SGLang's own check was right: the seam is not needed"
+    assert crowded > 10, "no block held a grammar's end and an earlier one"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "decodes"),
+    [
+        ({}, 0),
+        ({"stop_token_ids": [3]}, 0),
+        ({"stop": ["zzz"]}, 1),
+        ({"stop": ["zzz", "yyy"], "stop_token_ids": [3]}, 1),
+        ({"stop_regex": ["zz+"]}, 6),
+        ({"stop_regex": ["zz+", "yy+"], "stop": ["zzz"]}, 6),
+    ],
+)
+def test_a_round_that_ends_nothing_decodes_its_tail_once(tokenizer, monkeypatch, sampling, decodes):
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)[:24]
+    decode, calls = tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda *given: calls.append(1) or decode(*given))
+    reason, emitted = finished(tokenizer, tokens, [6] * 4, ours_check, **sampling)
+    assert reason is None and emitted == tokens
+    assert len(calls) == 4 * decodes
 
 
 def test_the_earliest_string_wins_not_the_first_listed(tokenizer):
@@ -105,7 +154,7 @@ def test_the_earliest_string_wins_not_the_first_listed(tokenizer):
     assert wrong[0]["matched"] == "is"
 
 
-def test_what_the_block_held_behind_the_end_stays_for_the_cache(tokenizer):
+def test_what_the_block_held_after_the_end_stays_for_the_cache(tokenizer):
     """SGLang frees K/V by what was accepted, not by what was emitted."""
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
     params = SamplingParams(max_new_tokens=50, stop=["the"])
@@ -142,7 +191,7 @@ def test_reasoning_is_counted_up_to_the_end_of_the_answer(tokenizer, end, think_
 
 def test_a_broken_row_ends_its_request_and_is_logged_once(tokenizer, monkeypatch, caplog):
     """SGLang's own finish, whatever was accepted before it; its id is not in the answer."""
-    monkeypatch.setattr(request_finish, "_warned", False)
+    monkeypatch.setattr(finish, "_warned", False)
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
     for before in (0, 1, len(tokens)):
         run = [*tokens[:before], len(tokenizer)]
@@ -201,3 +250,30 @@ def test_a_broken_row_under_a_grammar_aborts_its_request_alone(tokenizer, gramma
         assert retained == before
         reason = req.finished_reason.to_json()
         assert reason["type"] == "abort" and reason["status_code"] == 500
+
+
+def test_the_earliest_end_wins_under_a_grammar(tokenizer, grammars):
+    """A stop, a length, or the end token that completes the grammar; later tokens are dropped."""
+    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
+    run = [*tokens, tokenizer.eos_token_id, tokens[0]]
+    n = len(tokens)
+    cases = [
+        ({}, "stop", n + 1),
+        ({"ignore_eos": True}, "stop", n + 1),
+        ({"stop_token_ids": [tokens[-2]]}, "stop", n - 1),
+        ({"stop": ["dog"]}, "stop", None),
+        ({"stop_regex": ["d.g"]}, "stop", None),
+        ({"max_new_tokens": n - 1}, "length", n - 1),
+        ({"max_new_tokens": n + 1, "ignore_eos": True}, "length", n + 1),
+        ({"max_new_tokens": 2, "stop": ["is"], "stop_token_ids": [tokens[-1]]}, "length", 2),
+    ]
+    for sampling, kind, length in cases:
+        grammar = grammars("so the dog is")
+        found = finished(tokenizer, run, [len(run)], ours_check, grammar, **sampling)
+        ones = [1] * len(run)
+        grammar = grammars("so the dog is")
+        assert found == finished(tokenizer, run, ones, original, grammar, **sampling)
+        assert found[0]["type"] == kind and found[1] == run[: len(found[1])]
+        assert length is None or len(found[1]) == length
+        if length is None:
+            assert tokenizer.decode(found[1]).endswith("dog")

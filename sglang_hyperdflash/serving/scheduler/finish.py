@@ -1,7 +1,7 @@
 """Where a request ends inside a block: at the token where decoding one by one would end it.
 
-SGLang looks at a whole accepted block at once: for the first *listed* stop string in it, not the
-earliest, and for strings before stop tokens, whichever came first.
+SGLang checks a whole accepted block at once: it finds the first *listed* stop string in it, not the
+earliest, prefers strings to stop tokens whichever came first, and an impossible id to either.
 """
 
 from __future__ import annotations
@@ -47,19 +47,25 @@ def _warn_of_broken_row(req) -> None:
 
 
 def finish_token_by_token(original, self, new_accepted_len: int) -> None:
-    """Let SGLang look at the accepted tokens one at a time, and stop at the first that ends it.
+    """Let SGLang check the accepted block; where something ends in it, find the earliest end.
 
-    Without stop strings and regexes SGLang's own check already finds the earliest stop token. The
-    cost is one decoded tail a token, as without speculation.
+    The block is then replayed token by token, as without speculation. A round that ends nothing
+    costs one decoded tail with stop strings, and one per token with regexes: those are replayed at
+    once, because SGLang's own check of a block decodes every prefix for every regex.
+
+    A grammar has accepted the block already, up to the token that completes it (seam:
+    ``SchedulerBatchResultProcessor._accept_grammar_tokens``): it can end at the last token only.
     """
-    n, params = new_accepted_len, self.sampling_params
+    n = new_accepted_len
     if n < 2 or self.finished() or self.to_finish or not worker_is_ours():
         return original(self, n)
-    if not (params.stop_strs or params.stop_regex_strs):
-        return original(self, n)
     accepted = list(self.output_ids[-n:])
+    if not self.sampling_params.stop_regex_strs:
+        original(self, n)
+        if not self.finished():
+            return None
+        self.finished_reason = self.finished_len = None
     del self.output_ids[-n:]
-    # The grammar has accepted the whole block: it may speak of the last token only.
     grammar, self.grammar = self.grammar, None
     try:
         for i, token in enumerate(accepted, 1):
@@ -70,6 +76,7 @@ def finish_token_by_token(original, self, new_accepted_len: int) -> None:
             if self.finished():
                 if self.finished_len is None:
                     self.finished_len = len(self.output_ids)
+                # The K/V cache counts what was accepted, not what is emitted.
                 self.output_ids.extend(accepted[i:])
                 return None
     finally:
@@ -78,7 +85,7 @@ def finish_token_by_token(original, self, new_accepted_len: int) -> None:
 
 
 def end_turns_at_their_stop(original, self, *args, **kwargs):
-    """Make a session's request; the answers before it lose what their blocks held behind the end.
+    """Make a session's request; the answers before it lose what their blocks held after the end.
 
     Seam: ``Session.create_req``, which appends ``output_ids``. Sessions that stream cut them.
     """

@@ -7,8 +7,8 @@ from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.cpu import activation, memory, parallel_seams, seeded_seams
 from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving import counters, sampling_seams
-from sglang_hyperdflash.serving.scheduler import capture_rows, finish, weight_updates
+from sglang_hyperdflash.serving import sampling_seams
+from sglang_hyperdflash.serving.scheduler import capture_rows, finish, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import deepseek_v4, dflash_seams, expose_residual
 
 # Every hook on SGLang, by purpose.
@@ -18,7 +18,7 @@ SERVING_SEAMS: tuple[Seam, ...] = (
     *finish.SEAMS,
     *expose_residual.SEAMS,
     *deepseek_v4.SEAMS,
-    *counters.SEAMS,
+    *metrics.SEAMS,
     *capture_rows.SEAMS,
     *weight_updates.SEAMS,
 )

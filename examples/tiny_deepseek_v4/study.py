@@ -31,7 +31,7 @@ from own_answers import TARGET, write_answers
 from sglang_hyperdflash.cli import main as hyperdflash
 from sglang_hyperdflash.serving.draft_temperature import ADAPTIVE
 from sglang_hyperdflash.serving.draft_temperature import VARIABLE as DRAFT_TEMPERATURE
-from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
+from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash

@@ -216,7 +216,7 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
 
     from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
     from sglang_hyperdflash.serving.startup.checks import load_draft_config
-    from sglang_hyperdflash.serving.width_settings import read_setting
+    from sglang_hyperdflash.serving.width.settings import read_setting
 
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
     model, _, aux = _models(arguments)

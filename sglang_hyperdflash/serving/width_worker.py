@@ -11,9 +11,11 @@ need them), and everything sized at start.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +29,15 @@ from sglang.srt.speculative.draft_worker_common import (
 
 from sglang_hyperdflash.serving import width_graphs
 from sglang_hyperdflash.serving.one_row import OneRowWorker
-from sglang_hyperdflash.serving.width_control import WidthControl
-from sglang_hyperdflash.serving.width_policy import Table
-from sglang_hyperdflash.serving.width_settings import (
+from sglang_hyperdflash.serving.width.controller import WidthController
+from sglang_hyperdflash.serving.width.settings import (
     FULL,
     WIDTH,
     WIDTHS,
     WidthSetting,
     read_setting,
 )
+from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 logger = logging.getLogger(__name__)
@@ -191,15 +193,9 @@ class WidthWorker(OneRowWorker):
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.block = int(self.block_size)
         setting = self._allowed(read_setting(self.block, self._drafts_causally()))
-        ranks = get_parallel().tp_size > 1
-        if ranks:
+        if get_parallel().tp_size > 1:
             check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
-        self.width_control = WidthControl(
-            setting,
-            self.block,
-            self._share if ranks else None,
-            alone=self.device == "cpu" and not server_args.disable_overlap_schedule,
-        )
+        self.width_control = WidthController(setting, self.block)
         self._overlap = not server_args.disable_overlap_schedule
         self._has_one_row = not self._whole_blocks_only()
         check_processors(self._has_one_row, server_args.enable_custom_logit_processor)
@@ -213,9 +209,26 @@ class WidthWorker(OneRowWorker):
         """Where every round is a whole block: ``dflash_seams.end_requests_early`` reads it."""
         self.target_worker.rows_past_the_end = 0 if self._has_one_row else 2 * self.block
 
-    def _share(self, table: Table) -> Table:
-        """Rank 0's table on every rank; seam: the tensor-parallel group of CPU tensors."""
-        return get_parallel().tp_group.broadcast_object(table, src=0)
+    def _time_rounds(self) -> None:
+        """Time every width, if the policy chooses between them and this node decodes.
+
+        Seam: the tensor-parallel group of CPU tensors, which gives every rank rank 0's numbers.
+        """
+        if self.width_control.policy is None or self.server_args.disaggregation_mode == "prefill":
+            return
+        group = get_parallel().tp_group
+        share = partial(group.broadcast_object, src=0) if group.world_size > 1 else None
+        self.width_control.costs = time_rounds(self, self.width_control, share)
+        # What the worker remembers of the last round is of no request.
+        self.requests = self._info = self._proposal = self._pending_of = None
+        self._broken = self._greedy = None
+        self._pending.take()
+        self._rounds_width = self.block
+        if self.window is not None:
+            self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.device))
+        with contextlib.suppress(AttributeError):
+            del self.draft_temperature  # the next request's is new
+        self._states.activate(self.block)
 
     def _drafts_causally(self) -> bool:
         """Whether every draft layer is causal inside a block.
@@ -259,6 +272,7 @@ class WidthWorker(OneRowWorker):
         super().init_cuda_graphs()
         self._states.build_runners()
         width_graphs.on_recapture(self.target_worker.model_runner, self._states.capture_again)
+        self._time_rounds()
 
     def _write_before(self, width: int) -> None:
         """Write the draft K/V of passes before the one that starts, if it cannot wait for them."""
@@ -267,20 +281,15 @@ class WidthWorker(OneRowWorker):
         goes_on = self._prefill_waits or (width == 1 and not changed)
         if len(self._pending) and not goes_on:
             self.write_pending()
-            self.width_control.start_again()
 
     def run_round(self, batch, *args, **kwargs):
         """One round of the next width, or a prefill; the batch has been read."""
         mode = batch.forward_mode
         idle = mode.is_extend() or mode.is_idle() or bool(batch.is_extend_in_batch)
         before = self._rounds_width
-        if batch.after_idle_gap:  # seam: Scheduler.run_batch sets it
-            self.width_control.after_idleness()
         if idle or self.requests is None:
-            self.width_control.pause(batch.extend_num_tokens or 0)
             width = self.block
         elif self._needs_one_row():
-            self.width_control.pause()
             width = 1
         else:
             width = self.width_control.next(*self.requests.classes)

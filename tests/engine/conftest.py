@@ -14,7 +14,7 @@ import torch
 
 from eval.identity import TIE_GAPS
 from sglang_hyperdflash.serving.scheduler.capture_rows import REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
+from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.algorithm import propose_block
-from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
-from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, HOT, install_plugin
 from tests.engine.drafters import with_window

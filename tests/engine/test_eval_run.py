@@ -13,7 +13,7 @@ from eval.identity import Difference, data_type, logit_gap
 from eval.methods import Method
 from eval.runner import Plan, read_sealed
 from eval.serving import Study, run
-from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
+from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, chat_ids, first_difference_gaps
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hyperdflash.serving.counters import ROUNDS
+from sglang_hyperdflash.serving.scheduler.metrics import ROUNDS
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.conftest import ROOT
 from tests.engine.conftest import EXAMPLE, FP32, NEW_TOKENS

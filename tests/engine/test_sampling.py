@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.draft_temperature import VARIABLE
-from sglang_hyperdflash.serving.width_settings import WIDTH
+from sglang_hyperdflash.serving.width.settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget

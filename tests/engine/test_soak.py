@@ -17,8 +17,8 @@ import psutil
 import pytest
 import requests
 
-from sglang_hyperdflash.serving.width_metrics import WIDTH_ROUNDS
-from sglang_hyperdflash.serving.width_settings import ADAPTIVE, WIDTH
+from sglang_hyperdflash.serving.scheduler.metrics import WIDTH_ROUNDS
+from sglang_hyperdflash.serving.width.settings import ADAPTIVE, WIDTH
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
+from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy_all, ids, install_plugin
 from tests.warm_start import client

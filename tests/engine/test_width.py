@@ -6,10 +6,15 @@ import json
 
 import pytest
 
-from sglang_hyperdflash.serving.counters import ACCEPTED, DRAFTED, ROUNDS
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
-from sglang_hyperdflash.serving.width_metrics import WIDTH_NOW, WIDTH_ROUNDS
-from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.scheduler.metrics import (
+    ACCEPTED,
+    DRAFTED,
+    ROUNDS,
+    WIDTH_NOW,
+    WIDTH_ROUNDS,
+)
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import (

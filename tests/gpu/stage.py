@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hyperdflash.serving.width_settings import FULL, WIDTH
+from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.engine.conftest import Servers, install_plugin

@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
-from sglang_hyperdflash.serving.width_settings import RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
 from tests.engine.conftest import Servers, greedy, ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import BF16_TIE, HOT, first_difference_gaps, greedy_all, ids
 from tests.engine.test_dependency import RANK, with_head

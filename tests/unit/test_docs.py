@@ -28,7 +28,7 @@ from tests.documents import (
     shell_fences,
     split_environment,
 )
-from tests.unit.serving.test_counters import metrics_in, sglang_metrics
+from tests.unit.serving.scheduler.test_metrics import metrics_in, sglang_metrics
 
 README = ROOT / "README.md"
 SERVING = ROOT / "docs" / "serving.md"
@@ -245,7 +245,7 @@ def known_options() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_metrics_and_variables_exist(page):
-    from sglang_hyperdflash.serving.counters import FAMILIES
+    from sglang_hyperdflash.serving.scheduler.metrics import FAMILIES
 
     text = page.read_text() if page in GUIDES else prose(page)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))

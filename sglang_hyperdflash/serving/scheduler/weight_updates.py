@@ -27,8 +27,6 @@ def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]
     runners = original(self, selector)
     if not is_ours(self.tp_worker.model_runner.spec_algorithm):
         return runners
-    # A scheduler that is paused for it was not idle, and its next round is not a round's time.
-    self.draft_worker.width_control.after_idleness()
     if selector == "all":
         return [(role, runner) for role, runner in runners if role == "target"]
     return runners

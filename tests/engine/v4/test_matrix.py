@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hyperdflash.serving.width_settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import ids
 from tests.engine.drafters import assert_varied

@@ -19,9 +19,7 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
     worker = object.__new__(WidthWorker)
     widths, said = [], []
     worker.width_control = SimpleNamespace(
-        pause=lambda tokens: None,
         next=lambda *classes: widths[-1],
-        start_again=lambda: said.append("again"),
         setting=SimpleNamespace(fixed=True),
     )
     worker.block, worker._rounds_width, worker.window, worker._info = 7, 7, window, None
@@ -39,7 +37,6 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
             SimpleNamespace(
                 forward_mode=mode,
                 is_extend_in_batch=False,
-                after_idle_gap=False,
                 extend_num_tokens=tokens,
             )
         )
@@ -56,17 +53,17 @@ def test_rows_wait_until_a_block_is_drafted(monkeypatch, window):
     assert run(first, 1) == []
     wait()
     assert run(first, 1) == []
-    changed = [] if window is None else ["written", "again"]
+    changed = [] if window is None else ["written"]
     assert run(second) == changed
     assert worker._prefill_waits == (window is None)
     wait()
     assert run(second, 1) == [] and not worker._prefill_waits
-    assert run(second, 7) == ["written", "again"]
+    assert run(second, 7) == ["written"]
     assert run(second, 7) == [] and run(first) == [] and not worker._prefill_waits
     # A prompt that is too long to wait: not in the middle of its own pass.
     assert run(second, 1) == []
     wait()
-    assert run(second, tokens=10) == ["written", "again"] and not worker._prefill_waits
+    assert run(second, tokens=10) == ["written"] and not worker._prefill_waits
 
 
 def test_a_slot_that_changed_hands_while_its_row_waited_is_its_last_owner_s():

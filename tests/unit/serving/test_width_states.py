@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.arg_groups.overrides import field_names
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.server_args import ServerArgs
@@ -19,8 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_hyperdflash.serving import width_graphs, width_worker
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.pending_kv import PendingRows
-from sglang_hyperdflash.serving.width_settings import WIDTHS as WIDTHS_VARIABLE
-from sglang_hyperdflash.serving.width_settings import read_setting
+from sglang_hyperdflash.serving.width.settings import WIDTHS as WIDTHS_VARIABLE
+from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.serving.width_worker import (
     BUFFERS,
     SIZED,
@@ -421,8 +418,6 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     worker = object.__new__(WidthWorker)
     asked = []
     worker.width_control = SimpleNamespace(
-        pause=lambda: asked.append("pause"),
-        after_idleness=lambda: asked.append("idle"),
         next=lambda *classes: asked.append("next") or 7,
         setting=SimpleNamespace(fixed=True),
     )
@@ -432,22 +427,11 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     worker._states = SimpleNamespace(activate=widths.append)
     worker.one_row_round = lambda batch: "one row"
     mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
-    batch = SimpleNamespace(
-        forward_mode=mode, is_extend_in_batch=False, after_idle_gap=False, extend_num_tokens=None
-    )
+    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=False, extend_num_tokens=None)
     worker._info = SimpleNamespace(has_custom_logit_processor=True)
     worker._has_one_row = worker._overlap = True
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=100))
     worker._target_worker = SimpleNamespace(model_runner=runner)
-    assert worker.run_round(batch) == "one row" and widths == [1] and asked == ["pause"]
+    assert worker.run_round(batch) == "one row" and widths == [1] and asked == []
     worker._info = SimpleNamespace(has_custom_logit_processor=False)
-    assert worker.run_round(batch) == "block" and widths == [1, 7] and asked[1:] == ["next"]
-    batch.after_idle_gap = True
-    assert worker.run_round(batch) == "block" and asked[2:] == ["idle", "next"]
-    assert widths == [1, 7, 7]
-
-
-def test_a_batch_still_says_that_the_scheduler_was_idle():
-    """``run_round`` reads what the scheduler sets in front of every round."""
-    assert "after_idle_gap" in {field.name for field in dataclasses.fields(ScheduleBatch)}
-    assert "batch.after_idle_gap = self._sched_idled" in inspect.getsource(Scheduler.run_batch)
+    assert worker.run_round(batch) == "block" and widths == [1, 7] and asked == ["next"]

@@ -11,17 +11,16 @@ from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.serving.scheduler.weight_updates import target_alone
 
 
-def manager(algorithm: str, idle: list) -> SimpleNamespace:
+def manager(algorithm: str) -> SimpleNamespace:
     """A scheduler's part that updates weights, with a draft worker."""
 
     def runners(role: str):
         return lambda: [(role, f"runner of the {role}")]
 
     runner = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
-    control = SimpleNamespace(after_idleness=lambda: idle.append(True))
     return SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner, weight_update_runners=runners("target")),
-        draft_worker=SimpleNamespace(weight_update_runners=runners("draft"), width_control=control),
+        draft_worker=SimpleNamespace(weight_update_runners=runners("draft")),
     )
 
 
@@ -42,8 +41,5 @@ def test_an_update_reaches_the_target_alone_and_other_algorithms_as_ever(
     # The server's process has it wrapped; what is wrapped is SGLang's own.
     original = SchedulerWeightUpdaterManager._select_runners
     original = getattr(original, "__wrapped__", original)
-    idle = []
-    found = target_alone(original, manager(algorithm, idle), *selected)
+    found = target_alone(original, manager(algorithm), *selected)
     assert [role for role, _ in found] == roles
-    # What a paused scheduler waited is no round's time.
-    assert idle == ([True] if algorithm == ALGORITHM else [])

@@ -1,7 +1,7 @@
 """Replays the width policy against a table of round times.
 
 A simulated round costs what the table says and accepts what the acceptance says; the policy is the
-served one, fed as the worker feeds it.
+served one, with a table timed at powers of four, and learns a round later, as overlap schedules it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,21 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_hyperdflash.serving.width_policy import WidthPolicy, bucket_of
+from sglang_hyperdflash.serving.width.costs import CostTable
+from sglang_hyperdflash.serving.width.policy import WidthPolicy
+from sglang_hyperdflash.serving.width.timing import sizes_up_to
 
 # (requests, width) -> seconds of a round.
 Seconds = Callable[[int, int], float]
+
+
+def policy_of(seconds: Seconds, widths: Sequence[int], most: int = 64) -> WidthPolicy:
+    """A policy that has timed ``seconds`` as a start does, up to ``most`` requests."""
+    policy, costs = WidthPolicy(widths), CostTable(widths)
+    for requests in sizes_up_to(most):
+        costs.add(requests, [seconds(requests, w) for w in widths] * 2)
+    policy.costs = costs
+    return policy
 
 
 @dataclass
@@ -54,17 +65,15 @@ def replay(
             always runs ``width``. noise: relative standard deviation of a round's time.
     """
     rng, found = random.Random(seed), Replay()
-    before = None
+    result = None
     for number, requests in enumerate(loads):
         chosen = policy.next(requests, 0) if policy else width
         taken = seconds(requests, chosen) * max(rng.gauss(1, noise), 0.5)
         accepted = [accepted_drafts(acceptance(number, i), chosen, rng) for i in range(requests)]
         if policy:
-            key = (bucket_of(requests), chosen)
-            if key == before:  # a round is timed when the one before it was of its width
-                policy.costs.add(*key, taken)
-            before = key
-            policy.learn(chosen, accepted, ())
+            if result:
+                policy.learn(*result, ())
+            result = chosen, accepted
         found.widths.append(chosen)
         found.tokens += requests + sum(accepted)
         found.seconds += taken
@@ -96,30 +105,21 @@ def closed_loop(
 ) -> Replay:
     """Run so many decoding rounds, and a prefill pass wherever answers have ended."""
     rng, found = random.Random(0), Replay()
-    # Of each running answer the tokens left and all its tokens; of those that ended, all.
-    left: list[tuple[int, int]] = []
-    lengths: list[int] = []
+    left: list[int] = []  # tokens of each running answer
     for _ in range(rounds):
         new = traffic.concurrency - len(left)
         if new:
             taken = traffic.prefill(new * traffic.prompt)
             found.seconds += taken
             found.tokens += new
-            wholes = (rng.randint(1, 2 * traffic.answer - 1) for _ in range(new))
-            left += [(whole, whole) for whole in wholes]
-            if policy:
-                policy.costs.prefills.append((new * traffic.prompt, taken))
+            left += [rng.randint(1, 2 * traffic.answer - 1) for _ in range(new)]
         chosen = policy.next(len(left), 0) if policy else width
         taken = seconds(len(left), chosen)
         accepted = [accepted_drafts(acceptance, chosen, rng) for _ in left]
         if policy:
-            policy.costs.add(bucket_of(len(left)), chosen, taken)
-            policy.learn(chosen, accepted, (), lengths)
+            policy.learn(chosen, accepted, ())
         found.widths.append(chosen)
-        found.tokens += sum(min(n, 1 + a) for (n, _), a in zip(left, accepted, strict=True))
-        after = [(n - 1 - a, whole) for (n, whole), a in zip(left, accepted, strict=True)]
-        # A policy sees an answer's length a round later.
-        lengths = [whole for n, whole in after if n <= 0]
-        left = [(n, whole) for n, whole in after if n > 0]
+        found.tokens += sum(min(n, 1 + a) for n, a in zip(left, accepted, strict=True))
+        left = [n - 1 - a for n, a in zip(left, accepted, strict=True) if n > 1 + a]
         found.seconds += taken
     return found

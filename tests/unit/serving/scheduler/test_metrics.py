@@ -5,23 +5,32 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_hyperdflash.serving import counters as position_metrics
-from sglang_hyperdflash.serving.counters import (
+from sglang_hyperdflash.serving.scheduler import metrics
+from sglang_hyperdflash.serving.scheduler.metrics import (
     ACCEPTED,
     DRAFTED,
     FAMILIES,
+    GAIN,
     POSITION,
+    REQUESTS,
     ROUNDS,
+    SAMPLED,
+    SECONDS,
+    WIDTH,
+    WIDTH_NOW,
+    WIDTH_ROUNDS,
+    Metrics,
     count_round,
     start_counting,
 )
-from sglang_hyperdflash.serving.width_control import WidthControl
-from sglang_hyperdflash.serving.width_metrics import KIND, LABEL, WIDTH_NOW, WIDTH_ROUNDS
-from sglang_hyperdflash.serving.width_settings import WidthSetting
+from sglang_hyperdflash.serving.width.controller import WidthController
+from sglang_hyperdflash.serving.width.costs import CostTable
+from sglang_hyperdflash.serving.width.settings import WidthSetting
 from tests.conftest import ROOT
 
 LABELS = {"model_name": "tiny", "engine_type": "unified", "tp_rank": 0}
@@ -38,7 +47,9 @@ class FakeCounter:
 
     def labels(self, **labels):
         assert list(labels) == list(self.labelnames)
-        own = labels.get(POSITION) or labels.get(LABEL) or labels.get(KIND)
+        own = labels.get(POSITION) or labels.get(WIDTH)
+        if REQUESTS in labels:
+            own = labels[REQUESTS], labels[WIDTH], labels[SAMPLED]
         child = type(self)(self.name, "", self.labelnames, (self.name, own))
         self.values.setdefault(child.key, 0)
         return child
@@ -53,8 +64,7 @@ class FakeCounter:
 @pytest.fixture
 def counter(monkeypatch):
     """A counter class of this test's own, and a process that has counted nothing."""
-    monkeypatch.setattr(position_metrics, "_counters", None)
-    monkeypatch.setattr(position_metrics, "_widths", None)
+    monkeypatch.setattr(metrics, "_metrics", None)
     return type("Counted", (FakeCounter,), {"values": {}})
 
 
@@ -66,8 +76,8 @@ def request(finished: bool = False, retracted: bool = False, top_k: int = 1):
     )
 
 
-def adaptive() -> WidthControl:
-    return WidthControl(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
+def adaptive() -> WidthController:
+    return WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
 
 
 def scheduler(counter, algorithm="HYPERDFLASH", enabled=True, control=None):
@@ -85,7 +95,7 @@ def one_round(
 ):
     reqs = reqs or [request() for _ in accepted]
     processor = scheduler(counter, algorithm, enabled, control)
-    if position_metrics._counters is None:
+    if metrics._metrics is None:
         assert start_counting(None, processor) is None
     batch = SimpleNamespace(reqs=reqs, spec_algorithm=SimpleNamespace(name=algorithm))
     result = SimpleNamespace(
@@ -176,27 +186,40 @@ def test_a_batch_with_nothing_to_count_counts_nothing(counter):
 @pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH", "DSPARK"])
 def test_other_algorithms_are_not_counted(counter, algorithm):
     one_round(counter, [3], algorithm=algorithm)
-    assert counter.values == {} and position_metrics._counters is None
+    assert counter.values == {} and metrics._metrics is None
 
 
 def test_nothing_is_counted_or_created_without_metrics(counter):
     one_round(counter, [3], enabled=False)
-    assert counter.values == {} and position_metrics._counters is None
+    assert counter.values == {} and metrics._metrics is None
 
 
-def test_the_counters_are_prometheus_ones_by_default():
+def test_the_start_s_round_times_and_the_gain_are_exported(counter):
+    control, costs = adaptive(), CostTable((1, 2, 4, 7))
+    costs.add(1, [1.0, 1.1, 1.2, 1.4, 2.0, 2.1, 2.2, 2.4])
+    control.costs = costs
+    start_counting(None, scheduler(counter, control=control))
+    cells = {key[1]: value for key, value in counter.values.items() if key[0] == SECONDS}
+    assert len(cells) == 8
+    assert cells[1, 7, "false"] == 1.4 and cells[1, 7, "true"] == 2.4
+    assert (GAIN, None) not in counter.values  # no round has shown any
+    control.next(1, 0)
+    one_round(counter, [6], control=control)
+    assert counter.values[GAIN, None] == pytest.approx(control.predicted_gain())
+    assert control.predicted_gain() > 1
+
+
+def test_the_families_are_prometheus_ones_by_default():
     """Names, labels and zeroes as a scrape sees them."""
-    from prometheus_client import CollectorRegistry, Counter, generate_latest
+    from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
     registry = CollectorRegistry()
-
-    def counter(**options):
-        return Counter(registry=registry, **options)
-
-    position_metrics.PositionCounters(LABELS, 6, counter).add([2], 7)
+    kinds = (partial(kind, registry=registry) for kind in (Counter, Gauge))
+    Metrics(LABELS, adaptive(), *kinds).add([2], 7)
     text = generate_latest(registry).decode()
     labels = 'engine_type="unified",model_name="tiny"'
     assert f'{ROUNDS}{{{labels},tp_rank="0"}} 1.0' in text
+    assert f'{WIDTH_NOW}{{{labels},tp_rank="0"}} 7.0' in text
     for position, value in enumerate([1, 1, 0, 0, 0, 0], start=1):
         assert f'{ACCEPTED}{{{labels},position="{position}",tp_rank="0"}} {value}.0' in text
 

@@ -1,0 +1,178 @@
+"""Acceptance by position and the verify width, in the server's own ``/metrics``.
+
+``P(draft k accepted)`` is the rate of ``accepted_drafts_total{position="k"}`` over that of
+``drafted_total{position="k"}``, since narrow rounds draft fewer. ``tau`` is one plus the rate of
+``accepted_drafts_total``, all positions, over that of ``verify_rounds_total``. SGLang exports one
+mean length over a log interval, from which neither can be recovered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving.width.controller import WidthController
+
+ROUNDS = "hyperdflash:verify_rounds_total"
+ACCEPTED = "hyperdflash:accepted_drafts_total"
+DRAFTED = "hyperdflash:drafted_total"
+WIDTH_NOW = "hyperdflash:verify_width"
+WIDTH_ROUNDS = "hyperdflash:width_rounds_total"
+GAIN = "hyperdflash:width_gain"
+SECONDS = "hyperdflash:round_seconds"
+FAMILIES = frozenset((ROUNDS, ACCEPTED, DRAFTED, WIDTH_NOW, WIDTH_ROUNDS, GAIN, SECONDS))
+POSITION, WIDTH, REQUESTS, SAMPLED = "position", "width", "requests", "sampled"
+# Rounds between two values of the gain, each of which is written to a file.
+GAIN_EVERY = 8
+
+
+class Metrics:
+    """The families of one scheduler process; every series but the gain exists from the start.
+
+    Args:
+        labels: SGLang's own label values for this scheduler (``model_name``, ``tp_rank``, ...).
+        controller: of the worker; round times are exported as they were timed at the start.
+        counter, gauge: the classes to use; None are ``prometheus_client``'s.
+    """
+
+    def __init__(
+        self,
+        labels: Mapping[str, object],
+        controller: WidthController,
+        counter: type | None = None,
+        gauge: type | None = None,
+    ) -> None:
+        # prometheus_client chooses between memory and PROMETHEUS_MULTIPROC_DIR when it is
+        # imported; SGLang sets the variable before it starts schedulers, not before plugins.
+        import prometheus_client
+
+        counter, gauge = counter or prometheus_client.Counter, gauge or prometheus_client.Gauge
+        self._labels, self._controller = dict(labels), controller
+
+        def family(kind: type, name: str, documentation: str, *more: str, **options: str):
+            names = [*labels, *more]
+            return kind(name=name, documentation=documentation, labelnames=names, **options)
+
+        rounds = family(
+            counter, ROUNDS, "Verification rounds, counted once per request in the decoding batch."
+        )
+        accepted = family(
+            counter, ACCEPTED, "Drafts accepted at this position (1 is the first).", POSITION
+        )
+        drafted = family(
+            counter, DRAFTED, "Drafts verified at this position (1 is the first).", POSITION
+        )
+        by_width = family(
+            counter, WIDTH_ROUNDS, "Decoding rounds of the batch, by verify width.", WIDTH
+        )
+        recent = {"multiprocess_mode": "mostrecent"}
+        now = "Current verify width: tokens verified per request in a round."
+        gain = "Expected tokens per second over those of width 1 (no speculation)."
+        seconds = "Round duration in seconds, timed at the start."
+        width_now = family(gauge, WIDTH_NOW, now, **recent)
+        self._gain = family(gauge, GAIN, gain, **recent)
+        self._seconds = family(gauge, SECONDS, seconds, REQUESTS, WIDTH, SAMPLED, **recent)
+        self._rounds = rounds.labels(**labels)
+        # Every position has its series from the start: a missing one breaks sums.
+        positions = [{POSITION: str(k)} for k in range(1, controller.block)]
+        self._accepted = [accepted.labels(**labels, **at) for at in positions]
+        self._drafted = [drafted.labels(**labels, **at) for at in positions]
+        widths = controller.setting.widths
+        self._by_width = {w: by_width.labels(**labels, **{WIDTH: str(w)}) for w in widths}
+        self._width_now, self._exported, self._turn = width_now.labels(**labels), 0, 0
+        self._export_seconds()
+
+    def _export_seconds(self) -> None:
+        costs = self._controller.costs
+        for requests in costs.sizes if costs else ():
+            for sampled in (False, True):
+                for width, value in costs.of(requests, sampled).items():
+                    cell = {REQUESTS: requests, WIDTH: width, SAMPLED: str(sampled).lower()}
+                    self._seconds.labels(**self._labels, **cell).set(value)
+
+    def add(self, accepted_drafts: Sequence[int], width: int) -> None:
+        """Count a round of a batch: ``accepted_drafts`` of each request, without the bonus."""
+        self._add_width(width)
+        reached = len(accepted_drafts)
+        if not reached:
+            return
+        self._rounds.inc(reached)
+        for counter in self._drafted[: width - 1]:
+            counter.inc(reached)
+        histogram = Counter(accepted_drafts)
+        for before, counter in enumerate(self._accepted):
+            reached -= histogram[before]
+            if not reached:
+                break
+            counter.inc(reached)
+
+    def _add_width(self, width: int) -> None:
+        if width != self._exported:
+            self._exported = width
+            self._width_now.set(width)
+        if width in self._by_width:
+            self._by_width[width].inc()
+        self._turn += 1
+        gain = self._controller.predicted_gain() if self._turn % GAIN_EVERY == 1 else None
+        if gain is not None:
+            self._gain.labels(**self._labels).set(gain)
+
+
+# None in a scheduler that exports nothing.
+_metrics: Metrics | None = None
+
+
+def start_counting(_, self) -> None:
+    """Create the families, so that every series exists before the first request.
+
+    Seam: ``Scheduler.init_batch_result_processor``, the first that has the worker and the metrics.
+    Nothing is exported without ``--enable-metrics``, and in schedulers whose metrics SGLang leaves
+    out (tensor-parallel ranks other than 0).
+    """
+    global _metrics
+    if is_ours(self.spec_algorithm) and self.metrics_reporter.current_scheduler_metrics_enabled:
+        collector = self.metrics_collector
+        # Classes set by SGLang's stat_loggers, which send its metrics elsewhere.
+        classes = [getattr(collector, name, None) for name in ("_counter_cls", "_gauge_cls")]
+        _metrics = Metrics(collector.labels, self.model_worker.width_control, *classes)
+
+
+def count_round(tokens, self, result, batch) -> None:
+    """Count what SGLang has just added to its requests' ``spec_correct_drafts_histogram``.
+
+    Seam: ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``, once a batch and round, when
+    the lengths are Python numbers already. The result names its own width: another may be set by
+    now. Does nothing for other algorithms. Never changes the tokens.
+    """
+    if not is_ours(batch.spec_algorithm):
+        return
+    # The condition under which SGLang counts: with overlap a finished request runs once more.
+    pairs = zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True)
+    live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
+    width = int(result.speculative_num_draft_tokens)
+    self.model_worker.width_control.learn(width, live)
+    if _metrics is not None:
+        _metrics.add([n for _, n in live], width)
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor",
+        "after",
+        start_counting,
+        ("self",),
+        "d8e5bb476566",
+        "every series must exist before the first request",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ":SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "after",
+        count_round,
+        ("self", "result", "batch"),
+        "55fb7d0578fe",
+        "per-position acceptance is not in SGLang's metrics",
+    ),
+)

@@ -1,0 +1,1 @@
+"""The verify width: how many rows of every request a round verifies."""

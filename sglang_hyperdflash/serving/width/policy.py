@@ -1,0 +1,126 @@
+"""Which width the next round should have: expected tokens over timed seconds. Host only.
+
+    tokens(w) = sum over requests of 1 + sum_{k < w} a_1 ... a_k      # a_k: acceptance of draft k
+    choose the w with the largest tokens(w) / seconds(batch size, w)
+
+A round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were. Later
+positions are censored, not rejected. Seconds are those of :class:`costs.CostTable`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from sglang_hyperdflash.serving.width.costs import CostTable
+
+# Request-rounds after which an observation counts half.
+HALF_LIFE = 512
+# Trials that the acceptance of the previous position counts for.
+PRIOR_TRIALS, FIRST_PRIOR = 4.0, 0.8
+HYSTERESIS = 0.03
+# Share of the time that probes of a wider width may cost, and rounds between two of them at least.
+PROBE_SHARE, PROBE_EVERY = 0.005, 32
+
+
+class Acceptance:
+    """Discounted acceptance of each draft position, of one class of requests."""
+
+    def __init__(self, drafts: int) -> None:
+        self.trials, self.successes = [0.0] * drafts, [0.0] * drafts
+
+    def learn(self, width: int, accepted: Sequence[int]) -> None:
+        """Count a round of ``width`` in which each request had so many drafts accepted."""
+        keep = 0.5 ** (len(accepted) / HALF_LIFE)
+        reached = len(accepted)
+        for k in range(width - 1):
+            if not reached:
+                return
+            passed = reached - accepted.count(k)
+            self.trials[k] = keep * self.trials[k] + reached
+            self.successes[k] = keep * self.successes[k] + passed
+            reached = passed
+
+    def expected(self) -> list[float]:
+        """Expected tokens of one request in a round of every width, from 1 on.
+
+        The prior of a position is the acceptance of the one before it.
+        """
+        total = survives = 1.0
+        found, a = [total], FIRST_PRIOR
+        for passed, tried in zip(self.successes, self.trials, strict=True):
+            a = (passed + PRIOR_TRIALS * a) / (tried + PRIOR_TRIALS)
+            survives *= a
+            total += survives
+            found.append(total)
+        return found
+
+
+def best_width(rates: Mapping[int, float], current: int) -> int:
+    """The width with the largest rate, or ``current`` while that is nearly as good."""
+    best = max(rates, key=rates.__getitem__)
+    return current if rates.get(current, 0.0) * (1 + HYSTERESIS) >= rates[best] else best
+
+
+class WidthPolicy:
+    """The decision of one server: deterministic, so ranks with the same ``costs`` decide alike.
+
+    Args:
+        widths: ascending. Until ``costs`` is set, the last one is chosen.
+
+    Attributes:
+        width: the best one now. rates: tokens per second of every width, of the last batch.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths, self.width = tuple(widths), widths[-1]
+        self.costs: CostTable | None = None
+        # Greedy and sampled requests: they accept differently.
+        self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
+        self.rates: dict[int, float] = {}
+        self._since_probe = 0.0
+
+    def next(self, greedy: int, sampled: int) -> int:
+        """The width of the next round, of so many requests of either class."""
+        if self.costs is None:
+            return self.width
+        seconds = self.costs.of(greedy + sampled, sampled > 0)
+        self.rates = self._rates(greedy, sampled, seconds)
+        self.width = best_width(self.rates, self.width)
+        self._since_probe += 1
+        return self._probe(seconds) or self.width
+
+    def _rates(self, greedy: int, sampled: int, seconds: Mapping[int, float]) -> dict[int, float]:
+        classes = zip(self.classes, (greedy, sampled), strict=True)
+        present = [(kind.expected(), count) for kind, count in classes if count]
+        return {
+            w: sum([count * tokens[w - 1] for tokens, count in present]) / seconds[w]
+            for w in self.widths
+        }
+
+    def _probe(self, seconds: Mapping[int, float]) -> int | None:
+        """The next wider width now and then: narrow rounds show nothing of later drafts."""
+        if self.width == self.widths[-1]:
+            return None
+        wider = self.widths[self.widths.index(self.width) + 1]
+        # Seconds that a probe loses, in rounds.
+        lost = 1 - self.rates[wider] / self.rates[self.width]
+        lost *= seconds[wider] / seconds[self.width]
+        if self._since_probe < max(PROBE_EVERY, lost / PROBE_SHARE):
+            return None
+        self._since_probe = 0
+        return wider
+
+    def learn(self, width: int, greedy: Sequence[int], sampled: Sequence[int]) -> None:
+        """A round's result: accepted drafts of each request of either class."""
+        for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
+            if accepted:
+                kind.learn(width, accepted)
+        requests = len(greedy) + len(sampled)
+        if width > self.width and requests and self.costs is not None:
+            seconds = self.costs.of(requests, bool(sampled))
+            found = (requests + sum(greedy) + sum(sampled)) / seconds[width]
+            if found > self._rates(len(greedy), len(sampled), seconds)[self.width]:
+                # A probe that was faster by itself is repeated at once: it costs nothing, and a
+                # long memory would need many.
+                self._since_probe = math.inf

@@ -37,6 +37,7 @@ def _worker_class(server_args) -> type:
     from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
     seams.check_installed()
+    seams.check_overrides(HyperDFlashWorker)
     return HyperDFlashWorker
 
 

@@ -165,6 +165,45 @@ def check_seam(seam: Seam) -> None:
         )
 
 
+def overridden(owner: type) -> Iterator[tuple[str, Callable, type, Callable]]:
+    """Name, our function, SGLang's class and its function, of each method that ``owner`` overrides.
+
+    A property counts with its getter.
+    """
+    if owner.__module__.startswith("sglang."):
+        return
+    bases = [base for base in owner.__mro__[1:] if base.__module__.startswith("sglang.")]
+    for name, value in vars(owner).items():
+        ours = getattr(value, "fget", getattr(value, "__func__", value))
+        base = next((base for base in bases if name in vars(base)), None)
+        if inspect.isfunction(ours) and base is not None:
+            theirs = vars(base)[name]
+            yield name, ours, base, getattr(theirs, "fget", getattr(theirs, "__func__", theirs))
+
+
+def check_overrides(cls: type) -> None:
+    """Refuse a class whose methods cannot be called as the ones of SGLang that they override.
+
+    Raises:
+        SeamError: ours lacks a parameter, needs another one, or has them in another order.
+    """
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for owner in cls.__mro__:
+        for name, ours, base, theirs in overridden(owner):
+            own, needed = (inspect.signature(one).parameters for one in (ours, theirs))
+            open_ended = any(one.kind in rest for one in own.values())
+            given = [one for one in needed if needed[one].kind not in rest]
+            common = [one for one in given if one in own]
+            more = [one for one in own.values() if one.name not in needed and one.kind not in rest]
+            fits = (open_ended or common == given) and common == [o for o in own if o in given]
+            if not fits or any(one.default is one.empty for one in more):
+                raise SeamError(
+                    f"SGLang's {base.__module__}:{base.__name__}.{name} changed: expected "
+                    f"parameters {tuple(own)}, found {tuple(needed)}. Use an unmodified "
+                    f"sglang=={SGLANG_VERSION}."
+                )
+
+
 def recorded() -> tuple[Seam, ...]:
     """The seams that :func:`install` received in this process."""
     return tuple(_recorded)

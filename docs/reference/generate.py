@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from docs.reference.sglang_uses import uses
 from eval.options import parser as eval_parser
-from sglang_hyperdflash import plugin
 from sglang_hyperdflash.cli import build_parser
-from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.training.recipe import schema
 from tests.unit.serving.parameters import PARAMETERS
@@ -161,31 +160,24 @@ def sampling_parameters() -> str:
     return page("Sampling parameters", about, table(("parameter", "served", "tested by"), rows))
 
 
-def hook(seam: Seam) -> tuple[str, ...]:
-    """One hook's row."""
-    module, _, name = seam.target.partition(":")
-    ours = f"{seam.hook.__module__}.{seam.hook.__name__}".removeprefix("sglang_hyperdflash.")
-    reason = seam.reason + (f" (only with `{seam.only_with}`)" if seam.only_with else "")
-    given = ", ".join(seam.parameters)
-    return code(f"{module}.{name}"), seam.kind, code(f"({given})"), code(ours), reason
-
-
 def hooks() -> str:
     about = (
-        "Every hooked function of SGLang; other uses of its internals are named in docstrings.\n"
-        "*around*: called with the original function; *after*: called with its result; *replace*: "
-        "called in its place.\nAt start the parameters and syntax tree of each one are compared "
-        "with those of the pinned SGLang version.\n"
+        "Every place where the package touches SGLang, found in the code "
+        "(`docs/reference/sglang_uses.py`).\n\n"
+        "* *hook*: a function of SGLang that is called *around*, *after* or that ours *replaces*. "
+        "At start its parameters\n  and syntax tree are compared with those of the pinned SGLang.\n"
+        "* *override*: a method of SGLang's that a class of ours has, too. At start the worker's "
+        "parameters are compared.\n"
+        "* *call*: an imported name. *field*: an attribute that is private, or that is set.\n"
     )
-    head = ("SGLang's function", "kind", "parameters", "hook", "reason")
+    head = ("kind", "SGLang's name", "parameters", "ours", "reason")
+    rows = [(use.cpu, use.kind, code(use.name), use.parameters and code(use.parameters),
+             code(use.ours), use.reason) for use in uses()]  # fmt: skip
     parts = [
-        f"## {title}\n\n" + table(head, map(hook, seams))
-        for title, seams in (
-            ("On every platform", plugin.SERVING_SEAMS),
-            ("On the CPU platform", plugin.CPU_SEAMS),
-        )
+        f"## {title}\n\n" + table(head, (row[1:] for row in rows if row[0] == cpu))
+        for title, cpu in (("On every platform", False), ("On the CPU platform", True))
     ]
-    return page("Hooks in SGLang", about, *parts)
+    return page("Uses of SGLang", about, *parts)
 
 
 PAGES = {

@@ -7,9 +7,13 @@ import dataclasses
 import importlib.util
 import inspect
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
+import sglang
 
+from docs.reference.sglang_uses import fields, own_classes
 from sglang_hyperdflash import plugin, seams
 from sglang_hyperdflash.serving import worker
 from sglang_hyperdflash.tools.errors import SeamError
@@ -186,15 +190,63 @@ def test_the_algorithm_answers_everything_the_enum_does():
             assert (bool(method) if isinstance(method, bool) else method()) == expected, name
 
 
-def test_worker_overrides_still_override():
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+@pytest.mark.parametrize("owner", own_classes(), ids=lambda owner: owner.__name__)
+def test_overrides_take_what_sglang_gives(owner):
+    seams.check_overrides(owner)
 
-    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
-    for name in ("_accept_block", "_validate_phase1_sampling_support"):
-        mine = inspect.signature(getattr(HyperDFlashWorker, name))
-        theirs = inspect.signature(getattr(DFlashWorkerV2, name))
-        assert tuple(mine.parameters) == tuple(theirs.parameters), name
+class Ours:
+    """Methods over those of an SGLang that changes."""
+
+    def accept(self, drafts, logits, *, bs): ...
+
+    def write(self, rows, **rest): ...
+
+    def seeded(self, rows, seed=None): ...
+
+
+def over(**theirs) -> type:
+    """``Ours`` with an SGLang base of these methods."""
+    base = type("Base", (), {"__module__": "sglang.srt.base", **theirs})
+    own = {name: getattr(Ours, name) for name in theirs}
+    return type("Worker", (base,), {"__module__": __name__, **own})
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"accept": lambda self, drafts, logits, *, bs: 0},
+        {"write": lambda self, rows, more, others=0: 0},
+        {"seeded": lambda self, rows: 0},
+    ],
+)
+def test_an_override_that_fits_is_accepted(theirs):
+    seams.check_overrides(over(**theirs))
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"accept": lambda self, drafts, logits, *, bs, tree: 0},
+        {"accept": lambda self, drafts, *, bs: 0},
+        {"accept": lambda self, logits, drafts, *, bs: 0},
+        {"write": lambda self, slots: 0},
+    ],
+)
+def test_an_override_of_another_method_is_named(theirs):
+    with pytest.raises(SeamError, match=r"sglang.srt.base:Base.\w+ changed: expected parameters"):
+        seams.check_overrides(over(**theirs))
+
+
+def test_every_private_field_is_still_sglangs():
+    """A name that is neither ours nor in SGLang's source is a typing error or is gone."""
+    folder = Path(sglang.__file__).parent
+    text = "".join(path.read_text(errors="replace") for path in folder.glob("srt/**/*.py"))
+    words = set(re.findall(r"\b_\w+", text))
+    names = [use.name.rpartition(".")[2] for use in fields()]
+    private = {name for name in names if name.startswith("_")}
+    assert len(private) > 10
+    assert private - words == set()
 
 
 def test_draft_model_is_called_where_we_expect():
@@ -214,45 +266,9 @@ def test_the_fused_kv_switches_are_where_we_expect():
         worker.fused_kv_in_use(object())
 
 
-def test_the_compact_draft_cache_asks_what_the_window_answers():
-    """The overrides of ``window_worker.py`` take SGLang's own arguments."""
+def test_the_compact_draft_cache_is_made_in_the_order_that_the_window_relies_on():
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-    expected = {
-        "alloc_memory_pool": {
-            "memory_pool_config",
-            "req_to_token_pool",
-            "token_to_kv_pool_allocator",
-        },
-        "init_attention_backends": set(),
-        "init_cuda_graphs": set(),
-        "_compute_compact_draft_seq_lens": {"seq_lens"},
-        "_fill_compact_seq_lens_cpu_bound": {
-            "batch_seq_lens_cpu",
-            "nxt_kv_lens_cpu",
-            "out",
-        },
-        "_rebuild_compact_draft_cache": {
-            "req_pool_indices",
-            "prefix_lens",
-            "draft_prefix_lens",
-            "verify_out_cache_loc_2d",
-            "bs",
-            "block_size",
-        },
-        "_draft_write_ids": {"plan"},
-        "_append_target_hidden_to_draft_kv_by_loc": {
-            "target_hidden",
-            "cache_loc",
-            "positions",
-            "cache_loc_2d",
-            "commit_lens",
-            "extend_lens",
-        },
-    }
-    for name, parameters in expected.items():
-        found = inspect.signature(getattr(DFlashWorkerV2, name)).parameters
-        assert set(found) == {"self", *parameters}, name
     source = inspect.getsource(DFlashWorkerV2.forward_batch_generation)
     # The order that the overrides rely on: measure, then write the rows, then draft.
     calls = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sglang_hyperdflash.serving.draft_kv_size import POOL_RATIO
+from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.scheduler.metrics import REQUESTS, SECONDS
 from sglang_hyperdflash.serving.width.settings import FULL, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments

@@ -250,7 +250,7 @@ def test_flags_metrics_and_variables_exist(page):
     text = page.read_text() if page in GUIDES else prose(page)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
     assert flags <= known_options()
-    assert metrics_in(text) <= sglang_metrics() | FAMILIES
+    assert metrics_in(text) <= sglang_metrics() | set(FAMILIES)
     assert set(VARIABLE.findall(text)) <= {variable.name for variable in VARIABLES}
 
 

@@ -22,7 +22,15 @@ WIDTH_NOW = "hyperdflash:verify_width"
 WIDTH_ROUNDS = "hyperdflash:width_rounds_total"
 GAIN = "hyperdflash:width_gain"
 SECONDS = "hyperdflash:round_seconds"
-FAMILIES = frozenset((ROUNDS, ACCEPTED, DRAFTED, WIDTH_NOW, WIDTH_ROUNDS, GAIN, SECONDS))
+FAMILIES = {
+    ROUNDS: "Verification rounds, counted once per request in the decoding batch.",
+    ACCEPTED: "Drafts accepted at this position (1 is the first).",
+    DRAFTED: "Drafts verified at this position (1 is the first).",
+    WIDTH_ROUNDS: "Decoding rounds of the batch, by verify width.",
+    WIDTH_NOW: "Current verify width: tokens verified per request in a round.",
+    GAIN: "Expected tokens per second over those of width 1 (no speculation).",
+    SECONDS: "Round duration in seconds, timed at the start.",
+}
 POSITION, WIDTH, REQUESTS, SAMPLED = "position", "width", "requests", "sampled"
 # Rounds between two values of the gain, each of which is written to a file.
 GAIN_EVERY = 8
@@ -51,37 +59,25 @@ class Metrics:
         counter, gauge = counter or prometheus_client.Counter, gauge or prometheus_client.Gauge
         self._labels, self._controller = dict(labels), controller
 
-        def family(kind: type, name: str, documentation: str, *more: str, **options: str):
+        def family(kind: type, name: str, *more: str, **options: str):
             names = [*labels, *more]
-            return kind(name=name, documentation=documentation, labelnames=names, **options)
+            return kind(name=name, documentation=FAMILIES[name], labelnames=names, **options)
 
-        rounds = family(
-            counter, ROUNDS, "Verification rounds, counted once per request in the decoding batch."
-        )
-        accepted = family(
-            counter, ACCEPTED, "Drafts accepted at this position (1 is the first).", POSITION
-        )
-        drafted = family(
-            counter, DRAFTED, "Drafts verified at this position (1 is the first).", POSITION
-        )
-        by_width = family(
-            counter, WIDTH_ROUNDS, "Decoding rounds of the batch, by verify width.", WIDTH
-        )
         recent = {"multiprocess_mode": "mostrecent"}
-        now = "Current verify width: tokens verified per request in a round."
-        gain = "Expected tokens per second over those of width 1 (no speculation)."
-        seconds = "Round duration in seconds, timed at the start."
-        width_now = family(gauge, WIDTH_NOW, now, **recent)
-        self._gain = family(gauge, GAIN, gain, **recent)
-        self._seconds = family(gauge, SECONDS, seconds, REQUESTS, WIDTH, SAMPLED, **recent)
-        self._rounds = rounds.labels(**labels)
+        accepted = family(counter, ACCEPTED, POSITION)
+        drafted = family(counter, DRAFTED, POSITION)
+        by_width = family(counter, WIDTH_ROUNDS, WIDTH)
+        self._gain = family(gauge, GAIN, **recent)
+        self._seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
+        self._rounds = family(counter, ROUNDS).labels(**labels)
+        self._width_now = family(gauge, WIDTH_NOW, **recent).labels(**labels)
+        self._exported = self._turn = 0
         # Every position has its series from the start: a missing one breaks sums.
         positions = [{POSITION: str(k)} for k in range(1, controller.block)]
         self._accepted = [accepted.labels(**labels, **at) for at in positions]
         self._drafted = [drafted.labels(**labels, **at) for at in positions]
         widths = controller.setting.widths
         self._by_width = {w: by_width.labels(**labels, **{WIDTH: str(w)}) for w in widths}
-        self._width_now, self._exported, self._turn = width_now.labels(**labels), 0, 0
         self._export_seconds()
 
     def _export_seconds(self) -> None:

@@ -16,6 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_hyperdflash.serving import width_graphs, width_worker
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.pending_kv import PendingRows
+from sglang_hyperdflash.serving.width.controller import WidthController
+from sglang_hyperdflash.serving.width.costs import CostTable
 from sglang_hyperdflash.serving.width.settings import WIDTHS as WIDTHS_VARIABLE
 from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.serving.width_worker import (
@@ -435,3 +437,38 @@ def test_a_batch_with_notes_has_rounds_of_one_row_and_others_keep_theirs(monkeyp
     assert worker.run_round(batch) == "one row" and widths == [1] and asked == []
     worker._info = SimpleNamespace(has_custom_logit_processor=False)
     assert worker.run_round(batch) == "block" and widths == [1, 7] and asked == ["next"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "node", "timed"),
+    [
+        ({}, "null", True),
+        ({}, "decode", True),
+        ({}, "prefill", False),
+        ({"HYPERDFLASH_WIDTH": "4"}, "null", False),
+        ({"HYPERDFLASH_WIDTH": "random"}, "null", False),
+    ],
+)
+def test_only_an_adaptive_server_that_decodes_times_its_rounds(monkeypatch, setting, node, timed):
+    worker = object.__new__(WidthWorker)
+    worker.width_control = WidthController(read_setting(7, False, setting), 7)
+    worker.server_args = SimpleNamespace(disaggregation_mode=node)
+    worker.block, worker.window, worker._pending = 7, None, PendingRows(10)
+    worker.draft_temperature, widths = "learned from made-up requests", []
+    worker._states = SimpleNamespace(activate=widths.append)
+    group = SimpleNamespace(world_size=2, broadcast_object=lambda row, src: [src, *row])
+    monkeypatch.setattr(width_worker, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    costs = CostTable((1, 7))
+    costs.add(1, [1.0, 2.0, 1.0, 2.0])
+
+    def time_rounds(worker, control, share):
+        assert share([3.0]) == [0, 3.0]  # rank 0's
+        worker.requests = "made-up requests"
+        return costs
+
+    monkeypatch.setattr(width_worker, "time_rounds", time_rounds)
+    worker._time_rounds()
+    assert worker.width_control.costs is (costs if timed else None)
+    assert widths == ([7] if timed else [])
+    if timed:
+        assert worker.requests is None and "draft_temperature" not in vars(worker)

@@ -247,7 +247,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     found = metrics_in("\n".join(expressions(dashboard)))
     assert {ROUNDS, ACCEPTED, "sglang:gen_throughput", "sglang:num_queue_reqs"} <= found
-    assert found <= sglang_metrics() | FAMILIES
+    assert found <= sglang_metrics() | set(FAMILIES)
     for expression in expressions(dashboard):
         assert all(expression.count(a) == expression.count(b) for a, b in ("()", "{}", "[]"))
 

@@ -1,7 +1,7 @@
 """Temperature, top-k, top-p and min-p of a batch, without sorting a vocabulary.
 
-The kept tokens are a prefix of the vocabulary in order of falling probability, equal ones by
-their id (``layers/sampler.py: top_k_top_p_min_p_sampling_from_probs_torch``). A prefix is a
+The tokens that pass are a prefix of the vocabulary by falling probability, ties by
+id (``layers/sampler.py: top_k_top_p_min_p_sampling_from_probs_torch``). A prefix is a
 threshold and, among tokens at the threshold, the lowest ids: so it needs the few largest
 probabilities of a row, not their whole order, and never depends on the batchmates.
 """
@@ -24,7 +24,7 @@ class Sampling:
         top_ks: ``[N]`` int; 1 is greedy, V or more is off.
         top_ps: ``[N]`` fp32 in (0, 1]; min_ps: ``[N]`` fp32 in [0, 1], relative to the largest.
         need_top_k, need_top_p, need_min_p: some row uses the filter; known without a device read.
-        top_p_after_top_k: in rows with a min-p, top-p is a share of what top-k kept, as in
+        top_p_after_top_k: in rows with a min-p, top-p is a share of what passed top-k, as in
             FlashInfer's min-p path; never decided by a batchmate.
     """
 
@@ -49,7 +49,7 @@ class Sampling:
 
     @property
     def sequential(self) -> torch.Tensor | None:
-        """``[N]`` bool: rows whose top-p is a share of what top-k kept; None without any."""
+        """``[N]`` bool: rows whose top-p is a share of what passed top-k; None without any."""
         return self.min_ps > 0 if self.top_p_after_top_k and self.need_min_p else None
 
     def repeated(self, times: int) -> Sampling:
@@ -63,8 +63,8 @@ class Sampling:
         )
 
 
-def kept(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Which entries of ``probs [N, V]`` the filters keep, bool; may synchronise the device."""
+def filter_mask(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Entries of ``probs [N, V]`` that pass the filters, bool; may synchronise the device."""
     if sampling.need_min_p:
         keep = probs >= sampling.min_ps.unsqueeze(-1) * probs.amax(-1, keepdim=True)
     else:
@@ -93,7 +93,7 @@ def _prefix(
     while True:
         leading = probs.topk(width, dim=-1).values
         length = _inside(leading, top_ks, top_ps, sequential).sum(-1, keepdim=True)
-        # A row whose leading entries are all kept may keep later ones, too.
+        # If all leading entries of a row pass, later ones may pass, too.
         if width == vocabulary or not ((length.squeeze(-1) == width) & (top_ks > width)).any():
             break
         width = min(vocabulary, width * GROWTH)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_hyperdflash.draft.filters import Sampling, kept
+from sglang_hyperdflash.draft.filters import Sampling, filter_mask
 from sglang_hyperdflash.draft.propose import Proposal
 from triton_ops.gumbel import RESIDUAL_STREAM, coins, gumbel_argmax_reference
 
@@ -103,7 +103,7 @@ def filtered(
         return probs
     broken = probs[:, 0].isnan()
     if renorm is None:
-        probs = probs.masked_fill_(~kept(probs, sampling), 0.0)
+        probs = probs.masked_fill_(~filter_mask(probs, sampling), 0.0)
     else:
         # The kernels search a threshold in a loop: a row of NaN would have none.
         probs.masked_fill_(broken.unsqueeze(-1), 1.0 / probs.shape[-1])

@@ -1,4 +1,4 @@
-"""Which attention a drafter uses, so that it is right, bounded and waits for no host length.
+"""The drafter's attention backend: correct, of bounded size, without waits for host lengths.
 
 SGLang lets a DFLASH draft share the target's backend, and falls back to FlashInfer where the
 target's is no draft backend: DeepSeek-V4's ``dsv4``. FlashInfer plans on the host, so it costs one
@@ -44,7 +44,7 @@ def chosen(
 
 
 def choose_draft_attention(server_args, window: int | None) -> None:
-    """Name the draft's backend where the user did not, and say why in one log line.
+    """Choose the draft's backend where the user did not, with the reason in one log line.
 
     Seam: ``speculative_hook._resolve_dflash_draft_attention_backend`` takes a name that is given.
     A platform of its own, as ours for CPUs, and HIP and XPU keep SGLang's choice.

@@ -1,4 +1,4 @@
-"""How many bytes of draft K/V a target token costs, told to SGLang's pool sizing."""
+"""Bytes of draft K/V per target token, for SGLang's pool sizing."""
 
 from __future__ import annotations
 

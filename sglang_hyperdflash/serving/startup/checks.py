@@ -268,10 +268,10 @@ def _check_window(server_args, config: HyperDFlashConfig) -> None:
 
 
 def _check_memory_saver(server_args) -> None:
-    """Refuse to lose the drafter's weights with the memory that ``--enable-memory-saver`` frees."""
-    kept = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
+    """Refuse ``--enable-memory-saver`` if the drafter's weights would be lost with its memory."""
+    backups = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
     if getattr(server_args, "enable_memory_saver", False) and not any(
-        getattr(server_args, name, False) for name in kept
+        getattr(server_args, name, False) for name in backups
     ):
         raise HyperDFlashConfigError(
             f"{ALGORITHM} does not support enable_memory_saver=True alone: the target's weights "

@@ -13,7 +13,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 HOOKS = "sglang.srt.arg_groups.deepseek_v4_hook"
 POOLS = "sglang.srt.model_executor.pool_configurator"
-# KV dtypes that say nothing of a quantised cache.
+# KV dtypes of an unquantised cache.
 PLAIN_KV = (None, "auto", "bfloat16", "bf16")
 
 
@@ -35,7 +35,7 @@ def resolve_early(server_args, previous) -> None:
 
 
 def resolve_as(original, name: str | None, server_args, *rest):
-    """Call a step that knows SGLang's own algorithms only as if ``name`` had been asked for."""
+    """Call a step that supports SGLang's own algorithms only, with ``name`` as the algorithm."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     if not is_ours(resolving_view(server_args).speculative_algorithm):
@@ -82,7 +82,7 @@ def budget_draft_kv(result, self, kvc, *args, **kwargs):
     any speculative algorithm; a dense draft K/V is several times that.
 
     Raises:
-        HyperDFlashConfigError: SGLang could not tell the draft's K/V size.
+        HyperDFlashConfigError: SGLang could not determine the size of the draft's K/V.
     """
     from sglang.srt.model_executor import pool_configurator
 
@@ -100,7 +100,7 @@ def budget_draft_kv(result, self, kvc, *args, **kwargs):
 
 
 def keep_draft_kv_unquantised(server_args) -> None:
-    """Do not let the draft K/V inherit a quantised target's dtype unless asked to.
+    """Do not let the draft K/V inherit a quantised target's dtype, unless a flag sets it.
 
     V4 resolves its own cache to fp8; drafts from fp8 K/V are accepted less often.
     """

@@ -1,7 +1,7 @@
 """Hand out the pre-collapse residual of HY-V4, which collapses it inside its own forward.
 
 SGLang's DeepSeek-V4 returns ``(hidden states, pre_hc_head)`` from its body and passes both to the
-logits processor; every runner (eager, decode graph, prefill graph) knows that form. HY-V4 returns
+logits processor; all runners (eager, decode graph, prefill graph) support that form. HY-V4 returns
 the collapsed state alone. Here a loaded model gets V4's form: the body returns the pair, and the
 logits processor takes it apart where the model itself did not.
 
@@ -44,7 +44,7 @@ def expose_hy_v4(model: nn.Module) -> None:
     Seams: ``HYV4Model.forward`` ends in a call of its module ``hc_head`` with ``[N, m, d]``, where
     the residual is read; ``HYV4ForCausalLM`` has no ``get_input_embeddings``, which DFLASH workers
     ask for. Graph runners call ``forward`` of the body itself, and replace it while they replay; a
-    module hook there would be passed by.
+    module hook there would not run.
 
     Raises:
         SeamError: SGLang's model is not built like this.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft import filters
-from sglang_hyperdflash.draft.filters import Sampling, filter_candidates, kept
+from sglang_hyperdflash.draft.filters import Sampling, filter_candidates, filter_mask
 from sglang_hyperdflash.serving.exact import weights_of
 from tests.target_probabilities import target_probabilities
 
@@ -70,7 +70,7 @@ def test_weights_are_those_of_the_sorting_oracle(vocabulary, spread, after_top_k
 def test_ties_at_the_threshold_keep_the_lowest_ids():
     probs = torch.tensor([[0.1, 0.2, 0.2, 0.1, 0.2, 0.2]])
     sampling = Sampling(*(torch.tensor([v]) for v in (1.0, 3, 1.0, 0.0)), need_top_k=True)
-    assert kept(probs, sampling).nonzero()[:, 1].tolist() == [1, 2, 4]
+    assert filter_mask(probs, sampling).nonzero()[:, 1].tolist() == [1, 2, 4]
 
 
 def test_what_a_row_keeps_does_not_depend_on_its_batchmates():

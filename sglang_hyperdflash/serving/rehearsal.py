@@ -7,7 +7,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.draft_temperature import DraftTemperature, read_draft_temperature
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.exact import Draws
 from sglang_hyperdflash.serving.sampled_worker import SampledWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -81,10 +81,11 @@ class RehearsedWorker(SampledWorker):
             torch.zeros(bs, drafts, dtype=torch.int64, device=device),
             torch.ones(bs, device=device),
         )
-        self.draft_temperature = DraftTemperature(device, bs, fixed=read_draft_temperature())
+        served = self.draft_temperature
+        self.draft_temperature = DraftTemperature(device, fixed=served.fixed)
         try:
-            self._verify(target_logits, sampling, proposal, draws, seeds)
+            self._verify(target_logits, sampling, proposal, draws)
         finally:
-            del self.draft_temperature  # the server's own is made when there are requests
+            self.draft_temperature = served  # which must not learn from a rehearsal
         torch.cuda.synchronize()
         return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before

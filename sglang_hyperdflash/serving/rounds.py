@@ -73,7 +73,7 @@ class Requests:
 
     Attributes:
         reqs: SGLang's requests, held so that no other may take their identity; slots: their rows
-            of the request pool, which change over a retraction; at: the same, ``[bs]`` int64.
+            of the request pool, which change over a retraction.
         draws: their noise; greedy: all of them are, and nothing changes their logits' order.
         penalties, ends: None without such requests.
         retractions: how often each was retracted.
@@ -84,7 +84,6 @@ class Requests:
     reqs: list[Any]
     slots: list[int]
     retractions: list[int]
-    at: torch.Tensor
     draws: Draws
     greedy: bool
     penalties: Penalties | None
@@ -137,7 +136,6 @@ def gather(
         list(reqs),
         slots,
         [req.retraction_count for req in reqs],
-        new(slots, torch.int64),
         draws,
         greedy,
         penalties,

@@ -9,7 +9,7 @@ token from the same noise through the hooks of ``sampling_seams``.
 from __future__ import annotations
 
 import logging
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from sglang.srt.speculative.dflash_worker_v2 import (
     _DflashDraftSampler,
 )
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.utils import async_h2d, is_cuda
+from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.draft.config import default_candidates
 from sglang_hyperdflash.draft.filters import Sampling
@@ -81,6 +81,7 @@ class SampledWorker(WindowedWorker):
         # Not the arguments' own: without --random-seed every node draws one for itself.
         self.seeds = Seeds(self.target_worker.random_seed)
         self.renorm = renorm_kernels()
+        self.draft_temperature = DraftTemperature(self.device, fixed=read_draft_temperature())
         self.requests: Requests | None = None
         self._info: Any = None
         self._proposal: Proposal | None = None
@@ -133,7 +134,6 @@ class SampledWorker(WindowedWorker):
         if self.requests is None or extend or not self.requests.same(reqs, slots):
             self.requests = gather(reqs, slots, self.seeds, self.device)
             moved = self._moved(reqs, slots)
-            self._forget_texts(moved)
         # A decode row of a mixed batch goes on; every other row of a prefill starts.
         going_on = set(map(id, batch.decoding_reqs or ()))
         fresh = [extend and id(req) not in going_on for req in reqs]
@@ -161,24 +161,11 @@ class SampledWorker(WindowedWorker):
         self._places.update(zip(reqs, places, strict=True))
         return moved
 
-    def _forget_texts(self, moved: list[bool]) -> None:
-        """What is known of a text in a slot is not of the request that is new there."""
-        rows = [i for i, new in enumerate(moved) if new]
-        if rows and (self.requests.draws.any_seeded or self.requests.draws.any_unseeded):
-            rows = async_h2d(rows, dtype=torch.int64, device=self.device)
-            self.draft_temperature.enter(self.requests.at[rows])
-
     def _start_counting(self, stale: list[bool]) -> None:
         """Count what requests that start, or resume after a retraction, have generated."""
         for row, req in self.requests.mine:
             if stale[row]:
                 self.counts.reset(self.requests.slots[row], req.output_ids)
-
-    @cached_property
-    def draft_temperature(self) -> DraftTemperature:
-        """The draft temperature of each request; the request pool is made after the worker."""
-        slots = len(self.target_worker.model_runner.req_to_token_pool.req_to_token)
-        return DraftTemperature(self.device, slots, fixed=read_draft_temperature())
 
     @property
     def counts(self) -> GeneratedCounts:
@@ -231,7 +218,7 @@ class SampledWorker(WindowedWorker):
         drawn = gumbel_argmax(weights, self.requests.draws.seeds, positions.long())
         return torch.where(sampling.greedy, self._greedy, drawn), weights
 
-    def law_of(self, logits: torch.Tensor, info: Any, rows: int) -> torch.Tensor:
+    def target_distribution(self, logits: torch.Tensor, info: Any, rows: int) -> torch.Tensor:
         """What is drawn from, normalised: ``[bs, rows, V]`` fp32 of ``logits [bs * rows, V]``."""
         weights = weights_of(logits, sampling_of(info).repeated(rows), self.renorm)
         return (weights / weights.sum(-1, keepdim=True)).view(-1, rows, weights.shape[-1])
@@ -258,7 +245,7 @@ class SampledWorker(WindowedWorker):
         if type(built) is not _DflashDraftSampler:
             return built
         if not supports_candidates(lm_head):
-            return None  # eager: the argmaxes alone could not be verified as a law
+            return None  # eager: the argmaxes alone could not be verified as a distribution
         return CandidateSampler(self, lm_head, len(built.out) // (int(self.block_size) - 1))
 
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states, lm_head, **rest):
@@ -286,7 +273,7 @@ class SampledWorker(WindowedWorker):
         return self.draw_drafts(Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)))
 
     def draw_drafts(self, candidates: Candidates) -> torch.Tensor:
-        """Drafts ``[bs * (B-1)]`` int64 of candidates; their law is kept to be verified."""
+        """Drafts ``[bs * (B-1)]`` int64 of candidates; verification needs their distribution."""
         requests, drafts = self.requests, int(self.block_size) - 1
         first = self._contexts - 1
         self._proposal = propose(
@@ -296,7 +283,7 @@ class SampledWorker(WindowedWorker):
             sampling_of(self._info),
             requests.draws.of_block(first).seeds,
             first.unsqueeze(1) + self._block_pos_offsets[:drafts],
-            self.draft_temperature.of(requests.draws.seeded, requests.at),
+            self.draft_temperature.of(requests.draws.seeded),
             self._adjust_candidates if self._changes_drafts() else None,
         )
         return self.agree(self._proposal.tokens).reshape(-1)
@@ -321,16 +308,16 @@ class SampledWorker(WindowedWorker):
         penalties, ends = self.requests.penalties, self.requests.ends
         if penalties is not None:
             rows = penalties.rows
-            mine, drafted = ids[rows], so_far[rows]
-            counts = self.counts.table[penalties.slots.unsqueeze(1), mine]
-            counts = counts + (mine.unsqueeze(2) == drafted.unsqueeze(1)).sum(-1)
+            own, drafted = ids[rows], so_far[rows]
+            counts = self.counts.table[penalties.slots.unsqueeze(1), own]
+            counts = counts + (own.unsqueeze(2) == drafted.unsqueeze(1)).sum(-1)
             scores = scores.index_copy(0, rows, penalties.applied(scores[rows], counts))
         if ends is not None:
             early = ends.too_early(self._contexts, k + 1)[:, -1]
             is_end = (ids[ends.rows].unsqueeze(2) == ends.ids.unsqueeze(1)).any(-1)
             forbidden = is_end & early.unsqueeze(1)
-            mine = scores[ends.rows].masked_fill(forbidden, UNLIKELY)
-            scores = scores.index_copy(0, ends.rows, mine)
+            allowed = scores[ends.rows].masked_fill(forbidden, UNLIKELY)
+            scores = scores.index_copy(0, ends.rows, allowed)
         if self._info.logit_bias is not None:
             scores = scores + self._info.logit_bias.gather(1, ids).float()
         return scores
@@ -379,7 +366,7 @@ class SampledWorker(WindowedWorker):
         else:
             sampling = sampling_of(sampling_info)
             requests = self.requests
-            verdict = self._verify(logits, sampling, self._proposal, requests.draws, requests.at)
+            verdict = self._verify(logits, sampling, self._proposal, requests.draws)
             accept_len = verdict.accept_len
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, accept_len)
             bonus = verdict.bonus.masked_fill(verdict.broken, BROKEN)
@@ -405,14 +392,13 @@ class SampledWorker(WindowedWorker):
         sampling: Sampling,
         proposal: Proposal,
         draws: Draws,
-        slots: torch.Tensor,
     ) -> Verdict:
         block = int(self.block_size)
         positions = (self._contexts - 1).unsqueeze(1) + self._block_pos_offsets
         draws = draws.of_block(positions[:, 0])
         weights = weights_of(logits, sampling.repeated(block), self.renorm)
         verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
-        self.draft_temperature.learn(proposal, sampling, draws.seeded, slots, verdict)
+        self.draft_temperature.learn(proposal, sampling, draws.seeded, verdict)
         return verdict
 
     def _adjust_block(self, logits: torch.Tensor, candidates: torch.Tensor) -> None:

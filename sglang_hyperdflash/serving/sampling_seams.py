@@ -67,9 +67,9 @@ def read_final_logits(original, self, logits, sampling_info):
 
 
 def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
-    """Draw by hashed noise over vocabulary ids, and tell a sampling mask what is drawn from.
+    """Draw by hashed noise over vocabulary ids; a sampling mask holds what is drawn from.
 
-    SGLang's own law of a mask depends on the batchmates' min-p, and a broken row ends its draw.
+    SGLang's own mask depends on the batchmates' min-p, and a broken row ends its draw.
     """
     if _worker is None or _worker.requests is None:
         return original(self, probs, sampling_info, positions, simple_sampling_case)
@@ -83,15 +83,15 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
     return tokens, _SamplingMaskCapture(asked, None, selected_weight=None, batch_rows=rows)
 
 
-def masked_as_drawn(original, **inputs):
-    """``[bs, draft_token_num, V]``: of what a sampling mask tells, the law that we draw from.
+def sampling_mask_probs(original, **inputs):
+    """The distribution that ours draws from, for sampling masks: ``[bs, draft_token_num, V]``.
 
     SGLang takes top-p of what top-k has left; its sampler, and so ours, of the whole.
     """
     if _worker is None:
         return original(**inputs)
     logits, rows = inputs["next_token_logits"], inputs["draft_token_num"]
-    return _worker.law_of(logits, inputs["sampling_info"], rows)
+    return _worker.target_distribution(logits, inputs["sampling_info"], rows)
 
 
 def process_results_first(disabled: bool, self, batch, last_batch) -> bool:
@@ -158,7 +158,7 @@ SEAMS = (
     Seam(
         "sglang.srt.speculative.dflash_utils:build_speculative_verify_target_probs",
         "around",
-        masked_as_drawn,
+        sampling_mask_probs,
         (
             "next_token_logits",
             "sampling_info",

@@ -83,8 +83,7 @@ class Case:
             self.positions[:, :-1],
             torch.ones(requests, **new),
         )
-        self.draft_temperature = DraftTemperature(device, requests)
-        self.slots = torch.arange(requests, **new)
+        self.draft_temperature = DraftTemperature(device)
 
     def ours(self, seeded: bool) -> Verdict:
         """A whole verification as a server runs it."""
@@ -94,7 +93,7 @@ class Case:
         verdict = verify_block(
             self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw
         )
-        self.draft_temperature.learn(self.proposal, self.sampling, own_seed, self.slots, verdict)
+        self.draft_temperature.learn(self.proposal, self.sampling, own_seed, verdict)
         return verdict
 
     def sglang(self, seeded: bool, each: int = BLOCK) -> torch.Tensor:

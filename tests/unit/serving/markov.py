@@ -93,9 +93,8 @@ def one_round(
         token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
         return token.unsqueeze(1), torch.zeros_like(anchor)
     learns = isinstance(draft_temperature, DraftTemperature)
-    slots = torch.arange(count)
     t = (
-        draft_temperature.of(draws.seeded, slots)
+        draft_temperature.of(draws.seeded)
         if learns
         else torch.full((count,), float(draft_temperature))
     )
@@ -112,7 +111,7 @@ def one_round(
     weights = weights_of(logits, sampling.repeated(width))
     verdict = verify(told, logits, weights, sampling, draws, positions)
     if learns:
-        draft_temperature.learn(proposal, sampling, draws.seeded, slots, verdict)
+        draft_temperature.learn(proposal, sampling, draws.seeded, verdict)
     accept = verdict.accept_len.long()
     tokens = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
     return tokens.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1)), accept

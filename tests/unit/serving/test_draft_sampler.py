@@ -154,12 +154,11 @@ def eager_worker(head, anchors: torch.Tensor, greedy: bool, ranks: Ranks | None 
     worker._tp_sync, worker.device = ranks or Ranks(), "cpu"
     worker.dependency, worker.num_candidates, worker.block_size = head, K, BLOCK
     worker._draft_block_ids_buf = torch.cat([anchors.unsqueeze(1), torch.ones(bs, 3).long()], 1)
-    worker._contexts, worker.draft_temperature = torch.arange(bs) + 20, DraftTemperature("cpu", bs)
+    worker._contexts, worker.draft_temperature = torch.arange(bs) + 20, DraftTemperature("cpu")
     worker._block_pos_offsets = torch.arange(BLOCK)
     draws = Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
     worker.requests = SimpleNamespace(
         reqs=[None] * bs,
-        at=torch.arange(bs),
         greedy=greedy,
         draws=draws,
         penalties=None,

@@ -368,20 +368,19 @@ def test_a_drafter_that_gives_nan_changes_no_law(model):
     assert min(p_values(tokens, model, {})) > 1e-4
 
 
-def test_the_draft_temperature_does_not_look_behind_the_first_refusal():
+def test_the_draft_temperature_does_not_look_past_the_first_rejection():
     proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(6), 3)
     verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
     verdict = replace(verdict, accept_len=torch.tensor([0, 1, 1], dtype=torch.int32))
-    before, after, slots = DraftTemperature("cpu", 3), DraftTemperature("cpu", 3), torch.arange(3)
-    before.learn(proposal, sampling, draws.seeded, slots, verdict)
+    before, after = DraftTemperature("cpu"), DraftTemperature("cpu")
+    before.learn(proposal, sampling, draws.seeded, verdict)
     p = verdict.p.clone()
     p[0, 1:], p[1:, 2:] = 0.123, 0.456
     scores = proposal.scores.clone()
     scores[0, 1:] = 0.0
-    changed = replace(proposal, scores=scores), sampling, draws.seeded, slots
+    changed = replace(proposal, scores=scores), sampling, draws.seeded
     after.learn(*changed, replace(verdict, p=p))
-    assert torch.equal(before.gains, after.gains)
-    assert torch.equal(before.doubt, after.doubt)
+    assert torch.equal(before.accepted, after.accepted)
 
 
 def test_a_head_and_an_adjustment_see_the_drafts_before_them():
@@ -438,17 +437,17 @@ def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     )
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
     worker = SimpleNamespace(renorm=None)
-    worker.law_of = partial(sampled_worker.SampledWorker.law_of, worker)
+    worker.target_distribution = partial(sampled_worker.SampledWorker.target_distribution, worker)
     given = {"next_token_logits": logits, "sampling_info": info, "draft_token_num": 3, "bs": 1}
     original = inspect.unwrap(build_speculative_verify_target_probs)
     monkeypatch.setattr(sampling_seams, "_worker", worker)
-    found = sampling_seams.masked_as_drawn(original, **given, max_top_k=2)
+    found = sampling_seams.sampling_mask_probs(original, **given, max_top_k=2)
     torch.testing.assert_close(found, torch.tensor([4 / 7, 3 / 7, 0, 0]).expand(1, 3, 4))
     drawn = weights_of(logits, rounds.sampling_of(info).repeated(3))
     assert torch.equal(found[0] > 0, drawn > 0)
     # Any other server's is SGLang's own.
     monkeypatch.setattr(sampling_seams, "_worker", None)
-    assert sampling_seams.masked_as_drawn(lambda **given: given["bs"], **given) == 1
+    assert sampling_seams.sampling_mask_probs(lambda **given: given["bs"], **given) == 1
 
 
 def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving import draft_sampler, rounds, sampled_worker
-from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.rounds import Seeds, end_tokens, gather
 
 
@@ -66,32 +65,28 @@ def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(determ
         assert again.draws.seeds[0] != first.draws.seeds[0], count
         assert again.draws.seeds[1] == 5, "the client's"
         assert again.draws.seeded.tolist() == [False, True]
-    assert first.at.tolist() == [3, 4]
 
 
-def test_a_slot_s_new_owner_begins_anew_in_what_is_known_of_texts(deterministic):
+def test_a_request_has_moved_into_a_slot_that_it_did_not_have_or_lost_by_a_retraction():
     worker = object.__new__(sampled_worker.SampledWorker)
-    worker.device, worker.seeds, worker._places = "cpu", Seeds(7), WeakKeyDictionary()
-    worker.draft_temperature = DraftTemperature("cpu", 8)
-    a, b, c, greedy = Request("a"), Request("b"), Request("c"), Request("d", top_k=1)
-
-    def known(reqs, slots):
-        """Which of the slots' texts are known once a batch has begun; all are behind it."""
-        worker.requests = gather(reqs, slots, worker.seeds, "cpu")
-        worker._forget_texts(worker._moved(reqs, slots))
-        found = (worker.draft_temperature.doubt[slots] >= 0).tolist()
-        worker.draft_temperature.doubt[slots] = 0.3
-        return found
-
-    assert known([a, b], [5, 2]) == [False, False]
-    assert known([b, a, c], [2, 5, 7]) == [True, True, False]  # another order, and one more
-    assert known([c, b], [5, 2]) == [False, True]  # a has ended, and c was moved to its slot
-    assert known([greedy], [2]) == [True]  # teaches nothing, and reads nothing
-    assert known([b], [2]) == [True]
+    worker._places = WeakKeyDictionary()
+    a, b, c = Request("a"), Request("b"), Request("c")
+    assert worker._moved([a, b], [5, 2]) == [True, True]
+    assert worker._moved([b, a, c], [2, 5, 7]) == [False, False, True]  # another order, one more
+    assert worker._moved([c, b], [5, 2]) == [True, False]  # a has ended, c took its slot
     b.retraction_count += 1
-    assert known([b], [2]) == [False]  # somebody may have been there
-    del a, c
-    assert known([Request("e")], [5]) == [False]
+    assert worker._moved([b], [2]) == [True]  # another may have been there
+
+
+def test_a_request_that_has_just_finished_runs_once_more_in_its_old_slot():
+    worker = object.__new__(sampled_worker.SampledWorker)
+    worker._places = WeakKeyDictionary()
+    request = Request("a")
+    request.kv = SimpleNamespace(req_pool_idx=5)
+    assert worker._slot(request) == 5
+    worker._moved([request], [5])
+    request.kv.req_pool_idx = None
+    assert worker._slot(request) == 5
 
 
 def test_ranks_draw_the_same_seeds_and_servers_others(deterministic):

@@ -27,7 +27,7 @@ def digest(tensor):
 
 
 def used(pool):
-    # Slots beyond slot 0 whose K or V is not zero, in every layer.
+    # Buffers of K and of V that hold anything in a slot other than 0.
     return sum(int(b[1:].abs().float().sum() > 0) for b in (*pool.k_buffer, *pool.v_buffer))
 
 
@@ -43,8 +43,8 @@ def write(result, self):
         "row generations": pool.req_generation.tolist(),
         "free slots": self.token_to_kv_pool_allocator.available_size(),
         "free pages": digest(self.token_to_kv_pool_allocator.free_pages),
-        "used target slots": used(self.token_to_kv_pool_allocator.get_kvcache()),
-        "used draft slots": 0 if window else used(worker.draft_model_runner.token_to_kv_pool),
+        "target layers with K/V": used(self.token_to_kv_pool_allocator.get_kvcache()),
+        "draft layers with K/V": 0 if window else used(worker.draft_model_runner.token_to_kv_pool),
         "window": int((window.slot_of >= 0).sum()) if window else 0,
         "seeds drawn": worker.seeds.drawn,
         "requests": repr(worker.requests),
@@ -95,5 +95,5 @@ def test_timing_leaves_nothing_but_the_table(
             servers.stop(name)
         states.append(json.loads(file.read_text()))
     assert states[0] == states[1]
-    assert states[0]["row tokens"] == states[0]["used target slots"] == 0
+    assert states[0]["row tokens"] == states[0]["target layers with K/V"] == 0
     assert seeded[0] == seeded[1]

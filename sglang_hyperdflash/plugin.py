@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cpu_rivals import eagle_seams
+from cpu_engine import registration
+from cpu_engine.platform import activation
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.cpu import activation, memory, parallel_seams, seeded_seams
-from sglang_hyperdflash.cpu import dflash_seams as cpu_dflash_seams
 from sglang_hyperdflash.seams import Seam
 from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.scheduler import capture_rows, finish, metrics, weight_updates
@@ -22,13 +21,7 @@ SERVING_SEAMS: tuple[Seam, ...] = (
     *capture_rows.SEAMS,
     *weight_updates.SEAMS,
 )
-CPU_SEAMS: tuple[Seam, ...] = (
-    *cpu_dflash_seams.SEAMS,
-    *eagle_seams.SEAMS,
-    *parallel_seams.SEAMS,
-    *seeded_seams.SEAMS,
-    *memory.SEAMS,
-)
+CPU_SEAMS = registration.SEAMS
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 
 
@@ -103,11 +96,6 @@ def load() -> None:
     _register_models()
     seams.install(SERVING_SEAMS)
     if activation.is_active():
-        activation.limit_threads()
-        from sglang_hyperdflash.cpu.attention_registry import register_attention
-
-        register_attention()
-        eagle_seams.fill_missing_kernels()
-        eagle_seams.register_nextn()
+        registration.register()
         dflash_seams.keep_dtype_of("DFLASH")
         seams.install(CPU_SEAMS)

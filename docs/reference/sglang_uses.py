@@ -21,10 +21,10 @@ from sglang_hyperdflash.seams import overridden
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = "sglang_hyperdflash"
-CPU = (f"{PRODUCT}/cpu", f"{PRODUCT}/portable", "cpu_rivals")
+CPU = "cpu_engine"
 # Where code runs inside SGLang and touches its objects.
-INSIDE = (f"{PRODUCT}/serving", f"{PRODUCT}/plugin.py", f"{PRODUCT}/seams.py", *CPU)
-NOT_INSIDE = "portable/core.py"
+INSIDE = (f"{PRODUCT}/serving", f"{PRODUCT}/plugin.py", f"{PRODUCT}/seams.py", CPU)
+NOT_INSIDE = "cpu_engine/portable/core.py"
 
 
 class Use(NamedTuple):
@@ -143,7 +143,7 @@ class Reader(ast.NodeVisitor):
 
 
 def calls() -> Iterator[Use]:
-    for path in files((PRODUCT, "cpu_rivals")):
+    for path in files((PRODUCT, CPU)):
         for (module, name), reason in Reader(ast.parse(path.read_text())).imports.items():
             found = pkgutil.resolve_name(f"{module}:{name}") if has(module, name) else None
             shown = parameters_of(found) if inspect.isroutine(found) else ""

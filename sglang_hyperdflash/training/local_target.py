@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
+from cpu_engine.portable.core import DeepseekV4Core, softmax_with_sinks
+from cpu_engine.portable.weights import load_core
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.portable.core import DeepseekV4Core, softmax_with_sinks
-from sglang_hyperdflash.portable.weights import load_core
 
 
 class DenseCache:

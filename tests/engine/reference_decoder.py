@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from cpu_rivals.nextn_core import NextNCore
+from cpu_engine.portable.weights import load_core, nextn_tensors
+from cpu_engine.rivals.nextn_core import NextNCore
 from sglang_hyperdflash.draft.algorithm import Propose, decode, propose_block
 from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
-from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 

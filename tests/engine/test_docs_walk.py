@@ -23,7 +23,7 @@ from tests.documents import Fence, commands, fences, shell_fences, split_environ
 
 pytestmark = pytest.mark.slow
 
-COPIED = ("sglang_hyperdflash", "triton_ops", "cpu_rivals", "eval", "examples", "docs")
+COPIED = ("sglang_hyperdflash", "triton_ops", "cpu_engine", "eval", "examples", "docs")
 PRINTED_ADDRESS = "127.0.0.1:30000"
 READ = ("install", "serving", "training", "benchmarking", "troubleshooting")
 MODULE = ["python", "-m", "sglang.launch_server"]

@@ -1,7 +1,7 @@
 """The portable target inside the engine: logits and residual equal the core's, fp32.
 
-``tests/unit/portable/test_core.py`` compares the core with transformers' own class, so the chain
-engine - core - transformers is closed.
+``tests/unit/cpu_engine/portable/test_core.py`` compares the core with transformers' own class, so
+the chain engine - core - transformers is closed.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def test_the_table_of_environment_variables_is_complete():
     folders = (
         "sglang_hyperdflash",
         "triton_ops",
-        "cpu_rivals",
+        "cpu_engine",
         "eval",
         "examples",
         "tests",

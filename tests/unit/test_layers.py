@@ -14,17 +14,18 @@ from tests.conftest import ROOT
 PRODUCT = "sglang_hyperdflash"
 # Packages of one tuple do not import each other.
 LAYERS = (
-    (PRODUCT,),
+    (PRODUCT, "cpu_engine"),
     (f"{PRODUCT}.tools",),
     (f"{PRODUCT}.seams",),
     ("triton_ops",),
     (f"{PRODUCT}.draft",),
     (f"{PRODUCT}.targets",),
-    (f"{PRODUCT}.portable",),
+    ("cpu_engine.portable",),
     (f"{PRODUCT}.serving", f"{PRODUCT}.training"),
     ("eval",),
-    (f"{PRODUCT}.cpu", f"{PRODUCT}.commands"),
-    ("cpu_rivals",),
+    ("cpu_engine.platform", f"{PRODUCT}.commands"),
+    ("cpu_engine.rivals",),
+    ("cpu_engine.registration",),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -50,7 +51,7 @@ def imports(path: Path) -> Iterator[str]:
 
 FILES = sorted(
     path
-    for folder in (PRODUCT, "triton_ops", "cpu_rivals", "eval")
+    for folder in (PRODUCT, "triton_ops", "cpu_engine", "eval")
     for path in (ROOT / folder).rglob("*.py")
 )
 MODULES = {
@@ -97,8 +98,9 @@ LIBRARIES = {
         *("datasets", "pydantic", "safetensors", "tensorboard", "tomli", "torch"),
         *("tqdm", "transformers", "typing_extensions", "wandb"),
     },
-    "cpu": {"numpy", "psutil", "sglang", "torch"},
-    "cpu_rivals": {"sglang", "torch"},
+    "platform": {"numpy", "psutil", "sglang", "torch"},
+    "rivals": {"sglang", "torch"},
+    "registration.py": {"sglang"},
 }
 ALL = set().union(*LIBRARIES.values()) | {"aiohttp", "openai", "scipy"}
 
@@ -108,7 +110,7 @@ def test_a_folder_imports_its_own_libraries_only(folder):
     own = [path for path in FILES if folder in path.relative_to(ROOT).parts[:2]]
     assert own
     used = {name.split(".")[0] for path in own for name in imports(path)}
-    libraries = used - set(sys.stdlib_module_names) - {PRODUCT, "triton_ops", "cpu_rivals", "eval"}
+    libraries = used - set(sys.stdlib_module_names) - {PRODUCT, "triton_ops", "cpu_engine", "eval"}
     assert libraries <= LIBRARIES.get(folder, ALL)
 
 
@@ -136,7 +138,7 @@ def test_the_package_itself_holds_four_files():
 
 
 LINES, LINES_OF_A_FUNCTION = 500, 60
-WRITTEN = (PRODUCT, "eval", "triton_ops", "cpu_rivals", "tests", "examples")
+WRITTEN = (PRODUCT, "eval", "triton_ops", "cpu_engine", "tests", "examples")
 
 
 def too_long(path: Path) -> list[str]:

@@ -1,5 +1,5 @@
 """Imported by the template: compiles what every server of the tiny target would."""
 
-from sglang_hyperdflash.portable import mhc
+from cpu_engine.portable import mhc
 
 mhc.compiled()

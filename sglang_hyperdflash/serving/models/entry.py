@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_hyperdflash.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
+from cpu_engine.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
 from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
 
 EntryClass = [HyperDFlashDraftModel, PortableDeepSeekV4ForCausalLM]

@@ -116,7 +116,7 @@ def load() -> None:
     backend()
     model()
     if DEVICE_LENGTHS in os.environ:  # the draft's lengths too
-        from sglang_hyperdflash.cpu.attention import TorchAttention
+        from cpu_engine.platform.attention import TorchAttention
 
         TorchAttention.needs_cpu_seq_lens = False
     controls.install()

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.cpu.parallel_seams import (
+from cpu_engine.platform.parallel_seams import (
     THREADS_BIND,
     gather_over_gloo,
     ranks_share_a_node,
     unpadded_heads,
 )
-from sglang_hyperdflash.portable.weights import shard_rows
+from cpu_engine.portable.weights import shard_rows
 from sglang_hyperdflash.serving.startup.checks import check_ranks
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 

@@ -60,7 +60,7 @@ def _resolved(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the cases on stdin."""
-    from sglang_hyperdflash.cpu import activation
+    from cpu_engine.platform import activation
 
     activation.is_active = lambda: False
     answer({name: _answer(case) for name, case in question().items()})

@@ -10,13 +10,13 @@ import psutil
 import pytest
 import torch
 
-from sglang_hyperdflash.cpu import activation, memory
+from cpu_engine.platform import activation, memory
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def test_a_machine_without_any_accelerator_gets_it(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert activation.activate() == "sglang_hyperdflash.cpu.platform:TorchCpuPlatform"
+    assert activation.activate() == "cpu_engine.platform.torch_cpu:TorchCpuPlatform"
 
 
 def test_a_machine_with_an_accelerator_that_is_not_cuda_does_not(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpu_rivals import eagle_ops
+from cpu_engine.rivals import eagle_ops
 from tests.unit.statistics_help import chi_square_p_value
 
 BS, N, V = 3, 5, 11

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cpu_engine.portable.mhc import HyperConnection
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.portable.mhc import HyperConnection
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # (layer index, q [N, heads, d], kv [N, d], sinks [heads]) -> [N, heads, d]

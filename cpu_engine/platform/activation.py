@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-PLATFORM = "sglang_hyperdflash.cpu.platform:TorchCpuPlatform"
+PLATFORM = "cpu_engine.platform.torch_cpu:TorchCpuPlatform"
 ATTENTION_BACKEND = "torch_reference"
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
-from sglang_hyperdflash.cpu.attention import TorchAttention
-from sglang_hyperdflash.cpu.torch_ops import assign_req_to_token_pool, extend_cache_locs
+from cpu_engine.platform.attention import TorchAttention
+from cpu_engine.platform.torch_ops import assign_req_to_token_pool, extend_cache_locs
 
 SLOTS, D = 64, 8
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from cpu_rivals import eagle_ops
-from sglang_hyperdflash.cpu.activation import ATTENTION_BACKEND
-from sglang_hyperdflash.portable import PORTABLE_NEXTN, PORTABLE_TARGET
+from cpu_engine.platform.activation import ATTENTION_BACKEND
+from cpu_engine.portable import PORTABLE_NEXTN, PORTABLE_TARGET
+from cpu_engine.rivals import eagle_ops
 from sglang_hyperdflash.seams import Seam, when_imported
 
 OPS = "sglang.kernels.ops.speculative"
@@ -24,7 +24,7 @@ class DraftDecodeBackends:
     """The chain's attention backends, one for every draft step but the last."""
 
     def __init__(self, runner, steps: int) -> None:
-        from sglang_hyperdflash.cpu.attention import TorchAttention
+        from cpu_engine.platform.attention import TorchAttention
 
         self.attn_backends = [TorchAttention(runner, ahead=i + 1) for i in range(steps)]
 
@@ -61,7 +61,7 @@ def draft_extend_backend(original, self):
     """The plain torch backend on the draft's pool."""
     if not _takes_torch_attention(self, 0):
         return original(self)
-    from sglang_hyperdflash.cpu.attention import TorchAttention
+    from cpu_engine.platform.attention import TorchAttention
 
     return _stamped(TorchAttention(self.draft_model_runner))
 
@@ -92,19 +92,6 @@ def fill_missing_kernels() -> None:
         DFLASH_UTILS,
     ):
         when_imported(name, lambda name=name: _fill(sys.modules[name]))
-
-
-def register_nextn() -> None:
-    """Seam: ``ModelRegistry.models``, as for the package's own models (``plugin.py``)."""
-
-    def add() -> None:
-        from sglang.srt.models.registry import ModelRegistry
-
-        from cpu_rivals.nextn import PortableDeepSeekV4ForCausalLMNextN
-
-        ModelRegistry.models[PORTABLE_NEXTN] = PortableDeepSeekV4ForCausalLMNextN
-
-    when_imported("sglang.srt.models.registry", add)
 
 
 def _fill(module: ModuleType) -> None:

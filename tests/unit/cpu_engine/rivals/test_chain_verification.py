@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpu_rivals.eagle_ops import accept_sampled, draw
+from cpu_engine.rivals.eagle_ops import accept_sampled, draw
 from tests.target_probabilities import target_probabilities
 from tests.unit.statistics_help import chi_square_p_value
 

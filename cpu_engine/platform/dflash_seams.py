@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_hyperdflash.cpu.torch_ops import assign_req_to_token_pool, norm_rope_stacked
+from cpu_engine.platform.torch_ops import assign_req_to_token_pool, norm_rope_stacked
 from sglang_hyperdflash.seams import Seam
 
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 
-from cpu_rivals.nextn_core import NextNCore
+from cpu_engine.portable.core import rms_norm
+from cpu_engine.portable.weights import load_core, nextn_tensors
+from cpu_engine.rivals.nextn_core import NextNCore
 from examples.tiny_deepseek_v4.train_mtp import losses, new_layer, save, train
-from sglang_hyperdflash.portable.core import rms_norm
-from sglang_hyperdflash.portable.weights import load_core, nextn_tensors
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.samples import FeatureCache, Sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_hyperdflash.cpu.dflash_seams import last_slots
+from cpu_engine.platform.dflash_seams import last_slots
 
 
 def test_the_last_slot_of_each_request():

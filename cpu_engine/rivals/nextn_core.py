@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang_hyperdflash.portable.core import (
+from cpu_engine.portable.core import (
     Attend,
     DecoderLayer,
     RotaryTable,

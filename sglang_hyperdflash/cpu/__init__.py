@@ -1,0 +1,1 @@
+"""The platform's former entry point, for environments installed before ``cpu_engine/``."""

@@ -11,7 +11,6 @@ need them), and everything sized at start.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from sglang.srt.speculative.draft_worker_common import (
 )
 
 from sglang_hyperdflash.serving import width_graphs
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.width.controller import WidthController
 from sglang_hyperdflash.serving.width.settings import (
@@ -226,8 +226,8 @@ class WidthWorker(OneRowWorker):
         self._rounds_width = self.block
         if self.window is not None:
             self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.device))
-        with contextlib.suppress(AttributeError):
-            del self.draft_temperature  # the next request's is new
+        fixed = self.draft_temperature.fixed
+        self.draft_temperature = DraftTemperature(self.device, fixed=fixed)
         self._states.activate(self.block)
 
     def _drafts_causally(self) -> bool:

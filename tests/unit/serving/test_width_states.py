@@ -14,6 +14,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.serving import width_graphs, width_worker
+from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
 from sglang_hyperdflash.serving.one_row import OneRowWorker
 from sglang_hyperdflash.serving.pending_kv import PendingRows
 from sglang_hyperdflash.serving.width.controller import WidthController
@@ -454,7 +455,8 @@ def test_only_an_adaptive_server_that_decodes_times_its_rounds(monkeypatch, sett
     worker.width_control = WidthController(read_setting(7, False, setting), 7)
     worker.server_args = SimpleNamespace(disaggregation_mode=node)
     worker.block, worker.window, worker._pending = 7, None, PendingRows(10)
-    worker.draft_temperature, widths = "learned from made-up requests", []
+    learned, widths = DraftTemperature("cpu", fixed=0.5), []
+    worker.draft_temperature, worker.device = learned, "cpu"
     worker._states = SimpleNamespace(activate=widths.append)
     group = SimpleNamespace(world_size=2, broadcast_object=lambda row, src: [src, *row])
     monkeypatch.setattr(width_worker, "get_parallel", lambda: SimpleNamespace(tp_group=group))
@@ -471,4 +473,5 @@ def test_only_an_adaptive_server_that_decodes_times_its_rounds(monkeypatch, sett
     assert worker.width_control.costs is (costs if timed else None)
     assert widths == ([7] if timed else [])
     if timed:
-        assert worker.requests is None and "draft_temperature" not in vars(worker)
+        assert worker.requests is None and worker.draft_temperature is not learned
+        assert worker.draft_temperature.fixed == 0.5

@@ -48,7 +48,7 @@ def write(result, self):
         "window": int((window.slot_of >= 0).sum()) if window else 0,
         "seeds drawn": worker.seeds.drawn,
         "requests": repr(worker.requests),
-        "draft temperature": digest(worker.draft_temperature.gains),
+        "draft temperature": digest(worker.draft_temperature.accepted),
         "counts": repr(worker._counts),
         "pending rows": len(worker._pending),
         "block": worker.block_size,

@@ -6,14 +6,14 @@ from cpu_engine import registration
 from cpu_engine.platform import activation
 from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.scheduler import capture_rows, finish, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import deepseek_v4, dflash_seams, expose_residual
+from sglang_hyperdflash.serving.verification import prefill
 
 # Every hook on SGLang, by purpose.
 SERVING_SEAMS: tuple[Seam, ...] = (
     *dflash_seams.SEAMS,
-    *sampling_seams.SEAMS,
+    *prefill.SEAMS,
     *finish.SEAMS,
     *expose_residual.SEAMS,
     *deepseek_v4.SEAMS,

@@ -29,8 +29,8 @@ from exchange_prompts import BENCHMARK_SEED
 from exchanges import KINDS, in_turn
 from own_answers import TARGET, write_answers
 from sglang_hyperdflash.cli import main as hyperdflash
-from sglang_hyperdflash.serving.draft_temperature import ADAPTIVE
-from sglang_hyperdflash.serving.draft_temperature import VARIABLE as DRAFT_TEMPERATURE
+from sglang_hyperdflash.serving.drafting.temperature import ADAPTIVE
+from sglang_hyperdflash.serving.drafting.temperature import VARIABLE as DRAFT_TEMPERATURE
 from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text

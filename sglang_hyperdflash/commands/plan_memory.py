@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from sglang_hyperdflash.serving.draft_kv.attention import BLOCKS, graph_context
 
 # Matrices [rows, V] of fp32 that verifying a sampled batch holds at once, its logits not counted:
-# probabilities, and what temperature, top-k, top-p and min-p make of them (serving/exact.py).
+# probabilities, and what temperature, top-k, top-p and min-p make of them
+# (serving/verification/exact.py).
 # tests/unit/commands/test_plan_memory.py measures it.
 VERIFY_MATRICES = 4.5
 # Bytes of a drafter's candidate: id, score; and its share of the argmax that a draft row keeps.

@@ -1,114 +1,332 @@
-"""The HYPERDFLASH worker: SGLang's DFLASH worker, lossless on every device.
+"""The HYPERDFLASH worker: SGLang's DFLASH worker with a round of its own, the same at every width.
 
-What the parent does and this class relies on: prefill and verification hand over
-``logits_output.hidden_states`` (here the pre-collapse residual), ``project_target_hidden``
-reduces it, draft K/V go to the slots the target just wrote (so radix hits, chunked prefill and
-retraction stay coherent), and one draft pass proposes the block.
+Kept of the parent: what it constructs (model runners, pools, graphs, the fused draft K/V write).
+:meth:`HyperDFlashWorker.decode` is a round, in seven steps, each with its part in a folder next to
+this file. A prefill draws its token with the same noise, through ``verification/prefill``'s hooks.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
+from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraftSampler
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import GrammarTree
+from sglang.srt.utils import async_h2d
 
-from sglang_hyperdflash.draft.config import check_fingerprint
-from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
-from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
+from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
+from sglang_hyperdflash.serving.drafting.block import prepare_block
+from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.requests import Requests, Rows
+from sglang_hyperdflash.serving.startup.pair import (
+    check_pair,
+    check_processors,
+    check_ranks_agree,
+    drafts_causally,
+)
 from sglang_hyperdflash.serving.startup.shared_residual import SharedResidual
-from sglang_hyperdflash.serving.width_worker import WidthWorker
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
+from sglang_hyperdflash.serving.verification import prefill, rehearsal
+from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
+from sglang_hyperdflash.serving.width.controller import WidthController
+from sglang_hyperdflash.serving.width.lanes import Lanes
+from sglang_hyperdflash.serving.width.settings import FULL, WidthSetting, read_setting
+from sglang_hyperdflash.serving.width.timing import time_rounds
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class HyperDFlashWorker(WidthWorker):
-    """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike."""
+def block_fits(committed: Iterable[int], running: int, block: int, context: int) -> bool:
+    """Whether a whole block ends before the last position of every request's context.
+
+    Rounds of one row then fit as well: SGLang ends a request two tokens before its context's end,
+    and runs it once more at most.
+
+    Args:
+        committed: tokens of each request that the host knows of.
+        running: rows of the round that may still run under overlap scheduling; 0 without.
+    """
+    return max(committed) + running + block < context
+
+
+def rows_past_the_end(one_row: bool, block: int) -> int:
+    """Tokens by which a server ends requests early (``dflash_seams.end_requests_early``).
+
+    Without rounds of one row, a request's last blocks would pass its context's end.
+    """
+    return 0 if one_row else 2 * block
+
+
+class HyperDFlashWorker(DFlashWorkerV2):
+    """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike.
+
+    Attributes:
+        block: rows of a whole block, the drafter's own. The scheduler reserves slots for it in
+            every round, whatever the width.
+        requests, drafter, verifier, draft_kv, lanes, width_control: the parts of a round.
+    """
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         check_installed()
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        self._check_models()
+        self.block = int(self.block_size)
+        runner = target_worker.model_runner
+        windowed = self.draft_window_size is not None
+        self.draft_kv = (WindowedDraftKV if windowed else DraftKV)(self)
+        self.requests = Requests(runner, target_worker.random_seed, self.device)
+        self.drafter = Drafter(self, self.requests)
+        self.verifier = Verifier(self, self.requests, self.drafter.temperature)
+        check_pair(self)
+        prefill.serve(prefill.PrefillSampler(runner, self.requests, self.verifier))
+        self._overlap = not server_args.disable_overlap_schedule
+        self._prefills_only = server_args.disaggregation_mode == "prefill"
+        self._one_row = not whole_blocks_only()
+        check_processors(self._one_row, server_args.enable_custom_logit_processor)
+        target_worker.rows_past_the_end = rows_past_the_end(self._one_row, self.block)
+        setting = WidthSetting(FULL, (self.block,))
+        if self._one_row:
+            setting = read_setting(self.block, drafts_causally(self))
+        if get_parallel().tp_size > 1:
+            check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
+        self.width_control = WidthController(setting, self.block)
+        # Width 1 is for custom logit processors and the ends of contexts at least.
+        self.lanes = Lanes(self, setting.widths, eager=(1,) if self._one_row else ())
+        self._last_width = self.block
         # The target's graphs are captured later.
-        self.target_worker.model_runner.capture_tail_hooks.append(SharedResidual())
+        runner.capture_tail_hooks.append(SharedResidual())
+        logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
 
-    def _check_models(self) -> None:
-        """Refuse a loaded pair that does not belong together (widths, block, hc_head)."""
-        if not isinstance(self.draft_model, HyperDFlashDraftModel):
-            raise HyperDFlashConfigError(
-                f"expected a HyperDFlashDraftModel draft, found {type(self.draft_model).__name__}."
-            )
-        config = self.draft_model.hyperdflash_config
-        if self.block_size != config.block_size:
-            raise HyperDFlashConfigError(
-                f"expected block size {config.block_size}, which the drafter was trained with; "
-                f"found {self.block_size}. Drop the flags that set it."
-            )
-        target = self.target_worker.model_runner
-        facts = target.model_config.hf_text_config
-        width = (getattr(facts, "hc_mult", None) or 0) * facts.hidden_size
-        if not config.captured_layers and width != config.hc_mult * config.hidden_size:
-            raise HyperDFlashConfigError(
-                f"expected a target whose pre-collapse residual has "
-                f"{config.hc_mult * config.hidden_size} values, which the drafter reads; found "
-                f"{width}. Serve the target that the drafter was trained for."
-            )
-        hc_head = target_hc_head(target.model)
-        check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
-        hidden_norm = self.draft_model.hidden_norm.weight
-        check_kernels(self.draft_model.reducer_module, hidden_norm)
-        fused_kv = fused_kv_in_use(self)
-        if hidden_norm.is_cuda and not fused_kv:
-            logger.warning(
-                "HYPERDFLASH: SGLang's fused draft K/V write is off; see its message above"
-            )
-        logger.info(
-            "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d "
-            "head=%s causal=%s",
-            config.source,
-            config.reducer,
-            "triton" if hidden_norm.is_cuda else "torch",
-            fused_kv,
-            config.block_size,
-            config.hc_mult,
-            f"rank {config.dependency.rank}, K {self.num_candidates}" if self.dependency else None,
-            config.causal,
+    # A forward pass.
+
+    def forward_batch_generation(
+        self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
+    ) -> GenerationBatchResult:
+        """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self.prefill(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        if batch.forward_mode.is_idle():  # a rank of attention data parallelism without requests
+            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+        return self.decode(batch, on_publish, grammar_barrier)
+
+    def decode(
+        self,
+        batch,
+        on_publish: Callable[[torch.Tensor], None] | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> GenerationBatchResult:
+        """One round: draft, verify, commit.
+
+        Args:
+            batch: a decoding ``ScheduleBatch`` whose ``spec_info`` holds every request's anchor.
+            on_publish: gets the new lengths ``[bs]`` as soon as they are launched.
+            grammar_barrier: after it, grammars know the tokens of the round before.
+        """
+        # 0. Who is in the batch, and how many rows of each request are verified.
+        rows = self.requests.begin(batch)
+        lane = self.lanes.activate(self._choose_width(rows))
+
+        # 1. The block: anchors, masks, positions, the K/V slots that are reserved for it. The
+        # lengths may come from another stream, of the round before.
+        batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
+        translator = self.target_worker.model_runner.kv_index_translator
+        block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
+
+        # 2. Draft: one pass, then width - 1 tokens of every request. Nothing at width 1.
+        if lane.width > 1:
+            context = self.draft_kv.context(batch, block)
+            block = self.drafter.draft(batch, block, context, rows, lane)
+        # The host's copy of the tokens starts before the target runs, so it waits for no target.
+        tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
+
+        # 3. Verify: one target pass over every row.
+        target = self.verifier.forward(batch, block)
+        output = target.logits_output
+
+        # 4. The final logits: grammar, penalties, bias, custom processors.
+        predicted = self.verifier.final_logits(batch, output, block, rows, tree, grammar_barrier)
+
+        # 5. Accept a prefix of every block and add the bonus token; rank 0 decides for all.
+        committed = self.verifier.accept(output.next_token_logits, predicted, block, rows)
+        self.verifier.describe(batch, output, committed, rows)
+        new_seq_lens = batch.seq_lens + committed.lengths.to(batch.seq_lens.dtype)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+
+        # 6. Reduce the residual, and write the draft K/V of the committed tokens.
+        self.draft_kv.write(output.hidden_states, block, committed.lengths)
+        output.hidden_states = None  # or overlap scheduling would copy it to the host
+
+        # 7. What the next round needs to know.
+        self.requests.count(rows, committed.tokens, committed.lengths)
+        return self._result(target, committed, new_seq_lens, lane.width)
+
+    def _choose_width(self, rows: Rows) -> int:
+        """The width of the round that starts: one row where nothing may be drafted."""
+        width = self.block
+        if self._one_row:
+            context = self.target_worker.model_runner.model_config.context_len
+            committed = (req.kv.kv_committed_len for req in rows.reqs)
+            running = self._last_width if self._overlap else 0
+            # A processor is called once a token, as in the baseline.
+            if rows.info.has_custom_logit_processor or not block_fits(
+                committed, running, self.block, context
+            ):
+                width = 1
+            else:
+                width = self.width_control.next(*rows.classes)
+        self._last_width = width
+        return width
+
+    def _result(
+        self, target: Any, committed: Committed, new_seq_lens: torch.Tensor, width: int
+    ) -> GenerationBatchResult:
+        result = GenerationBatchResult(
+            logits_output=target.logits_output,
+            next_token_ids=committed.tokens.flatten(),
+            accept_lens=committed.lengths,
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=committed.anchors, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=width,
+            new_seq_lens=new_seq_lens,
+            routed_experts_output=target.routed_experts_output,
+            indexer_topk_output=target.indexer_topk_output,
         )
+        if not self.width_control.setting.fixed:
+            # SGLang's own gauge and the answers' ``spec_cap_length`` are then the mean width.
+            result.cap_lens = torch.full_like(committed.lengths, width)
+        return result
+
+    def prefill(
+        self, batch, on_publish, grammar_barrier, pp_proxy_tensors
+    ) -> GenerationBatchResult:
+        """The target's pass over prompts, with the draft K/V of their tokens.
+
+        Seam: the prefill of ``DFlashWorkerV2.forward_batch_generation``. The write comes at once:
+        the scheduler may put the slots into the radix cache when this returns.
+        """
+        if batch.decoding_reqs and batch.has_grammar and grammar_barrier is not None:
+            # A mixed batch draws the running requests' tokens under their grammars' masks.
+            grammar_barrier()
+        self.requests.begin(batch, prefill=True)
+        self.lanes.activate(self.block)
+        self._wait_for_fused_hicache_load(batch)
+        result = self.target_worker.forward_batch_generation(
+            batch,
+            pp_proxy_tensors=pp_proxy_tensors,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            return_kv_loc_plan=True,
+        )
+        plan, result.kv_loc_plan = result.kv_loc_plan, None
+        tokens = self._tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        if batch.forward_mode.is_idle():
+            result.next_draft_input = DFlashDraftInputV2.create_idle_input(device=self.device)
+            return result
+        device = tokens.device
+        positions, _ = compute_position(
+            self.model_runner.prefill_attention_backend_str,
+            async_h2d(batch.prefix_lens, dtype=torch.int32, device=device),
+            async_h2d(batch.extend_lens, dtype=torch.int32, device=device),
+            int(sum(batch.extend_lens)),
+        )
+        output = result.logits_output
+        self.draft_kv.write_prefill(batch, output.hidden_states, plan, positions)
+        output.hidden_states = None
+        result.next_draft_input = self._make_next_draft_input_prefill(
+            bonus_tokens=tokens.masked_fill(tokens == self.verifier.vocabulary, 0),
+            seq_lens=batch.seq_lens,
+        )
+        return result
+
+    # The start: overrides of ``DFlashWorkerV2``, in the order in which SGLang calls them.
+
+    def alloc_memory_pool(
+        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    ) -> None:
+        """Make the drafter's K/V pool."""
+        self.draft_kv.allocate(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
 
     def init_attention_backends(self) -> None:
-        """Seam: the draft's backend is built here, its graph buffers later."""
-        super().init_attention_backends()
-        bound_graph_buffers(self.draft_model_runner.attn_backend, int(self.block_size))
+        """The draft's backend is built here, its graph buffers later."""
+        with self.draft_kv.build_context():
+            super().init_attention_backends()
+        bound_graph_buffers(self.draft_model_runner.attn_backend, self.block)
 
-    def _validate_phase1_sampling_support(self, batch) -> None:
-        """Nothing to warn of: sampled verification is exact on every device."""
+    def init_cuda_graphs(self) -> None:
+        """The last step: graphs of the block, then the other widths' lanes and their times."""
+        with self.draft_kv.build_context():
+            super().init_cuda_graphs()
+        self.lanes.build()
+        if self.width_control.policy is not None and not self._prefills_only:
+            self._time_rounds()
+
+    def _time_rounds(self) -> None:
+        """Time every width, for a policy that chooses between them, and forget these rounds.
+
+        Seam: the tensor-parallel group of CPU tensors, which gives every rank rank 0's numbers.
+        """
+        group = get_parallel().tp_group
+        share = partial(group.broadcast_object, src=0) if group.world_size > 1 else None
+        self.width_control.costs = time_rounds(self, self.width_control, share)
+        self.requests.rows, self._last_width = None, self.block
+        self.draft_kv.forget_padding()
+        self.drafter.temperature.reset()
+        self.lanes.activate(self.block)
+
+    def _maybe_build_draft_sampler(self):
+        """SGLang's own head in the draft's graph, where it builds one, becomes ours."""
+        built = super()._maybe_build_draft_sampler()
+        if type(built) is not _DflashDraftSampler:
+            return built
+        return self.drafter.buffers(self.block, len(built.out) // (self.block - 1))
+
+    def _prewarm_batch_size(self, block_size: int) -> int:
+        return rehearsal.prewarm_batch_size(self, super()._prewarm_batch_size(block_size))
+
+    def _measure_sampling_peak(self, *, candidates, target_logits, sampling_info) -> int:
+        return rehearsal.verification_peak(
+            self.verifier,
+            self.drafter.candidates,
+            candidates[:, 0],
+            target_logits,
+            sampling_info,
+        )
+
+    def prewarm_sampling(self):
+        """Rehearse verification.
+
+        Raises:
+            HyperDFlashConfigError: the largest batch does not fit.
+        """
+        try:
+            return super().prewarm_sampling()
+        except torch.OutOfMemoryError as error:
+            requests = self._prewarm_batch_size(self.block)
+            raise HyperDFlashConfigError(
+                f"verifying {requests} sampled requests at once needs more GPU memory than is "
+                "left. Lower --max-running-requests or --mem-fraction-static."
+            ) from error
 
 
-def fused_kv_in_use(worker) -> bool:
-    """Whether the worker still writes draft K/V of all layers with SGLang's one fused kernel.
+def whole_blocks_only() -> bool:
+    """Whether ranks run different rounds, or one attention backend must stay.
 
-    Seam: ``DFlashWorkerV2._use_fused_kv_materialize`` and ``_fused_kv_helper``. SGLang clears both,
-    with no more than a warning, when the fused path cannot be set up or fails once.
+    Two-batch overlap wraps the target's; a node that changes its role has no others' graphs, and
+    slots that another node fills.
     """
-    try:
-        return bool(worker._use_fused_kv_materialize) and worker._fused_kv_helper is not None
-    except AttributeError as error:
-        raise SeamError(f"SGLang seam DFlashWorkerV2 fused K/V is gone: {error}") from error
-
-
-def target_hc_head(model: torch.nn.Module) -> HcHead | None:
-    """The ``hc_head`` of a loaded target, or None without one.
-
-    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``, and of
-    the portable target; on ``model.model.hc_head`` of ``HYV4ForCausalLM``, ``fn`` as a linear.
-    """
-    inner = getattr(model, "model", model)
-    head = getattr(inner, "hc_head", None)
-    # DeepSeek-V4's own hc_head is a method.
-    owner = head if isinstance(head, torch.nn.Module) else inner
-    found = [getattr(owner, f"hc_head_{name}", None) for name in ("fn", "base", "scale")]
-    found[0] = getattr(found[0], "weight", found[0])
-    return HcHead(*found) if all(isinstance(t, torch.Tensor) for t in found) else None
+    wrapped = get_exec().overlap.enable_two_batch_overlap
+    return bool(get_parallel().attn_dp_enabled or wrapped or get_disagg().enable_pd_role_switch)

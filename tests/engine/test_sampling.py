@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.serving.draft_temperature import VARIABLE
+from sglang_hyperdflash.serving.drafting.temperature import VARIABLE
 from sglang_hyperdflash.serving.width.settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
@@ -187,17 +187,17 @@ ARGMAX_PLUGIN = '''
 
 
 def load():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+    from dataclasses import replace
 
-    def accept_block(self, **inputs):
-        inputs["target_predict"] = inputs["next_token_logits"].argmax(-1)
-        return DFlashWorkerV2._accept_block(self, **inputs)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def accept(original, self, logits, predicted, block, rows):
+        return original(self, logits, logits.argmax(-1), replace(block, proposal=None), rows)
 
     HookRegistry.register(
-        "sglang_hyperdflash.serving.worker.HyperDFlashWorker._accept_block",
-        accept_block,
-        HookType.REPLACE,
+        "sglang_hyperdflash.serving.verification.verifier.Verifier.accept",
+        accept,
+        HookType.AROUND,
     )
 '''
 

@@ -28,9 +28,9 @@ import json
 import os
 
 
-def record(result, self, *args, **kwargs):
-    names = [req.rid for req in self.requests.reqs]
-    blocks = zip(names, kwargs["prefix_lens"].tolist(), kwargs["candidates"].tolist())
+def record(result, self, logits, predicted, block, rows):
+    names = [req.rid for req in rows.reqs]
+    blocks = zip(names, block.positions[:, 0].tolist(), block.tokens.tolist())
     with open(os.environ["RECORDED_BLOCKS"], "a") as out:
         out.writelines(json.dumps([name, at, *block]) + "\\n" for name, at, block in blocks)
 
@@ -39,7 +39,7 @@ def load():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
-        "sglang_hyperdflash.serving.worker.HyperDFlashWorker._accept_block", record, HookType.AFTER
+        "sglang_hyperdflash.serving.verification.verifier.Verifier.accept", record, HookType.AFTER
     )
 '''
 

@@ -36,7 +36,7 @@ def write(result, self):
 
     worker, pool = self.draft_worker, self.req_to_token_pool
     control = worker.width_control
-    window = worker.window
+    window = getattr(worker.draft_kv, "window", None)
     found = {
         "row tokens": int(pool.req_to_token.abs().sum()),
         "free rows": list(pool.free_slots),
@@ -46,12 +46,11 @@ def write(result, self):
         "target layers with K/V": used(self.token_to_kv_pool_allocator.get_kvcache()),
         "draft layers with K/V": 0 if window else used(worker.draft_model_runner.token_to_kv_pool),
         "window": int((window.slot_of >= 0).sum()) if window else 0,
-        "seeds drawn": worker.seeds.drawn,
-        "requests": repr(worker.requests),
-        "draft temperature": digest(worker.draft_temperature.accepted),
-        "counts": repr(worker._counts),
-        "pending rows": len(worker._pending),
-        "block": worker.block_size,
+        "seeds drawn": worker.requests.seeds.drawn,
+        "requests": repr(worker.requests.rows),
+        "draft temperature": digest(worker.drafter.temperature.accepted),
+        "counts": "counts" in vars(worker.requests),
+        "widths": [worker.lanes.active.width, worker._last_width],
         "random": digest(torch.get_rng_state()),
         "forced": control.forced,
         "trials": sum(sum(kind.trials) for kind in control.policy.classes) if control.policy else 0,

@@ -2,7 +2,8 @@
 
 Rows are those of a verified round, seven a request. Contenders:
 
-``seeded``, ``unseeded``: what a server runs: softmax, filters, draws, residual (``serving.exact``).
+``seeded``, ``unseeded``: what a server runs: softmax, filters, draws, residual
+(``serving.verification.exact``).
 ``sglang``, ``sglang seeded``: SGLang's own sampler on as many rows: it draws, and verifies nothing.
 ``sglang one row``: the same for one row a request, a step of the baseline.
 
@@ -23,8 +24,14 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
-from sglang_hyperdflash.serving.exact import Draw, Draws, Verdict, verify_block, weights_of
+from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
+from sglang_hyperdflash.serving.verification.exact import (
+    Draw,
+    Draws,
+    Verdict,
+    verify_block,
+    weights_of,
+)
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
@@ -187,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench_verify needs a CUDA device; torch found none", file=sys.stderr)
         return 2
-    from sglang_hyperdflash.serving.sampled_worker import renorm_kernels
+    from sglang_hyperdflash.serving.verification.verifier import renorm_kernels
 
     renorm = renorm_kernels()
     rows = run(options.requests, options.vocabulary, options.rounds, "cuda", renorm=renorm)

@@ -15,7 +15,7 @@ import sglang
 
 from docs.reference.sglang_uses import fields, own_classes
 from sglang_hyperdflash import plugin, seams
-from sglang_hyperdflash.serving import worker
+from sglang_hyperdflash.serving.startup.pair import fused_kv_in_use
 from sglang_hyperdflash.tools.errors import SeamError
 from tests.unit.other_process import ask
 
@@ -263,7 +263,7 @@ def test_the_fused_kv_switches_are_where_we_expect():
     for name in ("_use_fused_kv_materialize", "_fused_kv_helper"):
         assert f"self.{name} = " in source, name
     with pytest.raises(SeamError, match="fused K/V is gone"):
-        worker.fused_kv_in_use(object())
+        fused_kv_in_use(object())
 
 
 def test_the_compact_draft_cache_is_made_in_the_order_that_the_window_relies_on():

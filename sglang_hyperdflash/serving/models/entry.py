@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from cpu_engine.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
-from sglang_hyperdflash.serving.draft_model import HyperDFlashDraftModel
+from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 
 EntryClass = [HyperDFlashDraftModel, PortableDeepSeekV4ForCausalLM]

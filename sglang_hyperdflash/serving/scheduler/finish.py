@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving.sampling_seams import worker_is_ours
+from sglang_hyperdflash.serving.verification.prefill import worker_is_ours
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,10 @@ from sglang_hyperdflash.seams import Seam
 
 # Seam: ``_unsupported_derived_weight_cache_error`` reads it of a model, and answers with it.
 REFUSAL = "_derived_weight_cache_error"
+GRAPHS_STAY = (
+    f"{ALGORITHM} does not support recapture_cuda_graph: every verify width has graphs of its own, "
+    "which read the new weights in place. Send the request without it."
+)
 DRAFTER_STAYS = (
     f"A {ALGORITHM} drafter takes no new weights while it serves: kernels cache values derived "
     "from the old ones. Restart the server with the new drafter; the target's weights alone "
@@ -32,7 +36,25 @@ def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]
     return runners
 
 
+def keep_graphs(
+    original, self, model_path, load_format, weight_name_filter=None, recapture_cuda_graph=False
+) -> tuple[bool, str]:
+    """Refuse to capture graphs again, of which SGLang would replace one width's alone."""
+    if recapture_cuda_graph and is_ours(self.get_model_runner().spec_algorithm):
+        return False, GRAPHS_STAY
+    return original(self, model_path, load_format, weight_name_filter, recapture_cuda_graph)
+
+
 SEAMS = (
+    Seam(
+        "sglang.srt.model_executor.model_runner_components.weight_updater"
+        ":WeightUpdater.update_weights_from_disk",
+        "around",
+        keep_graphs,
+        ("self", "model_path", "load_format", "weight_name_filter", "recapture_cuda_graph"),
+        "89398ae2b227",
+        "graphs would be captured again at one verify width of several",
+    ),
     Seam(
         "sglang.srt.managers.scheduler_components.weight_updater"
         ":SchedulerWeightUpdaterManager._select_runners",

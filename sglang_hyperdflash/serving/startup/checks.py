@@ -22,7 +22,7 @@ from sglang_hyperdflash.draft.config import (
 )
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_kv.size import pool_ratio
-from sglang_hyperdflash.serving.draft_temperature import read_draft_temperature
+from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
 from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields

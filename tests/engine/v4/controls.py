@@ -50,7 +50,8 @@ def _poison(first: int) -> None:
                 result.accept_lens.tolist(),
                 strict=True,
             ):
-                offsets = torch.arange(kept + first, int(self.block_size))
+                width = int(result.speculative_num_draft_tokens)
+                offsets = torch.arange(kept + first, width)
                 rows[request * state.ring_size + (length + offsets) % state.ring_size] = torch.nan
         return result
 

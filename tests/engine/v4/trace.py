@@ -71,7 +71,8 @@ def record_residuals(folder: str) -> None:
     def recorded(self, *, target_hidden, positions, commit_lens=None, **rest):
         kept = torch.ones(len(positions), dtype=torch.bool)
         if commit_lens is not None:
-            kept = (torch.arange(int(self.block_size)) < commit_lens[:, None]).reshape(-1)
+            width = rest["cache_loc_2d"].shape[1]
+            kept = (torch.arange(width) < commit_lens[:, None]).reshape(-1)
         calls.append(None)
         found = {"positions": positions[kept].clone(), "residual": target_hidden[kept].clone()}
         torch.save(found, Path(folder) / f"{len(calls):06d}.pt")

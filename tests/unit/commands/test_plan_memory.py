@@ -15,8 +15,8 @@ from sglang_hyperdflash.commands.plan_memory import (
 )
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
-from sglang_hyperdflash.serving.penalties import EndTokens, Penalties
+from sglang_hyperdflash.serving.verification.exact import Draws, verify_block, weights_of
+from sglang_hyperdflash.serving.verification.penalties import EndTokens, Penalties
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
 SHAPE = Shape(

@@ -9,7 +9,7 @@ import torch
 
 from sglang_hyperdflash.draft import filters
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates, filter_mask
-from sglang_hyperdflash.serving.exact import weights_of
+from sglang_hyperdflash.serving.verification.exact import weights_of
 from tests.target_probabilities import target_probabilities
 
 ROWS = 64

@@ -10,8 +10,8 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
-from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
-from sglang_hyperdflash.serving.exact import (
+from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
+from sglang_hyperdflash.serving.verification.exact import (
     Draws,
     Verdict,
     draw_rows,

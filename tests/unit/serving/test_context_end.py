@@ -7,22 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hyperdflash.serving import width_worker
+from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.startup.dflash_seams import end_requests_early
-from sglang_hyperdflash.serving.width_worker import WidthWorker
+from sglang_hyperdflash.serving.worker import HyperDFlashWorker, rows_past_the_end
 
 CONTEXT = 100
 
 
-def worker(block: int, overlap: bool = True) -> WidthWorker:
-    """A worker that asks whether a round may draft, and nothing else."""
-    found = object.__new__(WidthWorker)
+def worker(block: int, overlap: bool = True, one_row: bool = True) -> HyperDFlashWorker:
+    """A worker that chooses a round's width, and nothing else; its policy chooses whole blocks."""
+    found = object.__new__(HyperDFlashWorker)
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
     found._target_worker = SimpleNamespace(model_runner=runner)
-    found.block, found._has_one_row = block, True
-    found._overlap, found._rounds_width = overlap, block
-    found._info = SimpleNamespace(has_custom_logit_processor=False)
+    found.block, found._one_row = block, one_row
+    found._overlap, found._last_width = overlap, block
+    found.width_control = SimpleNamespace(next=lambda *classes: block)
     return found
+
+
+def rows_of(*reqs: SimpleNamespace) -> SimpleNamespace:
+    info = SimpleNamespace(has_custom_logit_processor=False)
+    return SimpleNamespace(reqs=reqs, info=info, classes=(len(reqs), 0))
 
 
 def last_positions(
@@ -33,21 +38,17 @@ def last_positions(
     SGLang ends it at ``CONTEXT - 2`` tokens, earlier where every round is a whole block, counted
     when the host has read a round's result: under overlap scheduling one round late.
     """
-    rounds, request = (
-        worker(block, overlap),
-        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt)),
-    )
-    rounds.requests = SimpleNamespace(reqs=[request])
-    rounds._has_one_row = not whole_blocks
-    rounds._end_requests_early()
+    rounds = worker(block, overlap, not whole_blocks)
+    if not whole_blocks:
+        rounds.width_control.next = lambda *classes: draw.randint(1, block)
+    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt))
     info = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
-    longest = end_requests_early(info, rounds.target_worker)[4]
+    target = SimpleNamespace(rows_past_the_end=rows_past_the_end(not whole_blocks, block))
+    longest = end_requests_early(info, target)[4]
     # Tokens with K/V, as the device has it; the next token is the anchor.
     length, unread, last = prompt, [], []
     while request.kv.kv_committed_len + 1 < longest - 1:
-        free = block if whole_blocks else draw.randint(1, block)
-        width = 1 if rounds._needs_one_row() else free
-        rounds._rounds_width = width
+        width = rounds._choose_width(rows_of(request))
         last.append(length + width - 1)
         kept = draw.choice((1, width))
         length += kept
@@ -90,13 +91,24 @@ def test_blocks_are_drafted_until_the_end_is_near_and_every_request_counts():
     near, far = (
         SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in (CONTEXT - 15, 40)
     )
-    rounds.requests = SimpleNamespace(reqs=[far, near])
-    assert not rounds._needs_one_row()
+    assert rounds._choose_width(rows_of(far, near)) == 7
     near.kv.kv_committed_len += 1
-    assert rounds._needs_one_row()
+    assert rounds._choose_width(rows_of(far, near)) == 1
+    # A round of one row is in flight now: the next block starts that much earlier.
+    near.kv.kv_committed_len = CONTEXT - 9
+    assert rounds._choose_width(rows_of(far, near)) == 7
+
+
+def test_a_batch_with_a_custom_processor_has_rounds_of_one_row():
+    """A processor is called once a token, as in the baseline; the other requests go along."""
+    rounds, rows = worker(7), rows_of(SimpleNamespace(kv=SimpleNamespace(kv_committed_len=20)))
+    rows.info.has_custom_logit_processor = True
+    assert rounds._choose_width(rows) == 1
+    rows.info.has_custom_logit_processor = False
+    assert rounds._choose_width(rows) == 7
 
 
 def test_the_control_without_the_rule_passes_the_end(monkeypatch):
-    monkeypatch.setattr(width_worker, "block_fits", lambda *inputs: True)
+    monkeypatch.setattr(worker_module, "block_fits", lambda *inputs: True)
     draw = random.Random(0)
     assert max(max(last_positions(7, 40, True, draw)) for _ in range(20)) >= CONTEXT

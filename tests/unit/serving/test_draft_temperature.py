@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal
-from sglang_hyperdflash.serving.draft_temperature import (
+from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     accepted_shares,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.exact import Verdict, walked_worth
+from sglang_hyperdflash.serving.verification.exact import Verdict, walked_worth
 from tests.unit.serving.markov import Linked, Markov, decode, one
 
 SEEDS = torch.arange(500) * 7919 + 13

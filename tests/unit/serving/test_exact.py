@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,9 +16,11 @@ from sglang_hyperdflash.draft.propose import (
     draft_distribution,
     propose,
 )
-from sglang_hyperdflash.serving import exact
-from sglang_hyperdflash.serving.draft_temperature import DraftTemperature
-from sglang_hyperdflash.serving.exact import Draws, verify_block, weights_of
+from sglang_hyperdflash.serving import requests as requests_module
+from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
+from sglang_hyperdflash.serving.verification import exact, prefill
+from sglang_hyperdflash.serving.verification.exact import Draws, verify_block, weights_of
+from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
 from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -418,67 +418,74 @@ def test_q_is_normalised_and_a_point_where_it_must_be():
     assert ((q > 0).sum(-1) <= torch.tensor([1, 3, 7, 1, 2])).all()
 
 
+def sampled(monkeypatch, backend: str, **values) -> SimpleNamespace:
+    """SGLang's ``SamplingBatchInfo`` of a server with this sampling backend."""
+    kernel = SimpleNamespace(sampling_backend=backend)
+    monkeypatch.setattr(requests_module, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    given = {
+        "is_all_greedy": False,
+        "need_top_k_sampling": True,
+        "need_top_p_sampling": True,
+        "need_min_p_sampling": False,
+        "sampling_mask_batch_indices": torch.tensor([0]),
+        "sampling_support_logprobs_capture_indices": None,
+    }
+    return SimpleNamespace(**given | values)
+
+
 def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     """Both shares are of the whole mass; SGLang's function takes top-p of what top-k has left."""
-    from sglang.srt.speculative.dflash_utils import build_speculative_verify_target_probs
-
-    from sglang_hyperdflash.serving import rounds, sampled_worker, sampling_seams
-
-    kernel = SimpleNamespace(sampling_backend="pytorch")
-    monkeypatch.setattr(rounds, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-    info = SimpleNamespace(
+    info = sampled(
+        monkeypatch,
+        "pytorch",
         temperatures=torch.ones(1, 1),
         top_ks=torch.tensor([2]),
         top_ps=torch.tensor([0.5]),
         min_ps=torch.zeros(1),
-        need_top_k_sampling=True,
-        need_top_p_sampling=True,
-        need_min_p_sampling=False,
+        sampling_mask_top_ks=[2],
     )
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
-    worker = SimpleNamespace(renorm=None)
-    worker.target_distribution = partial(sampled_worker.SampledWorker.target_distribution, worker)
-    given = {"next_token_logits": logits, "sampling_info": info, "draft_token_num": 3, "bs": 1}
-    original = inspect.unwrap(build_speculative_verify_target_probs)
-    monkeypatch.setattr(sampling_seams, "_worker", worker)
-    found = sampling_seams.sampling_mask_probs(original, **given, max_top_k=2)
-    torch.testing.assert_close(found, torch.tensor([4 / 7, 3 / 7, 0, 0]).expand(1, 3, 4))
-    drawn = weights_of(logits, rounds.sampling_of(info).repeated(3))
-    assert torch.equal(found[0] > 0, drawn > 0)
-    # Any other server's is SGLang's own.
-    monkeypatch.setattr(sampling_seams, "_worker", None)
-    assert sampling_seams.sampling_mask_probs(lambda **given: given["bs"], **given) == 1
+    verifier = object.__new__(Verifier)
+    verifier.vocabulary = 4
+    verifier.renorm = None
+    rows = SimpleNamespace(info=info, sampling=requests_module.sampling_of(info))
+    committed = Committed(torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0]))
+    output = SimpleNamespace(next_token_logits=logits)
+    verifier.describe(SimpleNamespace(return_logprob=False), output, committed, rows)
+    mask = output.sampling_mask_output
+    drawn = weights_of(logits, rows.sampling.repeated(3))
+    assert (drawn > 0).sum(-1).tolist() == [2, 2, 2]
+    assert mask.lengths.tolist() == [[2, 2, 2]]
+    expected = torch.tensor([[4 / 7, 3 / 7, 4 / 7]]).log()
+    torch.testing.assert_close(mask.selected_logprobs, expected)
 
 
 def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(monkeypatch):
-    """SGLang's depends on a batchmate's min-p, and its draw raises at a row of NaN."""
-    from sglang_hyperdflash.serving import rounds, sampled_worker, sampling_seams
-
-    kernel = SimpleNamespace(sampling_backend="flashinfer")
-    monkeypatch.setattr(rounds, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-    info = SimpleNamespace(
+    """SGLang's depends on another request's min-p, and its draw raises at a row of NaN."""
+    info = sampled(
+        monkeypatch,
+        "flashinfer",
         temperatures=torch.ones(3, 1),
         top_ks=torch.tensor([2, 4, 4]),
         top_ps=torch.tensor([0.5, 1.0, 1.0]),
         min_ps=torch.tensor([0.0, 0.1, 0.0]),
-        need_top_k_sampling=True,
-        need_top_p_sampling=True,
         need_min_p_sampling=True,
-        sampling_mask_batch_indices=torch.tensor([0]),
     )
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
     probs[2] = torch.nan
-    worker = SimpleNamespace(renorm=None, _greedy=torch.zeros(3, dtype=torch.int64))
-    worker.requests = SimpleNamespace(draws=SimpleNamespace(seeds=torch.arange(3)))
-    worker.draw_prefill = partial(sampled_worker.SampledWorker.draw_prefill, worker)
-    monkeypatch.setattr(sampling_seams, "_worker", worker)
+    draws = SimpleNamespace(seeds=None)
+    requests = SimpleNamespace(rows=SimpleNamespace(draws=draws))
+    sampler = prefill.PrefillSampler(None, requests, SimpleNamespace(renorm=None))
+    sampler._greedy = torch.zeros(3, dtype=torch.int64)
+    monkeypatch.setattr(prefill, "_sampler", sampler)
+    given = None, None, probs, info, torch.arange(3), False
     drawn = set()
     for seed in range(200):
-        worker.requests.draws.seeds = torch.tensor([seed, 1, 2])
-        tokens, told = sampling_seams.draw_prefill(None, None, probs, info, torch.arange(3), False)
+        draws.seeds = torch.tensor([seed, 1, 2])
+        tokens, mask = prefill.draw_prefill(*given)
         drawn.add(int(tokens[0]))
-        assert (told.weights[0] > 0).tolist() == [True, True, False, False]
-        assert told.batch_rows.tolist() == [0]
+        assert (mask.weights[0] > 0).tolist() == [True, True, False, False]
+        assert mask.batch_rows.tolist() == [0]
     assert drawn == {0, 1}
     info.sampling_mask_batch_indices = None
-    assert sampling_seams.draw_prefill(None, None, probs, info, torch.arange(3), False)[1] is None
+    assert prefill.draw_prefill(*given)[1] is None

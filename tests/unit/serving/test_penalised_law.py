@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang_hyperdflash.serving.exact import weights_of
-from sglang_hyperdflash.serving.penalties import GeneratedCounts, Penalties
-from sglang_hyperdflash.serving.sampled_worker import SampledWorker
+from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.requests import Requests
+from sglang_hyperdflash.serving.verification.exact import weights_of
+from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts, Penalties
+from sglang_hyperdflash.serving.verification.verifier import Verifier
 from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -21,18 +23,29 @@ SETTINGS = {"temperature 1": {}, "all filters": {"top_k": 6, "top_p": 0.9, "min_
 
 
 class Worker:
-    """The served worker's three methods, on equal requests without prompts."""
+    """The served parts' three functions, on equal requests without prompts."""
 
     def __init__(self, count: int) -> None:
-        rows = torch.arange(count)
+        at = torch.arange(count)
         values = (torch.full((count, 1), v) for v in (FREQUENCY, PRESENCE, REPETITION))
-        worker = self.worker = object.__new__(SampledWorker)
-        worker.requests = SimpleNamespace(penalties=Penalties(rows, rows, *values), ends=None)
-        worker._counts = GeneratedCounts(count, VOCAB, "cpu")
-        worker._info = SimpleNamespace(logit_bias=None, has_custom_logit_processor=False)
-        worker._contexts = None
-        self.adjust, self.penalise = worker._adjust_candidates, worker._penalise
-        self.count = worker._count
+        self.rows = SimpleNamespace(
+            penalties=Penalties(at, at, *values),
+            end_tokens=None,
+            info=SimpleNamespace(logit_bias=None),
+            contexts=None,
+        )
+        runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
+        self.requests = Requests(runner, 0, "cpu")
+        self.requests.counts = GeneratedCounts(count, VOCAB, "cpu")
+        self.drafter, self.verifier = object.__new__(Drafter), object.__new__(Verifier)
+        self.drafter.requests = self.verifier.requests = self.requests
+        self.adjust = self.drafter._adjust_for(self.rows)
+
+    def penalise(self, logits: torch.Tensor, drafts: torch.Tensor) -> None:
+        self.verifier.penalise(logits, drafts, self.rows)
+
+    def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.requests.count(self.rows, tokens, lengths)
 
 
 def penalised(logits: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.penalties import EndTokens, GeneratedCounts, Penalties
+from sglang_hyperdflash.serving.verification.penalties import EndTokens, GeneratedCounts, Penalties
 
 VOCAB, BLOCK = 20, 5
 SETTINGS = {

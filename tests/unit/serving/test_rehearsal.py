@@ -8,17 +8,13 @@ import pytest
 import torch
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-from sglang_hyperdflash.serving import worker as worker_module
-from sglang_hyperdflash.serving.rehearsal import RehearsedWorker
-from sglang_hyperdflash.serving.startup.shared_residual import SharedResidual
-from sglang_hyperdflash.serving.width_worker import WidthWorker
 from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
-def bare(running: int | None, captured: int, mode: str = "null") -> RehearsedWorker:
-    worker = object.__new__(RehearsedWorker)
-    worker.block_size = 7
+def bare(running: int | None, captured: int, mode: str = "null") -> HyperDFlashWorker:
+    worker = object.__new__(HyperDFlashWorker)
+    worker.block = 7
     worker.server_args = SimpleNamespace(disaggregation_mode=mode)
     worker.model_runner = SimpleNamespace(
         max_running_requests=running, max_decode_logits_rows=lambda: 7 * captured
@@ -46,16 +42,3 @@ def test_a_batch_that_does_not_fit_is_said_with_what_to_do(monkeypatch):
     monkeypatch.setattr(DFlashWorkerV2, "prewarm_sampling", full)
     with pytest.raises(HyperDFlashConfigError, match=r"512 sampled .* Lower --max-running"):
         bare(512, 32).prewarm_sampling()
-
-
-def test_the_targets_graphs_leave_their_residuals_in_one_buffer(monkeypatch):
-    hooks = []
-    runner = SimpleNamespace(capture_tail_hooks=hooks)
-    monkeypatch.setattr(worker_module, "check_installed", lambda: None)
-    monkeypatch.setattr(WidthWorker, "__init__", lambda self, *arguments: None)
-    monkeypatch.setattr(HyperDFlashWorker, "_check_models", lambda self: None)
-    monkeypatch.setattr(
-        HyperDFlashWorker, "target_worker", SimpleNamespace(model_runner=runner), raising=False
-    )
-    HyperDFlashWorker(None, 0, 0, None)
-    assert [type(hook) for hook in hooks] == [SharedResidual]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.window_slots import DraftWindow
+from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
 
 
 class Plain:

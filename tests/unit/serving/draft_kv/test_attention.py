@@ -19,13 +19,15 @@ from sglang_hyperdflash.serving.draft_kv.attention import (
     check_window_attention,
     chosen,
 )
-from sglang_hyperdflash.serving.window_slots import DraftWindow
-from sglang_hyperdflash.serving.window_worker import (
-    WindowedWorker,
+from sglang_hyperdflash.serving.draft_kv.draft_kv import (
+    DraftKV,
+    WindowedDraftKV,
     entering_rows,
     report_ring,
     ring_size,
 )
+from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
+from sglang_hyperdflash.serving.drafting.block import Block
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 BATCH, BLOCK, CONTEXT = 256, 7, 1 << 20
@@ -237,50 +239,116 @@ def test_a_backend_without_such_buffers_is_left_alone():
     assert backend.init_cuda_graph_state is None
 
 
-def windowed_worker(window: DraftWindow | None, needs_host: bool = True) -> WindowedWorker:
-    worker = object.__new__(WindowedWorker)
-    worker.window = window
-    backend = SimpleNamespace(needs_cpu_seq_lens=needs_host)
-    worker.draft_model_runner = SimpleNamespace(
-        attn_backend=backend, model_config=SimpleNamespace(context_len=CONTEXT)
-    )
-    worker.draft_window_size, worker.page_size = 512, 256
-    worker.block_size = BLOCK
-    return worker
-
-
 def ring(window: int = 512) -> DraftWindow:
     return DraftWindow(
         tokens=10000, ring=4 * window, window=window, block=BLOCK, batch=4, device="cpu"
     )
 
 
+def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> WindowedDraftKV:
+    """A windowed drafter's K/V, of a window of 512."""
+    backend = SimpleNamespace(needs_cpu_seq_lens=needs_host)
+    own = torch.zeros(4, 512 + BLOCK, dtype=torch.int64)
+    draft = SimpleNamespace(
+        attn_backend=backend,
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        req_to_token_pool=SimpleNamespace(req_to_token=own),
+        kv_index_translator="the drafter's",
+    )
+    target = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    found = WindowedDraftKV(
+        SimpleNamespace(
+            draft_model_runner=draft,
+            model_runner=target,
+            draft_window_size=512,
+            block=BLOCK,
+            device="cpu",
+        )
+    )
+    found.window = ring()
+    return found
+
+
 def test_a_windows_backend_is_built_for_a_window_and_blocks():
-    worker = windowed_worker(ring())
-    with worker._own_context():
-        assert worker.draft_model_runner.model_config.context_len == 512 + 2 * BLOCK
-    assert worker.draft_model_runner.model_config.context_len == CONTEXT
-    with windowed_worker(None)._own_context():
-        pass
+    draft_kv = windowed()
+    config = draft_kv.worker.draft_model_runner.model_config
+    with draft_kv.build_context():
+        assert config.context_len == 512 + 2 * BLOCK
+    assert config.context_len == CONTEXT
+    with DraftKV(draft_kv.worker).build_context():
+        assert config.context_len == CONTEXT
 
 
-def test_flashinfer_is_told_the_devices_own_lengths_of_a_window():
-    """An upper bound is what SGLang tells it; FlashInfer would merge parts nobody computed."""
-    window = ring()
-    worker, table = windowed_worker(window), torch.arange(6000).view(3, 2000)
-    ids = table[0, :300].long()
-    window.enter(ids, torch.ones(300, dtype=torch.bool))
-    worker._rows = torch.tensor([0, 1])
-    worker.model_runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
-    device = worker._compute_compact_draft_seq_lens(torch.tensor([300, 900]))
-    assert device.tolist() == [300, 0]
-    host, given = torch.empty(2, dtype=torch.int32), torch.tensor([300, 900])
-    lengths = {"batch_seq_lens_cpu": given, "nxt_kv_lens_cpu": None, "out": host}
-    worker._fill_compact_seq_lens_cpu_bound(**lengths)
-    assert host.tolist() == [300 + BLOCK, BLOCK]
-    worker.draft_model_runner.attn_backend.needs_cpu_seq_lens = False
-    worker._fill_compact_seq_lens_cpu_bound(**lengths)
-    assert host.tolist() == [300, 768], "others get SGLang's bound, without a wait"
+@pytest.mark.parametrize("width", [BLOCK, 2])
+@pytest.mark.parametrize("needs_host", [True, False])
+def test_flashinfer_is_given_the_devices_own_lengths_of_a_window(needs_host, width):
+    """An upper bound is what SGLang gives it; FlashInfer would merge parts nobody computed."""
+    table = torch.arange(6000).view(3, 2000)
+    draft_kv = windowed(needs_host, table)
+    draft_kv.window.enter(table[0, :300].long(), torch.ones(300, dtype=torch.bool))
+    lengths = torch.tensor([300, 900])
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([0, 1]), seq_lens=lengths)
+    planned = []
+    plan = SimpleNamespace(reads_from=lambda *given, **rest: planned.append((given, rest)))
+    tokens = torch.zeros(2, width, dtype=torch.int64)
+    found = draft_kv.context(batch, Block(tokens, tokens, plan, lengths, 1200))
+    assert found.lengths.tolist() == [300, 0] and found.lengths.dtype == torch.int32
+    exact, bound = [300 + width, width], [512 + width] * 2
+    assert found.ends_cpu.tolist() == (exact if needs_host else bound)
+    assert found.ends_sum == sum(found.ends_cpu) and planned[0][0] == ("the drafter's",)
+    assert planned[0][1]["read_extent"] == width
+    own = draft_kv.worker.draft_model_runner.req_to_token_pool.req_to_token
+    blocks = draft_kv.window.block_slots(tokens).view(2, width)
+    assert torch.equal(own[0, 300 : 300 + width], blocks[0])
+    assert torch.equal(own[1, :width], blocks[1])
+
+
+def test_a_draft_without_a_window_sees_the_whole_context():
+    batch = SimpleNamespace(seq_lens=torch.tensor([5, 9]), reqs=None)
+    tokens, ends = torch.zeros(2, BLOCK, dtype=torch.int64), torch.tensor([12, 16])
+    found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends, 28))
+    assert found.lengths is batch.seq_lens and found.plan == "plan"
+    assert found.ends_cpu.tolist() == [12, 16] and found.ends_sum == 28
+    # SGLang knows no host length: what is allocated includes the rows in flight.
+    batch.reqs = [SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=n)) for n in (20, 30)]
+    found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", None, None))
+    assert found.ends_cpu.tolist() == [20, 30] and found.ends_sum == 50
+
+
+def written(draft_kv: DraftKV) -> list[dict]:
+    """What goes to SGLang's writer from now on."""
+    calls: list[dict] = []
+    draft_kv.worker._append_target_hidden_to_draft_kv_by_loc = lambda **given: calls.append(given)
+    return calls
+
+
+def test_a_round_writes_its_committed_rows_into_the_window():
+    draft_kv = windowed()
+    calls = written(draft_kv)
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
+    plan = SimpleNamespace(write_virtual=torch.arange(100, 106))
+    block, hidden = Block(tokens, positions, plan, None, None), torch.randn(6, 4)
+    draft_kv.write(hidden, block, torch.tensor([2, 1], dtype=torch.int32))
+    (call,) = calls
+    assert call["target_hidden"] is hidden and call["commit_lens"].tolist() == [2, 1]
+    assert call["cache_loc_2d"].tolist() == [[1, 2, 0], [3, 0, 0]]
+    assert call["positions"].tolist() == [7, 8, 9, 20, 21, 22]
+    assert draft_kv.window.slot_of[100:106].tolist() == [0, 1, -1, 2, -1, -1]
+
+
+def test_a_prefill_writes_what_a_window_can_reach_and_forgets_the_slots_old_owners():
+    draft_kv = windowed()
+    calls = written(draft_kv)
+    draft_kv.window.enter(torch.arange(600), torch.ones(600, dtype=torch.bool))
+    request = SimpleNamespace(origin_input_ids=range(600), output_ids=[])
+    batch = SimpleNamespace(reqs=[request], prefix_lens=[0], extend_lens=[600])
+    plan = SimpleNamespace(write_virtual=torch.arange(600))
+    draft_kv.write_prefill(batch, torch.randn(600, 4), plan, torch.arange(600))
+    (call,) = calls
+    assert call["positions"].tolist() == list(range(88, 600)) and call["cache_loc_2d"] is None
+    assert (draft_kv.window.slot_of[:88] == -1).all()
+    assert call["cache_loc"].tolist() == list(range(601, 1113))
 
 
 def test_a_round_copies_nothing_from_the_host(monkeypatch):

@@ -15,12 +15,12 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_hyperdflash.serving import sampling_seams
 from sglang_hyperdflash.serving.scheduler import finish
 from sglang_hyperdflash.serving.scheduler.finish import (
     finish_as_one_by_one,
     finish_token_by_token,
 )
+from sglang_hyperdflash.serving.verification import prefill
 
 TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun is up again.\n"
 
@@ -37,7 +37,7 @@ def tokenizer(target_dir):
 
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
-    monkeypatch.setattr(sampling_seams, "_worker", object())
+    monkeypatch.setattr(prefill, "_sampler", object())
 
 
 class Grammar:
@@ -206,7 +206,7 @@ def test_a_broken_row_ends_its_request_and_is_logged_once(tokenizer, monkeypatch
 
 
 def test_other_algorithms_keep_sglangs_check(tokenizer, monkeypatch):
-    monkeypatch.setattr(sampling_seams, "_worker", None)
+    monkeypatch.setattr(prefill, "_sampler", None)
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
     found = finished(tokenizer, tokens, [len(tokens)], ours_check, stop=["\n", "is", "the"])
     assert found[0]["matched"] == "is"

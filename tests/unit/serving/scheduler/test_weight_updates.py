@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.serving.scheduler.weight_updates import target_alone
+from sglang_hyperdflash.serving.scheduler.weight_updates import keep_graphs, target_alone
 
 
 def manager(algorithm: str) -> SimpleNamespace:
@@ -43,3 +43,20 @@ def test_an_update_reaches_the_target_alone_and_other_algorithms_as_ever(
     original = getattr(original, "__wrapped__", original)
     found = target_alone(original, manager(algorithm), *selected)
     assert [role for role, _ in found] == roles
+
+
+@pytest.mark.parametrize("algorithm", [ALGORITHM, "EAGLE"])
+def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm):
+    asked = []
+    runner = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
+    updater = SimpleNamespace(get_model_runner=lambda: runner)
+
+    def original(self, *given):
+        asked.append(given)
+        return True, "done"
+
+    done, message = keep_graphs(original, updater, "folder", "auto", recapture_cuda_graph=True)
+    assert done == (algorithm != ALGORITHM) == bool(asked)
+    assert done or "recapture_cuda_graph" in message
+    assert keep_graphs(original, updater, "folder", "auto") == (True, "done")
+    assert asked[-1] == ("folder", "auto", None, False)

@@ -106,7 +106,7 @@ def examine(folder: str) -> dict[str, object]:
     from types import SimpleNamespace
 
     from sglang_hyperdflash.serving.startup.expose_residual import expose_residual
-    from sglang_hyperdflash.serving.worker import target_hc_head
+    from sglang_hyperdflash.serving.startup.pair import target_hc_head
 
     torch.manual_seed(0)
     model = hy_v4(folder)
@@ -162,7 +162,7 @@ def bypass(model: nn.Module) -> str:
 
 def compare(model: nn.Module, residual: torch.Tensor, final: torch.Tensor) -> dict[str, float]:
     """How far the reducer's formula of the residual, and the norm, are from the final states."""
-    from sglang_hyperdflash.serving.worker import target_hc_head
+    from sglang_hyperdflash.serving.startup.pair import target_hc_head
     from triton_ops import hc_gate_reduce_reference
 
     config, gate = model.config, target_hc_head(model)

@@ -16,7 +16,7 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal, draft_distribution
-from sglang_hyperdflash.serving.exact import Verdict, walked_worth
+from sglang_hyperdflash.serving.verification.exact import Verdict, walked_worth
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 VARIABLE = "HYPERDFLASH_DRAFT_TEMPERATURE"
@@ -66,14 +66,17 @@ class DraftTemperature:
     def __init__(
         self, device: torch.device | str, memory: float = 1000.0, fixed: float | None = None
     ) -> None:
-        self._rounds = 0
         self.fixed, self.memory = fixed, memory
         self.values = torch.tensor(DRAFT_TEMPERATURES, device=device)
         # Drafts accepted at each ``t``, without a seed and with one.
-        self.accepted = torch.zeros(
-            (2, len(DRAFT_TEMPERATURES)), dtype=torch.float64, device=device
-        )
-        self.accepted[:, -1] = 1e-3  # before the first round: q as the drafter has it
+        shape = (2, len(DRAFT_TEMPERATURES))
+        self.accepted = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rounds: q is then as the drafter has it."""
+        self._rounds = 0
+        self.accepted.zero_()[:, -1] = 1e-3
 
     def of(self, seeded: torch.Tensor) -> torch.Tensor:
         """``t`` of each request, ``[bs]`` fp32, of ``seeded [bs]`` bool."""

@@ -1,0 +1,271 @@
+"""The drafter's K/V of committed tokens: where they are written, and what a draft pass reads.
+
+Written right after every target pass, in the same stream, so that radix hits, chunked prefill and
+retraction find them. A windowed drafter has SGLang's compact draft cache
+(``--speculative-draft-window-size``), which gives it a ``req_to_token`` of its own, but there still
+one pool slot per target token. Here its rows name slots of :class:`DraftWindow` instead, so the
+pool is as large as the windows in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.kv_loc_plan import IdSpace, IdSpaceKind
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.utils.common import async_h2d
+
+from sglang_hyperdflash.serving.draft_kv.attention import graph_context
+from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO, pool_ratio
+from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
+from sglang_hyperdflash.serving.drafting.block import Block
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def ring_size(max_total_num_tokens: int, window: int, block: int, batch: int) -> int:
+    """Ring slots of a pool of ``pool_ratio()`` slots per target token.
+
+    Raises:
+        HyperDFlashConfigError: the pool cannot hold one window.
+    """
+    ring = int(max_total_num_tokens * pool_ratio()) - batch * block
+    if ring < window:
+        raise HyperDFlashConfigError(
+            f"the drafter's pool of {pool_ratio():g} slots per target token has {max(ring, 0)} "
+            f"left for windows of {window} tokens besides the blocks of {batch} requests. Raise "
+            f"{POOL_RATIO}, --mem-fraction-static or --max-total-tokens, or lower "
+            "--max-running-requests."
+        )
+    return ring
+
+
+def report_ring(ring: int, window: int, batch: int) -> None:
+    """Say how many of the requests that may run at once keep a whole window.
+
+    Below 1, requests evict each other's tokens: acceptance falls, answers do not change.
+    """
+    share = ring / (window * batch)
+    text = (
+        f"the draft window's ring has {ring} slots: {share:.2f} of {batch} requests x {window} "
+        "tokens"
+    )
+    if share >= 1:
+        logger.info("HYPERDFLASH: %s.", text)
+        return
+    logger.warning(
+        "HYPERDFLASH: %s. When more run with full windows, acceptance falls; raise %s or lower "
+        "--max-running-requests.",
+        text,
+        POOL_RATIO,
+    )
+
+
+def entering_rows(
+    prefixes: Sequence[int], extends: Sequence[int], ends: Sequence[int], limit: int
+) -> list[int]:
+    """Rows of a prefill whose tokens the first drafted block can still reach.
+
+    Args:
+        prefixes: tokens of each request before this step. extends: its rows in this step. ends: its
+            length when its whole prompt is computed, later chunks included. limit: of a window.
+    """
+    rows, first = [], 0
+    for prefix, extend, end in zip(prefixes, extends, ends, strict=True):
+        skipped = min(max(end - limit - prefix, 0), extend)
+        rows += range(first + skipped, first + extend)
+        first += extend
+    return rows
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a draft pass reads of every request's context.
+
+    Attributes:
+        lengths: ``[bs]`` tokens it sees, on the device.
+        ends_cpu, ends_sum: these and the block's rows, or bounds, ``[bs]`` int32 on the host.
+        plan: SGLang's ``KVLocPlan`` in the drafter's own slots.
+    """
+
+    lengths: torch.Tensor
+    ends_cpu: torch.Tensor
+    ends_sum: int
+    plan: Any
+
+
+class DraftKV:
+    """K/V in the slots of the target's own: all that its cache keeps, the drafter finds too.
+
+    Args:
+        worker: the ``DFlashWorkerV2`` that allocates and writes.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def allocate(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
+        """Make the drafter's pool; seam: ``DFlashWorkerV2.alloc_memory_pool``."""
+        worker = self.worker
+        with draft_tp_context(worker.draft_parallel_layout):
+            worker.draft_worker.alloc_memory_pool(
+                memory_pool_config=config,
+                req_to_token_pool=req_to_token_pool,
+                token_to_kv_pool_allocator=allocator,
+            )
+
+    @contextlib.contextmanager
+    def build_context(self) -> Iterator[None]:
+        """While the draft's attention backends and graphs are built."""
+        yield
+
+    def context(self, batch: Any, block: Block) -> DraftContext:
+        """All of every request's context."""
+        ends, total = block.ends_cpu, block.ends_sum
+        if ends is None:  # what is allocated includes the rows in flight
+            ends = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
+            total = int(ends.sum())
+        return DraftContext(batch.seq_lens, ends.to(torch.int32), int(total), block.plan)
+
+    def write_prefill(
+        self, batch: Any, residual: torch.Tensor, plan: Any, positions: torch.Tensor
+    ) -> None:
+        """Write all rows of a prefill: what the target gave ``[N, m * d]``, at ``positions``."""
+        self._write(residual, self._slots(plan), positions)
+
+    def write(self, residual: torch.Tensor, block: Block, lengths: torch.Tensor) -> None:
+        """Write the first ``lengths [bs]`` rows of every block, from ``residual [bs * B, m * d]``.
+
+        Captured target graphs share one residual: the next target pass overwrites it.
+        """
+        slots, shape = self._slots(block.plan), block.tokens.shape
+        self._write(
+            residual, slots, block.positions.flatten(), slots.view(shape), commit_lens=lengths
+        )
+
+    def forget_padding(self) -> None:
+        """Rounds of made-up requests wrote to the slot that pads batches; nobody reads it."""
+
+    def _slots(self, plan: Any) -> torch.Tensor:
+        """Seam: ``DFlashWorkerV2._draft_write_ids``, a plan's rows as the draft pool names them."""
+        return self.worker._draft_write_ids(plan)
+
+    def _write(
+        self,
+        residual: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slots_2d: torch.Tensor | None = None,
+        **rest: torch.Tensor,
+    ) -> None:
+        """Reduce and write; seam: ``DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc``."""
+        self.worker._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=residual,
+            cache_loc=slots,
+            cache_loc_2d=slots_2d,
+            positions=positions,
+            **rest,
+        )
+
+
+class WindowedDraftKV(DraftKV):
+    """K/V of the last W tokens of the contexts in use, in a pool of their own."""
+
+    window: DraftWindow
+
+    def allocate(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
+        worker = self.worker
+        size, block, page = req_to_token_pool.size, worker.block, int(worker.page_size)
+        window, tokens = int(worker.draft_window_size), int(config.max_total_num_tokens)
+        self.window = DraftWindow(
+            tokens=tokens + page + 1,
+            ring=ring_size(tokens, window, block, size),
+            window=window,
+            block=block,
+            batch=size,
+            device=worker.device,
+        )
+        report_ring(self.window.ring, window, size)
+        pages = -(-self.window.size // page)
+        # A row of W tokens and the block, not one of the context's length.
+        rows = ReqToTokenPool(size, window + block, worker.device, False)
+        super().allocate(
+            dataclasses.replace(config, max_total_num_tokens=pages * page), rows, allocator
+        )
+        # Seam: ``KVIndexTranslator._spaces``, how a runner's pool names a round's write slots.
+        worker.draft_model_runner.kv_index_translator._spaces[IdSpaceKind.FULL] = IdSpace(
+            key=("hyperdflash window", id(self.window)), write=self.window.block_slots
+        )
+
+    @contextlib.contextmanager
+    def build_context(self) -> Iterator[None]:
+        """A draft row is a window and a block long; backends size buffers by the context's length.
+
+        Seam: ``model_config.context_len``, read while backends and graphs are built.
+        """
+        worker, config = self.worker, self.worker.draft_model_runner.model_config
+        context = config.context_len
+        window = int(worker.draft_window_size)
+        config.context_len = graph_context(context, window, worker.block)
+        try:
+            yield
+        finally:
+            config.context_len = context
+
+    def context(self, batch: Any, block: Block) -> DraftContext:
+        """What is left of every request's window."""
+        worker = self.worker
+        runner, rows = worker.draft_model_runner, batch.req_pool_indices
+        table = worker.model_runner.req_to_token_pool.req_to_token
+        slots, visible = self.window.view(table, rows, batch.seq_lens)
+        own = runner.req_to_token_pool.req_to_token
+        self.window.write_table(own, rows, slots, visible, block.width)
+        lengths = visible.to(torch.int32)
+        if getattr(runner.attn_backend, "needs_cpu_seq_lens", True):
+            # FlashInfer plans by the exact lengths, which only the device knows: this waits for it.
+            ends = lengths.cpu() + block.width
+        else:
+            most = self.window.window + block.width
+            ends = torch.full(lengths.shape, most, dtype=torch.int32, device="cpu")
+        plan = block.plan.reads_from(
+            runner.kv_index_translator,
+            seq_lens=lengths,
+            seq_lens_cpu=ends,
+            read_extent=block.width,
+        )
+        return DraftContext(lengths, ends, int(ends.sum()), plan)
+
+    def write_prefill(
+        self, batch: Any, residual: torch.Tensor, plan: Any, positions: torch.Tensor
+    ) -> None:
+        """Write the rows that a window can still reach; older ones are not even reduced."""
+        ids = plan.write_virtual
+        prompts = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
+        limit = self.window.per_request(len(prompts))
+        found = entering_rows(batch.prefix_lens, batch.extend_lens, prompts, limit)
+        rows = async_h2d(found, dtype=torch.int64, device=torch.device(self.worker.device))
+        self.window.forget(ids)
+        slots = self.window.enter(ids[rows].long(), torch.ones_like(rows, dtype=torch.bool))
+        self._write(residual[rows], slots, positions[rows])
+
+    def write(self, residual: torch.Tensor, block: Block, lengths: torch.Tensor) -> None:
+        kept = self.window.columns[: block.width] < lengths.unsqueeze(1)
+        slots = self.window.enter(block.slots.long(), kept.flatten())
+        self._write(
+            residual,
+            slots,
+            block.positions.flatten(),
+            slots.view(block.tokens.shape),
+            commit_lens=lengths,
+        )
+
+    def forget_padding(self) -> None:
+        self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.worker.device))

@@ -1,0 +1,202 @@
+"""A prefill's token, through SGLang's own sampler: what decides it is ours, the same as a round's.
+
+SGLang's penalties count one, possibly outdated, token a round; its sampler keys noise by rank as
+soon as a request filters, and draws without a seed from a generator of the process. These hooks
+replace what decides a token and leave logprobs, grammar and masks to SGLang. They do nothing in a
+process without a HYPERDFLASH worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.seams import Seam
+
+# The PrefillSampler of this process.
+_sampler: Any = None
+
+
+def serve(sampler: Any) -> None:
+    """From now on this process's prefills sample with ``sampler``, a ``PrefillSampler``."""
+    global _sampler
+    _sampler = sampler
+
+
+def worker_is_ours() -> bool:
+    """Whether this process has a HYPERDFLASH worker."""
+    return _sampler is not None
+
+
+class PrefillSampler:
+    """One row a request: penalties, final logits and the draw, as in a round of width 1.
+
+    Args:
+        requests: of the pass that runs. verifier: penalises, filters.
+    """
+
+    def __init__(self, runner: Any, requests: Any, verifier: Any) -> None:
+        self.runner, self.requests, self.verifier = runner, requests, verifier
+        self._greedy: torch.Tensor | None = None
+        self._broken: torch.Tensor | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a pass of ours is being sampled."""
+        return self.requests.rows is not None
+
+    def penalise(self, logits: torch.Tensor) -> None:
+        """Penalties of ``logits [bs, V]``, in place, before grammar and bias."""
+        rows = self.requests.rows
+        drafts = torch.empty(len(rows.reqs), 0, dtype=torch.int64, device=logits.device)
+        self.verifier.penalise(logits.unsqueeze(1), drafts, rows)
+
+    def read(self, logits: torch.Tensor) -> None:
+        """Keep the greedy tokens and the broken rows of the final ``logits [bs, V]``."""
+        largest, self._greedy = logits.max(-1)
+        self._broken = ~largest.isfinite()
+
+    def draw(
+        self, probs: torch.Tensor, info: Any, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[bs]`` int64 of a batch with a sampled request, and what they are drawn from.
+
+        Returns:
+            The second is ``[bs, V]``, as ``exact.weights_of``.
+        """
+        from sglang_hyperdflash.serving.requests import sampling_of
+        from sglang_hyperdflash.serving.verification.exact import filtered
+        from triton_ops.gumbel_op import gumbel_argmax
+
+        sampling, renorm = sampling_of(info), self.verifier.renorm
+        # SGLang takes logprobs from the same storage.
+        own = probs.clone() if sampling.filters and renorm is None else probs
+        weights = filtered(own.float(), sampling, renorm)
+        drawn = gumbel_argmax(weights, self.requests.rows.draws.seeds, positions.long())
+        return torch.where(sampling.greedy, self._greedy, drawn), weights
+
+    def end(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Count a prefill's ``tokens [bs]``; past the vocabulary where the row was broken."""
+        if self._broken is not None:
+            tokens = tokens.masked_fill(self._broken, self.verifier.vocabulary)
+        self._broken = self._greedy = None
+        ones = torch.ones_like(tokens)
+        self.requests.count(self.requests.rows, tokens.long().unsqueeze(1), ones)
+        return tokens
+
+
+def _samples(runner: Any) -> bool:
+    return _sampler is not None and runner is _sampler.runner and _sampler.active
+
+
+def without_penalties(original, self, vocab_size, batch, penalizers):
+    """A batch of ours has no penalizer of SGLang's: ours are exact inside a block."""
+    if is_ours(getattr(batch, "spec_algorithm", None)):
+        penalizers = set()
+    return original(self, vocab_size, batch, penalizers)
+
+
+def penalise_prefill(original, self, logits_output, sampling_info, observer=None):
+    """Penalties come before grammar and bias."""
+    if _samples(self):
+        _sampler.penalise(logits_output.next_token_logits)
+    if observer is None:
+        return original(self, logits_output, sampling_info)
+    return original(self, logits_output, sampling_info, observer=observer)
+
+
+def sample_prefill(original, self, logits_output, forward_batch):
+    """Count the tokens a prefill has drawn."""
+    tokens = original(self, logits_output, forward_batch)
+    return _sampler.end(tokens) if _samples(self) else tokens
+
+
+def read_final_logits(original, self, logits, sampling_info):
+    """Read greedy tokens and broken rows of the logits that SGLang samples from."""
+    logits = original(self, logits, sampling_info)
+    if _sampler is not None and _sampler.active:
+        _sampler.read(logits)
+    return logits
+
+
+def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
+    """Draw by hashed noise over vocabulary ids, and give a sampling mask what is drawn from.
+
+    SGLang's own distribution of a mask depends on the other requests' min-p.
+    """
+    if _sampler is None or not _sampler.active:
+        return original(self, probs, sampling_info, positions, simple_sampling_case)
+    tokens, weights = _sampler.draw(probs, sampling_info, positions)
+    rows = sampling_info.sampling_mask_batch_indices
+    if rows is None:
+        return tokens, None
+    from sglang.srt.layers.sampler import _SamplingMaskCapture
+
+    asked = weights.index_select(0, rows)
+    return tokens, _SamplingMaskCapture(asked, None, selected_weight=None, batch_rows=rows)
+
+
+def process_results_first(disabled: bool, self, batch, last_batch) -> bool:
+    """Process a round's result before the next one starts if that has a custom logit processor.
+
+    Seam: ``Scheduler.is_disable_overlap_for_batch``, as SGLang does for grammars that need it.
+    """
+    info = batch.sampling_info if batch and is_ours(batch.spec_algorithm) else None
+    processors = info is not None and info.has_custom_logit_processor
+    return disabled or bool(processors and self.result_queue)
+
+
+_NOISE = "a token is drawn by hashed noise, the same with and without speculation"
+
+SEAMS = (
+    Seam(
+        "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.__init__",
+        "around",
+        without_penalties,
+        ("self", "vocab_size", "batch", "penalizers"),
+        "68677351b8de",
+        "SGLang fixes penalties for a whole block",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits",
+        "around",
+        penalise_prefill,
+        ("self", "logits_output", "sampling_info", "observer"),
+        "091be992a929",
+        "min_new_tokens and the penalties of a retracted request hold for a prefill's token",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner:ModelRunner.sample",
+        "around",
+        sample_prefill,
+        ("self", "logits_output", "forward_batch"),
+        "524ba830a319",
+        "a prefill's token counts for penalties",
+    ),
+    Seam(
+        "sglang.srt.layers.sampler:Sampler._preprocess_logits",
+        "around",
+        read_final_logits,
+        ("self", "logits", "sampling_info"),
+        "7f9c924ec6bc",
+        _NOISE,
+    ),
+    Seam(
+        "sglang.srt.layers.sampler:Sampler._sample_from_probs",
+        "around",
+        draw_prefill,
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        "9ec12e2a6d1a",
+        _NOISE,
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch",
+        "after",
+        process_results_first,
+        ("self", "batch", "last_batch"),
+        "a6dece490f1e",
+        "a custom logit processor must see every token before the one it changes",
+    ),
+)

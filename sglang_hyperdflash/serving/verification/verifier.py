@@ -1,0 +1,258 @@
+"""Verification: one target pass over every row of a block, the final logits, and what is accepted.
+
+What changes the target's logits comes in the order of SGLang's baseline: penalties, grammar, bias,
+custom processors. The grammar's mask is written first here: what is impossible stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.dflash import compute_dflash_correct_drafts_and_bonus
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_worker_v2 import _commit_accept
+from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils import is_cuda
+
+from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft.propose import Proposal
+from sglang_hyperdflash.serving.drafting.block import Block
+from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
+from sglang_hyperdflash.serving.requests import Requests, Rows
+from sglang_hyperdflash.serving.verification.exact import (
+    Draws,
+    Verdict,
+    draw_rows,
+    verify_block,
+    weights_of,
+)
+from triton_ops.gumbel_op import gumbel_argmax
+
+
+def renorm_kernels() -> tuple | None:
+    """FlashInfer's top-k and top-p kernels on CUDA, else None.
+
+    Deterministic ones: by default the order in which thread blocks end decides the last bits of
+    their sums, and so which token top-p keeps last. Ranks would differ, and so would two runs of
+    one seed.
+    """
+    from sglang.kernels.ops.sampling.renorm import top_k_renorm_prob, top_p_renorm_prob
+
+    if not is_cuda():
+        return None
+    kernels = top_k_renorm_prob, top_p_renorm_prob
+    return tuple(partial(kernel, is_deterministic=True) for kernel in kernels)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a round commits.
+
+    Attributes:
+        tokens: ``[bs, width]`` int64, of which the first ``lengths [bs]`` (int32) count: accepted
+            drafts and the bonus token, an id past the vocabulary where its row is broken.
+        anchors: ``[bs]`` int64, the bonus tokens, 0 where the row is broken.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    anchors: torch.Tensor
+
+
+class Verifier:
+    """Verifies one round at a time.
+
+    Args:
+        worker: the ``DFlashWorkerV2`` whose target runs. requests: their generated counts.
+        temperature: learns from what was accepted.
+    """
+
+    def __init__(self, worker: Any, requests: Requests, temperature: DraftTemperature) -> None:
+        self.worker, self.requests, self.temperature = worker, requests, temperature
+        self.renorm = renorm_kernels()
+        self.vocabulary = int(worker.target_worker.model_runner.model_config.vocab_size)
+
+    def forward(self, batch: Any, block: Block) -> Any:
+        """The target's pass over the block; the batch's host lengths are left alone.
+
+        Seam: the verify step of ``DFlashWorkerV2.forward_batch_generation``. With attention data
+        parallelism an idle or prefilling rank runs eagerly, so all of them do.
+        """
+        worker, data_parallel = self.worker, get_parallel().attn_dp_enabled
+        verify = DFlashVerifyInput(
+            draft_token=block.tokens.flatten(),
+            positions=block.positions.flatten(),
+            draft_token_num=block.width,
+            custom_mask=None,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=block.plan,
+        )
+        lengths = batch.seq_lens_cpu, batch.seq_lens_sum
+        if block.ends_cpu is not None:
+            batch.seq_lens_cpu, batch.seq_lens_sum = block.ends_cpu, int(block.ends_sum)
+        batch.out_cache_loc = block.slots
+        forward_batch, _ = verify.prepare_for_verify(
+            batch, worker.target_worker, defer_metadata_init=data_parallel
+        )
+        batch.seq_lens_cpu, batch.seq_lens_sum = lengths
+        if data_parallel:
+            counts = forward_batch.original_global_num_tokens_cpu
+            if batch.is_extend_in_batch or (counts is not None and min(counts) == 0):
+                forward_batch.can_run_decode_cuda_graph = False
+        return worker.target_worker.forward_batch_generation(
+            batch=None,
+            forward_batch=forward_batch,
+            is_verify=True,
+            skip_attn_backend_init=None if data_parallel else True,
+        )
+
+    def final_logits(
+        self,
+        batch: Any,
+        output: Any,
+        block: Block,
+        rows: Rows,
+        tree: GrammarTree | None,
+        barrier: Callable[[], None] | None,
+    ) -> torch.Tensor | None:
+        """Make the target's logits ``[bs * width, V]`` final, in ``output``.
+
+        Returns:
+            the target's tokens ``[bs * width]`` where the logits stay in their vocabulary shards:
+            a greedy batch needs no more. Seam: ``DFlashWorkerV2._defer_target_verify_gather``.
+        """
+        processor = self.worker._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(output.next_token_logits):
+            if rows.greedy and self.worker._can_skip_verify_logits(batch, rows.info):
+                predicted = processor.deferred_argmax(output.next_token_logits).long()
+                output.next_token_logits = None
+                return predicted
+            output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
+        logits = output.next_token_logits
+        if tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=tree,
+                sampling_info=rows.info,
+                device=logits.device,
+                barrier=barrier,
+            )
+            if mask is not None:
+                mask.apply(logits)
+        by_block = logits.view(*block.tokens.shape, -1)
+        self.penalise(by_block, block.drafts, rows)
+        if rows.info.logit_bias is not None:
+            by_block.add_(rows.info.logit_bias.unsqueeze(1).to(logits.dtype))
+        if rows.info.has_custom_logit_processor:
+            apply_custom_logit_processor(logits, rows.info)  # such batches have one row
+        return None
+
+    def penalise(self, logits: torch.Tensor, drafts: torch.Tensor, rows: Rows) -> None:
+        """Penalise ``logits [bs, B, V]`` that follow ``drafts [bs, B - 1]``, in place."""
+        penalties = rows.penalties
+        if penalties is not None:
+            at, counts = penalties.rows, self.requests.counts.table[penalties.slots]
+            logits[at] = penalties.apply_to_block(logits[at], counts, drafts[at])
+        if rows.end_tokens is not None:
+            rows.end_tokens.forbid(logits, rows.contexts)
+
+    def accept(
+        self,
+        logits: torch.Tensor | None,
+        predicted: torch.Tensor | None,
+        block: Block,
+        rows: Rows,
+    ) -> Committed:
+        """Accept a prefix of every block and add the bonus token; rank 0 decides for all.
+
+        Args:
+            logits: final, ``[bs * width, V]``; None where ``predicted [bs * width]``, the target's
+                tokens, says enough.
+        """
+        sync, info, tokens = self.worker._tp_sync.sync, rows.info, block.tokens
+        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if block.proposal is None or info.is_all_greedy:
+            if predicted is None:
+                predicted = self._target_tokens(logits, rows)
+            if info.is_all_greedy:
+                site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
+            accept_len, bonus = compute_dflash_correct_drafts_and_bonus(
+                candidates=tokens, target_predict=sync(site, predicted.view_as(tokens))
+            )
+        else:
+            verdict = self.verify(
+                logits, rows.sampling, block.proposal, rows.draws, block.positions
+            )
+            accept_len = sync(site, verdict.accept_len)
+            bonus = sync(site, verdict.bonus.masked_fill(verdict.broken, self.vocabulary))
+        committed, lengths = _commit_accept(tokens, accept_len, bonus)
+        return Committed(committed, lengths, bonus.masked_fill(bonus == self.vocabulary, 0))
+
+    def _target_tokens(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The target's token of every row, ``[bs * width]`` int64; past the vocabulary if broken.
+
+        A batch with sampled requests comes here with one row of each.
+        """
+        largest, found = logits.max(-1)
+        if not rows.info.is_all_greedy:
+            weights = weights_of(logits, rows.sampling, self.renorm)
+            at = rows.contexts - 1
+            found = draw_rows(logits, weights, rows.sampling, rows.draws, at, gumbel_argmax)
+        return found.masked_fill(~largest.isfinite(), self.vocabulary)
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        sampling: Sampling,
+        proposal: Proposal,
+        draws: Draws,
+        positions: torch.Tensor,
+    ) -> Verdict:
+        """Verify sampled drafts against final ``logits [bs * width, V]``, and learn from it.
+
+        Args:
+            positions: ``[bs, width]`` int64, of the block.
+        """
+        draws = draws.of_block(positions[:, 0])
+        weights = weights_of(logits, sampling.repeated(positions.shape[1]), self.renorm)
+        verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
+        self.temperature.learn(proposal, sampling, draws.seeded, verdict)
+        return verdict
+
+    def describe(self, batch: Any, output: Any, committed: Committed, rows: Rows) -> None:
+        """Sampling masks and logprobs of the committed tokens, where a request asked for them.
+
+        A sampling mask tells the distribution that we draw from: SGLang's own
+        (``build_speculative_verify_target_probs``) takes top-p of what top-k has left.
+        """
+        info, (_, width) = rows.info, committed.tokens.shape
+        if info.sampling_mask_batch_indices is None and not batch.return_logprob:
+            return
+        tokens = committed.tokens.clamp(max=self.vocabulary - 1)  # a broken row's has no logit
+        if info.sampling_mask_batch_indices is not None:
+            probs = None
+            if not info.is_all_greedy:
+                probs = self._distribution(output.next_token_logits, rows, width)
+            output.sampling_mask_output = SpeculativeSamplingMaskCapture(
+                target_probs=probs,
+                batch_indices=info.sampling_mask_batch_indices,
+                max_top_k=max(info.sampling_mask_top_ks),
+                support_capture_indices=info.sampling_support_logprobs_capture_indices,
+            ).build_output(out_tokens=tokens, commit_lens=committed.lengths)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, output, tokens.flatten(), chain_stride=width)
+
+    def _distribution(self, logits: torch.Tensor, rows: Rows, width: int) -> torch.Tensor:
+        """What is drawn from, normalised: ``[bs, width, V]`` fp32 of ``logits [bs * width, V]``."""
+        weights = weights_of(logits, rows.sampling.repeated(width), self.renorm)
+        return (weights / weights.sum(-1, keepdim=True)).view(-1, width, weights.shape[-1])

@@ -1,0 +1,216 @@
+"""One lane per verify width: what of the two model runners depends on the rows of a request.
+
+An attention backend may keep buffers of one width, and a CUDA graph was captured with them; a width
+has both for the target and, where it drafts, for the drafter. Built as EAGLE's adaptive steps build
+theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.draft_worker_common import (
+    make_draft_block_spec_info,
+    make_draft_sampler_capture_hook,
+)
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.utils import is_cuda
+
+from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
+from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers
+from sglang_hyperdflash.tools.errors import SeamError
+
+logger = logging.getLogger(__name__)
+
+# Free memory, GB, below which SGLang captures no draft graph (``DFlashWorkerV2.init_cuda_graphs``).
+LEAST_FREE = 1.0
+# Of a ``ModelRunner``.
+SWAPPED = ("attn_backend", "decode_cuda_graph_runner")
+
+
+@dataclass
+class RunnerState:
+    """A model runner's attention backend and decode graphs of one width."""
+
+    runner: Any
+    attn_backend: Any
+    graphs: Any
+
+    @classmethod
+    def of(cls, runner: Any) -> RunnerState:
+        """The runner's own, as SGLang built it; raises ``SeamError`` where an attribute is gone."""
+        missing = [name for name in SWAPPED if name not in vars(runner)]
+        if missing:
+            raise SeamError(f"SGLang seam ModelRunner lost {', '.join(missing)}")
+        return cls(runner, runner.attn_backend, runner.decode_cuda_graph_runner)
+
+    def install(self) -> None:
+        """From now on the runner runs with these."""
+        self.runner.attn_backend = self.attn_backend
+        self.runner.decode_cuda_graph_runner = self.graphs
+
+
+@dataclass
+class Lane:
+    """A verify width.
+
+    Attributes:
+        width: rows of a request, the anchor's included.
+        spec_info: SGLang's description of the drafter's block.
+        candidates: what the draft's graphs of this width write; None without them.
+        states: of the target and, where the width drafts, of the drafter.
+    """
+
+    width: int
+    spec_info: Any
+    candidates: CandidateBuffers | None
+    states: list[RunnerState]
+
+
+class Lanes:
+    """All widths of a worker, of which one is active.
+
+    Args:
+        worker: a HyperDFlashWorker. widths: all that a round may have, the block's included.
+        eager: those of them that are too seldom for graphs, which take memory.
+    """
+
+    def __init__(self, worker: Any, widths: Iterable[int], eager: Iterable[int] = ()) -> None:
+        self.worker, self.block = worker, worker.block
+        self._eager = {*eager}
+        self.active = self._lane(self.block, None, [])
+        self._lanes = {self.block: self.active}
+        self._others = sorted({*widths, *self._eager} - {self.block}, reverse=True)
+
+    @property
+    def widths(self) -> list[int]:
+        """Ascending."""
+        return sorted([*self._others, self.block])
+
+    def _lane(self, width: int, candidates: CandidateBuffers | None, states: list) -> Lane:
+        info = make_draft_block_spec_info(draft_token_num=width, device=self.worker.device)
+        return Lane(width, info, candidates, states)
+
+    def activate(self, width: int) -> Lane:
+        """The lane of a width; the runners have its backends and graphs."""
+        if width != self.active.width:
+            self.active = self._lanes[width]
+            for state in self.active.states:
+                state.install()
+        return self.active
+
+    def build(self) -> None:
+        """Take over the block's lane that SGLang has built, and build every other.
+
+        Seam: the last step of a start, after ``DFlashWorkerV2.init_cuda_graphs``.
+        """
+        worker, lane = self.worker, self.active
+        target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+        lane.candidates = worker._draft_sampler
+        lane.states = [RunnerState.of(target), RunnerState.of(draft)]
+        for width in self._others:
+            other = self._lane(width, None, [])
+            with _settings(width):
+                graphs = width not in self._eager and self._room(target, f"width {width} verifies")
+                other.states.append(_build(target, width, graphs))
+                if width > 1:
+                    other.states.append(self._build_draft(other, draft))
+            self._lanes[width] = other
+
+    def _build_draft(self, lane: Lane, draft: Any) -> RunnerState:
+        """The drafter's backend and, where there is memory, its graphs and their buffers."""
+        worker, width = self.worker, lane.width
+        graphs = captured(draft) and self._room(draft, f"width {width} drafts")
+        if graphs and worker._draft_sampler is not None:
+            most = len(worker._draft_sampler.ids)
+            lane.candidates = worker.drafter.buffers(width, most)
+        with (
+            _capture_hooks(draft, lane.candidates),
+            worker.draft_kv.build_context(),
+            draft_tp_context(worker.draft_parallel_layout),
+        ):
+            # A wide round may have just moved a request past its context's end.
+            return _build(draft, width, graphs, bound_to=self.block)
+
+    def _room(self, runner: Any, doing: str) -> bool:
+        """Whether there is memory for what the block's graphs took once more; alike on all ranks.
+
+        SGLang asks for ``LEAST_FREE`` of the drafter's whole block; its own reserve is for one
+        width's graphs. Seams: ``SpecTpSync.available_memory_gb``, as
+        ``DFlashWorkerV2.init_cuda_graphs`` asks it; ``ModelRunner.graph_memory_usage``.
+        """
+        if not (is_cuda() and captured(runner)):
+            return True
+        worker, group = self.worker, get_parallel().tp_group
+        taken = sum(runner.graph_memory_usage.values())
+        if group.world_size > 1:
+            taken = max(group.all_gather_object(taken))
+        free = worker._tp_sync.available_memory_gb(
+            SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=group
+        )
+        enough = free >= LEAST_FREE + taken
+        if not enough:
+            logger.warning(
+                "HYPERDFLASH: %s without a CUDA graph: %.2f GB of GPU memory are free, the block's "
+                "graphs took %.2f. Lower --mem-fraction-static or --cuda-graph-max-bs-decode, or "
+                "name fewer widths.",
+                doing,
+                free,
+                taken,
+            )
+        return enough
+
+
+def captured(runner: Any) -> bool:
+    """Whether the runner replays decode graphs; without any, SGLang sets None or the eager one."""
+    return runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+
+
+def _settings(width: int) -> Any:
+    """Seam: backends and graph runners read the width from the server's resolved settings."""
+    return get_spec().override(speculative_num_draft_tokens=width)
+
+
+@contextmanager
+def _capture_hooks(runner: Any, candidates: CandidateBuffers | None) -> Iterator[None]:
+    """Capture graphs with this lane's head; seam: ``ModelRunner.capture_tail_hooks``."""
+    hooks = runner.capture_tail_hooks
+    runner.capture_tail_hooks = []
+    if candidates is not None:
+        runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(candidates))
+    try:
+        yield
+    finally:
+        runner.capture_tail_hooks = hooks
+
+
+def _build(runner: Any, width: int, graphs: bool, bound_to: int | None = None) -> RunnerState:
+    """A backend of its own, and decode graphs if the runner has some at full width.
+
+    Args:
+        graphs: False for none. bound_to: the block whose contexts its graphs' indices hold.
+    """
+    # FlashInfer's workspace (384 MiB; 2 GiB under deterministic inference) is the first backend's:
+    # passes follow one another on one stream, and nothing in it outlives its pass.
+    backend = runner._get_attention_backend(init_new_workspace=runner.init_new_workspace)
+    # As ``ModelRunner.init_attention_backends`` does for the first one.
+    runner.kv_index_translator.bind_and_verify_backends([backend])
+    if bound_to is not None:
+        bound_graph_buffers(backend, bound_to)
+    found = runner.decode_cuda_graph_runner
+    if captured(runner):
+        found = runner.eager_runner
+        if graphs:
+            found = runner._decode_cuda_graph_runner_cls()(
+                runner,
+                attn_backend=backend,
+                speculative_num_steps=get_spec().speculative_num_steps,
+                speculative_num_draft_tokens=width,
+            )
+    return RunnerState(runner, backend, found)

@@ -25,7 +25,7 @@ LAYERS = (
     ("eval",),
     ("cpu_engine.platform", f"{PRODUCT}.commands"),
     ("cpu_engine.rivals",),
-    ("cpu_engine.registration", f"{PRODUCT}.cpu"),
+    ("cpu_engine.registration",),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

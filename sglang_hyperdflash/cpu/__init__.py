@@ -1,1 +1,0 @@
-"""The platform's former entry point, for environments installed before ``cpu_engine/``."""

@@ -168,7 +168,7 @@ class Requests:
         """A request's row of the request pool.
 
         One whose last result was processed between its batch's making and its batch's pass
-        (``prefill.process_results_first``) has just left its row, which nobody has yet.
+        (``prefill.process_results_first``) has just left its row, which has no new owner yet.
         """
         slot = req.kv.req_pool_idx
         return self._places[req][0] if slot is None else slot

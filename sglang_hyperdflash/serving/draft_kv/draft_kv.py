@@ -152,7 +152,7 @@ class DraftKV:
         )
 
     def forget_padding(self) -> None:
-        """Rounds of made-up requests wrote to the slot that pads batches; nobody reads it."""
+        """Rounds of made-up requests wrote to the slot that pads batches; it is never read."""
 
     def _slots(self, plan: Any) -> torch.Tensor:
         """Seam: ``DFlashWorkerV2._draft_write_ids``, a plan's rows as the draft pool names them."""

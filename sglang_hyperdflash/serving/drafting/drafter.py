@@ -1,7 +1,7 @@
 """Drafting: one pass of the drafter over every request's block, then its tokens.
 
 Greedy requests take the likeliest token of each row; where anyone samples, drafts are drawn from a
-distribution that verification is told (``draft/propose.py``).
+distribution q, which verification needs (``draft/propose.py``).
 """
 
 from __future__ import annotations

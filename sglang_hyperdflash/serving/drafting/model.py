@@ -1,4 +1,4 @@
-"""The SGLang draft model: in-tree DFlash layers behind the HyperDFlash reducer."""
+"""The SGLang draft model: SGLang's DFlash layers after the HyperDFlash reducer."""
 
 from __future__ import annotations
 

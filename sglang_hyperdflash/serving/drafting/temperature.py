@@ -16,7 +16,7 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal, draft_distribution
-from sglang_hyperdflash.serving.verification.exact import Verdict, walked_worth
+from sglang_hyperdflash.serving.verification.exact import Verdict, weights_along
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 VARIABLE = "HYPERDFLASH_DRAFT_TEMPERATURE"
@@ -140,7 +140,7 @@ class DraftTemperature:
 def accepted_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     """The mean share of a prefix's weight that its next draft keeps.
 
-        sum_c min(w p(c), q(c)) / w       # w: exact.prefix_worth of the prefix under the same q
+        sum_c min(w p(c), q(c)) / w       # w: exact.prefix_weights of the prefix under the same q
 
     That is the overlap of p and q after a prefix of weight one, and more after a lighter one, which
     a flat enough q makes up for. After a prefix that q never drafts w is one.
@@ -153,6 +153,6 @@ def accepted_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> t
         ``[bs, D, T]`` fp64, from 0 to 1.
     """
     drafted = q.gather(3, choice.unsqueeze(2).expand(-1, -1, q.shape[2], -1)).squeeze(-1)
-    weight = walked_worth(p.gather(2, choice), drafted)[:, :-1].unsqueeze(-1)
+    weight = weights_along(p.gather(2, choice), drafted)[:, :-1].unsqueeze(-1)
     left = torch.minimum(weight.to(p) * p.unsqueeze(2), q).sum(-1, keepdim=True)
     return (left / weight).clamp(max=1.0).squeeze(-1)

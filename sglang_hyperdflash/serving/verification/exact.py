@@ -54,7 +54,7 @@ class Draws:
     any_greedy: bool = True
 
     def of_block(self, start: torch.Tensor) -> Draws:
-        """The noise of blocks behind positions ``start [bs]``: a request's own where it is seeded.
+        """The noise of blocks after positions ``start [bs]``: a request's own where it is seeded.
 
         Both of a round must ask: who drafts and who verifies.
         """
@@ -153,32 +153,32 @@ def verify_block(
     """
     bs, block = positions.shape
     broken_rows = weights[:, 0].isnan().view(bs, block)
-    wanted = _wanted(logits, weights, sampling, draws, positions, draw)
+    target_tokens = _target_tokens(logits, weights, sampling, draws, positions, draw)
     p = _at_candidates(weights, proposal.ids, sampling)
-    matches = (proposal.tokens == wanted[:, :-1]) & ~broken_rows[:, :-1]
+    matches = (proposal.tokens == target_tokens[:, :-1]) & ~broken_rows[:, :-1]
     accept_len = matches.int().cumprod(1).sum(1)
     rejecting = ~(draws.seeded | sampling.greedy)
     if draws.any_unseeded:
-        worth = prefix_worth(proposal, p)
-        stay = stay_chances(proposal, p, worth)
-        # A broken row ends the block before it: nothing behind says what its prefix is worth.
-        stay = torch.where(broken_rows[:, 1:], worth[:, 1:], stay)
+        w = prefix_weights(proposal, p)
+        h = accept_probabilities(proposal, p, w)
+        # A broken row ends the block before it: no later row counts for its prefix.
+        h = torch.where(broken_rows[:, 1:], w[:, 1:], h)
         u = coins(draws.seeds.unsqueeze(1).expand(bs, block - 1), positions[:, :-1])
         # Strict: a draft the target gives no mass is never accepted, whatever the coin.
-        reached = torch.arange(1, block, device=u.device) * (u < stay)
+        reached = torch.arange(1, block, device=u.device) * (u < h)
         accept_len = torch.where(rejecting, reached.amax(1), accept_len)
     at = accept_len.unsqueeze(1)
-    bonus = wanted.gather(1, at).squeeze(1)
+    bonus = target_tokens.gather(1, at).squeeze(1)
     if draws.any_unseeded:
-        chance = worth.gather(1, at).squeeze(1)
-        drawn = _residual_draw(proposal, weights, chance, draws.seeds, positions, accept_len, draw)
+        weight = w.gather(1, at).squeeze(1)
+        drawn = _residual_draw(proposal, weights, weight, draws.seeds, positions, accept_len, draw)
         bonus = torch.where(rejecting, drawn, bonus)
     broken = broken_rows.gather(1, at).squeeze(1)
     return Verdict(accept_len.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
 
 
-def prefix_worth(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
-    """``w_0 .. w_D`` of every block, ``[bs, D + 1]`` fp64; 0 behind a broken row.
+def prefix_weights(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
+    """``w_0 .. w_D`` of every block, ``[bs, D + 1]`` fp64; 0 after a broken row.
 
     ``log w_k`` is the sum so far less the largest sum so far: a walk held at 0 from above.
 
@@ -186,10 +186,10 @@ def prefix_worth(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
         p: ``[bs, D, K]`` of :func:`_at_candidates`.
     """
     p, q = (t.gather(2, proposal.choice).squeeze(2) for t in (p, proposal.q))
-    return walked_worth(p.nan_to_num(nan=0.0), q)
+    return weights_along(p.nan_to_num(nan=0.0), q)
 
 
-def walked_worth(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def weights_along(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """``w_0 .. w_D`` of prefixes whose tokens have ``p`` and ``q [bs, D, ...]``; fp64."""
     least = torch.finfo(torch.float32).tiny
     steps = torch.log(p.double()) - torch.log(q.double().clamp(min=least))
@@ -197,21 +197,21 @@ def walked_worth(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.exp(total - total.cummax(1).values)
 
 
-def stay_chances(proposal: Proposal, p: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
-    """``h_1 .. h_D`` of every block, ``[bs, D]`` fp64: stopping behind k drafts or later ones.
+def accept_probabilities(proposal: Proposal, p: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``h_1 .. h_D`` of every block, ``[bs, D]`` fp64; the last k whose coin is below is accepted.
 
     Args:
-        p: ``[bs, D, K]`` of :func:`_at_candidates`; worth: ``[bs, D + 1]``.
+        p: ``[bs, D, K]`` of :func:`_at_candidates`; w: ``[bs, D + 1]``.
     """
     p, q = p[:, 1:].double().nan_to_num(nan=0.0), proposal.q[:, 1:].double()
-    inner = worth[:, 1:-1]
-    # What the target has beside the candidates, where q is zero.
-    beside = (1.0 - p.sum(-1)).clamp(min=0.0) * inner
-    above = (inner.unsqueeze(-1) * p - q).clamp(min=0.0).sum(-1) + beside
+    inner = w[:, 1:-1]
+    # The target's mass outside the candidates, where q is zero.
+    outside = (1.0 - p.sum(-1)).clamp(min=0.0) * inner
+    above = (inner.unsqueeze(-1) * p - q).clamp(min=0.0).sum(-1) + outside
     below = above + (1.0 - inner)
-    # 0 / 0: both laws are one, and so the next draft is accepted anyway.
+    # 0 / 0: p and q are equal, and so the next draft is accepted anyway.
     chances = torch.where(below == 0, 1.0, above / below.clamp(min=1e-300))
-    return torch.cat([chances, worth[:, -1:]], 1)
+    return torch.cat([chances, w[:, -1:]], 1)
 
 
 def draw_rows(
@@ -224,7 +224,7 @@ def draw_rows(
 ) -> torch.Tensor:
     """Tokens ``[bs]`` int64 of rounds without drafts; arbitrary at broken rows.
 
-    The noise is that of :func:`verify_block` behind the last draft: another width in the next round
+    The noise is that of :func:`verify_block` after the last draft: another width in the next round
     uses none of it again.
 
     Args:
@@ -235,7 +235,7 @@ def draw_rows(
     return torch.where(sampling.greedy, logits.argmax(-1), drawn)
 
 
-def _wanted(
+def _target_tokens(
     logits: torch.Tensor,
     weights: torch.Tensor,
     sampling: Sampling,
@@ -266,16 +266,16 @@ def _at_candidates(weights: torch.Tensor, ids: torch.Tensor, sampling: Sampling)
 def _residual_draw(
     proposal: Proposal,
     weights: torch.Tensor,
-    worth: torch.Tensor,
+    weight: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     accept_len: torch.Tensor,
     draw: Draw,
 ) -> torch.Tensor:
-    """A draw from ``(w p - q)+`` at the first refusal, from ``p`` behind the last draft; ``[bs]``.
+    """A draw from ``(w p - q)+`` at the first rejected draft, from ``p`` after the last; ``[bs]``.
 
     Args:
-        worth: ``[bs]`` fp64, ``w`` of what was accepted.
+        weight: ``[bs]`` fp64, ``w`` of the accepted prefix.
     """
     bs, block = positions.shape
     rows = torch.arange(bs, device=weights.device) * block + accept_len
@@ -283,9 +283,9 @@ def _residual_draw(
     p = p / p.sum(-1, keepdim=True)
     at = accept_len.clamp(max=block - 2).view(bs, 1, 1).expand(-1, 1, proposal.ids.shape[-1])
     ids, q = (t.gather(1, at).squeeze(1) for t in (proposal.ids, proposal.q))
-    left = (p * worth.to(p).unsqueeze(-1)).scatter_add_(-1, ids, -q).clamp_(min=0)
-    # p and q equal up to rounding leave nothing: the refusal was rounding too.
-    refused = (accept_len < block - 1) & (left.sum(-1) > 0)
-    left = torch.where(refused.unsqueeze(-1), left, p)
+    left = (p * weight.to(p).unsqueeze(-1)).scatter_add_(-1, ids, -q).clamp_(min=0)
+    # p and q equal up to rounding leave nothing: the rejection was rounding too.
+    rejected = (accept_len < block - 1) & (left.sum(-1) > 0)
+    left = torch.where(rejected.unsqueeze(-1), left, p)
     where = positions.gather(1, accept_len.unsqueeze(1)).squeeze(1)
     return draw(left, seeds ^ RESIDUAL_STREAM, where)

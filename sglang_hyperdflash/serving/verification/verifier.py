@@ -232,7 +232,7 @@ class Verifier:
     def describe(self, batch: Any, output: Any, committed: Committed, rows: Rows) -> None:
         """Sampling masks and logprobs of the committed tokens, where a request asked for them.
 
-        A sampling mask tells the distribution that we draw from: SGLang's own
+        A sampling mask holds what a token is drawn from. SGLang's own function
         (``build_speculative_verify_target_probs``) takes top-p of what top-k has left.
         """
         info, (_, width) = rows.info, committed.tokens.shape

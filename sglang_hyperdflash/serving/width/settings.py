@@ -44,7 +44,7 @@ def read_setting(
     """The setting of a drafter of ``block`` rows: adaptive unless a variable says otherwise.
 
     Args:
-        causal: whether a draft depends on nothing behind it in its block. Only then is a narrow
+        causal: whether a draft depends on nothing after it in its block. Only then is a narrow
             block drafted as well as the start of a whole one, so only then is it a default.
 
     Raises:

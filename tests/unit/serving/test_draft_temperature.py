@@ -13,7 +13,7 @@ from sglang_hyperdflash.serving.drafting.temperature import (
     accepted_shares,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.verification.exact import Verdict, walked_worth
+from sglang_hyperdflash.serving.verification.exact import Verdict, weights_along
 from tests.unit.serving.markov import Linked, Markov, decode, one
 
 SEEDS = torch.arange(500) * 7919 + 13
@@ -52,7 +52,7 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
         for token in range(width):
             path = choice.clone()
             path[:, k] = token
-            weight = walked_worth(*(each.gather(2, path).squeeze(2) for each in (p, q)))
+            weight = weights_along(*(each.gather(2, path).squeeze(2) for each in (p, q)))
             expected += q[:, k, token].double() * weight[:, k + 1] / weight[:, k]
         torch.testing.assert_close(found[:, k, i], expected, rtol=1e-5, atol=1e-6)
         overlap = torch.minimum(p[:, k], q[:, k]).sum(-1)

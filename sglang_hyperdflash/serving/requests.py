@@ -70,14 +70,14 @@ def signed(value: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRequests:
     """The requests of one forward pass, in the batch's order; bs of them.
 
     Attributes:
         reqs: SGLang's requests, held so that no other may take their identity.
         slots: their rows of the request pool, which change over a retraction.
         retractions: how often each was retracted.
-        draws: their noise.
+        draws: their seeds, and which of them are the client's.
         greedy: all are greedy, and nothing changes the order of their logits.
         penalties, end_tokens: None without such requests.
         classes: how many are greedy and how many sampled.
@@ -110,13 +110,18 @@ class Rows:
         return sampling_of(self.info)
 
     @property
+    def all_greedy(self) -> bool:
+        """Whether no request samples. SGLang's ``is_all_greedy`` stays False once one did."""
+        return self.classes[1] == 0
+
+    @property
     def changes_logits(self) -> bool:
         """Whether penalties, ``min_new_tokens`` or a bias change anyone's logits."""
         changed = self.penalties is not None or self.end_tokens is not None
         return changed or self.info.logit_bias is not None
 
 
-class Requests:
+class RequestState:
     """What outlives a round: seeds, generated counts, and the tensors of the batch that runs.
 
     Args:
@@ -127,7 +132,7 @@ class Requests:
 
     def __init__(self, runner: Any, random_seed: int, device: torch.device | str) -> None:
         self.runner, self.device, self.seeds = runner, device, Seeds(random_seed)
-        self.rows: Rows | None = None
+        self.current: BatchRequests | None = None
         self._places: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     @cached_property
@@ -136,17 +141,17 @@ class Requests:
         slots = len(self.runner.req_to_token_pool.req_to_token)
         return GeneratedCounts(slots, self.runner.model_config.vocab_size, self.device)
 
-    def begin(self, batch: Any, prefill: bool = False) -> Rows | None:
-        """The rows of the pass that starts; None for a batch that samples nothing."""
+    def begin(self, batch: Any, prefill: bool = False) -> BatchRequests | None:
+        """The requests of the pass that starts; None for a batch that samples nothing."""
         reqs, info = batch.reqs, batch.sampling_info
         if not reqs or info is None:
-            self.rows = None
+            self.current = None
             return None
         slots = [self._slot(req) for req in reqs]
-        rows, moved = self.rows, [False] * len(reqs)
-        if rows is None or prefill or not rows.same(reqs, slots):
-            rows, moved = gather(reqs, slots, self.seeds, self.device), self._moved(reqs, slots)
-        if rows.penalties is not None:
+        requests, moved = self.current, [False] * len(reqs)
+        if requests is None or prefill or not requests.same(reqs, slots):
+            requests, moved = gather(reqs, slots, self.seeds, self.device), self._moved(reqs, slots)
+        if requests.penalties is not None:
             # A decoding request of a mixed batch goes on; all others of a prefill start.
             going_on = set(map(id, batch.decoding_reqs or ()))
             for req, slot, new in zip(reqs, slots, moved, strict=True):
@@ -155,14 +160,14 @@ class Requests:
                     self.counts.reset(slot, req.output_ids)
         # The anchor of a round is not in seq_lens yet.
         contexts = batch.seq_lens if prefill else batch.seq_lens + 1
-        self.rows = replace(rows, info=info, contexts=contexts)
-        return self.rows
+        self.current = replace(requests, info=info, contexts=contexts)
+        return self.current
 
-    def count(self, rows: Rows, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+    def count(self, requests: BatchRequests, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """The first ``lengths [bs]`` of ``tokens [bs, B]`` were generated."""
-        if rows.penalties is not None:
-            at, last = rows.penalties.rows, self.runner.model_config.vocab_size - 1
-            self.counts.add(rows.penalties.slots, tokens[at].clamp(max=last), lengths[at])
+        if requests.penalties is not None:
+            at, last = requests.penalties.rows, self.runner.model_config.vocab_size - 1
+            self.counts.add(requests.penalties.slots, tokens[at].clamp(max=last), lengths[at])
 
     def _slot(self, req: Any) -> int:
         """A request's row of the request pool.
@@ -184,7 +189,9 @@ class Requests:
         return moved
 
 
-def gather(reqs: Sequence[Any], slots: list[int], seeds: Seeds, device: torch.device | str) -> Rows:
+def gather(
+    reqs: Sequence[Any], slots: list[int], seeds: Seeds, device: torch.device | str
+) -> BatchRequests:
     """Read the requests of a new batch."""
     pairs = [seeds.of(req) for req in reqs]
     parameters = [req.sampling_params for req in reqs]
@@ -212,7 +219,7 @@ def gather(reqs: Sequence[Any], slots: list[int], seeds: Seeds, device: torch.de
             new([[p.repetition_penalty] for p in values], torch.float32),
         )
     ends = _end_tokens(reqs, new)
-    return Rows(
+    return BatchRequests(
         list(reqs),
         slots,
         [req.retraction_count for req in reqs],

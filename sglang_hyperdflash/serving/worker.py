@@ -1,8 +1,8 @@
 """The HYPERDFLASH worker: SGLang's DFLASH worker with a round of its own, the same at every width.
 
 Kept of the parent: what it constructs (model runners, pools, graphs, the fused draft K/V write).
-:meth:`HyperDFlashWorker.decode` is a round, in seven steps, each with its part in a folder next to
-this file. A prefill draws its token with the same noise, through ``verification/prefill``'s hooks.
+:meth:`HyperDFlashWorker.decode` is a round, step by step; the parts that it calls are next to this
+file. A prefill samples its token inside SGLang's sampler, through ``verification/prefill``'s hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.drafting.block import prepare_block
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.requests import Requests, Rows
+from sglang_hyperdflash.serving.requests import BatchRequests, RequestState
 from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
     check_processors,
@@ -46,25 +46,26 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 logger = logging.getLogger(__name__)
 
 
-def block_fits(committed: Iterable[int], running: int, block: int, context: int) -> bool:
+def block_fits(committed_lens: Iterable[int], in_flight: int, block: int, context: int) -> bool:
     """Whether a whole block ends before the last position of every request's context.
 
-    Rounds of one row then fit as well: SGLang ends a request two tokens before its context's end,
+    Rounds of width 1 then fit as well: SGLang ends a request two tokens before its context's end,
     and runs it once more at most.
 
     Args:
-        committed: tokens of each request that the host knows of.
-        running: rows of the round that may still run under overlap scheduling; 0 without.
+        committed_lens: tokens of each request that the host knows of.
+        in_flight: width of the round that may still run under overlap scheduling; 0 without.
+        context: the server's context length.
     """
-    return max(committed) + running + block < context
+    return max(committed_lens) + in_flight + block < context
 
 
-def rows_past_the_end(one_row: bool, block: int) -> int:
+def rows_past_the_end(width_1_allowed: bool, block: int) -> int:
     """Tokens by which a server ends requests early (``dflash_seams.end_requests_early``).
 
-    Without rounds of one row, a request's last blocks would pass its context's end.
+    Without rounds of width 1, a request's last blocks would pass its context's end.
     """
-    return 0 if one_row else 2 * block
+    return 0 if width_1_allowed else 2 * block  # the round that ends it, and one in flight
 
 
 class HyperDFlashWorker(DFlashWorkerV2):
@@ -73,7 +74,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
     Attributes:
         block: rows of a whole block, the drafter's own. The scheduler reserves slots for it in
             every round, whatever the width.
-        requests, drafter, verifier, draft_kv, lanes, width_control: the parts of a round.
+        request_state, drafter, verifier, draft_kv, lanes, width_control: the parts of a round.
     """
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
@@ -83,24 +84,24 @@ class HyperDFlashWorker(DFlashWorkerV2):
         runner = target_worker.model_runner
         windowed = self.draft_window_size is not None
         self.draft_kv = (WindowedDraftKV if windowed else DraftKV)(self)
-        self.requests = Requests(runner, target_worker.random_seed, self.device)
-        self.drafter = Drafter(self, self.requests)
-        self.verifier = Verifier(self, self.requests, self.drafter.temperature)
+        self.request_state = RequestState(runner, target_worker.random_seed, self.device)
+        self.drafter = Drafter(self, self.request_state)
+        self.verifier = Verifier(self, self.request_state)
         check_pair(self)
-        prefill.serve(prefill.PrefillSampler(runner, self.requests, self.verifier))
+        prefill.serve(prefill.PrefillSampler(runner, self.request_state, self.verifier))
         self._overlap = not server_args.disable_overlap_schedule
         self._prefills_only = server_args.disaggregation_mode == "prefill"
-        self._one_row = not whole_blocks_only()
-        check_processors(self._one_row, server_args.enable_custom_logit_processor)
-        target_worker.rows_past_the_end = rows_past_the_end(self._one_row, self.block)
+        self._width_1_allowed = not whole_blocks_only()
+        check_processors(self._width_1_allowed, server_args.enable_custom_logit_processor)
+        target_worker.rows_past_the_end = rows_past_the_end(self._width_1_allowed, self.block)
         setting = WidthSetting(FULL, (self.block,))
-        if self._one_row:
+        if self._width_1_allowed:
             setting = read_setting(self.block, drafts_causally(self))
         if get_parallel().tp_size > 1:
             check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
         self.width_control = WidthController(setting, self.block)
         # Width 1 is for custom logit processors and the ends of contexts at least.
-        self.lanes = Lanes(self, setting.widths, eager=(1,) if self._one_row else ())
+        self.lanes = Lanes(self, setting.widths, eager=(1,) if self._width_1_allowed else ())
         self._last_width = self.block
         # The target's graphs are captured later.
         runner.capture_tail_hooks.append(SharedResidual())
@@ -115,6 +116,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self.prefill(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         if batch.forward_mode.is_idle():  # a rank of attention data parallelism without requests
+            self.request_state.current = None
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         return self.decode(batch, on_publish, grammar_barrier)
 
@@ -126,14 +128,17 @@ class HyperDFlashWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """One round: draft, verify, commit.
 
+        The host only launches; it waits for the device with a grammar (step 4), and with a windowed
+        drafter whose attention plans on the host (step 2).
+
         Args:
             batch: a decoding ``ScheduleBatch`` whose ``spec_info`` holds every request's anchor.
             on_publish: gets the new lengths ``[bs]`` as soon as they are launched.
             grammar_barrier: after it, grammars know the tokens of the round before.
         """
-        # 0. Who is in the batch, and how many rows of each request are verified.
-        rows = self.requests.begin(batch)
-        lane = self.lanes.activate(self._choose_width(rows))
+        # 0. The requests of the batch, and the round's width: tokens of each that are verified.
+        requests = self.request_state.begin(batch)
+        lane = self.lanes.activate(self._choose_width(requests))
 
         # 1. The block: anchors, masks, positions, the K/V slots that are reserved for it. The
         # lengths may come from another stream, of the round before.
@@ -141,49 +146,59 @@ class HyperDFlashWorker(DFlashWorkerV2):
         translator = self.target_worker.model_runner.kv_index_translator
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
-        # 2. Draft: one pass, then width - 1 tokens of every request. Nothing at width 1.
+        # 2. Draft: one pass, then width - 1 tokens of every request: argmaxes in a greedy batch,
+        # else drawn from the drafter's distribution q, which stays in block.proposal. Nothing at
+        # width 1.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
-            block = self.drafter.draft(batch, block, context, rows, lane)
-        # The host's copy of the tokens starts before the target runs, so it waits for no target.
+            block = self.drafter.draft(batch, block, context, requests, lane)
+        # Grammars need the drafts on the host: their copy starts before the target runs.
         tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
 
-        # 3. Verify: one target pass over every row.
+        # 3. Verify: one target pass over every token of the blocks.
         target = self.verifier.forward(batch, block)
         output = target.logits_output
 
-        # 4. The final logits: grammar, penalties, bias, custom processors.
-        predicted = self.verifier.final_logits(batch, output, block, rows, tree, grammar_barrier)
+        # 4. Make output's logits final, in place: grammar, penalties, bias, custom processors. A
+        # greedy batch whose logits stay sharded over ranks has its argmaxes instead.
+        argmaxes = self.verifier.finish_logits(
+            batch, output, block, requests, tree, grammar_barrier
+        )
 
-        # 5. Accept a prefix of every block and add the bonus token; rank 0 decides for all.
-        committed = self.verifier.accept(output.next_token_logits, predicted, block, rows)
-        self.verifier.describe(batch, output, committed, rows)
-        new_seq_lens = batch.seq_lens + committed.lengths.to(batch.seq_lens.dtype)
+        # 5. Accept a prefix of every block: drafts that equal the target's argmax (greedy), or the
+        # token that the request's seed draws from the target's distribution p (seeded), or by
+        # block verification of q against p (all others). Then the bonus token; rank 0 decides.
+        committed = self.verifier.accept(output.next_token_logits, argmaxes, block, requests)
+        self.drafter.learn(block, requests, committed.verdict)
+        self.verifier.describe(batch, output, committed, requests)
+        new_seq_lens = batch.seq_lens + committed.accept_lens.to(batch.seq_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
 
-        # 6. Reduce the residual, and write the draft K/V of the committed tokens.
-        self.draft_kv.write(output.hidden_states, block, committed.lengths)
+        # 6. Reduce the target's residual streams to the drafter's features, and write the draft K/V
+        # of the committed tokens.
+        self.draft_kv.write(output.hidden_states, block, committed.accept_lens)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
-        # 7. What the next round needs to know.
-        self.requests.count(rows, committed.tokens, committed.lengths)
+        # 7. Count generated tokens, for penalties. The width policy learns when the host has read
+        # the result (``scheduler/metrics``).
+        self.request_state.count(requests, committed.tokens, committed.accept_lens)
         return self._result(target, committed, new_seq_lens, lane.width)
 
-    def _choose_width(self, rows: Rows) -> int:
-        """The width of the round that starts: one row where nothing may be drafted."""
+    def _choose_width(self, requests: BatchRequests) -> int:
+        """The width of the round that starts: 1 where nothing may be drafted."""
         width = self.block
-        if self._one_row:
-            context = self.target_worker.model_runner.model_config.context_len
-            committed = (req.kv.kv_committed_len for req in rows.reqs)
-            running = self._last_width if self._overlap else 0
+        if self._width_1_allowed:
+            context_length = self.target_worker.model_runner.model_config.context_len
+            committed_lens = (req.kv.kv_committed_len for req in requests.reqs)
+            in_flight = self._last_width if self._overlap else 0
             # A processor is called once a token, as in the baseline.
-            if rows.info.has_custom_logit_processor or not block_fits(
-                committed, running, self.block, context
+            if requests.info.has_custom_logit_processor or not block_fits(
+                committed_lens, in_flight, self.block, context_length
             ):
                 width = 1
             else:
-                width = self.width_control.next(*rows.classes)
+                width = self.width_control.next(*requests.classes)
         self._last_width = width
         return width
 
@@ -193,10 +208,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
         result = GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=committed.tokens.flatten(),
-            accept_lens=committed.lengths,
+            accept_lens=committed.accept_lens,
             can_run_cuda_graph=target.can_run_cuda_graph,
             next_draft_input=self._make_next_draft_input_decode(
-                bonus_tokens=committed.anchors, new_seq_lens=new_seq_lens
+                bonus_tokens=committed.next_anchors, new_seq_lens=new_seq_lens
             ),
             speculative_num_draft_tokens=width,
             new_seq_lens=new_seq_lens,
@@ -205,7 +220,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         )
         if not self.width_control.setting.fixed:
             # SGLang's own gauge and the answers' ``spec_cap_length`` are then the mean width.
-            result.cap_lens = torch.full_like(committed.lengths, width)
+            result.cap_lens = torch.full_like(committed.accept_lens, width)
         return result
 
     def prefill(
@@ -219,7 +234,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         if batch.decoding_reqs and batch.has_grammar and grammar_barrier is not None:
             # A mixed batch draws the running requests' tokens under their grammars' masks.
             grammar_barrier()
-        self.requests.begin(batch, prefill=True)
+        # The hooks read these in SGLang's sampler, during the target's pass.
+        self.request_state.begin(batch, prefill=True)
         self.lanes.activate(self.block)
         self._wait_for_fused_hicache_load(batch)
         result = self.target_worker.forward_batch_generation(
@@ -247,6 +263,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.draft_kv.write_prefill(batch, output.hidden_states, plan, positions)
         output.hidden_states = None
         result.next_draft_input = self._make_next_draft_input_prefill(
+            # A broken row's token is past the vocabulary; the next anchor must have an embedding.
             bonus_tokens=tokens.masked_fill(tokens == self.verifier.vocabulary, 0),
             seq_lens=batch.seq_lens,
         )
@@ -282,9 +299,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
         group = get_parallel().tp_group
         share = partial(group.broadcast_object, src=0) if group.world_size > 1 else None
         self.width_control.costs = time_rounds(self, self.width_control, share)
-        self.requests.rows, self._last_width = None, self.block
+        self.request_state.current, self._last_width = None, self.block
         self.draft_kv.forget_padding()
-        self.drafter.temperature.reset()
+        self.drafter.draft_temperature.reset()
         self.lanes.activate(self.block)
 
     def _maybe_build_draft_sampler(self):

@@ -191,8 +191,9 @@ def load():
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def accept(original, self, logits, predicted, block, rows):
-        return original(self, logits, logits.argmax(-1), replace(block, proposal=None), rows)
+    def accept(original, self, logits, argmaxes, block, requests):
+        greedy = replace(block, proposal=None)
+        return original(self, logits, logits.argmax(-1), greedy, requests)
 
     HookRegistry.register(
         "sglang_hyperdflash.serving.verification.verifier.Verifier.accept",
@@ -229,3 +230,16 @@ def test_greedy_rows_stay_greedy_among_sampled_ones(hyper_server, own_prompts, o
             assert answer["output_ids"] == own_reference[i][:64]
     sampled = [a["output_ids"] for i, a in enumerate(answers) if i % 2]
     assert any(s != own_reference[2 * i + 1][:64] for i, s in enumerate(sampled))
+
+
+def test_greedy_rows_go_on_when_the_sampled_ones_have_ended(
+    hyper_server, own_prompts, own_reference
+):
+    """SGLang's ``is_all_greedy`` stays False in such a batch; its blocks are greedy."""
+    sampling = [
+        {"temperature": i % 2, "max_new_tokens": 8 if i % 2 else 96, "ignore_eos": True}
+        for i in range(4)
+    ]
+    answers = hyper_server.generate(input_ids=own_prompts[:4], sampling_params=sampling)
+    for i in (0, 2):
+        assert answers[i]["output_ids"] == own_reference[i][:96]

@@ -28,8 +28,8 @@ import json
 import os
 
 
-def record(result, self, logits, predicted, block, rows):
-    names = [req.rid for req in rows.reqs]
+def record(result, self, logits, argmaxes, block, requests):
+    names = [req.rid for req in requests.reqs]
     blocks = zip(names, block.positions[:, 0].tolist(), block.tokens.tolist())
     with open(os.environ["RECORDED_BLOCKS"], "a") as out:
         out.writelines(json.dumps([name, at, *block]) + "\\n" for name, at, block in blocks)

@@ -17,7 +17,7 @@ class Block:
     Attributes:
         tokens: ``[bs, width]`` int64: the anchor, the last committed token, then mask tokens, or,
             once it is drafted, the drafts.
-        positions: ``[bs, width]`` int64, of the context's last token at the first row.
+        positions: ``[bs, width]`` int64; the anchor's is SGLang's ``seq_lens``, without it.
         plan: SGLang's ``KVLocPlan`` of the rows' target slots.
         ends_cpu, ends_sum: the contexts' lengths after the block, or bounds of them, on the host;
             None where SGLang knows neither.

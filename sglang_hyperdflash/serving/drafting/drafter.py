@@ -36,7 +36,8 @@ from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.requests import Requests, Rows
+from sglang_hyperdflash.serving.requests import BatchRequests, RequestState
+from sglang_hyperdflash.serving.verification.exact import Verdict
 from sglang_hyperdflash.serving.verification.penalties import UNLIKELY
 from sglang_hyperdflash.serving.width.lanes import Lane
 
@@ -48,11 +49,11 @@ class Drafter:
 
     Args:
         worker: the ``DFlashWorkerV2`` whose draft runner and embeddings are used.
-        requests: their generated counts, for penalties.
+        request_state: has generated counts, for penalties.
     """
 
-    def __init__(self, worker: Any, requests: Requests) -> None:
-        self.worker, self.requests = worker, requests
+    def __init__(self, worker: Any, request_state: RequestState) -> None:
+        self.worker, self.request_state = worker, request_state
         target = worker.target_worker.model_runner
         self.lm_head = unwrap_lora_layer(getattr(target.model, "lm_head", None))
         self.head = self._usable_head()
@@ -60,7 +61,7 @@ class Drafter:
         vocabulary = int(target.model_config.vocab_size)
         self.candidates = configured.top_k if configured else default_candidates(vocabulary)
         check_candidates(self.candidates, self.lm_head)
-        self.temperature = DraftTemperature(worker.device, fixed=read_draft_temperature())
+        self.draft_temperature = DraftTemperature(worker.device, fixed=read_draft_temperature())
 
     def _usable_head(self) -> torch.nn.Module | None:
         """The drafter's dependency head, None where the target gives it no candidates."""
@@ -82,7 +83,7 @@ class Drafter:
         return CandidateBuffers(width, self.candidates, self.lm_head, self.head, most, device)
 
     def draft(
-        self, batch: Any, block: Block, context: DraftContext, rows: Rows, lane: Lane
+        self, batch: Any, block: Block, context: DraftContext, requests: BatchRequests, lane: Lane
     ) -> Block:
         """The block with its drafts, one pass of the drafter later."""
         out = self._forward(batch, block, context, lane)
@@ -91,9 +92,9 @@ class Drafter:
         hidden = None
         if captured is None:
             hidden = out.logits_output.hidden_states.view(bs, block.width, -1)[:, 1:]
-        if not rows.greedy:
+        if not requests.greedy:
             found = captured.of(bs) if captured is not None else self._eager_candidates(hidden)
-            proposal = self._draw(found, block, rows)
+            proposal = self._draw(found, block, requests)
             return block.drafted(self._agree(proposal.tokens), proposal)
         if captured is not None:
             drafts = captured.greedy[:bs]
@@ -103,6 +104,12 @@ class Drafter:
             drafts = self._argmax(hidden)
         # Without a head these are argmaxes gathered over ranks: the same on all.
         return block.drafted(drafts if self.head is None else self._agree(drafts), None)
+
+    def learn(self, block: Block, requests: BatchRequests, verdict: Verdict | None) -> None:
+        """Learn the draft temperature from how sampled drafts fared; None of a greedy round."""
+        if verdict is not None:
+            seeded = requests.draws.seeded
+            self.draft_temperature.learn(block.proposal, requests.sampling, seeded, verdict)
 
     def _forward(self, batch: Any, block: Block, context: DraftContext, lane: Lane) -> Any:
         """The draft pass; seam: the ``ForwardBatch`` of ``DFlashWorkerV2``'s draft step."""
@@ -165,18 +172,18 @@ class Drafter:
                 hidden_states=hidden.reshape(-1, hidden.shape[-1]), lm_head=self.lm_head
             ).view(hidden.shape[:2])
 
-    def _draw(self, candidates: Candidates, block: Block, rows: Rows) -> Proposal:
+    def _draw(self, candidates: Candidates, block: Block, requests: BatchRequests) -> Proposal:
         """Draw a block's drafts, with the noise of the requests' seeds."""
         before = block.positions[:, :-1]
         return propose(
             candidates,
             block.anchors,
             self.head,
-            rows.sampling,
-            rows.draws.of_block(before[:, 0]).seeds,
+            requests.sampling,
+            requests.draws.of_block(before[:, 0]).seeds,
             before,
-            self.temperature.of(rows.draws.seeded),
-            self._adjust_for(rows) if rows.changes_logits else None,
+            self.draft_temperature.of(requests.draws.seeded),
+            self._adjust_for(requests) if requests.changes_logits else None,
         )
 
     def _agree(self, drafts: torch.Tensor) -> torch.Tensor:
@@ -187,9 +194,9 @@ class Drafter:
         """
         return self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
 
-    def _adjust_for(self, rows: Rows) -> Any:
+    def _adjust_for(self, requests: BatchRequests) -> Any:
         """Penalties, end tokens and bias at draft k's candidates: an ``Adjust`` of ``propose``."""
-        penalties, ends, bias = rows.penalties, rows.end_tokens, rows.info.logit_bias
+        penalties, ends, bias = requests.penalties, requests.end_tokens, requests.info.logit_bias
 
         def adjust(
             k: int, ids: torch.Tensor, scores: torch.Tensor, so_far: torch.Tensor
@@ -197,11 +204,11 @@ class Drafter:
             if penalties is not None:
                 at = penalties.rows
                 chosen, drafted = ids[at], so_far[at]
-                counts = self.requests.counts.table[penalties.slots.unsqueeze(1), chosen]
+                counts = self.request_state.counts.table[penalties.slots.unsqueeze(1), chosen]
                 counts = counts + (chosen.unsqueeze(2) == drafted.unsqueeze(1)).sum(-1)
                 scores = scores.index_copy(0, at, penalties.applied(scores[at], counts))
             if ends is not None:
-                early = ends.too_early(rows.contexts, k + 1)[:, -1]
+                early = ends.too_early(requests.contexts, k + 1)[:, -1]
                 is_end = (ids[ends.rows].unsqueeze(2) == ends.ids.unsqueeze(1)).any(-1)
                 forbidden = is_end & early.unsqueeze(1)
                 found = scores[ends.rows].masked_fill(forbidden, UNLIKELY)

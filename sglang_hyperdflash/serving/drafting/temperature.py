@@ -98,7 +98,7 @@ class DraftTemperature:
         if self._rounds % self.EVERY != 1:
             return
         depth = torch.arange(proposal.ids.shape[1], device=proposal.ids.device)
-        accepted = verdict.accept_len.unsqueeze(1)
+        accepted = verdict.correct_drafts.unsqueeze(1)
         reached = (depth <= accepted) & ~(sampling.greedy | verdict.broken).unsqueeze(1)
         emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
         gain = self._gain(proposal, sampling, seeded, emitted, verdict.p)

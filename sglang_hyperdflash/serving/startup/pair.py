@@ -121,13 +121,13 @@ def check_ranks_agree(setting: Any, gather: Callable[[Any], list[Any]]) -> None:
         )
 
 
-def check_processors(one_row: bool, enabled: bool) -> None:
-    """Custom logit processors need rounds of one row per request.
+def check_processors(width_1_allowed: bool, enabled: bool) -> None:
+    """Custom logit processors need rounds of width 1.
 
     Raises:
         HyperDFlashConfigError: they are enabled on a server that verifies whole blocks only.
     """
-    if enabled and not one_row:
+    if enabled and not width_1_allowed:
         raise HyperDFlashConfigError(
             "--enable-custom-logit-processor: expected a server that can verify one row per "
             "request; found attention data parallelism, two-batch overlap or "

@@ -69,12 +69,12 @@ class Verdict:
     """What a round emits.
 
     Attributes:
-        accept_len: ``[bs]`` int32, drafts accepted; bonus: ``[bs]`` int64, the token after them.
+        correct_drafts: ``[bs]`` int32, accepted; bonus: ``[bs]`` int64, the token after them.
         broken: ``[bs]`` bool: the bonus is not a token, its row was broken.
         p: ``[bs, D, K]`` fp32, the target's probabilities of the drafter's candidates.
     """
 
-    accept_len: torch.Tensor
+    correct_drafts: torch.Tensor
     bonus: torch.Tensor
     broken: torch.Tensor
     p: torch.Tensor
@@ -148,15 +148,15 @@ def verify_block(
     Args:
         logits: ``[bs * B, V]``, final; weights: ``[bs * B, V]`` of :func:`weights_of`, B = D + 1.
         sampling: of the bs requests.
-        positions: ``[bs, B]`` int64: of the context's last token at each row.
-        draw: :func:`triton_ops.gumbel.gumbel_argmax` or its reference.
+        positions: ``[bs, B]`` int64 of the tokens that are fed: the anchor's, then the drafts'.
+        draw: :func:`triton_ops.gumbel_op.gumbel_argmax` or its reference.
     """
     bs, block = positions.shape
     broken_rows = weights[:, 0].isnan().view(bs, block)
     target_tokens = _target_tokens(logits, weights, sampling, draws, positions, draw)
     p = _at_candidates(weights, proposal.ids, sampling)
     matches = (proposal.tokens == target_tokens[:, :-1]) & ~broken_rows[:, :-1]
-    accept_len = matches.int().cumprod(1).sum(1)
+    correct_drafts = matches.int().cumprod(1).sum(1)
     rejecting = ~(draws.seeded | sampling.greedy)
     if draws.any_unseeded:
         w = prefix_weights(proposal, p)
@@ -166,15 +166,17 @@ def verify_block(
         u = coins(draws.seeds.unsqueeze(1).expand(bs, block - 1), positions[:, :-1])
         # Strict: a draft the target gives no mass is never accepted, whatever the coin.
         reached = torch.arange(1, block, device=u.device) * (u < h)
-        accept_len = torch.where(rejecting, reached.amax(1), accept_len)
-    at = accept_len.unsqueeze(1)
+        correct_drafts = torch.where(rejecting, reached.amax(1), correct_drafts)
+    at = correct_drafts.unsqueeze(1)
     bonus = target_tokens.gather(1, at).squeeze(1)
     if draws.any_unseeded:
         weight = w.gather(1, at).squeeze(1)
-        drawn = _residual_draw(proposal, weights, weight, draws.seeds, positions, accept_len, draw)
+        drawn = _residual_draw(
+            proposal, weights, weight, draws.seeds, positions, correct_drafts, draw
+        )
         bonus = torch.where(rejecting, drawn, bonus)
     broken = broken_rows.gather(1, at).squeeze(1)
-    return Verdict(accept_len.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
+    return Verdict(correct_drafts.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
 
 
 def prefix_weights(proposal: Proposal, p: torch.Tensor) -> torch.Tensor:
@@ -224,11 +226,11 @@ def draw_rows(
 ) -> torch.Tensor:
     """Tokens ``[bs]`` int64 of rounds without drafts; arbitrary at broken rows.
 
-    The noise is that of :func:`verify_block` after the last draft: another width in the next round
-    uses none of it again.
+    Seeded requests draw with the same noise at every width, all others with noise of their own
+    that no block uses.
 
     Args:
-        logits, weights: ``[bs, V]``; positions: ``[bs]`` int64, of the contexts' last tokens.
+        logits, weights: ``[bs, V]``; positions: ``[bs]`` int64, of the anchors.
     """
     seeds = torch.where(draws.seeded, draws.seeds, draws.seeds ^ RESIDUAL_STREAM)
     drawn = draw(weights, seeds, positions)
@@ -269,7 +271,7 @@ def _residual_draw(
     weight: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    accept_len: torch.Tensor,
+    correct_drafts: torch.Tensor,
     draw: Draw,
 ) -> torch.Tensor:
     """A draw from ``(w p - q)+`` at the first rejected draft, from ``p`` after the last; ``[bs]``.
@@ -278,14 +280,14 @@ def _residual_draw(
         weight: ``[bs]`` fp64, ``w`` of the accepted prefix.
     """
     bs, block = positions.shape
-    rows = torch.arange(bs, device=weights.device) * block + accept_len
+    rows = torch.arange(bs, device=weights.device) * block + correct_drafts
     p = weights.index_select(0, rows)
     p = p / p.sum(-1, keepdim=True)
-    at = accept_len.clamp(max=block - 2).view(bs, 1, 1).expand(-1, 1, proposal.ids.shape[-1])
+    at = correct_drafts.clamp(max=block - 2).view(bs, 1, 1).expand(-1, 1, proposal.ids.shape[-1])
     ids, q = (t.gather(1, at).squeeze(1) for t in (proposal.ids, proposal.q))
     left = (p * weight.to(p).unsqueeze(-1)).scatter_add_(-1, ids, -q).clamp_(min=0)
     # p and q equal up to rounding leave nothing: the rejection was rounding too.
-    rejected = (accept_len < block - 1) & (left.sum(-1) > 0)
+    rejected = (correct_drafts < block - 1) & (left.sum(-1) > 0)
     left = torch.where(rejected.unsqueeze(-1), left, p)
-    where = positions.gather(1, accept_len.unsqueeze(1)).squeeze(1)
+    where = positions.gather(1, correct_drafts.unsqueeze(1)).squeeze(1)
     return draw(left, seeds ^ RESIDUAL_STREAM, where)

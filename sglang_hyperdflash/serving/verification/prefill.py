@@ -34,24 +34,24 @@ class PrefillSampler:
     """One row a request: penalties, final logits and the draw, as in a round of width 1.
 
     Args:
-        requests: of the pass that runs. verifier: penalises, filters.
+        request_state: knows the pass that runs. verifier: penalises, filters.
     """
 
-    def __init__(self, runner: Any, requests: Any, verifier: Any) -> None:
-        self.runner, self.requests, self.verifier = runner, requests, verifier
+    def __init__(self, runner: Any, request_state: Any, verifier: Any) -> None:
+        self.runner, self.request_state, self.verifier = runner, request_state, verifier
         self._greedy: torch.Tensor | None = None
         self._broken: torch.Tensor | None = None
 
     @property
     def active(self) -> bool:
-        """Whether a pass of ours is being sampled."""
-        return self.requests.rows is not None
+        """Whether the last pass that began has requests."""
+        return self.request_state.current is not None
 
     def penalise(self, logits: torch.Tensor) -> None:
         """Penalties of ``logits [bs, V]``, in place, before grammar and bias."""
-        rows = self.requests.rows
-        drafts = torch.empty(len(rows.reqs), 0, dtype=torch.int64, device=logits.device)
-        self.verifier.penalise(logits.unsqueeze(1), drafts, rows)
+        requests = self.request_state.current
+        drafts = torch.empty(len(requests.reqs), 0, dtype=torch.int64, device=logits.device)
+        self.verifier.penalise(logits.unsqueeze(1), drafts, requests)
 
     def read(self, logits: torch.Tensor) -> None:
         """Keep the greedy tokens and the broken rows of the final ``logits [bs, V]``."""
@@ -74,7 +74,7 @@ class PrefillSampler:
         # SGLang takes logprobs from the same storage.
         own = probs.clone() if sampling.filters and renorm is None else probs
         weights = filtered(own.float(), sampling, renorm)
-        drawn = gumbel_argmax(weights, self.requests.rows.draws.seeds, positions.long())
+        drawn = gumbel_argmax(weights, self.request_state.current.draws.seeds, positions.long())
         return torch.where(sampling.greedy, self._greedy, drawn), weights
 
     def end(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class PrefillSampler:
             tokens = tokens.masked_fill(self._broken, self.verifier.vocabulary)
         self._broken = self._greedy = None
         ones = torch.ones_like(tokens)
-        self.requests.count(self.requests.rows, tokens.long().unsqueeze(1), ones)
+        self.request_state.count(self.request_state.current, tokens.long().unsqueeze(1), ones)
         return tokens
 
 

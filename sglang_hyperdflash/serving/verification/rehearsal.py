@@ -9,10 +9,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
-from sglang_hyperdflash.serving.drafting.temperature import (
-    DraftTemperature,
-    read_draft_temperature,
-)
+from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import Draws
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 
@@ -58,14 +55,11 @@ def verification_peak(
         torch.zeros(bs, drafts, dtype=torch.int64, device=device),
         torch.ones(bs, device=device),
     )
-    # Nothing that is learnt here may reach a request.
-    learnt = verifier.temperature
-    verifier.temperature = DraftTemperature(device, fixed=read_draft_temperature())
-    try:
-        positions = torch.zeros(bs, drafts + 1, dtype=torch.int64, device=device)
-        verifier.verify(target_logits, sampling, proposal, Draws(seeds, seeds % 2 == 0), positions)
-    finally:
-        verifier.temperature = learnt
+    positions = torch.zeros(bs, drafts + 1, dtype=torch.int64, device=device)
+    draws = Draws(seeds, seeds % 2 == 0)
+    verdict = verifier.verify(target_logits, sampling, proposal, draws, positions)
+    # Of its own: nothing that is learnt here may reach a request.
+    DraftTemperature(device).learn(proposal, sampling, draws.seeded, verdict)
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before
 

@@ -27,8 +27,7 @@ from sglang.srt.utils import is_cuda
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Proposal
 from sglang_hyperdflash.serving.drafting.block import Block
-from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
-from sglang_hyperdflash.serving.requests import Requests, Rows
+from sglang_hyperdflash.serving.requests import BatchRequests, RequestState
 from sglang_hyperdflash.serving.verification.exact import (
     Draws,
     Verdict,
@@ -59,26 +58,28 @@ class Committed:
     """What a round commits.
 
     Attributes:
-        tokens: ``[bs, width]`` int64, of which the first ``lengths [bs]`` (int32) count: accepted
-            drafts and the bonus token, an id past the vocabulary where its row is broken.
-        anchors: ``[bs]`` int64, the bonus tokens, 0 where the row is broken.
+        tokens: ``[bs, width]`` int64: accepted drafts, then the bonus token; past the vocabulary
+            where its row of logits is broken, which ends the request.
+        accept_lens: ``[bs]`` int32, how many of them count: 1 + accepted drafts.
+        next_anchors: ``[bs]`` int64: the bonus tokens, 0 where broken, since they are embedded.
+        verdict: of sampled drafts, to learn the draft temperature from; None of a greedy round.
     """
 
     tokens: torch.Tensor
-    lengths: torch.Tensor
-    anchors: torch.Tensor
+    accept_lens: torch.Tensor
+    next_anchors: torch.Tensor
+    verdict: Verdict | None = None
 
 
 class Verifier:
     """Verifies one round at a time.
 
     Args:
-        worker: the ``DFlashWorkerV2`` whose target runs. requests: their generated counts.
-        temperature: learns from what was accepted.
+        worker: the ``DFlashWorkerV2`` whose target runs. request_state: has generated counts.
     """
 
-    def __init__(self, worker: Any, requests: Requests, temperature: DraftTemperature) -> None:
-        self.worker, self.requests, self.temperature = worker, requests, temperature
+    def __init__(self, worker: Any, request_state: RequestState) -> None:
+        self.worker, self.request_state = worker, request_state
         self.renorm = renorm_kernels()
         self.vocabulary = int(worker.target_worker.model_runner.model_config.vocab_size)
 
@@ -116,98 +117,97 @@ class Verifier:
             skip_attn_backend_init=None if data_parallel else True,
         )
 
-    def final_logits(
+    def finish_logits(
         self,
         batch: Any,
         output: Any,
         block: Block,
-        rows: Rows,
+        requests: BatchRequests,
         tree: GrammarTree | None,
         barrier: Callable[[], None] | None,
     ) -> torch.Tensor | None:
         """Make the target's logits ``[bs * width, V]`` final, in ``output``.
 
         Returns:
-            the target's tokens ``[bs * width]`` where the logits stay in their vocabulary shards:
-            a greedy batch needs no more. Seam: ``DFlashWorkerV2._defer_target_verify_gather``.
+            argmaxes ``[bs * width]`` int64 of logits that stay in their vocabulary shards, all that
+            a greedy batch needs; else None. Seam: ``DFlashWorkerV2._defer_target_verify_gather``.
         """
         processor = self.worker._target_logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
-            if rows.greedy and self.worker._can_skip_verify_logits(batch, rows.info):
-                predicted = processor.deferred_argmax(output.next_token_logits).long()
+            if requests.greedy and self.worker._can_skip_verify_logits(batch, requests.info):
+                argmaxes = processor.deferred_argmax(output.next_token_logits).long()
                 output.next_token_logits = None
-                return predicted
+                return argmaxes
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
         logits = output.next_token_logits
         if tree is not None:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,
                 tree=tree,
-                sampling_info=rows.info,
+                sampling_info=requests.info,
                 device=logits.device,
                 barrier=barrier,
             )
             if mask is not None:
                 mask.apply(logits)
         by_block = logits.view(*block.tokens.shape, -1)
-        self.penalise(by_block, block.drafts, rows)
-        if rows.info.logit_bias is not None:
-            by_block.add_(rows.info.logit_bias.unsqueeze(1).to(logits.dtype))
-        if rows.info.has_custom_logit_processor:
-            apply_custom_logit_processor(logits, rows.info)  # such batches have one row
+        self.penalise(by_block, block.drafts, requests)
+        if requests.info.logit_bias is not None:
+            by_block.add_(requests.info.logit_bias.unsqueeze(1).to(logits.dtype))
+        if requests.info.has_custom_logit_processor:
+            apply_custom_logit_processor(logits, requests.info)  # such batches have one row
         return None
 
-    def penalise(self, logits: torch.Tensor, drafts: torch.Tensor, rows: Rows) -> None:
+    def penalise(self, logits: torch.Tensor, drafts: torch.Tensor, requests: BatchRequests) -> None:
         """Penalise ``logits [bs, B, V]`` that follow ``drafts [bs, B - 1]``, in place."""
-        penalties = rows.penalties
+        penalties = requests.penalties
         if penalties is not None:
-            at, counts = penalties.rows, self.requests.counts.table[penalties.slots]
+            at, counts = penalties.rows, self.request_state.counts.table[penalties.slots]
             logits[at] = penalties.apply_to_block(logits[at], counts, drafts[at])
-        if rows.end_tokens is not None:
-            rows.end_tokens.forbid(logits, rows.contexts)
+        if requests.end_tokens is not None:
+            requests.end_tokens.forbid(logits, requests.contexts)
 
     def accept(
         self,
         logits: torch.Tensor | None,
-        predicted: torch.Tensor | None,
+        argmaxes: torch.Tensor | None,
         block: Block,
-        rows: Rows,
+        requests: BatchRequests,
     ) -> Committed:
         """Accept a prefix of every block and add the bonus token; rank 0 decides for all.
 
         Args:
-            logits: final, ``[bs * width, V]``; None where ``predicted [bs * width]``, the target's
-                tokens, says enough.
+            logits: final, ``[bs * width, V]``; None where the greedy ``argmaxes`` are known.
         """
-        sync, info, tokens = self.worker._tp_sync.sync, rows.info, block.tokens
-        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        if block.proposal is None or info.is_all_greedy:
-            if predicted is None:
-                predicted = self._target_tokens(logits, rows)
-            if info.is_all_greedy:
+        sync, tokens = self.worker._tp_sync.sync, block.tokens
+        site, verdict = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, None
+        if block.proposal is None or requests.all_greedy:
+            target = self._target_tokens(logits, requests) if argmaxes is None else argmaxes
+            if requests.all_greedy:
                 site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
-            accept_len, bonus = compute_dflash_correct_drafts_and_bonus(
-                candidates=tokens, target_predict=sync(site, predicted.view_as(tokens))
+            correct_drafts, bonus = compute_dflash_correct_drafts_and_bonus(
+                candidates=tokens, target_predict=sync(site, target.view_as(tokens))
             )
         else:
             verdict = self.verify(
-                logits, rows.sampling, block.proposal, rows.draws, block.positions
+                logits, requests.sampling, block.proposal, requests.draws, block.positions
             )
-            accept_len = sync(site, verdict.accept_len)
+            correct_drafts = sync(site, verdict.correct_drafts)
             bonus = sync(site, verdict.bonus.masked_fill(verdict.broken, self.vocabulary))
-        committed, lengths = _commit_accept(tokens, accept_len, bonus)
-        return Committed(committed, lengths, bonus.masked_fill(bonus == self.vocabulary, 0))
+        committed, accept_lens = _commit_accept(tokens, correct_drafts, bonus)
+        next_anchors = bonus.masked_fill(bonus == self.vocabulary, 0)
+        return Committed(committed, accept_lens, next_anchors, verdict)
 
-    def _target_tokens(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _target_tokens(self, logits: torch.Tensor, requests: BatchRequests) -> torch.Tensor:
         """The target's token of every row, ``[bs * width]`` int64; past the vocabulary if broken.
 
         A batch with sampled requests comes here with one row of each.
         """
         largest, found = logits.max(-1)
-        if not rows.info.is_all_greedy:
-            weights = weights_of(logits, rows.sampling, self.renorm)
-            at = rows.contexts - 1
-            found = draw_rows(logits, weights, rows.sampling, rows.draws, at, gumbel_argmax)
+        if not requests.all_greedy:
+            weights = weights_of(logits, requests.sampling, self.renorm)
+            at = requests.contexts - 1
+            found = draw_rows(logits, weights, requests.sampling, requests.draws, at, gumbel_argmax)
         return found.masked_fill(~largest.isfinite(), self.vocabulary)
 
     def verify(
@@ -218,41 +218,43 @@ class Verifier:
         draws: Draws,
         positions: torch.Tensor,
     ) -> Verdict:
-        """Verify sampled drafts against final ``logits [bs * width, V]``, and learn from it.
+        """Verify sampled drafts against final ``logits [bs * width, V]``.
 
         Args:
             positions: ``[bs, width]`` int64, of the block.
         """
         draws = draws.of_block(positions[:, 0])
         weights = weights_of(logits, sampling.repeated(positions.shape[1]), self.renorm)
-        verdict = verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
-        self.temperature.learn(proposal, sampling, draws.seeded, verdict)
-        return verdict
+        return verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
 
-    def describe(self, batch: Any, output: Any, committed: Committed, rows: Rows) -> None:
+    def describe(
+        self, batch: Any, output: Any, committed: Committed, requests: BatchRequests
+    ) -> None:
         """Sampling masks and logprobs of the committed tokens, where a request asked for them.
 
         A sampling mask holds what a token is drawn from. SGLang's own function
         (``build_speculative_verify_target_probs``) takes top-p of what top-k has left.
         """
-        info, (_, width) = rows.info, committed.tokens.shape
+        info, (_, width) = requests.info, committed.tokens.shape
         if info.sampling_mask_batch_indices is None and not batch.return_logprob:
             return
         tokens = committed.tokens.clamp(max=self.vocabulary - 1)  # a broken row's has no logit
         if info.sampling_mask_batch_indices is not None:
             probs = None
             if not info.is_all_greedy:
-                probs = self._distribution(output.next_token_logits, rows, width)
+                probs = self._distribution(output.next_token_logits, requests, width)
             output.sampling_mask_output = SpeculativeSamplingMaskCapture(
                 target_probs=probs,
                 batch_indices=info.sampling_mask_batch_indices,
                 max_top_k=max(info.sampling_mask_top_ks),
                 support_capture_indices=info.sampling_support_logprobs_capture_indices,
-            ).build_output(out_tokens=tokens, commit_lens=committed.lengths)
+            ).build_output(out_tokens=tokens, commit_lens=committed.accept_lens)
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, tokens.flatten(), chain_stride=width)
 
-    def _distribution(self, logits: torch.Tensor, rows: Rows, width: int) -> torch.Tensor:
+    def _distribution(
+        self, logits: torch.Tensor, requests: BatchRequests, width: int
+    ) -> torch.Tensor:
         """What is drawn from, normalised: ``[bs, width, V]`` fp32 of ``logits [bs * width, V]``."""
-        weights = weights_of(logits, rows.sampling.repeated(width), self.renorm)
+        weights = weights_of(logits, requests.sampling.repeated(width), self.renorm)
         return (weights / weights.sum(-1, keepdim=True)).view(-1, width, weights.shape[-1])

@@ -8,7 +8,7 @@ theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,13 +77,13 @@ class Lanes:
     """All widths of a worker, of which one is active.
 
     Args:
-        worker: a HyperDFlashWorker. widths: all that a round may have, the block's included.
-        eager: those of them that are too seldom for graphs, which take memory.
+        worker: a HyperDFlashWorker. widths: those that the policy chooses from.
+        eager: more of them, too seldom for graphs, which take memory.
     """
 
-    def __init__(self, worker: Any, widths: Iterable[int], eager: Iterable[int] = ()) -> None:
+    def __init__(self, worker: Any, widths: Collection[int], eager: Collection[int] = ()) -> None:
         self.worker, self.block = worker, worker.block
-        self._eager = {*eager}
+        self._eager = {*eager} - {*widths}
         self.active = self._lane(self.block, None, [])
         self._lanes = {self.block: self.active}
         self._others = sorted({*widths, *self._eager} - {self.block}, reverse=True)

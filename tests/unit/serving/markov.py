@@ -112,7 +112,7 @@ def one_round(
     verdict = verify(told, logits, weights, sampling, draws, positions)
     if learns:
         draft_temperature.learn(proposal, sampling, draws.seeded, verdict)
-    accept = verdict.accept_len.long()
+    accept = verdict.correct_drafts.long()
     tokens = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
     return tokens.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1)), accept
 

@@ -36,7 +36,7 @@ def test_what_is_timed_is_a_verification_by_the_kernel(name):
         case.draw = gumbel_argmax_reference
         expected = case.ours(seeded)
         case.draw = kernel
-        assert torch.equal(found.accept_len, expected.accept_len)
+        assert torch.equal(found.correct_drafts, expected.correct_drafts)
         assert torch.equal(found.bonus, expected.bonus)
     assert len(case.sglang(False)) == 3 * BLOCK and len(case.sglang(False, 1)) == 3
 

@@ -30,11 +30,11 @@ def logits_of(*tokens: int) -> torch.Tensor:
 
 
 def greedy_rows() -> SimpleNamespace:
-    return SimpleNamespace(info=SimpleNamespace(is_all_greedy=True))
+    return SimpleNamespace(info=None, all_greedy=True)
 
 
 def emitted(committed) -> list[list[int]]:
-    pairs = zip(committed.tokens, committed.lengths, strict=True)
+    pairs = zip(committed.tokens, committed.accept_lens, strict=True)
     return [row[:n].tolist() for row, n in pairs]
 
 
@@ -46,9 +46,9 @@ def test_a_block_ends_at_its_first_broken_row_and_other_requests_do_not(verifier
     logits[11, 0] = INFINITY  # the bonus token's row
     logits[12] = -INFINITY  # its argmax would be the draft, 0
     found = verifier.accept(logits, None, Block(tokens, tokens, None, None, None), greedy_rows())
-    assert found.lengths.tolist() == [2, 3, 1, 3, 1]
+    assert found.accept_lens.tolist() == [2, 3, 1, 3, 1]
     assert emitted(found) == [[1, VOCABULARY], [1, 2, 3], [1], [1, 2, VOCABULARY], [VOCABULARY]]
-    assert found.anchors.tolist() == [0, 3, 1, 0, 0], "the next round may already run"
+    assert found.next_anchors.tolist() == [0, 3, 1, 0, 0], "the next round may already run"
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -56,13 +56,13 @@ def test_a_round_without_drafts_ends_its_broken_rows(verifier, sampled):
     logits, tokens = logits_of(5, 2, 3), torch.tensor([[7], [7], [7]])
     logits[1, 6], logits[2] = NAN, -INFINITY
     rows = greedy_rows()
-    rows.info.is_all_greedy = not sampled
+    rows.all_greedy = not sampled
     rows.contexts, ones = torch.tensor([4, 5, 6]), torch.ones(3)
     rows.sampling = Sampling(0.01 * ones, torch.full((3,), 1 << 30), ones, 0 * ones)
     rows.draws = Draws(torch.arange(3), torch.tensor([True, False, True]))
     found = verifier.accept(logits, None, Block(tokens, tokens, None, None, None), rows)
     assert emitted(found) == [[5], [VOCABULARY], [VOCABULARY]]
-    assert found.anchors.tolist() == [5, 0, 0]
+    assert found.next_anchors.tolist() == [5, 0, 0]
 
 
 def test_logprobs_index_by_tokens_of_the_vocabulary(verifier, monkeypatch):

@@ -19,7 +19,7 @@ def worker(block: int, overlap: bool = True, one_row: bool = True) -> HyperDFlas
     found = object.__new__(HyperDFlashWorker)
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
     found._target_worker = SimpleNamespace(model_runner=runner)
-    found.block, found._one_row = block, one_row
+    found.block, found._width_1_allowed = block, one_row
     found._overlap, found._last_width = overlap, block
     found.width_control = SimpleNamespace(next=lambda *classes: block)
     return found

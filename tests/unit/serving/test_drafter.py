@@ -169,7 +169,7 @@ def drafter_of(head, ranks: Ranks | None = None) -> Drafter:
     found = object.__new__(Drafter)
     found.worker = SimpleNamespace(_tp_sync=ranks or Ranks(), draft_parallel_layout=None)
     found.head, found.candidates, found.lm_head = head, K, None
-    found.temperature = DraftTemperature("cpu")
+    found.draft_temperature = DraftTemperature("cpu")
     return found
 
 

@@ -157,7 +157,7 @@ def test_a_batch_without_greedy_requests_needs_no_argmax():
     verdicts = [
         verify_block(proposal, logits, weights, sampling, one, positions) for one in (draws, told)
     ]
-    for name in ("accept_len", "bonus", "broken"):
+    for name in ("correct_drafts", "bonus", "broken"):
         assert torch.equal(*(getattr(verdict, name) for verdict in verdicts)), name
 
 
@@ -172,7 +172,7 @@ def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification()
             Draws(seeds, torch.zeros_like(seeded), False, True),
         )
     ]
-    for name in ("accept_len", "bonus"):
+    for name in ("correct_drafts", "bonus"):
         mixed, coupled, rejecting = (getattr(v, name) for v in verdicts)
         assert torch.equal(mixed, torch.where(seeded, coupled, rejecting))
     assert not torch.equal(verdicts[1].bonus, verdicts[2].bonus)
@@ -253,8 +253,8 @@ def test_a_block_is_verified_by_the_book():
         by_the_book(*(values[i].tolist() for values in (p, q, proposal.tokens, u)))
         for i in range(400)
     ]
-    assert verdict.accept_len.tolist() == [accepted for accepted, _ in found]
-    assert len(set(verdict.accept_len.tolist())) == DRAFTS + 1
+    assert verdict.correct_drafts.tolist() == [accepted for accepted, _ in found]
+    assert len(set(verdict.correct_drafts.tolist())) == DRAFTS + 1
     left = torch.tensor([weights for _, weights in found], dtype=torch.float64)
     torch.testing.assert_close(drawn_from[-1].double(), left, rtol=1e-4, atol=1e-6)
 
@@ -264,7 +264,7 @@ def test_a_block_is_worth_more_than_a_coin_for_each_draft():
     verdict = verify_block(proposal, *given)
     p, q = (t.gather(2, proposal.choice).squeeze(2) for t in (verdict.p, proposal.q))
     each = (p / q).clamp(max=1.0).cumprod(1).sum(1)  # expected, without coins
-    assert verdict.accept_len.double().mean() > 1.03 * each.double().mean()
+    assert verdict.correct_drafts.double().mean() > 1.03 * each.double().mean()
 
 
 def test_coins_of_the_drafts_own_noise_are_caught():
@@ -306,7 +306,7 @@ def test_a_block_ends_at_its_first_broken_row():
         flat = logits.view(-1, VOCAB)
         weights = weights_of(flat, sampling.repeated(DRAFTS + 1))
         verdict = verify_block(proposal, flat, weights, sampling, draws, positions)
-        assert verdict.accept_len.tolist() == [3, 0, 2, 3, 3, 3]
+        assert verdict.correct_drafts.tolist() == [3, 0, 2, 3, 3, 3]
         assert verdict.broken.tolist() == [False, True, True, True, False, False]
         assert verdict.bonus.tolist() == [3, 0, 0, 0, 3, 3]
     assert model.table.isfinite().all()
@@ -328,7 +328,7 @@ def test_an_impossible_draft_is_never_accepted_and_a_certain_one_always():
             draws = Draws(seeds, torch.tensor([seeded]), seeded, not seeded)
             weights = weights_of(logits, one())
             verdict = verify_block(proposal, logits, weights, one(), draws, positions)
-            assert verdict.accept_len.tolist() == [accepted]
+            assert verdict.correct_drafts.tolist() == [accepted]
             assert verdict.bonus.tolist() == [2]
 
 
@@ -371,7 +371,7 @@ def test_a_drafter_that_gives_nan_changes_no_law(model):
 def test_the_draft_temperature_does_not_look_past_the_first_rejection():
     proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(6), 3)
     verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
-    verdict = replace(verdict, accept_len=torch.tensor([0, 1, 1], dtype=torch.int32))
+    verdict = replace(verdict, correct_drafts=torch.tensor([0, 1, 1], dtype=torch.int32))
     before, after = DraftTemperature("cpu"), DraftTemperature("cpu")
     before.learn(proposal, sampling, draws.seeded, verdict)
     p = verdict.p.clone()
@@ -474,8 +474,8 @@ def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(m
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
     probs[2] = torch.nan
     draws = SimpleNamespace(seeds=None)
-    requests = SimpleNamespace(rows=SimpleNamespace(draws=draws))
-    sampler = prefill.PrefillSampler(None, requests, SimpleNamespace(renorm=None))
+    state = SimpleNamespace(current=SimpleNamespace(draws=draws))
+    sampler = prefill.PrefillSampler(None, state, SimpleNamespace(renorm=None))
     sampler._greedy = torch.zeros(3, dtype=torch.int64)
     monkeypatch.setattr(prefill, "_sampler", sampler)
     given = None, None, probs, info, torch.arange(3), False

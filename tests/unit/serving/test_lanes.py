@@ -125,6 +125,13 @@ def test_every_width_has_a_target_lane_and_drafting_ones_a_draft_lane(worker):
     assert draft.capture_tail_hooks == ["hook of the whole draft block"]
 
 
+def test_width_1_has_a_graph_where_the_policy_chooses_it(worker):
+    lanes = Lanes(worker, (1, 7), eager=(1,))
+    lanes.build()
+    lanes.activate(1)
+    assert running(worker)[:2] == ("target backend 1", "target graphs 1")
+
+
 def test_without_graphs_every_width_runs_eagerly(worker):
     """As on a CPU."""
     settings = worker.target_worker.model_runner.settings

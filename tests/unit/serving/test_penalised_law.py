@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.requests import Requests
+from sglang_hyperdflash.serving.requests import RequestState
 from sglang_hyperdflash.serving.verification.exact import weights_of
 from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts, Penalties
 from sglang_hyperdflash.serving.verification.verifier import Verifier
@@ -35,17 +35,17 @@ class Worker:
             contexts=None,
         )
         runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
-        self.requests = Requests(runner, 0, "cpu")
-        self.requests.counts = GeneratedCounts(count, VOCAB, "cpu")
+        self.request_state = RequestState(runner, 0, "cpu")
+        self.request_state.counts = GeneratedCounts(count, VOCAB, "cpu")
         self.drafter, self.verifier = object.__new__(Drafter), object.__new__(Verifier)
-        self.drafter.requests = self.verifier.requests = self.requests
+        self.drafter.request_state = self.verifier.request_state = self.request_state
         self.adjust = self.drafter._adjust_for(self.rows)
 
     def penalise(self, logits: torch.Tensor, drafts: torch.Tensor) -> None:
         self.verifier.penalise(logits, drafts, self.rows)
 
     def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
-        self.requests.count(self.rows, tokens, lengths)
+        self.request_state.count(self.rows, tokens, lengths)
 
 
 def penalised(logits: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:

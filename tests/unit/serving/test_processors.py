@@ -13,10 +13,10 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def test_a_server_of_whole_blocks_refuses_processors_at_start():
-    check_processors(one_row=True, enabled=True)
-    check_processors(one_row=False, enabled=False)
+    check_processors(width_1_allowed=True, enabled=True)
+    check_processors(width_1_allowed=False, enabled=False)
     with pytest.raises(HyperDFlashConfigError, match="--enable-custom-logit-processor: expected"):
-        check_processors(one_row=False, enabled=True)
+        check_processors(width_1_allowed=False, enabled=True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving import requests as requests_module
-from sglang_hyperdflash.serving.requests import Requests, Seeds, end_tokens, gather
+from sglang_hyperdflash.serving.requests import RequestState, Seeds, end_tokens, gather
 
 
 class Request:
@@ -149,7 +149,7 @@ def batch_of(reqs: list[Request], slots: list[int], **values) -> SimpleNamespace
 def tracked(deterministic):
     """The requests of a server whose counts are recorded."""
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=30))
-    found = Requests(runner, 7, "cpu")
+    found = RequestState(runner, 7, "cpu")
     found.counts = Counts()
     return found
 
@@ -190,6 +190,6 @@ def test_only_penalised_rows_are_counted_and_broken_ones_stay_inside_the_table(t
 
 
 def test_a_batch_that_samples_nothing_has_no_rows(tracked):
-    assert tracked.begin(batch_of([Request()], [1])) is tracked.rows is not None
+    assert tracked.begin(batch_of([Request()], [1])) is tracked.current is not None
     assert tracked.begin(SimpleNamespace(reqs=[], sampling_info=None)) is None
-    assert tracked.rows is None
+    assert tracked.current is None

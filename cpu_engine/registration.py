@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from cpu_engine.platform import activation, dflash_seams, memory, parallel_seams, seeded_seams
+from cpu_engine.platform import (
+    activation,
+    dflash_seams,
+    memory,
+    parallel_seams,
+    seeded_seams,
+    torch_ops,
+)
 from cpu_engine.portable import PORTABLE_NEXTN
-from cpu_engine.rivals import eagle_seams
-from sglang_hyperdflash.seams import Seam, when_imported
+from cpu_engine.rivals import eagle_ops, eagle_seams
+from sglang_hyperdflash.seams import declared, when_imported
 
-SEAMS: tuple[Seam, ...] = (
-    *dflash_seams.SEAMS,
-    *eagle_seams.SEAMS,
-    *parallel_seams.SEAMS,
-    *seeded_seams.SEAMS,
-    *memory.SEAMS,
+SEAMS = declared(
+    dflash_seams, torch_ops, eagle_seams, eagle_ops, parallel_seams, seeded_seams, memory
 )
 
 

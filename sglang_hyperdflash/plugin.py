@@ -5,22 +5,14 @@ from __future__ import annotations
 from cpu_engine import registration
 from cpu_engine.platform import activation
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.serving.draft_kv import size
 from sglang_hyperdflash.serving.scheduler import capture_rows, finish, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import deepseek_v4, dflash_seams, expose_residual
 from sglang_hyperdflash.serving.verification import prefill
 
-# Every hook on SGLang, by purpose.
-SERVING_SEAMS: tuple[Seam, ...] = (
-    *dflash_seams.SEAMS,
-    *prefill.SEAMS,
-    *finish.SEAMS,
-    *expose_residual.SEAMS,
-    *deepseek_v4.SEAMS,
-    *metrics.SEAMS,
-    *capture_rows.SEAMS,
-    *weight_updates.SEAMS,
-)
+# The modules with hooks on SGLang.
+SERVING_SEAMS = seams.declared(dflash_seams, prefill, finish, expose_residual, deepseek_v4, size,
+                               metrics, capture_rows, weight_updates)  # fmt: skip
 CPU_SEAMS = registration.SEAMS
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 

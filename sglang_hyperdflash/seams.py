@@ -1,11 +1,12 @@
-"""How this package hooks SGLang's private functions: one named :class:`Seam` each.
+"""How this package hooks SGLang's private functions: one decorated function of ours each.
 
-``plugin.ALL_SEAMS`` lists them. SGLang's plugin loader logs exceptions and continues, so a hook
-that could not be applied would go unnoticed. ``install`` therefore records its seams, and
-``check_installed`` refuses to start and names those that are missing; it is called when the server
-arguments are validated and when the worker is created. A seam also holds the parameters and a hash
-of the syntax tree of the function its hook was written for: another SGLang fails at start, not in
-mid-request, but a comment patched upstream stops no server.
+The decorators are ``after``, ``around`` and ``replace``; ``plugin.ALL_SEAMS`` lists the seams.
+SGLang's plugin loader logs exceptions and continues, so a hook that could not be applied would go
+unnoticed. ``install`` therefore records its seams, and ``check_installed`` refuses to start and
+names those that are missing; it is called when the server arguments are validated and when the
+worker is created. A seam also holds a hash of the syntax tree of the function its hook was written
+for: another SGLang fails at start, not in mid-request, but a comment patched upstream stops no
+server.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
+from types import ModuleType
 from typing import Literal
 
 from sglang_hyperdflash import ALGORITHM, SGLANG_VERSION
@@ -37,18 +40,16 @@ class Seam:
 
     Attributes:
         target: ``module:function`` or ``module:Class.method`` of SGLang.
-        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``; one per target.
-        parameters: the target's parameters. source: its :func:`source_hash`.
-        reason: why the hook is needed.
+        hook: called as SGLang's ``HookRegistry`` calls a hook of its ``kind``; one per target. The
+            first sentence of its docstring is the reason in ``docs/reference/hooks.md``.
+        source: the target's :func:`source_hash`.
         only_with: environment variable without which the seam is not used.
     """
 
     target: str
     kind: Literal["after", "around", "replace"]
     hook: Callable
-    parameters: tuple[str, ...]
     source: str
-    reason: str
     only_with: str | None = None
 
     @property
@@ -59,6 +60,25 @@ class Seam:
     def dotted(self) -> str:
         """The target as ``HookRegistry`` spells it."""
         return self.target.replace(":", ".")
+
+
+def _declare(kind: str, target: str, source: str, only_with: str | None = None) -> Callable:
+    """Decorator: the function is the hook of a :class:`Seam`, its attribute ``seam``."""
+
+    def decorate(hook: Callable) -> Callable:
+        hook.seam = Seam(target, kind, hook, source, only_with)
+        return hook
+
+    return decorate
+
+
+after, around, replace = (partial(_declare, kind) for kind in ("after", "around", "replace"))
+
+
+def declared(*modules: ModuleType) -> tuple[Seam, ...]:
+    """The seams whose hooks are in these modules."""
+    functions = (one for module in modules for one in vars(module).values())
+    return tuple(one.seam for one in functions if inspect.isfunction(one) and hasattr(one, "seam"))
 
 
 _recorded: list[Seam] = []
@@ -117,9 +137,9 @@ def check_version() -> None:
 
 
 def source_hash(function: Callable) -> str:
-    """The first 12 hex digits of the SHA-256 of a function's syntax tree, decorators included.
+    """The first 12 hex digits of the SHA-256 of a function's syntax tree.
 
-    Comments, layout and docstrings are not in it.
+    Decorators, parameters and defaults are in it; comments, layout and docstrings are not.
     """
     source = inspect.getsource(function)
     if source[0].isspace():  # a method; dedenting would change strings of several lines
@@ -151,17 +171,11 @@ def check_seam(seam: Seam) -> None:
         function = inspect.unwrap(pkgutil.resolve_name(seam.target))
     except (AttributeError, ImportError) as error:
         raise SeamError(f"SGLang seam {seam.target} is gone: {error}") from error
-    found = tuple(inspect.signature(function).parameters)
-    if found != seam.parameters:
-        raise SeamError(
-            f"SGLang seam {seam.target} changed: expected parameters {seam.parameters}, found "
-            f"{found}. Use an unmodified sglang=={SGLANG_VERSION}."
-        )
     digest = source_hash(function)
     if digest != seam.source:
         raise SeamError(
-            f"SGLang seam {seam.target} changed: expected source {seam.source}, found {digest}. "
-            f"Use an unmodified sglang=={SGLANG_VERSION}."
+            f"SGLang seam {seam.target} changed: expected source {seam.source}, found {digest} of "
+            f"{inspect.signature(function)}. Use an unmodified sglang=={SGLANG_VERSION}."
         )
 
 

@@ -10,7 +10,7 @@ import logging
 
 import psutil
 
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import after, replace
 from sglang_hyperdflash.tools.environment import positive_number
 
 logger = logging.getLogger(__name__)
@@ -20,10 +20,11 @@ KV_GIB = "HYPERDFLASH_CPU_KV_GIB"
 GIB = 1 << 30
 
 
+@replace("sglang.srt.utils.common:get_free_cpu_memory", "96c5f51c9488")
 def memory_of_this_process() -> int:
     """Bytes of the machine, or of its control group, less what this process holds.
 
-    Seam: ``get_free_cpu_memory``, which SGLang reads for the device ``cpu`` only.
+    SGLang reads it for the device ``cpu`` only.
     """
     from sglang.srt.utils.common import get_instance_memory_status
 
@@ -42,11 +43,12 @@ def kv_limit() -> int:
     return int(positive_number(KV_GIB, "a positive number of GiB") * GIB)
 
 
+@after(
+    "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
+    "4d54d290be83",
+)
 def bound_kv(result: int, self, pre_model_load_memory) -> int:
-    """Do not take most of a machine for the K/V of a small model.
-
-    Seam: ``KVCacheConfigurator._profile_available_bytes``; ``--max-total-tokens`` overrides it.
-    """
+    """Unless ``--max-total-tokens`` says so, do not take most of a machine for K/V."""
     from sglang.srt.runtime_context import get_schedule
 
     limit = kv_limit()
@@ -60,23 +62,3 @@ def bound_kv(result: int, self, pre_model_load_memory) -> int:
         KV_GIB,
     )
     return limit
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.utils.common:get_free_cpu_memory",
-        "replace",
-        memory_of_this_process,
-        (),
-        "96c5f51c9488",
-        "the host's free memory depends on every other process",
-    ),
-    Seam(
-        "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
-        "after",
-        bound_kv,
-        ("self", "pre_model_load_memory"),
-        "4d54d290be83",
-        "a CPU platform would give most of the machine to the K/V of a tiny model",
-    ),
-)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import around
 
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
+@around("sglang.srt.distributed.bootstrap:_bind_threads_if_cpu", "a97202ca9092")
 def ranks_share_a_node(original, *, device: str):
     """Let more ranks than NUMA nodes start; an explicit binding is still SGLang's to check.
 
@@ -21,6 +22,7 @@ def ranks_share_a_node(original, *, device: str):
     return original(device=device) if THREADS_BIND in os.environ else None
 
 
+@around("sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp", "7ea0f5579da6")
 def unpadded_heads(original, model_config, load_config, tp_size: int):
     """Keep the config: K/V heads that do not divide are replicated, as on a GPU, not padded.
 
@@ -30,6 +32,9 @@ def unpadded_heads(original, model_config, load_config, tp_size: int):
     return model_config
 
 
+@around(
+    "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor", "5d02718ce1e7"
+)
 def gather_over_gloo(original, self, output, input):
     """Concatenate every rank's ``input [n]`` into ``output [ranks * n]``, of any shape.
 
@@ -37,31 +42,3 @@ def gather_over_gloo(original, self, output, input):
     tensors have no kernel there; its plain path is what its CPU engine takes.
     """
     self._all_gather_into_tensor(output, input)
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.distributed.bootstrap:_bind_threads_if_cpu",
-        "around",
-        ranks_share_a_node,
-        ("device",),
-        "a97202ca9092",
-        "SGLang's CPU start-up refuses more ranks than NUMA nodes",
-    ),
-    Seam(
-        "sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp",
-        "around",
-        unpadded_heads,
-        ("model_config", "load_config", "tp_size"),
-        "7ea0f5579da6",
-        "SGLang's CPU start-up pads head counts in the config to the number of ranks",
-    ),
-    Seam(
-        "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
-        "around",
-        gather_over_gloo,
-        ("self", "output", "input"),
-        "5d02718ce1e7",
-        "the gather of draft candidates is a custom operator without a CPU kernel",
-    ),
-)

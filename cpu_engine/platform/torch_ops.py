@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sglang_hyperdflash.seams import replace
+
 
 def extend_cache_locs(
     *,
@@ -24,6 +26,7 @@ def extend_cache_locs(
     return req_to_token[req_pool_indices.long()[:, None], columns].reshape(-1).long()
 
 
+@replace("sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func", "38afebdebbbc")
 def assign_req_to_token_pool(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -32,10 +35,7 @@ def assign_req_to_token_pool(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """``req_to_token[req_i, start_i : end_i] = next (end_i - start_i) slots``, in place.
-
-    Seam: ``sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func``.
-    """
+    """``req_to_token[req_i, start_i : end_i] = next (end_i - start_i) slots``, in place."""
     # Runs every round: numpy's operations cost half of torch's here.
     inputs = (req_pool_indices, start_offset, end_offset)
     rows, starts, ends = (each[:batch_size].numpy() for each in inputs)
@@ -46,6 +46,9 @@ def assign_req_to_token_pool(
     req_to_token.numpy()[np.repeat(rows, counts), columns] = out_cache_loc[: len(shifts)].numpy()
 
 
+@replace(
+    "sglang.kernels.ops.speculative.fused_kv_materialize:_fused_norm_rope_stacked", "c7a956787248"
+)
 def norm_rope_stacked(
     kv: torch.Tensor,
     k_norm_weight: torch.Tensor,
@@ -60,8 +63,7 @@ def norm_rope_stacked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K normed and rotated, and V, of all draft layers at once: ``[layers, n, heads, head_dim]``.
 
-    Seam: ``fused_kv_materialize._fused_norm_rope_stacked``; neox form, fp32 inside, ``k_out`` and
-    ``v_out`` are buffers that are not needed here.
+    Neox form, fp32 inside; ``k_out`` and ``v_out`` are buffers that are not needed here.
 
     Args:
         kv: ``[n, layers, 2 * heads * head_dim]``: each layer's K, then V.

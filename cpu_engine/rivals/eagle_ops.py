@@ -1,14 +1,19 @@
 """Torch forms of the Triton helpers that SGLang's EAGLE worker calls without a GPU (top-k 1).
 
 With one candidate a step the tree is a chain, so every function is a gather or a comparison.
-Seams: the functions of the same names in ``sglang.kernels.ops.speculative``.
 """
 
 from __future__ import annotations
 
 import torch
 
+from sglang_hyperdflash.seams import replace
 
+
+@replace(
+    "sglang.kernels.ops.speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
+    "adfee8f11f73",
+)
 def assign_draft_cache_locs(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -25,6 +30,9 @@ def assign_draft_cache_locs(
     out_cache_loc.copy_(slots.reshape(-1))
 
 
+@replace(
+    "sglang.kernels.ops.speculative.spec_tree:build_tree_kernel_efficient_func", "7fad01585e8a"
+)
 def build_chain(
     parent_list: torch.Tensor,
     top_scores_index: torch.Tensor,
@@ -51,6 +59,7 @@ def build_chain(
     retrieve_next_sibling.fill_(-1)
 
 
+@replace("sglang.kernels.ops.speculative.spec_tree:verify_tree_greedy_func", "c35ecd5dc8ac")
 def verify_chain_greedy(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -170,6 +179,7 @@ def _write_accepted(index: torch.Tensor, rows: torch.Tensor, accepted: torch.Ten
     index.copy_(torch.where(kept, rows[:, :depth], -1))
 
 
+@replace("sglang.kernels.ops.speculative.eagle:fill_bonus_tokens_func", "cc1e34c81631")
 def fill_bonus_tokens(
     accept_tokens: torch.Tensor,
     accept_lens: torch.Tensor,
@@ -182,6 +192,7 @@ def fill_bonus_tokens(
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
 
+@replace("sglang.kernels.ops.speculative.gather_spec_extras:gather_spec_extras", "3d88bb6dabbb")
 def gather_spec_extras(
     indices: torch.Tensor,
     topk_p_buf: torch.Tensor,

@@ -5,18 +5,15 @@ EAGLE is a method to compare with: it runs SGLang's own worker, drafts and verif
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 from cpu_engine.platform.activation import ATTENTION_BACKEND
 from cpu_engine.portable import PORTABLE_NEXTN, PORTABLE_TARGET
 from cpu_engine.rivals import eagle_ops
-from sglang_hyperdflash.seams import Seam, when_imported
+from sglang_hyperdflash.seams import after, around, replace, when_imported
 
 OPS = "sglang.kernels.ops.speculative"
-FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
 DFLASH_UTILS = "sglang.srt.speculative.dflash_utils"
 
 
@@ -45,6 +42,9 @@ def _stamped(backend):
     return backend
 
 
+@around(
+    "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_decode_backend", "7020e8c0c0b1"
+)
 def draft_decode_backend(original, self):
     """A chain of torch backends: SGLang's factory knows its own backends only."""
     if not _takes_torch_attention(self, 1):
@@ -57,6 +57,10 @@ def draft_decode_backend(original, self):
     return _stamped(chain)
 
 
+@around(
+    "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_draft_extend_backend",
+    "e2209db3c90a",
+)
 def draft_extend_backend(original, self):
     """The plain torch backend on the draft's pool."""
     if not _takes_torch_attention(self, 0):
@@ -66,6 +70,7 @@ def draft_extend_backend(original, self):
     return _stamped(TorchAttention(self.draft_model_runner))
 
 
+@after("sglang.srt.configs.model_config:resolve_spec_hidden_size", "acf82cc49b1d")
 def portable_residual_width(result, hf_config, hidden_size, hc_mult):
     """EAGLE carries the portable target's whole residual, as it does DeepSeek-V4's."""
     architectures = getattr(hf_config, "architectures", None) or [""]
@@ -74,6 +79,7 @@ def portable_residual_width(result, hf_config, hidden_size, hc_mult):
     return hidden_size * hc_mult, hidden_size * hc_mult
 
 
+@replace("sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu", "02d658594cec")
 def keep_overlap(server_args) -> None:
     """Keep overlap scheduling: it works on this platform, and other methods run with it too."""
 
@@ -105,65 +111,3 @@ def _fill(module: ModuleType) -> None:
             setattr(module, kernel, function)
     if module.__name__ == DFLASH_UTILS:
         module._DFLASH_SAMPLING_VERIFY_AVAILABLE = True
-
-
-def _replacement(target: str, function: Callable) -> Seam:
-    """A kernel and the torch function of the same signature that takes its place."""
-    parameters = tuple(inspect.signature(function).parameters)
-    reason = "EAGLE's helper is a Triton kernel or a CPU-engine operator"
-    return Seam(target, "replace", function, parameters, SOURCES[target], reason)
-
-
-SOURCES = {
-    f"{OPS}.cache_locs:assign_draft_cache_locs_contiguous_func": "adfee8f11f73",
-    f"{OPS}.spec_tree:build_tree_kernel_efficient_func": "7fad01585e8a",
-    f"{OPS}.spec_tree:verify_tree_greedy_func": "c35ecd5dc8ac",
-    f"{OPS}.eagle:fill_bonus_tokens_func": "cc1e34c81631",
-    f"{OPS}.gather_spec_extras:gather_spec_extras": "3d88bb6dabbb",
-}
-_FACTORY_REASON = "SGLang's factory of draft attention knows its own backends only"
-SEAMS = (
-    *map(
-        _replacement,
-        SOURCES,
-        (
-            eagle_ops.assign_draft_cache_locs,
-            eagle_ops.build_chain,
-            eagle_ops.verify_chain_greedy,
-            eagle_ops.fill_bonus_tokens,
-            eagle_ops.gather_spec_extras,
-        ),
-    ),
-    Seam(
-        "sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu",
-        "replace",
-        keep_overlap,
-        ("server_args",),
-        "02d658594cec",
-        "overlap scheduling works on this platform",
-    ),
-    Seam(
-        f"{FACTORY}.create_decode_backend",
-        "around",
-        draft_decode_backend,
-        ("self",),
-        "7020e8c0c0b1",
-        _FACTORY_REASON,
-    ),
-    Seam(
-        f"{FACTORY}.create_draft_extend_backend",
-        "around",
-        draft_extend_backend,
-        ("self",),
-        "e2209db3c90a",
-        _FACTORY_REASON,
-    ),
-    Seam(
-        "sglang.srt.configs.model_config:resolve_spec_hidden_size",
-        "after",
-        portable_residual_width,
-        ("hf_config", "hidden_size", "hc_mult"),
-        "acf82cc49b1d",
-        "EAGLE sizes its buffers by the width that the portable NextN layer reads",
-    ),
-)

@@ -165,7 +165,7 @@ def hooks() -> str:
         "Every place where the package touches SGLang, found in the code "
         "(`docs/reference/sglang_uses.py`).\n\n"
         "* *hook*: a function of SGLang that is called *around*, *after* or that ours *replaces*. "
-        "At start its parameters\n  and syntax tree are compared with those of the pinned SGLang.\n"
+        "At start its syntax tree\n  is compared with that of the pinned SGLang.\n"
         "* *override*: a method of SGLang's that a class of ours has, too. At start the worker's "
         "parameters are compared.\n"
         "* *call*: an imported name. *field*: an attribute that is private, or that is set.\n"

@@ -65,8 +65,9 @@ def files(places: tuple[str, ...]) -> list[Path]:
 def hooks() -> Iterator[Use]:
     for seam in plugin.ALL_SEAMS:
         path = Path(inspect.getsourcefile(seam.hook))
-        reason = seam.reason + (f" (only with `{seam.only_with}`)" if seam.only_with else "")
-        given = f"({', '.join(seam.parameters)})"
+        reason = sentence(inspect.getdoc(seam.hook))
+        reason += f" (only with `{seam.only_with}`)" if seam.only_with else ""
+        given = parameters_of(pkgutil.resolve_name(seam.target))
         ours = place(path, seam.hook.__name__)
         cpu = seam in plugin.CPU_SEAMS
         yield Use(f"hook: {seam.kind}", seam.dotted, given, ours, reason, cpu)

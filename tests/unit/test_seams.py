@@ -23,11 +23,30 @@ from tests.unit.other_process import ask
 @pytest.mark.parametrize("seam", plugin.ALL_SEAMS, ids=lambda s: s.target.rpartition(":")[2])
 def test_seam_signature(seam):
     seams.check_seam(seam)
+    assert seam.hook.__doc__, "the first sentence is the reason in the documentation"
 
 
-def test_a_changed_seam_is_named():
-    seam = dataclasses.replace(plugin.ALL_SEAMS[0], parameters=("something", "else"))
-    with pytest.raises(SeamError, match="resolve_spec_aux_hidden_state_config changed"):
+def test_a_replacement_takes_what_it_replaces():
+    replacements = [seam for seam in plugin.ALL_SEAMS if seam.kind == "replace"]
+    assert len(replacements) > 10
+    for seam in replacements:
+        theirs = inspect.unwrap(pkgutil.resolve_name(seam.target))
+        own, needed = (list(inspect.signature(one).parameters) for one in (seam.hook, theirs))
+        assert own == needed, seam.target
+
+
+def test_every_declared_hook_is_installed():
+    """A hook in a module that nothing lists would be missing without an error."""
+    root = Path(plugin.__file__).parent
+    files = [*root.rglob("*.py"), *(root.parent / "cpu_engine").rglob("*.py")]
+    declared = re.compile(r"^@(?:after|around|replace)\(.*?^def (\w+)\(", re.M | re.S)
+    names = [name for path in files for name in declared.findall(path.read_text())]
+    assert sorted(names) == sorted(seam.hook.__name__ for seam in plugin.ALL_SEAMS)
+
+
+def test_other_parameters_are_named():
+    seam = dataclasses.replace(plugin.ALL_SEAMS[0], target="tests.unit.test_seams:over")
+    with pytest.raises(SeamError, match=r"source f7606bcecd55, found \w{12} of \(\*\*theirs"):
         seams.check_seam(seam)
 
 
@@ -95,6 +114,9 @@ def test_text_that_does_not_run_may_change(patched, old, new):
         ("spare=2", "spare=2.0"),
         ("spare=2", "spare=None"),
         ("spare=2", "spare"),
+        ("spare=2", "other=2"),
+        ("spare=2", "spare=2, more=0"),
+        ("rows, spare=2", "rows, *, spare=2"),
         ("align(", "align_up("),
         ("align(rows + spare)", "align(rows + spare, page=1)"),
         ("rows + spare", "rows - spare"),

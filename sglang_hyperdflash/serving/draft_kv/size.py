@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.tools.environment import positive_number
 
 # Slots of a windowed drafter's pool per target token; the pool of any other has one.
@@ -20,11 +21,11 @@ def pool_ratio() -> float:
     return positive_number(POOL_RATIO, form, most=1.0)
 
 
+@around("sglang.srt.model_executor.pool_configurator:_dflash_draft_cell_size", "915e68192bba")
 def draft_cell_size(original, kvc) -> int:
     """Bytes per target token of the draft's pool, fewer for a windowed drafter.
 
-    Seam: ``pool_configurator._dflash_draft_cell_size``, from which SGLang's configurators and our
-    own hook on DeepSeek-V4's budget the draft.
+    SGLang's configurators and our hook on DeepSeek-V4's budget the draft from it.
     """
     cell = original(kvc)
     draft = getattr(kvc.spec_aux_config, "draft_model_config", None)

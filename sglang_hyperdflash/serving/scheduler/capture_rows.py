@@ -11,17 +11,23 @@ from pathlib import Path
 
 import torch
 
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import around
 
 CAPTURE_FOLDER = "HYPERDFLASH_CAPTURE_FOLDER"
 REQUEST_PREFIX = "hyperdflash-capture-"
 
 
+@around(
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ":SchedulerBatchResultProcessor._append_prefill_hidden_states",
+    "d0873b938e4b",
+    only_with=CAPTURE_FOLDER,
+)
 def write_prefill_residual(original, self, *args, **kwargs):
     """Append a captured request's rows to ``FOLDER/<rid>.<dtype>.<width>``.
 
-    Seam: ``SchedulerBatchResultProcessor._append_prefill_hidden_states``, called for every request
-    of a prefill batch, middle chunks included. Other requests go to SGLang's own code.
+    Called for every request of a prefill batch, middle chunks included. Other requests go to
+    SGLang's own code.
     """
     req = kwargs["req"]
     if not str(req.rid).startswith(REQUEST_PREFIX):
@@ -61,25 +67,3 @@ def take_rows(folder: Path, rid: str) -> torch.Tensor | None:
     data = bytearray(found[0].read_bytes())
     found[0].unlink()
     return torch.frombuffer(data, dtype=getattr(torch, kind)).view(-1, int(width))
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.managers.scheduler_components.batch_result_processor"
-        ":SchedulerBatchResultProcessor._append_prefill_hidden_states",
-        "around",
-        write_prefill_residual,
-        (
-            "self",
-            "req",
-            "logits_output",
-            "hidden_state_offset",
-            "capture_hidden_mode",
-            "extend_input_len",
-            "store",
-        ),
-        "d0873b938e4b",
-        "captured residuals go to disk, not through two processes as Python numbers",
-        only_with=CAPTURE_FOLDER,
-    ),
-)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.serving.verification.prefill import worker_is_ours
 
 logger = logging.getLogger(__name__)
@@ -17,10 +17,11 @@ NAN_MATCHED = "NaN happened"
 _warned = False
 
 
+@around("sglang.srt.managers.schedule_batch:Req.update_finish_state", "3ae4054e08ea")
 def finish_as_one_by_one(original, self, new_accepted_len: int = 1) -> None:
     """End a request, and its reasoning's count, where decoding one by one would.
 
-    Seam: ``Req.update_finish_state``. SGLang has counted the whole block by then.
+    SGLang has counted the whole block by then.
     """
     finish_token_by_token(original, self, new_accepted_len)
     if worker_is_ours() and self.finished_len is not None:
@@ -84,10 +85,11 @@ def finish_token_by_token(original, self, new_accepted_len: int) -> None:
     return None
 
 
+@around("sglang.srt.session.session_controller:Session.create_req", "e06f376a3dff")
 def end_turns_at_their_stop(original, self, *args, **kwargs):
     """Make a session's request; the answers before it lose what their blocks held after the end.
 
-    Seam: ``Session.create_req``, which appends ``output_ids``. Sessions that stream cut them.
+    SGLang appends their ``output_ids``. Sessions that stream cut them.
     """
     if worker_is_ours():
         for node in self.req_nodes.values():
@@ -96,12 +98,16 @@ def end_turns_at_their_stop(original, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
+@around(
+    "sglang.srt.managers.scheduler_components.logprob_result_processor"
+    ":SchedulerLogprobResultProcessor.add_logprob_return_values",
+    "a59f17cd8267",
+)
 def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
     """Drop the logprob of a token that was not asked for, with ``max_new_tokens`` 0.
 
-    Seam: ``SchedulerLogprobResultProcessor.add_logprob_return_values``. Without speculation SGLang
-    draws no token for such requests; with it, one is drawn and dropped. A prefill node sends it on,
-    with its logprob.
+    Without speculation SGLang draws no token for such requests; with it, one is drawn and dropped.
+    A prefill node sends it on, with its logprob.
     """
     from sglang.srt.runtime_context import get_disagg
 
@@ -111,40 +117,3 @@ def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
         req.logprob.output_token_logprobs_val.clear()
         req.logprob.output_token_logprobs_idx.clear()
     return found
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.managers.schedule_batch:Req.update_finish_state",
-        "around",
-        finish_as_one_by_one,
-        ("self", "new_accepted_len"),
-        "3ae4054e08ea",
-        "of several stop conditions in one block the earliest must win, as without speculation",
-    ),
-    Seam(
-        "sglang.srt.session.session_controller:Session.create_req",
-        "around",
-        end_turns_at_their_stop,
-        (
-            "self",
-            "req",
-            "tokenizer",
-            "vocab_size",
-            "eos_token_ids",
-            "disagg_mode",
-            "req_factory",
-        ),
-        "e06f376a3dff",
-        "a session's next turn must follow the answer, not the block that it ended in",
-    ),
-    Seam(
-        "sglang.srt.managers.scheduler_components.logprob_result_processor"
-        ":SchedulerLogprobResultProcessor.add_logprob_return_values",
-        "around",
-        no_logprob_without_a_token,
-        ("self", "i", "req", "pt", "next_token_ids", "num_input_logprobs", "output"),
-        "a59f17cd8267",
-        "a request of no tokens has no token's logprob, as without speculation",
-    ),
-)

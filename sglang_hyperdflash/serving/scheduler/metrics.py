@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sglang_hyperdflash import is_ours
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import after
 from sglang_hyperdflash.serving.width.controller import WidthController
 
 ROUNDS = "hyperdflash:verify_rounds_total"
@@ -120,12 +120,13 @@ class Metrics:
 _metrics: Metrics | None = None
 
 
+@after("sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor", "d8e5bb476566")
 def start_counting(_, self) -> None:
     """Create the families, so that every series exists before the first request.
 
-    Seam: ``Scheduler.init_batch_result_processor``, the first that has the worker and the metrics.
-    Nothing is exported without ``--enable-metrics``, and in schedulers whose metrics SGLang leaves
-    out (tensor-parallel ranks other than 0).
+    The hooked method is the first that has the worker and the metrics. Nothing is exported without
+    ``--enable-metrics``, and in schedulers whose metrics SGLang leaves out (tensor-parallel ranks
+    other than 0).
     """
     global _metrics
     if is_ours(self.spec_algorithm) and self.metrics_reporter.current_scheduler_metrics_enabled:
@@ -135,12 +136,16 @@ def start_counting(_, self) -> None:
         _metrics = Metrics(collector.labels, self.model_worker.width_control, *classes)
 
 
+@after(
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ":SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    "55fb7d0578fe",
+)
 def count_round(tokens, self, result, batch) -> None:
     """Count what SGLang has just added to its requests' ``spec_correct_drafts_histogram``.
 
-    Seam: ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``, once a batch and round, when
-    the lengths are Python numbers already. The result names its own width: another may be set by
-    now. Does nothing for other algorithms. Never changes the tokens.
+    Once a batch and round, when the lengths are Python numbers already. The result names its own
+    width: another may be set by now. Does nothing for other algorithms. Never changes the tokens.
     """
     if not is_ours(batch.spec_algorithm):
         return
@@ -151,24 +156,3 @@ def count_round(tokens, self, result, batch) -> None:
     self.model_worker.width_control.learn(width, live)
     if _metrics is not None:
         _metrics.add([n for _, n in live], width)
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor",
-        "after",
-        start_counting,
-        ("self",),
-        "d8e5bb476566",
-        "every series must exist before the first request",
-    ),
-    Seam(
-        "sglang.srt.managers.scheduler_components.batch_result_processor"
-        ":SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
-        "after",
-        count_round,
-        ("self", "result", "batch"),
-        "55fb7d0578fe",
-        "per-position acceptance is not in SGLang's metrics",
-    ),
-)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM, is_ours
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import around
 
 # Seam: ``_unsupported_derived_weight_cache_error`` reads it of a model, and answers with it.
 REFUSAL = "_derived_weight_cache_error"
@@ -26,6 +26,11 @@ DRAFTER_STAYS = (
 )
 
 
+@around(
+    "sglang.srt.managers.scheduler_components.weight_updater"
+    ":SchedulerWeightUpdaterManager._select_runners",
+    "ea3832c5abd6",
+)
 def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]:
     """The target's runner by default; a request that selects the draft is refused."""
     runners = original(self, selector)
@@ -36,6 +41,11 @@ def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]
     return runners
 
 
+@around(
+    "sglang.srt.model_executor.model_runner_components.weight_updater"
+    ":WeightUpdater.update_weights_from_disk",
+    "89398ae2b227",
+)
 def keep_graphs(
     original, self, model_path, load_format, weight_name_filter=None, recapture_cuda_graph=False
 ) -> tuple[bool, str]:
@@ -43,25 +53,3 @@ def keep_graphs(
     if recapture_cuda_graph and is_ours(self.get_model_runner().spec_algorithm):
         return False, GRAPHS_STAY
     return original(self, model_path, load_format, weight_name_filter, recapture_cuda_graph)
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.model_executor.model_runner_components.weight_updater"
-        ":WeightUpdater.update_weights_from_disk",
-        "around",
-        keep_graphs,
-        ("self", "model_path", "load_format", "weight_name_filter", "recapture_cuda_graph"),
-        "89398ae2b227",
-        "graphs would be captured again at one verify width of several",
-    ),
-    Seam(
-        "sglang.srt.managers.scheduler_components.weight_updater"
-        ":SchedulerWeightUpdaterManager._select_runners",
-        "around",
-        target_alone,
-        ("self", "selector"),
-        "ea3832c5abd6",
-        "a drafter would be given the target's new weights",
-    ),
-)

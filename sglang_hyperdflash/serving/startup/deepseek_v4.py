@@ -7,12 +7,9 @@ more V4 layer. Nothing here touches another algorithm.
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, is_ours
-from sglang_hyperdflash.seams import Seam
-from sglang_hyperdflash.serving.draft_kv.size import draft_cell_size
+from sglang_hyperdflash.seams import after, around
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-HOOKS = "sglang.srt.arg_groups.deepseek_v4_hook"
-POOLS = "sglang.srt.model_executor.pool_configurator"
 # KV dtypes of an unquantised cache.
 PLAIN_KV = (None, "auto", "bfloat16", "bf16")
 
@@ -47,13 +44,15 @@ def resolve_as(original, name: str | None, server_args, *rest):
         declare_resolution(server_args, "hyperdflash", speculative_algorithm=ALGORITHM)
 
 
+@around("sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults", "c810334ae6aa")
 def pass_admission(original, server_args, model_arch):
     """V4's defaults, whose last lines admit EAGLE and DSPARK by name and read it nowhere else."""
     return resolve_as(original, "DSPARK", server_args, model_arch)
 
 
+@around("sglang.srt.arg_groups.deepseek_v4_hook:validate_deepseek_v41_features", "2109372ba996")
 def pass_admission_v41(original, server_args):
-    """V4.1's validation without the algorithm; what does not work with ours is refused here.
+    """V4.1's validation, which admits DSPARK only, without the algorithm.
 
     Raises:
         HyperDFlashConfigError: prefix replay or PD disaggregation on V4.1.
@@ -75,11 +74,12 @@ def pass_admission_v41(original, server_args):
     return resolve_as(original, None, server_args)
 
 
+@after("sglang.srt.model_executor.pool_configurator:DSV4PoolConfigurator.__init__", "3ea8968f1e0f")
 def budget_draft_kv(result, self, kvc, *args, **kwargs):
     """Count the drafter's real bytes per full token instead of one more V4 layer's.
 
-    Seam: ``DSV4PoolConfigurator.__init__`` inflates its coefficients by (layers + 1) / layers for
-    any speculative algorithm; a dense draft K/V is several times that.
+    SGLang inflates the coefficients by (layers + 1) / layers for any speculative algorithm; a dense
+    draft K/V is several times that.
 
     Raises:
         HyperDFlashConfigError: SGLang could not determine the size of the draft's K/V.
@@ -111,39 +111,3 @@ def keep_draft_kv_unquantised(server_args) -> None:
         resolved.kv_cache_dtype not in PLAIN_KV
     ):
         server_args.speculative_draft_kv_cache_dtype = "bfloat16"
-
-
-SEAMS = (
-    Seam(
-        f"{HOOKS}:apply_deepseek_v4_defaults",
-        "around",
-        pass_admission,
-        ("server_args", "model_arch"),
-        "c810334ae6aa",
-        "DeepSeek-V4 admits EAGLE and DSPARK only, by name",
-    ),
-    Seam(
-        f"{HOOKS}:validate_deepseek_v41_features",
-        "around",
-        pass_admission_v41,
-        ("server_args",),
-        "2109372ba996",
-        "DeepSeek-V4.1 admits DSPARK only, by name",
-    ),
-    Seam(
-        f"{POOLS}:DSV4PoolConfigurator.__init__",
-        "after",
-        budget_draft_kv,
-        ("self", "kvc"),
-        "3ea8968f1e0f",
-        "V4's pool sizing counts a draft as one V4 layer",
-    ),
-    Seam(
-        f"{POOLS}:_dflash_draft_cell_size",
-        "around",
-        draft_cell_size,
-        ("kvc",),
-        "915e68192bba",
-        "a windowed drafter has fewer slots than the target has tokens",
-    ),
-)

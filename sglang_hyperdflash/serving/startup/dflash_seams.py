@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, is_ours
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import after
 
 # Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds its rivals.
 _own_dtype = {ALGORITHM}
@@ -14,6 +14,11 @@ def keep_dtype_of(algorithm: str) -> None:
     _own_dtype.add(algorithm)
 
 
+@after(
+    "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+    ":resolve_spec_aux_hidden_state_config",
+    "f7606bcecd55",
+)
 def suppress_aux_capture(config, *args, **kwargs):
     """Keep the pre-collapse residual, unless the drafter's source is captured layers.
 
@@ -29,6 +34,7 @@ def suppress_aux_capture(config, *args, **kwargs):
     return config
 
 
+@after("sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs", "8180a08c94fc")
 def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
     """Cast draft input embeddings to the draft's dtype, not always to bfloat16.
 
@@ -40,6 +46,7 @@ def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
     return kwargs
 
 
+@after("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "8a67a4f8bf10")
 def room_for_two_blocks(result: int) -> int:
     """Columns of ``req_to_token`` past the context for all that a round reserves.
 
@@ -54,47 +61,11 @@ def room_for_two_blocks(result: int) -> int:
     return result
 
 
+@after("sglang.srt.managers.tp_worker:TpModelWorker.get_worker_info", "4f2c7bfa5a36")
 def end_requests_early(info: tuple, self) -> tuple:
-    """Shorter limits of requests where every round is a whole block (``WidthWorker``).
+    """Shorter limits of requests where every round is a whole block.
 
-    Their last rounds pass a request's end by up to two blocks, which must not pass the context.
+    The last rounds pass a request's end by up to two blocks, which must not pass the context.
     """
     room = getattr(self, "rows_past_the_end", 0)
     return (*info[:4], info[4] - room, info[5] - room, *info[6:])
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
-        ":resolve_spec_aux_hidden_state_config",
-        "after",
-        suppress_aux_capture,
-        ("server_args", "model_config", "spec_algorithm", "is_draft_worker"),
-        "f7606bcecd55",
-        "the pre-collapse residual must reach the worker, not captured layers",
-    ),
-    Seam(
-        "sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
-        "after",
-        keep_draft_embedding_dtype,
-        ("self", "forward_batch", "pp_proxy_tensors"),
-        "8180a08c94fc",
-        "draft embeddings are cast to bfloat16 whatever the draft's dtype",
-    ),
-    Seam(
-        "sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len",
-        "after",
-        room_for_two_blocks,
-        (),
-        "8a67a4f8bf10",
-        "slots reserved at a context's end must not pass the request's row",
-    ),
-    Seam(
-        "sglang.srt.managers.tp_worker:TpModelWorker.get_worker_info",
-        "after",
-        end_requests_early,
-        ("self",),
-        "4f2c7bfa5a36",
-        "where a round cannot be one row, the last blocks of a full context would pass its end",
-    ),
-)

@@ -18,18 +18,19 @@ import torch
 from torch import nn
 
 from sglang_hyperdflash import is_ours
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import after
 from sglang_hyperdflash.serving.scheduler.capture_rows import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.errors import SeamError
 
 EXPOSED = ("HYV4ForCausalLM",)
 
 
+@after("sglang.srt.model_executor.model_runner:ModelRunner.load_model", "1a4eb8820ed6")
 def expose_residual(result, runner) -> None:
     """Make a freshly loaded target hand out its residual, if it does not by itself.
 
-    Seam: ``ModelRunner.load_model``, for a target of HYPERDFLASH or of a capture; not for a drafter
-    whose source is captured layers, which the residual would replace.
+    For a target of HYPERDFLASH or of a capture; not where the drafter's source is captured layers,
+    which the residual would replace.
     """
     wanted = is_ours(runner.spec_algorithm) or CAPTURE_FOLDER in os.environ
     if type(runner.model).__name__ not in EXPOSED or not wanted or runner.is_draft_worker:
@@ -82,15 +83,3 @@ def expose_hy_v4(model: nn.Module) -> None:
 def seam_error(seam: str, expected: object, found: object) -> SeamError:
     """The error of a model that is not built as its exposure relies on."""
     return SeamError(f"SGLang seam {seam} changed: expected {expected}, found {found}.")
-
-
-SEAMS = (
-    Seam(
-        "sglang.srt.model_executor.model_runner:ModelRunner.load_model",
-        "after",
-        expose_residual,
-        ("self",),
-        "1a4eb8820ed6",
-        "HY-V4 collapses its residual before it returns",
-    ),
-)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash import is_ours
-from sglang_hyperdflash.seams import Seam
+from sglang_hyperdflash.seams import after, around
 
 # The PrefillSampler of this process.
 _sampler: Any = None
@@ -91,6 +91,10 @@ def _samples(runner: Any) -> bool:
     return _sampler is not None and runner is _sampler.runner and _sampler.active
 
 
+@around(
+    "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.__init__",
+    "68677351b8de",
+)
 def without_penalties(original, self, vocab_size, batch, penalizers):
     """A batch of ours has no penalizer of SGLang's: ours are exact inside a block."""
     if is_ours(getattr(batch, "spec_algorithm", None)):
@@ -98,8 +102,9 @@ def without_penalties(original, self, vocab_size, batch, penalizers):
     return original(self, vocab_size, batch, penalizers)
 
 
+@around("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits", "091be992a929")
 def penalise_prefill(original, self, logits_output, sampling_info, observer=None):
-    """Penalties come before grammar and bias."""
+    """Apply a prefill's penalties and ``min_new_tokens`` before grammar and bias."""
     if _samples(self):
         _sampler.penalise(logits_output.next_token_logits)
     if observer is None:
@@ -107,12 +112,14 @@ def penalise_prefill(original, self, logits_output, sampling_info, observer=None
     return original(self, logits_output, sampling_info, observer=observer)
 
 
+@around("sglang.srt.model_executor.model_runner:ModelRunner.sample", "524ba830a319")
 def sample_prefill(original, self, logits_output, forward_batch):
-    """Count the tokens a prefill has drawn."""
+    """Count the tokens a prefill has drawn, for later penalties."""
     tokens = original(self, logits_output, forward_batch)
     return _sampler.end(tokens) if _samples(self) else tokens
 
 
+@around("sglang.srt.layers.sampler:Sampler._preprocess_logits", "7f9c924ec6bc")
 def read_final_logits(original, self, logits, sampling_info):
     """Read greedy tokens and broken rows of the logits that SGLang samples from."""
     logits = original(self, logits, sampling_info)
@@ -121,9 +128,11 @@ def read_final_logits(original, self, logits, sampling_info):
     return logits
 
 
+@around("sglang.srt.layers.sampler:Sampler._sample_from_probs", "9ec12e2a6d1a")
 def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
-    """Draw by hashed noise over vocabulary ids, and give a sampling mask what is drawn from.
+    """Draw by hashed noise over vocabulary ids, as without speculation.
 
+    A sampling mask gets the distribution that is drawn from.
     SGLang's own distribution of a mask depends on the other requests' min-p.
     """
     if _sampler is None or not _sampler.active:
@@ -138,65 +147,12 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
     return tokens, _SamplingMaskCapture(asked, None, selected_weight=None, batch_rows=rows)
 
 
+@after("sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch", "a6dece490f1e")
 def process_results_first(disabled: bool, self, batch, last_batch) -> bool:
     """Process a round's result before the next one starts if that has a custom logit processor.
 
-    Seam: ``Scheduler.is_disable_overlap_for_batch``, as SGLang does for grammars that need it.
+    It must see every token before the one it changes. SGLang does so for grammars that need it.
     """
     info = batch.sampling_info if batch and is_ours(batch.spec_algorithm) else None
     processors = info is not None and info.has_custom_logit_processor
     return disabled or bool(processors and self.result_queue)
-
-
-_NOISE = "a token is drawn by hashed noise, the same with and without speculation"
-
-SEAMS = (
-    Seam(
-        "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.__init__",
-        "around",
-        without_penalties,
-        ("self", "vocab_size", "batch", "penalizers"),
-        "68677351b8de",
-        "SGLang fixes penalties for a whole block",
-    ),
-    Seam(
-        "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits",
-        "around",
-        penalise_prefill,
-        ("self", "logits_output", "sampling_info", "observer"),
-        "091be992a929",
-        "min_new_tokens and the penalties of a retracted request hold for a prefill's token",
-    ),
-    Seam(
-        "sglang.srt.model_executor.model_runner:ModelRunner.sample",
-        "around",
-        sample_prefill,
-        ("self", "logits_output", "forward_batch"),
-        "524ba830a319",
-        "a prefill's token counts for penalties",
-    ),
-    Seam(
-        "sglang.srt.layers.sampler:Sampler._preprocess_logits",
-        "around",
-        read_final_logits,
-        ("self", "logits", "sampling_info"),
-        "7f9c924ec6bc",
-        _NOISE,
-    ),
-    Seam(
-        "sglang.srt.layers.sampler:Sampler._sample_from_probs",
-        "around",
-        draw_prefill,
-        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
-        "9ec12e2a6d1a",
-        _NOISE,
-    ),
-    Seam(
-        "sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch",
-        "after",
-        process_results_first,
-        ("self", "batch", "last_batch"),
-        "a6dece490f1e",
-        "a custom logit processor must see every token before the one it changes",
-    ),
-)

@@ -8,7 +8,7 @@ file. A prefill samples its token inside SGLang's sampler, through ``verificatio
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -120,12 +120,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         return self.decode(batch, on_publish, grammar_barrier)
 
-    def decode(
-        self,
-        batch,
-        on_publish: Callable[[torch.Tensor], None] | None,
-        grammar_barrier: Callable[[], None] | None,
-    ) -> GenerationBatchResult:
+    def decode(self, batch, on_publish, barrier) -> GenerationBatchResult:
         """One round: draft, verify, commit.
 
         The host only launches; it waits for the device with a grammar (step 4), and with a windowed
@@ -133,22 +128,21 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
         Args:
             batch: a decoding ``ScheduleBatch`` whose ``spec_info`` holds every request's anchor.
-            on_publish: gets the new lengths ``[bs]`` as soon as they are launched.
-            grammar_barrier: after it, grammars know the tokens of the round before.
+            on_publish: gets the new lengths ``[bs]`` as soon as they are launched, or None.
+            barrier: SGLang's, or None; after it, grammars know the tokens of the last round.
         """
         # 0. The requests of the batch, and the round's width: tokens of each that are verified.
         requests = self.request_state.begin(batch)
         lane = self.lanes.activate(self._choose_width(requests))
 
-        # 1. The block: anchors, masks, positions, the K/V slots that are reserved for it. The
-        # lengths may come from another stream, of the round before.
+        # 1. The block: anchors, masks, positions, reserved K/V slots. The lengths are the last
+        # round's, maybe from another stream.
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         translator = self.target_worker.model_runner.kv_index_translator
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
-        # 2. Draft: one pass, then width - 1 tokens of every request: argmaxes in a greedy batch,
-        # else drawn from the drafter's distribution q, which stays in block.proposal. Nothing at
-        # width 1.
+        # 2. Draft width - 1 tokens of every request in one pass: argmaxes in a greedy batch, else
+        # drawn from the drafter's distribution q, which stays in block.proposal.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.drafter.draft(batch, block, context, requests, lane)
@@ -161,9 +155,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
         # 4. Make output's logits final, in place: grammar, penalties, bias, custom processors. A
         # greedy batch whose logits stay sharded over ranks has its argmaxes instead.
-        argmaxes = self.verifier.finish_logits(
-            batch, output, block, requests, tree, grammar_barrier
-        )
+        argmaxes = self.verifier.finish_logits(batch, output, block, requests, tree, barrier)
 
         # 5. Accept a prefix of every block: drafts that equal the target's argmax (greedy), or the
         # token that the request's seed draws from the target's distribution p (seeded), or by
@@ -175,13 +167,11 @@ class HyperDFlashWorker(DFlashWorkerV2):
         if on_publish is not None:
             on_publish(new_seq_lens)
 
-        # 6. Reduce the target's residual streams to the drafter's features, and write the draft K/V
-        # of the committed tokens.
+        # 6. Reduce the target's residual to features; write the committed tokens' draft K/V.
         self.draft_kv.write(output.hidden_states, block, committed.accept_lens)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
-        # 7. Count generated tokens, for penalties. The width policy learns when the host has read
-        # the result (``scheduler/metrics``).
+        # 7. Count tokens for penalties. The width policy learns later (``scheduler/metrics``).
         self.request_state.count(requests, committed.tokens, committed.accept_lens)
         return self._result(target, committed, new_seq_lens, lane.width)
 

@@ -82,7 +82,7 @@ class BatchRequests:
         penalties, end_tokens: None without such requests.
         classes: how many are greedy and how many sampled.
         info: SGLang's ``SamplingBatchInfo`` of this pass.
-        contexts: ``[bs]`` int64, tokens of each context at the first row, the anchor included.
+        lengths: SGLang's ``seq_lens [bs]``, which a round's anchors are ``ahead`` of.
     """
 
     reqs: list[Any]
@@ -94,7 +94,8 @@ class BatchRequests:
     end_tokens: EndTokens | None
     classes: tuple[int, int]
     info: Any = field(default=None, compare=False)
-    contexts: torch.Tensor | None = field(default=None, compare=False)
+    lengths: torch.Tensor | None = field(default=None, compare=False)
+    ahead: int = 0
 
     def same(self, reqs: Sequence[Any], slots: list[int]) -> bool:
         """Whether these are the requests of a batch, none retracted in between."""
@@ -108,6 +109,11 @@ class BatchRequests:
     def sampling(self) -> Sampling:
         """Their parameters, as SGLang normalises them."""
         return sampling_of(self.info)
+
+    @cached_property
+    def contexts(self) -> torch.Tensor:
+        """Tokens ``[bs]`` of each context at the first row, the anchor included."""
+        return self.lengths + self.ahead
 
     @property
     def all_greedy(self) -> bool:
@@ -159,8 +165,8 @@ class RequestState:
                 if starts and penalised(req.sampling_params):
                     self.counts.reset(slot, req.output_ids)
         # The anchor of a round is not in seq_lens yet.
-        contexts = batch.seq_lens if prefill else batch.seq_lens + 1
-        self.current = replace(requests, info=info, contexts=contexts)
+        ahead = 0 if prefill else 1
+        self.current = replace(requests, info=info, lengths=batch.seq_lens, ahead=ahead)
         return self.current
 
     def count(self, requests: BatchRequests, tokens: torch.Tensor, lengths: torch.Tensor) -> None:

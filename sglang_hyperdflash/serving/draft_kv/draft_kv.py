@@ -133,30 +133,31 @@ class DraftKV:
         if ends is None:  # what is allocated includes the rows in flight
             ends = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
             total = int(ends.sum())
-        return DraftContext(batch.seq_lens, ends.to(torch.int32), int(total), block.plan)
+        return DraftContext(batch.seq_lens, ends.to(torch.int32), total, block.plan)
 
     def write_prefill(
         self, batch: Any, residual: torch.Tensor, plan: Any, positions: torch.Tensor
     ) -> None:
         """Write all rows of a prefill: what the target gave ``[N, m * d]``, at ``positions``."""
-        self._write(residual, self._slots(plan), positions)
+        self._write(residual, self.worker._draft_write_ids(plan), positions)
 
     def write(self, residual: torch.Tensor, block: Block, lengths: torch.Tensor) -> None:
         """Write the first ``lengths [bs]`` rows of every block, from ``residual [bs * B, m * d]``.
 
         Captured target graphs share one residual: the next target pass overwrites it.
         """
-        slots, shape = self._slots(block.plan), block.tokens.shape
-        self._write(
-            residual, slots, block.positions.flatten(), slots.view(shape), commit_lens=lengths
-        )
+        slots, positions = self._block_slots(block, lengths), block.positions.flatten()
+        self._write(residual, slots, positions, slots.view(block.tokens.shape), lengths)
 
     def forget_padding(self) -> None:
         """Rounds of made-up requests wrote to the slot that pads batches; it is never read."""
 
-    def _slots(self, plan: Any) -> torch.Tensor:
-        """Seam: ``DFlashWorkerV2._draft_write_ids``, a plan's rows as the draft pool names them."""
-        return self.worker._draft_write_ids(plan)
+    def _block_slots(self, block: Block, lengths: torch.Tensor) -> torch.Tensor:
+        """Slots ``[bs * B]`` of a block's rows, as the draft pool names them.
+
+        Seam: ``DFlashWorkerV2._draft_write_ids``.
+        """
+        return self.worker._draft_write_ids(block.plan)
 
     def _write(
         self,
@@ -164,7 +165,7 @@ class DraftKV:
         slots: torch.Tensor,
         positions: torch.Tensor,
         slots_2d: torch.Tensor | None = None,
-        **rest: torch.Tensor,
+        lengths: torch.Tensor | None = None,
     ) -> None:
         """Reduce and write; seam: ``DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc``."""
         self.worker._append_target_hidden_to_draft_kv_by_loc(
@@ -172,7 +173,7 @@ class DraftKV:
             cache_loc=slots,
             cache_loc_2d=slots_2d,
             positions=positions,
-            **rest,
+            commit_lens=lengths,
         )
 
 
@@ -256,16 +257,10 @@ class WindowedDraftKV(DraftKV):
         slots = self.window.enter(ids[rows].long(), torch.ones_like(rows, dtype=torch.bool))
         self._write(residual[rows], slots, positions[rows])
 
-    def write(self, residual: torch.Tensor, block: Block, lengths: torch.Tensor) -> None:
+    def _block_slots(self, block: Block, lengths: torch.Tensor) -> torch.Tensor:
+        """New slots of the rows that are committed; the others have none."""
         kept = self.window.columns[: block.width] < lengths.unsqueeze(1)
-        slots = self.window.enter(block.slots.long(), kept.flatten())
-        self._write(
-            residual,
-            slots,
-            block.positions.flatten(),
-            slots.view(block.tokens.shape),
-            commit_lens=lengths,
-        )
+        return self.window.enter(block.slots.long(), kept.flatten())
 
     def forget_padding(self) -> None:
         self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.worker.device))

@@ -76,7 +76,8 @@ def prepare_block(batch: Any, width: int, mask_token: int, translator: Any) -> B
         ends = known + width
         total = int(ends.sum())
     else:  # a backend that plans on the device: what is reserved is a safe bound
-        ends, total = draft_input.nxt_kv_lens_cpu, draft_input.nxt_kv_lens_sum
+        ends = draft_input.nxt_kv_lens_cpu
+        total = None if ends is None else int(draft_input.nxt_kv_lens_sum)
     plan = translator.plan_uniform_extend(
         req_pool_indices=batch.req_pool_indices,
         seq_lens=lengths,

@@ -146,9 +146,8 @@ class Drafter:
             found = torch.nn.functional.embedding(ids, worker._full_embed_gpu)
         else:
             target = worker.target_worker.model_runner.model
-            found = unwrap_lora_layer(_resolve_dflash_embedding_module(worker.draft_model, target))(
-                ids
-            )
+            module = _resolve_dflash_embedding_module(worker.draft_model, target)
+            found = unwrap_lora_layer(module)(ids)
         if worker._noise_embed_scale != 1.0:
             found = found * worker._noise_embed_scale
         return found.view(-1, found.shape[-1])

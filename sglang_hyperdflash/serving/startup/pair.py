@@ -13,6 +13,7 @@ from sglang_hyperdflash.draft.config import check_fingerprint
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def check_ranks_agree(setting: Any, gather: Callable[[Any], list[Any]]) -> None:
     if any(other != setting for other in found):
         said = "; ".join(f"rank {i}: {one.mode} of {one.widths}" for i, one in enumerate(found))
         raise HyperDFlashConfigError(
-            f"HYPERDFLASH_WIDTH and HYPERDFLASH_WIDTHS must be the same on all nodes; found {said}."
+            f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}."
         )
 
 

@@ -100,7 +100,7 @@ class Verifier:
         )
         lengths = batch.seq_lens_cpu, batch.seq_lens_sum
         if block.ends_cpu is not None:
-            batch.seq_lens_cpu, batch.seq_lens_sum = block.ends_cpu, int(block.ends_sum)
+            batch.seq_lens_cpu, batch.seq_lens_sum = block.ends_cpu, block.ends_sum
         batch.out_cache_loc = block.slots
         forward_batch, _ = verify.prepare_for_verify(
             batch, worker.target_worker, defer_metadata_init=data_parallel
@@ -182,7 +182,9 @@ class Verifier:
         sync, tokens = self.worker._tp_sync.sync, block.tokens
         site, verdict = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, None
         if block.proposal is None or requests.all_greedy:
-            target = self._target_tokens(logits, requests) if argmaxes is None else argmaxes
+            target = argmaxes
+            if target is None:
+                target = self._target_tokens(logits, block, requests)
             if requests.all_greedy:
                 site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
             correct_drafts, bonus = compute_dflash_correct_drafts_and_bonus(
@@ -198,7 +200,9 @@ class Verifier:
         next_anchors = bonus.masked_fill(bonus == self.vocabulary, 0)
         return Committed(committed, accept_lens, next_anchors, verdict)
 
-    def _target_tokens(self, logits: torch.Tensor, requests: BatchRequests) -> torch.Tensor:
+    def _target_tokens(
+        self, logits: torch.Tensor, block: Block, requests: BatchRequests
+    ) -> torch.Tensor:
         """The target's token of every row, ``[bs * width]`` int64; past the vocabulary if broken.
 
         A batch with sampled requests comes here with one row of each.
@@ -206,7 +210,7 @@ class Verifier:
         largest, found = logits.max(-1)
         if not requests.all_greedy:
             weights = weights_of(logits, requests.sampling, self.renorm)
-            at = requests.contexts - 1
+            at = block.positions[:, 0]
             found = draw_rows(logits, weights, requests.sampling, requests.draws, at, gumbel_argmax)
         return found.masked_fill(~largest.isfinite(), self.vocabulary)
 
@@ -241,7 +245,7 @@ class Verifier:
         tokens = committed.tokens.clamp(max=self.vocabulary - 1)  # a broken row's has no logit
         if info.sampling_mask_batch_indices is not None:
             probs = None
-            if not info.is_all_greedy:
+            if not requests.all_greedy:
                 probs = self._distribution(output.next_token_logits, requests, width)
             output.sampling_mask_output = SpeculativeSamplingMaskCapture(
                 target_probs=probs,

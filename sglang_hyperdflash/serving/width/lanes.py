@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel, get_spec
@@ -69,8 +69,8 @@ class Lane:
 
     width: int
     spec_info: Any
-    candidates: CandidateBuffers | None
-    states: list[RunnerState]
+    candidates: CandidateBuffers | None = None
+    states: list[RunnerState] = field(default_factory=list)
 
 
 class Lanes:
@@ -84,7 +84,7 @@ class Lanes:
     def __init__(self, worker: Any, widths: Collection[int], eager: Collection[int] = ()) -> None:
         self.worker, self.block = worker, worker.block
         self._eager = {*eager} - {*widths}
-        self.active = self._lane(self.block, None, [])
+        self.active = self._lane(self.block)
         self._lanes = {self.block: self.active}
         self._others = sorted({*widths, *self._eager} - {self.block}, reverse=True)
 
@@ -93,9 +93,9 @@ class Lanes:
         """Ascending."""
         return sorted([*self._others, self.block])
 
-    def _lane(self, width: int, candidates: CandidateBuffers | None, states: list) -> Lane:
-        info = make_draft_block_spec_info(draft_token_num=width, device=self.worker.device)
-        return Lane(width, info, candidates, states)
+    def _lane(self, width: int) -> Lane:
+        device = self.worker.device
+        return Lane(width, make_draft_block_spec_info(draft_token_num=width, device=device))
 
     def activate(self, width: int) -> Lane:
         """The lane of a width; the runners have its backends and graphs."""
@@ -115,7 +115,7 @@ class Lanes:
         lane.candidates = worker._draft_sampler
         lane.states = [RunnerState.of(target), RunnerState.of(draft)]
         for width in self._others:
-            other = self._lane(width, None, [])
+            other = self._lane(width)
             with _settings(width):
                 graphs = width not in self._eager and self._room(target, f"width {width} verifies")
                 other.states.append(_build(target, width, graphs))

@@ -57,7 +57,7 @@ def test_a_round_without_drafts_ends_its_broken_rows(verifier, sampled):
     logits[1, 6], logits[2] = NAN, -INFINITY
     rows = greedy_rows()
     rows.all_greedy = not sampled
-    rows.contexts, ones = torch.tensor([4, 5, 6]), torch.ones(3)
+    ones = torch.ones(3)
     rows.sampling = Sampling(0.01 * ones, torch.full((3,), 1 << 30), ones, 0 * ones)
     rows.draws = Draws(torch.arange(3), torch.tensor([True, False, True]))
     found = verifier.accept(logits, None, Block(tokens, tokens, None, None, None), rows)

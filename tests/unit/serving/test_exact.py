@@ -448,7 +448,8 @@ def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     verifier = object.__new__(Verifier)
     verifier.vocabulary = 4
     verifier.renorm = None
-    rows = SimpleNamespace(info=info, sampling=requests_module.sampling_of(info))
+    sampling = requests_module.sampling_of(info)
+    rows = SimpleNamespace(info=info, sampling=sampling, all_greedy=False)
     committed = Committed(torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0]))
     output = SimpleNamespace(next_token_logits=logits)
     verifier.describe(SimpleNamespace(return_logprob=False), output, committed, rows)

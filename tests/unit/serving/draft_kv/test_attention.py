@@ -282,7 +282,7 @@ def test_a_windows_backend_is_built_for_a_window_and_blocks():
 @pytest.mark.parametrize("width", [BLOCK, 2])
 @pytest.mark.parametrize("needs_host", [True, False])
 def test_flashinfer_is_given_the_devices_own_lengths_of_a_window(needs_host, width):
-    """An upper bound is what SGLang gives it; FlashInfer would merge parts nobody computed."""
+    """An upper bound is what SGLang gives it; FlashInfer would merge parts never computed."""
     table = torch.arange(6000).view(3, 2000)
     draft_kv = windowed(needs_host, table)
     draft_kv.window.enter(table[0, :300].long(), torch.ones(300, dtype=torch.bool))

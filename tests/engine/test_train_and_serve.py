@@ -29,6 +29,8 @@ import os
 
 
 def record(result, self, logits, argmaxes, block, requests):
+    if block.width == 1:  # nothing is drafted
+        return
     names = [req.rid for req in requests.reqs]
     blocks = zip(names, block.positions[:, 0].tolist(), block.tokens.tolist())
     with open(os.environ["RECORDED_BLOCKS"], "a") as out:

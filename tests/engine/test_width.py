@@ -11,6 +11,7 @@ from sglang_hyperdflash.serving.scheduler.metrics import (
     ACCEPTED,
     DRAFTED,
     ROUNDS,
+    SECONDS,
     WIDTH_NOW,
     WIDTH_ROUNDS,
 )
@@ -156,14 +157,16 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
 def test_without_a_variable_the_width_follows_load(
     servers, target_dir, drafter_dir, own_prompts, own_reference
 ):
-    """No test can foresee its widths; the answers are the baseline's, and both are tried."""
+    """No test can foresee its widths; the answers are the baseline's, and all were timed."""
     name = "width-default"
     server = start(servers, name, target_dir, drafter_dir, **{WIDTH: ""})
     try:
         for _ in range(2):
             assert ids(greedy_all(server, own_prompts, 8)) == own_reference
         rounds = by_label(server, WIDTH_ROUNDS, "width")
-        assert rounds["1"] and rounds["7"]
+        assert sum(rounds.values()) and sorted(rounds) == ["1", "7"]
+        timed = by_label(server, SECONDS, "width")
+        assert all(timed[width] > 0 for width in rounds)
     finally:
         servers.stop(name)
 

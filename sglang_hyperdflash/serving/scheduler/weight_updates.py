@@ -49,7 +49,13 @@ def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]
 def keep_graphs(
     original, self, model_path, load_format, weight_name_filter=None, recapture_cuda_graph=False
 ) -> tuple[bool, str]:
-    """Refuse to capture graphs again, of which SGLang would replace one width's alone."""
-    if recapture_cuda_graph and is_ours(self.get_model_runner().spec_algorithm):
+    """Refuse to capture graphs again, of which SGLang would replace one width's alone.
+
+    Where there are none, as on a CPU, SGLang ignores what was asked.
+    """
+    from sglang_hyperdflash.serving.width.lanes import captured
+
+    runner = self.get_model_runner()
+    if recapture_cuda_graph and is_ours(runner.spec_algorithm) and captured(runner):
         return False, GRAPHS_STAY
     return original(self, model_path, load_format, weight_name_filter, recapture_cuda_graph)

@@ -48,7 +48,11 @@ def test_an_update_reaches_the_target_alone_and_other_algorithms_as_ever(
 @pytest.mark.parametrize("algorithm", [ALGORITHM, "EAGLE"])
 def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm):
     asked = []
-    runner = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
+    runner = SimpleNamespace(
+        spec_algorithm=SimpleNamespace(name=algorithm),
+        decode_cuda_graph_runner="graphs",
+        eager_runner="eager",
+    )
     updater = SimpleNamespace(get_model_runner=lambda: runner)
 
     def original(self, *given):
@@ -60,3 +64,7 @@ def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm):
     assert done or "recapture_cuda_graph" in message
     assert keep_graphs(original, updater, "folder", "auto") == (True, "done")
     assert asked[-1] == ("folder", "auto", None, False)
+    # Without graphs there is nothing to refuse.
+    runner.decode_cuda_graph_runner = "eager"
+    assert keep_graphs(original, updater, "folder", "auto", None, True) == (True, "done")
+    assert asked[-1] == ("folder", "auto", None, True)

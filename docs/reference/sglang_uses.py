@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = "sglang_hyperdflash"
 CPU = "cpu_engine"
 # Where code runs inside SGLang and touches its objects.
-INSIDE = (f"{PRODUCT}/serving", f"{PRODUCT}/plugin.py", f"{PRODUCT}/seams.py", CPU)
+OURS = ("serving", "targets", "commands/capture_rows.py", "plugin.py", "seams.py")
+INSIDE = (*(f"{PRODUCT}/{one}" for one in OURS), CPU)
 NOT_INSIDE = "cpu_engine/portable/core.py"
 
 

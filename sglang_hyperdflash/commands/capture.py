@@ -19,15 +19,12 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.commands.answers import SHOWN
+from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
-from sglang_hyperdflash.serving.scheduler.capture_rows import (
-    CAPTURE_FOLDER,
-    REQUEST_PREFIX,
-    take_rows,
-)
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
+from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError

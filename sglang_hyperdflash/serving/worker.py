@@ -34,13 +34,13 @@ from sglang_hyperdflash.serving.startup.pair import (
     check_ranks_agree,
     drafts_causally,
 )
-from sglang_hyperdflash.serving.startup.shared_residual import SharedResidual
 from sglang_hyperdflash.serving.verification import prefill, rehearsal
 from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
 from sglang_hyperdflash.serving.width.controller import WidthController
 from sglang_hyperdflash.serving.width.lanes import Lanes
 from sglang_hyperdflash.serving.width.settings import FULL, WidthSetting, read_setting
 from sglang_hyperdflash.serving.width.timing import time_rounds
+from sglang_hyperdflash.targets.shared_residual import SharedResidual
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 logger = logging.getLogger(__name__)

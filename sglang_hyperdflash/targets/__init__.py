@@ -1,1 +1,1 @@
-"""Which targets exist, where their residual is, and how their files are read."""
+"""Which targets exist, where their residual is, how their files are read and SGLang serves them."""

@@ -26,7 +26,7 @@ class TargetKind:
         name: for messages. architectures: as ``config.json`` spells them.
         residual: where SGLang holds the ``m`` paths before the collapse.
         exposed: whether SGLang passes that residual to a worker by itself; for others it is done
-            by :mod:`sglang_hyperdflash.serving.startup.expose_residual`.
+            by :mod:`sglang_hyperdflash.targets.loaded`.
         collapse: the target's own way from ``m`` paths to one state.
         gate_start: how the reducer starts. statement: the same in one sentence for the user.
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eval.identity import TIE_GAPS
-from sglang_hyperdflash.serving.scheduler.capture_rows import REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import (
     Server,

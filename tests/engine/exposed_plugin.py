@@ -75,7 +75,7 @@ def main(folder: str) -> None:
     from safetensors.torch import save_file
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    from tests.unit.serving.startup.exposed_models import one_rank
+    from tests.unit.targets.exposed_models import one_rank
 
     with one_rank():
         model = dense_hy_v4()(get_config(folder, trust_remote_code=False))

@@ -12,8 +12,8 @@ import pytest
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands.capture import FinalState
-from sglang_hyperdflash.serving.scheduler.capture_rows import CAPTURE_FOLDER
 from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.drafter import Drafter

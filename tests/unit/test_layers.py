@@ -91,7 +91,7 @@ LIBRARIES = {
     "seams.py": {"sglang"},
     "triton_ops": {"matplotlib", "sglang", "torch", "triton"},
     "draft": {"pydantic", "torch"},
-    "targets": {"fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},
+    "targets": {"fsspec", "huggingface_hub", "safetensors", "sglang", "torch", "transformers"},
     "portable": {"numba", "sglang", "torch"},
     "serving": {"numpy", "prometheus_client", "safetensors", "sglang", "torch"},
     "training": {

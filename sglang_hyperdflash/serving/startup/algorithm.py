@@ -13,7 +13,9 @@ from sglang_hyperdflash.serving.draft_kv.attention import (
     choose_draft_attention,
 )
 from sglang_hyperdflash.serving.startup.checks import load_draft_config
-from sglang_hyperdflash.serving.startup.deepseek_v4 import keep_draft_kv_unquantised
+
+# KV dtypes of an unquantised cache.
+PLAIN_KV = (None, "auto", "bfloat16", "bf16")
 
 
 class HyperDFlashAlgorithm(CustomSpecAlgo):
@@ -90,6 +92,9 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
         if resolved.speculative_draft_load_format in (None, "auto"):
             # "auto" would fall back to pickled weights.
             server_args.speculative_draft_load_format = "safetensors"
-        keep_draft_kv_unquantised(server_args)
+        plain = resolved.kv_cache_dtype in PLAIN_KV
+        if resolved.speculative_draft_kv_cache_dtype is None and not plain:
+            # V4 resolves its own cache to fp8; drafts from fp8 K/V are accepted less often.
+            server_args.speculative_draft_kv_cache_dtype = "bfloat16"
         check_window_attention(window, resolved.speculative_draft_attention_backend)
         server_args.speculative_draft_window_size = window

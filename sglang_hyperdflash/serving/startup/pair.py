@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
 from sglang_hyperdflash.draft.config import check_fingerprint
-from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
+from sglang_hyperdflash.targets.loaded import target_hc_head
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, SeamError
 
 logger = logging.getLogger(__name__)
@@ -78,21 +77,6 @@ def fused_kv_in_use(worker: Any) -> bool:
         return bool(worker._use_fused_kv_materialize) and worker._fused_kv_helper is not None
     except AttributeError as error:
         raise SeamError(f"SGLang seam DFlashWorkerV2 fused K/V is gone: {error}") from error
-
-
-def target_hc_head(model: torch.nn.Module) -> HcHead | None:
-    """The ``hc_head`` of a loaded target, or None without one.
-
-    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``, and of
-    the portable target; on ``model.model.hc_head`` of ``HYV4ForCausalLM``, ``fn`` as a linear.
-    """
-    inner = getattr(model, "model", model)
-    head = getattr(inner, "hc_head", None)
-    # DeepSeek-V4's own hc_head is a method.
-    owner = head if isinstance(head, torch.nn.Module) else inner
-    found = [getattr(owner, f"hc_head_{name}", None) for name in ("fn", "base", "scale")]
-    found[0] = getattr(found[0], "weight", found[0])
-    return HcHead(*found) if all(isinstance(t, torch.Tensor) for t in found) else None
 
 
 def drafts_causally(worker: Any) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.serving.startup.v4_start import start
 from tests.unit.serving.v4_shapes import DSPARK, SHAPES, V41, target_folder
+from tests.unit.targets.v4_start import start
 
 NODE = {"gpu_gib": 141.0, "weights_gib": 40.0}
 METHODS = ("baseline", "EAGLE", "DSPARK")

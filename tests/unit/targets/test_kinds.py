@@ -17,7 +17,6 @@ from sglang_hyperdflash.commands.capture import FinalState
 from sglang_hyperdflash.draft.config import check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.draft.reducer import HCGateReducer
-from sglang_hyperdflash.serving.startup.expose_residual import EXPOSED
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.kinds import (
     DEEPSEEK_V4,
@@ -28,6 +27,7 @@ from sglang_hyperdflash.targets.kinds import (
     check_served_target,
     target_kind,
 )
+from sglang_hyperdflash.targets.loaded import EXPOSED
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
 from tests.transformers_target import TransformersTarget

@@ -12,7 +12,7 @@ import torch
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture
-from sglang_hyperdflash.serving.scheduler.capture_rows import append_rows, take_rows
+from sglang_hyperdflash.commands.capture_rows import append_rows, take_rows
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training import captured

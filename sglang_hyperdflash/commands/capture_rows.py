@@ -1,4 +1,4 @@
-"""Inside SGLang's scheduler: write a request's pre-collapse residual to disk.
+"""Inside the scheduler of a capture: write a request's pre-collapse residual to disk.
 
 ``return_hidden_states`` would turn every row into Python numbers and send it through two
 processes, and would drop all but the last chunk of a chunked prefill.
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from sglang_hyperdflash.seams import around
+from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 
-CAPTURE_FOLDER = "HYPERDFLASH_CAPTURE_FOLDER"
 REQUEST_PREFIX = "hyperdflash-capture-"
 
 

@@ -10,8 +10,8 @@ import math
 import pytest
 
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.unit.serving.startup.v4_start import start
 from tests.unit.serving.v4_shapes import SHAPES, V41, draft_folder, target_folder
+from tests.unit.targets.v4_start import start
 
 DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
 ONE = {"gpu_gib": 141.0, "weights_gib": 40.0}

@@ -68,7 +68,7 @@ def main() -> None:
 
 def start(cases: dict[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
     """Resolved fields and budget, or the error, of every case."""
-    return ask("tests.unit.serving.startup.v4_start", cases, warm=False, **environment)
+    return ask("tests.unit.targets.v4_start", cases, warm=False, **environment)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 
-from sglang_hyperdflash.serving.startup import shared_residual
-from sglang_hyperdflash.serving.startup.shared_residual import SharedResidual
+from sglang_hyperdflash.targets import shared_residual
+from sglang_hyperdflash.targets.shared_residual import SharedResidual
 
 
 def passed(hook: SharedResidual, residual: torch.Tensor | None) -> torch.Tensor | None:

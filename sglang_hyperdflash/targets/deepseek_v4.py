@@ -10,9 +10,6 @@ from sglang_hyperdflash import ALGORITHM, is_ours
 from sglang_hyperdflash.seams import after, around
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# KV dtypes of an unquantised cache.
-PLAIN_KV = (None, "auto", "bfloat16", "bf16")
-
 
 def resolve_early(server_args, previous) -> None:
     """Spell the algorithm as SGLang does and fix top-k 1, before anything reads them.
@@ -97,17 +94,3 @@ def budget_draft_kv(result, self, kvc, *args, **kwargs):
     self._spec_infl = 1.0
     self.bytes_per_swa_token = self._get_bytes_per_swa_token()
     self.bytes_per_full_token = self._get_bytes_per_full_token() + cell
-
-
-def keep_draft_kv_unquantised(server_args) -> None:
-    """Do not let the draft K/V inherit a quantised target's dtype, unless a flag sets it.
-
-    V4 resolves its own cache to fp8; drafts from fp8 K/V are accepted less often.
-    """
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    resolved = resolving_view(server_args)
-    if resolved.speculative_draft_kv_cache_dtype is None and (
-        resolved.kv_cache_dtype not in PLAIN_KV
-    ):
-        server_args.speculative_draft_kv_cache_dtype = "bfloat16"

@@ -1,4 +1,4 @@
-"""Hand out the pre-collapse residual of HY-V4, which collapses it inside its own forward.
+"""A target that SGLang has loaded: its pre-collapse residual, and its ``hc_head``.
 
 SGLang's DeepSeek-V4 returns ``(hidden states, pre_hc_head)`` from its body and passes both to the
 logits processor; all runners (eager, decode graph, prefill graph) support that form. HY-V4 returns
@@ -11,17 +11,17 @@ Only the instance that a server of ours loaded is touched, before any graph is c
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 
 import torch
 from torch import nn
 
 from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.seams import after
-from sglang_hyperdflash.serving.scheduler.capture_rows import CAPTURE_FOLDER
-from sglang_hyperdflash.tools.errors import SeamError
 
+# Set in the engine of ``hyperdflash capture``.
+CAPTURE_FOLDER = "HYPERDFLASH_CAPTURE_FOLDER"
 EXPOSED = ("HYV4ForCausalLM",)
 
 
@@ -46,22 +46,13 @@ def expose_hy_v4(model: nn.Module) -> None:
     the residual is read; ``HYV4ForCausalLM`` has no ``get_input_embeddings``, which DFLASH workers
     ask for. Graph runners call ``forward`` of the body itself, and replace it while they replay; a
     module hook there would not run.
-
-    Raises:
-        SeamError: SGLang's model is not built like this.
     """
     body, read = model.model, []
     original = body.forward
-    if not hasattr(body, "hc_head"):
-        raise seam_error(f"{type(body).__name__}.hc_head", "a module", "none")
 
     @functools.wraps(original)
     def forward(*args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        read.clear()
-        hidden = original(*args, **kwargs)
-        if not read:
-            raise RuntimeError(f"{type(body).__name__} returned without reading its residual.")
-        return hidden, read.pop()
+        return original(*args, **kwargs), read.pop()
 
     def split(module, args, kwargs):
         if not isinstance(args[1], tuple):
@@ -69,17 +60,22 @@ def expose_hy_v4(model: nn.Module) -> None:
         hidden, paths = args[1]
         return (args[0], hidden, *args[2:]), {**kwargs, "hidden_states_before_norm": paths}
 
-    processor = model.logits_processor
-    known = tuple(inspect.signature(processor.forward).parameters)
-    if known[:2] != ("input_ids", "hidden_states") or "hidden_states_before_norm" not in known:
-        expected = "input_ids, hidden_states, ..., hidden_states_before_norm"
-        raise seam_error(f"{type(processor).__name__}.forward", expected, known)
     body.hc_head.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(1)))
     body.forward = forward
-    processor.register_forward_pre_hook(split, with_kwargs=True)
+    model.logits_processor.register_forward_pre_hook(split, with_kwargs=True)
     model.get_input_embeddings = lambda: body.embed_tokens
 
 
-def seam_error(seam: str, expected: object, found: object) -> SeamError:
-    """The error of a model that is not built as its exposure relies on."""
-    return SeamError(f"SGLang seam {seam} changed: expected {expected}, found {found}.")
+def target_hc_head(model: nn.Module) -> HcHead | None:
+    """The ``hc_head`` of a loaded target, or None without one.
+
+    Seam: ``hc_head_fn/base/scale`` on ``model.model`` of SGLang's ``DeepseekV4ForCausalLM``, and of
+    the portable target; on ``model.model.hc_head`` of ``HYV4ForCausalLM``, ``fn`` as a linear.
+    """
+    inner = getattr(model, "model", model)
+    head = getattr(inner, "hc_head", None)
+    # DeepSeek-V4's own hc_head is a method.
+    owner = head if isinstance(head, nn.Module) else inner
+    found = [getattr(owner, f"hc_head_{name}", None) for name in ("fn", "base", "scale")]
+    found[0] = getattr(found[0], "weight", found[0])
+    return HcHead(*found) if all(isinstance(t, torch.Tensor) for t in found) else None

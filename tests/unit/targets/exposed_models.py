@@ -105,8 +105,7 @@ def examine(folder: str) -> dict[str, object]:
     """What an exposed model returns, beside what it returned before."""
     from types import SimpleNamespace
 
-    from sglang_hyperdflash.serving.startup.expose_residual import expose_residual
-    from sglang_hyperdflash.serving.startup.pair import target_hc_head
+    from sglang_hyperdflash.targets.loaded import expose_residual, target_hc_head
 
     torch.manual_seed(0)
     model = hy_v4(folder)
@@ -133,7 +132,7 @@ def examine(folder: str) -> dict[str, object]:
             found["modes"][mode] |= compare(model, residual, before[mode][1])
     found["embeddings"] = model.get_input_embeddings() is model.model.embed_tokens
     found["hc_head"] = target_hc_head(model) is not None
-    return found | replay(model) | {"bypassed": bypass(model)}
+    return found | replay(model)
 
 
 def replay(model: nn.Module) -> dict[str, object]:
@@ -150,19 +149,9 @@ def replay(model: nn.Module) -> dict[str, object]:
     }
 
 
-def bypass(model: nn.Module) -> str:
-    """The error of a step that reads its paths where the hook is not; the model is spoilt."""
-    model.model.hc_head._forward_pre_hooks.clear()
-    try:
-        step(model, "decode")
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def compare(model: nn.Module, residual: torch.Tensor, final: torch.Tensor) -> dict[str, float]:
     """How far the reducer's formula of the residual, and the norm, are from the final states."""
-    from sglang_hyperdflash.serving.startup.pair import target_hc_head
+    from sglang_hyperdflash.targets.loaded import target_hc_head
     from triton_ops import hc_gate_reduce_reference
 
     config, gate = model.config, target_hc_head(model)
@@ -189,7 +178,7 @@ def main() -> None:
 
 def examined(folder: Path) -> dict[str, object]:
     """:func:`examine` of a folder, in a new process."""
-    return ask("tests.unit.serving.startup.exposed_models", str(folder))
+    return ask("tests.unit.targets.exposed_models", str(folder))
 
 
 if __name__ == "__main__":

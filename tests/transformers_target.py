@@ -80,18 +80,10 @@ class TransformersTarget(nn.Module):
         return self.model.get_output_embeddings()
 
     @torch.no_grad()
-    def features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[b, S]`` right-padded tokens to final-norm ``[b, S, d]`` and residual ``[b, S, m*d]``.
-
-        Attention is causal, so padding on the right changes no real row.
-        """
-        return self.features_with_layers(tokens, ())[:2]
-
-    @torch.no_grad()
-    def features_with_layers(
-        self, tokens: torch.Tensor, layer_ids: tuple[int, ...]
+    def features(
+        self, tokens: torch.Tensor, layer_ids: tuple[int, ...] = ()
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """:meth:`features`, and the paths' means after layers, ``[b, S, len(ids) * d]``."""
+        """``LocalTarget.features``. Attention is causal: padding on the right changes no row."""
         tokens = tokens.to(self.embed_tokens.weight.device)
         means: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from docs.reference.sglang_uses import uses
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
 from sglang_hyperdflash.tools.environment import VARIABLES
-from sglang_hyperdflash.training.recipe import schema
+from sglang_hyperdflash.training.recipe import Schedule
 from tests.unit.serving.parameters import PARAMETERS
 
 HERE = Path(__file__).resolve().parent
@@ -131,7 +133,7 @@ def fields(struct: dict[str, Any]) -> str:
 
 
 def training_file() -> str:
-    file = schema()
+    file = TypeAdapter(Schedule).json_schema()
     sections = {"Top level": file}
     sections |= {"[objective]": file["$defs"]["Objective"], "[[stage]]": file["$defs"]["Stage"]}
     about = (

@@ -67,14 +67,43 @@ def chosen_prompts(per_kind: int, held_out: int) -> dict[str, dict[str, list[lis
     }
 
 
+@torch.inference_mode()
+def continuations(
+    target: LocalTarget, prompts: list[list[int]], temperature: float, generator: torch.Generator
+) -> list[list[int]]:
+    """The new tokens after every prompt, until EOS or ``MAX_NEW``.
+
+    Prompt tokens are fed one column at a time: rows of different lengths need no padding mask.
+    """
+    lengths = torch.tensor([len(p) for p in prompts])
+    ends, limit = lengths + MAX_NEW, int(lengths.max()) + MAX_NEW
+    tokens = torch.zeros(len(prompts), limit + 1, dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = torch.tensor(prompt)
+    shortest, cache = int(lengths.min()), target.new_cache(len(prompts), limit)
+    hidden, _ = target.step(tokens[:, :shortest], torch.zeros_like(lengths), cache)
+    for at in range(shortest, limit):
+        logits = target.lm_head(hidden[:, -1]).cpu()
+        if temperature == 0:
+            chosen = logits.argmax(-1)
+        else:
+            probs = (logits / temperature).softmax(-1)
+            chosen = torch.multinomial(probs, 1, generator=generator).squeeze(1)
+        live = (lengths <= at) & (at < ends)
+        tokens[live, at] = chosen[live]
+        ends[live & (tokens[:, at] == target.config.eos_token_id)] = at + 1
+        if bool((ends <= at + 1).all()):
+            break
+        hidden, _ = target.step(tokens[:, at : at + 1], torch.full_like(lengths, at), cache)
+    return [row[a:b].tolist() for row, a, b in zip(tokens, lengths, ends, strict=True)]
+
+
 def answers(target: LocalTarget, prompts: list[list[int]], temperature: float) -> list[str]:
     """A JSON line with the exact tokens of each answer of eight tokens and more."""
     generator, lines = torch.Generator().manual_seed(len(prompts)), []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
-        found = target.generate(
-            part, max_new_tokens=MAX_NEW, temperature=temperature, generator=generator
-        )
+        found = continuations(target, part, temperature, generator)
         for prompt, answer in zip(part, found, strict=True):
             if len(answer) >= SHORTEST_ANSWER:
                 spans = [[len(prompt), len(prompt) + len(answer)]]
@@ -113,12 +142,7 @@ def write_answers(out: Path, per_kind: int = PER_KIND, held_out: int = HELD_OUT)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the answers")
-    parser.add_argument(
-        "--per-kind",
-        type=int,
-        default=PER_KIND,
-        help="training prompts of each kind; twice as many scrambled ones",
-    )
+    parser.add_argument("--per-kind", type=int, default=PER_KIND, help="training prompts of each")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="prompts of each kind")
     args = parser.parse_args()
     try:

@@ -21,12 +21,11 @@ from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
-from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
 from sglang_hyperdflash.training.conversations import HUB, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.kept_states import kept_states
-from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
@@ -168,7 +167,6 @@ def train(
             say(f"{title}: resumed at step {trainer.state['step']}")
         with Monitor(trainer, title, schedule.report_to) as monitor:
             trainer.run(folder / "best", monitor)
-        world.on_main(lambda best=folder / "best", trainer=trainer: trainer.check_best(best))
         best, last = folder / "best", best_line(trainer)
         if number < len(schedule.stage):
             say(f"{title}: {last}")
@@ -194,10 +192,9 @@ def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:
 
 def best_line(trainer: Trainer) -> str:
     """The best checkpoint in words."""
-    state = trainer.state
     if not trainer.held_out:
-        return f"last: step {state['best_step']}, tau not measured: there is no [held_out]"
-    return f"best: step {state['best_step']}, tau {state['best_tau']:.2f}"
+        return f"last: step {trainer.state['step']}, tau not measured: there is no [held_out]"
+    return f"best: step {trainer.best['step']}, tau {trainer.best['tau']:.2f}"
 
 
 def publish(best: Path, out: Path) -> None:

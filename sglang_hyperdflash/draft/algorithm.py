@@ -24,7 +24,7 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
 
     Args:
         target: :class:`~sglang_hyperdflash.training.local_target.LocalTarget`, or an object
-            with its ``features_with_layers``, ``embed_tokens`` and ``lm_head``.
+            with its ``features``, ``embed_tokens`` and ``lm_head``.
         drafter: :class:`~sglang_hyperdflash.training.drafter.Drafter`.
         tokens: everything committed; the last one is the anchor, whose own target state does not
             exist yet.
@@ -33,9 +33,7 @@ def propose_block(target, drafter, tokens: list[int]) -> list[int]:
     anchor = len(tokens) - 1
     # The target's states of the context: its residual before its own collapse, [1, anchor, m * d];
     # other methods read the means after some layers.
-    _, residual, layers = target.features_with_layers(
-        torch.tensor([tokens[:-1]]), config.captured_layers
-    )
+    _, residual, layers = target.features(torch.tensor([tokens[:-1]]), config.captured_layers)
     # Eq. 1: m streams, weighted by the inherited gate, become one feature per token.
     context = drafter.reduce(reducer_source(config, residual, layers))
     # The block: the anchor, then B-1 masks, in the target's own embedding.

@@ -63,7 +63,7 @@ def block_mask(
     keep: torch.Tensor,
     context: int,
     block_size: int,
-    starts: torch.Tensor | None = None,
+    window: int | None = None,
     *,
     causal: bool = False,
 ) -> torch.Tensor:
@@ -71,13 +71,13 @@ def block_mask(
 
     Args:
         anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
-        starts: ``[b, n]`` first position visible to each block; None for zeros.
+        window: context features visible to a block at most, its last ones; None for all.
         causal: whether a row sees no later row of its block.
     """
     b, n = anchors.shape
     before = torch.arange(context) < anchors.unsqueeze(-1)  # [b, n, S]
-    if starts is not None:
-        before &= torch.arange(context) >= starts.unsqueeze(-1)
+    if window is not None:
+        before &= torch.arange(context) >= anchors.unsqueeze(-1) - window
     before = before.unsqueeze(2).expand(b, n, block_size, context).reshape(b, -1, context)
     owner = torch.arange(n).repeat_interleave(block_size)
     own = owner[:, None] == owner[None, :]

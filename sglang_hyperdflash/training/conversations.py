@@ -2,10 +2,8 @@
 
 Forms, told apart by their fields: ``{"messages": [{"role", "content"}]}``; ShareGPT's
 ``{"conversations": [{"from", "value"}]}`` (or, as in EagleChat, with role and content);
-``{"instruction", "output"}`` (Evol-CodeAlpaca);
-``{"turns": [...]}``, user turns without answers, which only regeneration can use. Lines of
-``hyperdflash regenerate`` hold ``samples`` with the target's exact tokens, which are taken as they
-are.
+``{"instruction", "output"}`` (Evol-CodeAlpaca); ``{"turns": [...]}``, user turns without answers,
+for ``hyperdflash regenerate``, whose own lines hold ``samples`` with the target's exact tokens.
 """
 
 from __future__ import annotations
@@ -28,32 +26,29 @@ HUB = "hub:"
 
 
 def read_conversations(path: str | Path) -> Iterator[tuple[Messages, str]]:
-    """Conversations of a JSONL file, each a list of ``{"role", "content"}``, and its place.
-
-    Raises:
-        FileNotFoundError: no such file. HyperDFlashError: a line in none of the forms, or a file
-            without any; both name the line.
-    """
+    """Conversations of a file, each a list of ``{"role", "content"}``, and its place."""
     for record, where in read_records(path):
         yield parse_conversation(record, where), where
 
 
 def read_records(path: str | Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Objects of the lines that are not blank, each with the ``file:line`` that names it in errors.
+    """Objects of a file's lines, each with the ``file:line`` that names it in errors.
 
     ``hub:OWNER/NAME`` (``hub:OWNER/NAME:SPLIT``) streams a data set of the hub, row by row.
+
+    Raises:
+        FileNotFoundError: no such file or data set. HyperDFlashError: it is empty, or a line is no
+            JSON object.
     """
     if str(path).startswith(HUB):
         yield from _hub_rows(str(path).removeprefix(HUB))
         return
-    path = Path(path)
+    path, number = Path(path), 0
     if not path.is_file():
         raise FileNotFoundError(f"data file {path} does not exist.")
-    empty = True
     for number, record in read_lines(path):
-        empty = False
         yield record, f"{path}:{number}"
-    if empty:
+    if not number:
         raise HyperDFlashConfigError(f"data file {path} is empty.")
 
 
@@ -71,10 +66,9 @@ def _hub_rows(name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
     """One line's object in any of the forms; ``where`` names it in errors."""
-    if "messages" in record:
-        messages = [_message(m, where) for m in _list(record, "messages", where)]
-    elif "conversations" in record:
-        messages = [_message(m, where) for m in _list(record, "conversations", where)]
+    listed = next((name for name in ("messages", "conversations") if name in record), None)
+    if listed is not None:
+        messages = [_message(m, where) for m in _list(record, listed, where)]
     elif "instruction" in record and "output" in record:
         prompt, extra = record["instruction"], record.get("input") or ""
         prompt = f"{prompt}\n{extra}" if extra and isinstance(prompt, str) else prompt
@@ -99,11 +93,7 @@ def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
 
 
 def line_samples(tokenizer, record: Mapping[str, Any], where: str) -> list[Sample]:
-    """The samples of one line: regenerated tokens as they are, else its conversation's one.
-
-    Raises:
-        HyperDFlashConfigError: the line is in none of the forms.
-    """
+    """The samples of one line: regenerated tokens as they are, else its conversation's one."""
     if "samples" in record:
         return [_regenerated(entry, where) for entry in _list(record, "samples", where)]
     sample = to_sample(tokenizer, parse_conversation(record, where), where)
@@ -155,10 +145,7 @@ def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> S
     """Tokens of a whole conversation, its assistant answers (end tokens included) as spans.
 
     The template is rendered up to every answer and after it; what an answer adds is its span. That
-    works with any template that only appends.
-
-    Returns:
-        None without an assistant message.
+    works with any template that only appends. None without an answer.
 
     Raises:
         HyperDFlashConfigError: the template rewrites earlier turns, or an answer adds no token.
@@ -184,8 +171,7 @@ def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> S
             )
         if not answer:
             raise HyperDFlashConfigError(
-                f"{where}: the chat template yields no assistant tokens for answer "
-                f"{len(spans) + 1}."
+                f"{where}: the chat template yields no tokens for answer {len(spans) + 1}."
             )
         spans.append((len(start), len(start) + len(answer)))
         tokens = start + answer
@@ -194,11 +180,8 @@ def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> S
 
 @dataclass(frozen=True)
 class Loaded:
-    """Samples of some files and what was left out.
-
-    Attributes:
-        places: the ``file:line`` of each sample. without_answer, too_long: the ``file:line`` of
-            each conversation that has no answer, and of each sample over the length limit.
+    """Samples, and the ``file:line`` of each, of each conversation without an answer, and of each
+    sample over the length limit.
     """
 
     samples: list[Sample]
@@ -220,8 +203,7 @@ def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loa
     Raises:
         HyperDFlashConfigError: a bad line, or nothing left to train on (and why).
     """
-    loaded = Loaded([], [], [], [])
-    paths = list(paths)
+    loaded, paths = Loaded([], [], [], []), list(paths)
     for path in paths:
         for record, where in read_records(path):
             found = line_samples(tokenizer, record, where)

@@ -42,10 +42,10 @@ WINDOW = 2048
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """Sizes of a drafter that do not follow from its target.
+    """Sizes of a drafter that do not follow from its target; the defaults fit the tiny target.
 
-    The defaults are those of the tiny target's drafters. ``layer_ids``: the drafter reads means of
-    the paths after these target layers (DFlash); empty for the pre-collapse residual.
+    ``layer_ids``: the drafter reads means of the paths after these target layers (DFlash); empty
+    for the pre-collapse residual.
     """
 
     layers: int = 3
@@ -89,10 +89,7 @@ def shape_for(target: TargetFacts) -> DrafterShape:
 
 
 def draft_config(
-    target: TargetFacts,
-    hc_head: HcHead | None,
-    shape: DrafterShape,
-    mask_token_id: int,
+    target: TargetFacts, hc_head: HcHead | None, shape: DrafterShape, mask_token_id: int
 ) -> dict[str, Any]:
     """The ``config.json`` of a new drafter for a target (its fields: draft.config).
 
@@ -100,8 +97,13 @@ def draft_config(
         hc_head: the target's, or None for a target without one.
     """
     last = target.num_hidden_layers
-    fingerprint = None if hc_head is None else hc_head.fingerprint()
-    config = {
+    dependency = {}
+    if shape.dependency_rank is not None:
+        top_k = shape.dependency_top_k or default_candidates(target.vocab_size)
+        dependency = {"dependency": {"rank": shape.dependency_rank, "top_k": top_k}}
+        if shape.dependency_form != FORMS[0]:
+            dependency["dependency"]["form"] = shape.dependency_form
+    return {
         "architectures": [DRAFT_ARCHITECTURE],
         "model_type": "qwen3",
         "hidden_size": target.hidden_size,
@@ -138,23 +140,12 @@ def draft_config(
                 "hidden_size": target.hidden_size,
                 "vocab_size": target.vocab_size,
                 "num_hidden_layers": last,
-                "hc_head_fingerprint": fingerprint,
+                "hc_head_fingerprint": None if hc_head is None else hc_head.fingerprint(),
             },
+            **dependency,
         },
+        **(causal_fields(shape.layers) if shape.causal else {}),
     }
-    return with_dependency(config, shape)
-
-
-def with_dependency(config: dict[str, Any], shape: DrafterShape) -> dict[str, Any]:
-    """A ``config.json`` with the shape's dependency head and block attention, and nothing else."""
-    own = dict(config["hyperdflash_config"])
-    if shape.dependency_rank is not None:
-        top_k = shape.dependency_top_k or default_candidates(config["vocab_size"])
-        own["dependency"] = {"rank": shape.dependency_rank, "top_k": top_k}
-        if shape.dependency_form != FORMS[0]:
-            own["dependency"]["form"] = shape.dependency_form
-    causal = causal_fields(config["num_hidden_layers"]) if shape.causal else {}
-    return config | causal | {"hyperdflash_config": own}
 
 
 class RMSNorm(nn.Module):
@@ -238,7 +229,7 @@ class DraftLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Block drafter over reduced pre-collapse residuals; names match the checkpoint."""
+    """Block drafter; its parameters are named as in the checkpoint."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         super().__init__()
@@ -251,14 +242,11 @@ class Drafter(nn.Module):
         setattr(self, self.reducer_name, reducer)
         cos, sin = rope_tables(raw)
         self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
-        self._initialise()
-        # Last: the other weights of a seed are the same with and without a head.
-        self.dependency = build_dependency(self.config)
-
-    def _initialise(self) -> None:
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+        # Last: the other weights of a seed are the same with and without a head.
+        self.dependency = build_dependency(self.config)
 
     def inherit(self, hc_head: HcHead) -> None:
         """Start the gate from the target's ``hc_head``; a no-op for the fc reducer."""
@@ -279,14 +267,12 @@ class Drafter(nn.Module):
         anchors: torch.Tensor,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Draft every block in one pass.
+        """Draft every block in one pass: hidden states ``[b, n, B, d]`` after the final norm, of
+        which row k drafts the token at a+k.
 
         Args:
             context: ``[b, S, d]`` reduced features; block_embeddings: ``[b, n, B, d]``.
             anchors: ``[b, n]`` positions in their samples; mask: ``[b, n*B, S + n*B]`` bool.
-
-        Returns:
-            Hidden states ``[b, n, B, d]`` after the final norm; row k drafts the token at a+k.
         """
         b, n, block = block_embeddings.shape[:3]
         rope_block = self._rope((anchors.unsqueeze(-1) + torch.arange(block)).flatten(1))
@@ -314,21 +300,22 @@ class Drafter(nn.Module):
         at = positions.clamp(max=len(self.cos) - 1)
         return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
 
-    def save(self, folder: str | Path) -> None:
-        """Write the served checkpoint: bf16 matrices and head, fp32 reducer and norms.
+    def served_tensors(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights as served: bf16 matrices and head, fp32 reducer and norms.
 
         Raises:
-            WriteFailed: the disk is full or the place cannot be written.
+            HyperDFlashConfigError: a weight is not finite.
         """
-        folder = Path(folder)
-        tensors = {
-            name: tensor.detach().cpu().to(torch.bfloat16 if _is_matrix(name) else torch.float32)
-            for name, tensor in self.state_dict().items()
-        }
-        tensors = dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))
-        with replacing(folder / "model.safetensors", (OSError, SafetensorError)) as partial:
-            save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
-        write_json(folder / "config.json", self.raw, indent=2)
+        tensors = {}
+        for name, tensor in self.state_dict().items():
+            matrix = "_proj." in name or name.startswith("dependency.")
+            dtype = torch.bfloat16 if matrix else torch.float32
+            tensors[name] = tensor.to("cpu", dtype, copy=True)
+        return dict(checked_tensors(tensors.items(), expected_tensors(self.raw, self.config)))
+
+    def save(self, folder: str | Path) -> None:
+        """Write the checkpoint that is served; raises ``WriteFailed``."""
+        write_drafter(Path(folder), self.raw, self.served_tensors())
 
     @classmethod
     def load(cls, folder: str | Path) -> Drafter:
@@ -353,5 +340,8 @@ class Drafter(nn.Module):
         return drafter
 
 
-def _is_matrix(name: str) -> bool:
-    return "_proj." in name or name.startswith("dependency.")
+def write_drafter(folder: Path, raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write a checkpoint folder, each file atomically; raises ``WriteFailed``."""
+    with replacing(folder / "model.safetensors", (OSError, SafetensorError)) as partial:
+        save_file(tensors, partial)
+    write_json(folder / "config.json", raw, indent=2)

@@ -48,8 +48,6 @@ def rows_of(
 ) -> tuple[torch.Tensor, ...]:
     """Each sample's ``[tokens, width]`` of a file; writing to ``shared`` ones writes to it."""
     lengths = [len(sample.tokens) for sample in samples]
-    if not lengths:
-        return ()
     size = sum(lengths) * width
     flat = torch.from_file(str(path), shared=shared, size=size, dtype=DTYPE)
     return flat.view(-1, width).split(lengths)
@@ -70,8 +68,6 @@ def kept_states(
     """
     name = short_hash({"tokens": [s.tokens for s in samples], "layers": list(layer_ids)})
     path = folder / f"{name}.states"
-    if not samples:
-        return KeptStates(path, samples, ())
     shortest = min(range(len(samples)), key=lambda i: len(samples[i].tokens))
     _, *fresh = next(computed(target, [samples[shortest]], 1, layer_ids))
     widths = tuple(part.shape[-1] for part in fresh)

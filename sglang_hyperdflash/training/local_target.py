@@ -1,11 +1,10 @@
-"""The target in this process, without an engine: hidden states and batched generation.
+"""The target in this process, without an engine: the portable one whole, of others the ends.
 
 Uses the portable core with dense attention, so training needs torch and transformers only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +15,8 @@ from transformers import AutoConfig
 from cpu_engine.portable.core import DeepseekV4Core, softmax_with_sinks
 from cpu_engine.portable.weights import load_core
 from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 class DenseCache:
@@ -62,14 +63,15 @@ class LocalTarget(nn.Module):
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         borrowed = {f"{n}.weight": getattr(self, n).weight for n in ("embed_tokens", "lm_head")}
-        load_core(self.core, _read_safetensors(Path(folder)), outside=borrowed, skip=("mtp.",))
+        files = sorted(Path(folder).glob("*.safetensors"))
+        weights = (named for path in files for named in load_file(path).items())
+        load_core(self.core, weights, outside=borrowed, skip=("mtp.",))
         self.requires_grad_(False)
         self.eval()
         self.scaling = self.config.head_dim**-0.5
 
     @property
     def hc_head(self) -> HcHead:
-        """The target's final collapse."""
         return HcHead(self.core.hc_head_fn, self.core.hc_head_base, self.core.hc_head_scale)
 
     @property
@@ -105,57 +107,12 @@ class LocalTarget(nn.Module):
         return hidden.view(batch, n, -1), residual.view(batch, n, -1)
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        generator: torch.Generator,
-    ) -> list[list[int]]:
-        """Continue every prompt until EOS or the limit; returns the new tokens of each.
-
-        Prompts run as one batch: all prompt tokens are fed one column at a time, so rows of
-        different lengths need no padding mask.
-        """
-        lengths = torch.tensor([len(p) for p in prompts])
-        limit = int(lengths.max()) + max_new_tokens
-        cache = self.new_cache(len(prompts), limit)
-        tokens = torch.zeros(len(prompts), limit + 1, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            tokens[i, : len(prompt)] = torch.tensor(prompt)
-        shortest = int(lengths.min())
-        filled = torch.zeros(len(prompts), dtype=torch.long)
-        hidden, _ = self.step(tokens[:, :shortest], filled, cache)
-        done = torch.zeros(len(prompts), dtype=torch.bool)
-        ends = lengths + max_new_tokens
-        for at in range(shortest, limit):
-            logits = self.lm_head(hidden[:, -1]).cpu()
-            if temperature == 0:
-                chosen = logits.argmax(-1)
-            else:
-                probs = (logits / temperature).softmax(-1)
-                chosen = torch.multinomial(probs, 1, generator=generator).squeeze(1)
-            live = (lengths <= at) & (at < ends) & ~done
-            tokens[live, at] = chosen[live]
-            stopped = live & (tokens[:, at] == self.config.eos_token_id)
-            ends[stopped] = at + 1
-            done |= stopped
-            if bool((done | (ends <= at + 1)).all()):
-                break
-            hidden, _ = self.step(tokens[:, at : at + 1], torch.full_like(lengths, at), cache)
-        return [tokens[i, int(lengths[i]) : int(ends[i])].tolist() for i in range(len(prompts))]
-
-    @torch.inference_mode()
-    def features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, S]`` tokens to final-norm ``[batch, S, d]`` and residual ``[.., m*d]``."""
-        return self.features_with_layers(tokens, ())[:2]
-
-    @torch.inference_mode()
-    def features_with_layers(
-        self, tokens: torch.Tensor, layer_ids: tuple[int, ...]
+    def features(
+        self, tokens: torch.Tensor, layer_ids: tuple[int, ...] = ()
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """:meth:`features`, and the paths' means after layers, ``[batch, S, len(ids) * d]``."""
+        """States of tokens ``[b, S]``: final-norm ``[b, S, d]``, residual ``[b, S, m*d]``, and the
+        paths' means after layers ``[b, S, len(layer_ids) * d]``.
+        """
         cache, trace = self.new_cache(*tokens.shape), []
         lengths = torch.zeros(len(tokens), dtype=torch.long)
         final, residual = self.step(tokens, lengths, cache, trace)
@@ -164,9 +121,29 @@ class LocalTarget(nn.Module):
         return final, residual, torch.cat([none, *layers], -1)
 
 
-def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}; expected a target checkpoint.")
-    for path in files:
-        yield from load_file(path).items()
+class BorrowedTarget(nn.Module):
+    """``embed_tokens``, ``lm_head`` and final ``norm`` of a target whose states are on disk, fp32,
+    frozen: about 1 GB of a checkpoint that no trainer could load (DeepSeek-V4-Flash).
+
+    Raises:
+        HyperDFlashConfigError: a tensor is missing or does not fit the target's config.
+    """
+
+    def __init__(self, files: TargetFiles) -> None:
+        super().__init__()
+        facts = TargetFacts.from_config(files.config())
+        shape = (facts.vocab_size, facts.hidden_size)
+        embedding = files.tensor("embed_tokens.weight")
+        tied = files.config().get("tie_word_embeddings")
+        head = embedding if tied else files.tensor("lm_head.weight")
+        for name, tensor in (("embedding", embedding), ("LM head", head)):
+            if tuple(tensor.shape) != shape:
+                raise HyperDFlashConfigError(
+                    f"target {files.name}: its {name} has shape {tuple(tensor.shape)}; its "
+                    f"config.json asks for {shape}."
+                )
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        self.lm_head = nn.Linear(*reversed(shape), bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(head)
+        self.norm = nn.Parameter(files.tensor("norm"))
+        self.requires_grad_(False)

@@ -1,9 +1,8 @@
-"""Losses of drafts: the paper's (CE plus early KL, eq. 2-3) and acceptance itself (CE plus TV);
-with a dependency head also the CE of the rows' own logits, which choose its candidates.
+"""Losses of draft rows: CE and a distance to the target's distribution (the paper's eq. 2-3).
 
-There is one loss per supervised row; the caller weights and normalises
-them over the global batch. Logits exist for a chunk of rows at a time, forward and backward, so
-memory does not grow with vocabulary times sequence.
+There is one loss per supervised row; the caller weights and normalises them over the global batch.
+Logits exist for a chunk of rows at a time, forward and backward, so memory does not grow with
+vocabulary times sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def position_weights(num_drafts: int, gamma: float) -> torch.Tensor:
 
 
 class RowLosses(NamedTuple):
-    """Losses of draft rows, fp32 unless stated.
+    """Losses of draft rows, fp32, without weights.
 
     ce: ``[M]``; distance: ``[K]``; hits: ``[M]`` bool, where the most probable token is the label;
     own: ``[M]``, the CE of a row's own logits u, without its dependency head; empty where it is not
@@ -54,7 +53,7 @@ def row_losses(
     top_k: int = 0,
     own: bool = False,
 ) -> RowLosses:
-    """CE and hit of every row, a distance of the early ones, without all logits at once.
+    """CE and hit of every row, a distance of the early ones.
 
     Args:
         hidden: draft states ``[M, d]``; labels: ``[M]``; head: states to logits ``[., V]``.
@@ -65,18 +64,16 @@ def row_losses(
         dependency: the dependency head, whose predecessors are ``previous [M]``.
         top_k: candidates of the term ``selector``.
         own: whether the CE of a row's own logits is wanted.
-
-    Returns:
-        Of every row, without weights.
     """
     parts, at = [], 0
-    options = _Options(head, dependency, term, temperature, top_k, own)
+    options = {"head": head, "dependency": dependency, "term": term, "own": own}
+    options |= {"temperature": temperature, "top_k": top_k}
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         count = int(early[rows].sum())
         before = None if previous is None else previous[rows]
         inputs = (hidden[rows], labels[rows], before, early[rows], teacher[at : at + count])
-        parts.append(checkpoint(_chunk, *inputs, options, use_reentrant=False))
+        parts.append(checkpoint(_chunk, *inputs, **options, use_reentrant=False))
         at += count
     if not parts:
         none = hidden.new_zeros(0, dtype=torch.float32)
@@ -84,43 +81,30 @@ def row_losses(
     return RowLosses(*(torch.cat(losses) for losses in zip(*parts, strict=True)))
 
 
-class _Options(NamedTuple):
-    head: Head
-    dependency: DependencyHead | None
-    term: str
-    temperature: float
-    top_k: int
-    own: bool
-
-
-def _chunk(hidden, labels, previous, early, teacher, options: _Options):
-    logits = own = options.head(hidden).float()
-    if options.term == "selector":
-        extra, logits = _selector(own, hidden, labels, previous, options)
-        ce = F.cross_entropy(own, labels, reduction="none")
-        return ce + extra, own[:0, 0], logits == labels, own[:0, 0]
-    if options.dependency is not None:
-        logits = own + options.dependency.over_vocabulary(previous, hidden)
+def _chunk(
+    hidden, labels, previous, early, teacher, *, head, dependency, term, temperature, top_k, own
+):
+    logits = u = head(hidden).float()
+    none = u[:0, 0]
+    if term == "selector":
+        extra, chosen = _selector(u, hidden, labels, previous, dependency, top_k)
+        return F.cross_entropy(u, labels, reduction="none") + extra, none, chosen == labels, none
+    if dependency is not None:
+        logits = u + dependency.over_vocabulary(previous, hidden)
     with torch.no_grad():
-        log_p = F.log_softmax(options.head(teacher).float() / options.temperature, dim=-1)
-    alone = own[:0, 0]
-    if options.own:
-        alone = F.cross_entropy(own, labels, reduction="none")
+        log_p = F.log_softmax(head(teacher).float() / temperature, dim=-1)
+    alone = F.cross_entropy(u, labels, reduction="none") if own else none
     ce = F.cross_entropy(logits, labels, reduction="none")
-    log_q = F.log_softmax(logits[early] / options.temperature, dim=-1)
-    distance, hits = TERMS[options.term](log_p, log_q), logits.argmax(-1) == labels
-    return ce, distance, hits, alone
+    log_q = F.log_softmax(logits[early] / temperature, dim=-1)
+    return ce, TERMS[term](log_p, log_q), logits.argmax(-1) == labels, alone
 
 
-def _selector(own, hidden, labels, previous, options: _Options):
-    """K-way CE over the K largest of ``own [N, V]``, zero where the label is not among them.
-
-    Returns:
-        ``[N]``, and the candidate with the largest score ``[N]``.
+def _selector(u, hidden, labels, previous, dependency: DependencyHead, top_k: int):
+    """K-way CE over the K largest of ``u [N, V]``, zero where the label is not among them: ``[N]``,
+    and the candidate with the largest score ``[N]``.
     """
-    scores, ids = own.topk(options.top_k, dim=-1)
-    gates = options.dependency.gates(hidden)
-    scores = scores + options.dependency(previous, gates, ids)
+    scores, ids = u.topk(top_k, dim=-1)
+    scores = scores + dependency(previous, dependency.gates(hidden), ids)
     found = ids == labels.unsqueeze(-1)
     at = found.int().argmax(-1)
     ce = F.cross_entropy(scores, at, reduction="none")
@@ -128,16 +112,8 @@ def _selector(own, hidden, labels, previous, options: _Options):
     return torch.where(found.any(-1), ce, 0.0), chosen
 
 
-def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _tv(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return (log_p.exp() - log_q.exp()).abs().sum(-1)
-
-
 # ``KL(p || q)``, and ``||p - q||_1``: twice the share of drafts that p/q rejection rejects.
 TERMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "kl": _kl,
-    "tv": _tv,
+    "kl": lambda log_p, log_q: (log_p.exp() * (log_p - log_q)).sum(-1),
+    "tv": lambda log_p, log_q: (log_p.exp() - log_q.exp()).abs().sum(-1),
 }

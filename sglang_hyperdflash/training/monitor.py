@@ -24,30 +24,24 @@ class Monitor:
 
     The bar gives loss, accuracy of the first and of all drafted positions, answer tokens per
     second and the simulated tau of the last checkpoint, once there is one.
-
-    Args:
-        report_to: names of :data:`REPORTERS`, or ``none``.
     """
 
     def __init__(self, trainer, title: str, report_to: Collection[str] = ("none",)) -> None:
-        self.active = trainer.world.is_main
-        if not self.active:
-            return
-        self.reporters = [REPORTERS[n](trainer, title) for n in report_to if n in REPORTERS]
         step, total = trainer.state["step"], trainer.recipe.steps
-        self.bar = tqdm(total=total, initial=step, desc=title, unit="step")
+        main = trainer.world.is_main
+        names = [name for name in report_to if main and name in REPORTERS]
+        self.reporters = [REPORTERS[name](trainer, title) for name in names]
+        self.bar = tqdm(total=total, initial=step, desc=title, unit="step", disable=not main)
         self.then = time.monotonic()
 
     def __call__(self, trainer, report: dict[str, Any]) -> None:
-        if not self.active:
-            return
         now, step = time.monotonic(), trainer.state["step"]
         hits, rows = report["hits"], report["rows"].clamp(min=1)
         accuracy = hits / rows
         tokens = sum(trainer.train.samples[i].answer_tokens for i in trainer.passes.batch(step - 1))
         rate = tokens / max(now - self.then, 1e-9)
         self.then = now
-        tau = trainer.state.get("tau")
+        tau = trainer.records[-1]["tau"] if trainer.records else None
         self.bar.update(1)
         self.bar.set_postfix(
             loss=f"{report['loss']:.3f}",
@@ -69,17 +63,15 @@ class Monitor:
         return self
 
     def __exit__(self, *_exception) -> None:
-        if self.active:
-            self.bar.close()
-            for reporter in self.reporters:
-                reporter.close()
+        self.bar.close()
+        for reporter in self.reporters:
+            reporter.close()
 
 
 class TensorBoard:
     """Scalars in ``tensorboard/`` of the trainer's folder; what a resumed run repeats is purged.
 
-    Raises:
-        WriteFailed: the disk is full or the place cannot be written; so does :meth:`log`.
+    It and :meth:`log` raise ``WriteFailed``.
     """
 
     def __init__(self, trainer, _title: str) -> None:
@@ -96,7 +88,6 @@ class TensorBoard:
             raise write_failed(self.folder, error) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Write one step's values by name, each at once."""
         try:
             for name, value in scalars.items():
                 self.writer.add_scalar(name, value, step)
@@ -105,7 +96,6 @@ class TensorBoard:
             raise write_failed(self.folder, error) from error
 
     def close(self) -> None:
-        """Close the file; all is written."""
         with suppress(OSError):  # of a full disk, which `log` has reported
             self.writer.close()
 
@@ -138,11 +128,9 @@ class WandB:
             ) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Log one step's values by name."""
         self.run.log(scalars, step=step)
 
     def close(self) -> None:
-        """Upload the rest and end the run."""
         self.run.finish()
 
 
@@ -150,11 +138,7 @@ REPORTERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def check_reporters(report_to: Collection[str]) -> None:
-    """Refuse reporters whose package is missing, before any work.
-
-    Raises:
-        HyperDFlashConfigError: it is not installed.
-    """
+    """Raise ``HyperDFlashConfigError`` where a reporter's package is not installed."""
     for name in (name for name in report_to if name in REPORTERS):
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a plain folder of that name has no origin

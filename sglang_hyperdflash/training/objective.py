@@ -63,8 +63,6 @@ class Objective:
     def resolved(self, config: HyperDFlashConfig) -> Objective:
         """The objective of a drafter: its loss named, ``candidates`` 0 where it does not apply.
 
-        It does not without a head, nor to ``selector``, whose CE is of u already.
-
         Raises:
             HyperDFlashConfigError: the loss needs a dependency head that the drafter lacks.
         """
@@ -79,20 +77,19 @@ class Objective:
 
     @property
     def term(self) -> str:
-        """The second term's name in :data:`~sglang_hyperdflash.training.losses.TERMS` and logs."""
-        names = {"ce_kl": "kl", "acceptance": "tv", "selector": "selector"}
-        return names[self.loss or "ce_kl"]
+        """The second term's name in ``losses.TERMS`` and logs."""
+        return {"ce_kl": "kl", "acceptance": "tv", "selector": "selector"}[self.loss]
 
     @property
     def factors(self) -> tuple[float, float, float]:
         """Of the CE, of the second term, and of the CE of u alone."""
-        factors = {"acceptance": (1.0 - self.mix, self.mix), "selector": (1.0, 0.0)}
-        return *factors.get(self.loss, (1.0, self.alpha)), self.candidates
+        second = {"ce_kl": self.alpha, "acceptance": self.mix, "selector": 0.0}[self.loss]
+        return 1.0 - self.mix if self.loss == "acceptance" else 1.0, second, self.candidates
 
     @property
     def taught(self) -> int | None:
         """Drafts of a block that the target teaches, from the first; None for all."""
-        return {"acceptance": None, "selector": 0}.get(self.loss, self.P if self.alpha else 0)
+        return {"ce_kl": self.P if self.alpha else 0, "acceptance": None, "selector": 0}[self.loss]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +113,11 @@ class Blocks(Tensors):
         anchor = tokens.gather(1, self.anchors).unsqueeze(-1)
         return torch.cat([anchor, self.labels[..., :-1]], -1)
 
-
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """Numerators of a batch, with gradient, and counts for the log.
-
-    distance: the second term's. own: the CE of u alone. hits and rows are ``[B-1]``: correct
-    drafts and supervised drafts of each position.
-    """
-
-    ce: torch.Tensor
-    distance: torch.Tensor
-    own: torch.Tensor
-    hits: torch.Tensor
-    rows: torch.Tensor
+    def before(self, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """``states [b, S, d]`` of the token before each draft, for chosen blocks or drafts."""
+        at = self.anchors.unsqueeze(-1) + torch.arange(self.labels.shape[-1], device=states.device)
+        row = torch.arange(len(at), device=states.device).view(-1, 1, 1).expand_as(at)
+        return states[row[chosen], at.clamp(max=states.shape[1] - 1)[chosen]]
 
 
 def denominators(objective: Objective, blocks: Blocks) -> torch.Tensor:
@@ -155,30 +143,29 @@ def sums(
     states: States,
     blocks: Blocks,
     hidden: torch.Tensor,
-    drafter=None,
-) -> Sums:
+    drafter,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weighted sums of the drafts' states ``hidden [b, n, B-1, d]``.
 
-    Args:
-        target: has ``lm_head``.
-        drafter: has ``dependency`` and ``config``; None for one without a head.
+    Returns:
+        What :func:`denominators` divide, with gradient, ``[3]``; correct drafts and supervised
+        drafts of each position, ``[B-1]`` each.
     """
     supervised, drafts = blocks.supervised, blocks.labels.shape[-1]
     taught = drafts if objective.taught is None else objective.taught
-    early = (torch.arange(drafts) < taught).expand_as(supervised)[supervised]
-    dependent = drafter is not None and drafter.dependency is not None
+    taught = supervised & (torch.arange(drafts) < taught)
     ce, distance, hits, own = row_losses(
         hidden[supervised].float(),
         blocks.labels[supervised],
         target.lm_head,
-        early=early,
-        teacher=teacher_states(objective, rows, states, blocks),
-        temperature=objective.T if objective.loss in (None, "ce_kl") else 1.0,
+        early=taught[supervised],
+        teacher=blocks.before(states.final, taught),
+        temperature=objective.T if objective.loss == "ce_kl" else 1.0,
         chunk=objective.chunk,
         term=objective.term,
-        dependency=drafter.dependency if dependent else None,
-        previous=blocks.previous(rows.tokens)[supervised] if dependent else None,
-        top_k=drafter.config.candidates if dependent else 0,
+        dependency=drafter.dependency,
+        previous=blocks.previous(rows.tokens)[supervised],
+        top_k=drafter.config.candidates,
         own=objective.candidates > 0,
     )
     weights = _weights(objective, blocks)
@@ -188,35 +175,5 @@ def sums(
         distance = (weights * distance).sum()
     else:
         distance = objective.T**2 / objective.P * distance.sum()
-    return Sums(
-        ce=(weights * ce).sum(),
-        distance=distance,
-        own=(weights[: len(own)] * own).sum(),
-        hits=correct.sum((0, 1)),
-        rows=supervised.sum((0, 1)),
-    )
-
-
-def teacher_states(
-    objective: Objective, rows: Rows, states: States, blocks: Blocks
-) -> torch.Tensor:
-    """The target's final states at a+k-1 for the supervised drafts that it teaches, in row order.
-
-    Returns:
-        ``[K, d]``.
-    """
-    drafts = blocks.labels.shape[-1]
-    p = drafts if objective.taught is None else min(objective.taught, drafts)
-    if not p:
-        return states.final.new_zeros(0, states.final.shape[-1])
-    early = blocks.supervised[..., :p]
-    at = before_drafts(rows, blocks, p)
-    return states.final[tuple(index[early] for index in at)]
-
-
-def before_drafts(rows: Rows, blocks: Blocks, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and position of the state before each block's first drafts, ``[b, n, drafts]``."""
-    device = blocks.anchors.device
-    at = blocks.anchors.unsqueeze(-1) + torch.arange(drafts, device=device)
-    row = torch.arange(len(at), device=device).view(-1, 1, 1).expand_as(at)
-    return row, at.clamp(max=rows.tokens.shape[1] - 1)
+    terms = torch.stack([(weights * ce).sum(), distance, (weights[: len(own)] * own).sum()])
+    return terms, correct.sum((0, 1)), supervised.sum((0, 1))

@@ -8,28 +8,28 @@ from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 
-class ProcessLost(HyperDFlashError):
-    """Another process of the run ended."""
-
-
 @contextmanager
 def _together() -> Iterator[None]:
-    """A collective; a lost peer becomes a one-line error."""
+    """A collective; a lost process becomes a one-line error."""
     try:
         yield
     except RuntimeError as error:
-        raise ProcessLost(
+        raise HyperDFlashError(
             f"another process of this run ended or cannot be reached ({str(error).splitlines()[0]})"
             ". Its own message gives the reason; run the same command again to resume."
         ) from error
 
 
 class ProcessGroup:
-    """This process among all; without torchrun a world of one, whose collectives do nothing."""
+    """This process among all; without torchrun a world of one, whose collectives do nothing.
+
+    A collective raises ``HyperDFlashError`` when another process is lost.
+    """
 
     def __init__(self) -> None:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,7 +45,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes, in place; raises ``ProcessLost``."""
+        """Sum over all processes, in place."""
         if self.size > 1:
             with _together():
                 dist.all_reduce(tensor)
@@ -63,17 +63,14 @@ class ProcessGroup:
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
-        self.sum(flat)
-        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad.copy_(part.view_as(p))
+        flat = parameters_to_vector(p.grad for p in parameters)
+        vector_to_parameters(self.sum(flat), (p.grad for p in parameters))
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the main process while the others wait.
 
         Raises:
             What it raises, on the main process. SystemExit: of code 2, on the others.
-            ProcessLost: the main process is gone.
         """
         failed = [False]
         try:
@@ -88,12 +85,6 @@ class ProcessGroup:
                     dist.broadcast_object_list(failed, src=0)
         if failed[0]:
             raise SystemExit(2)
-
-    def barrier(self) -> None:
-        """Wait for every process; raises ``ProcessLost``."""
-        if self.size > 1:
-            with _together():
-                dist.barrier()
 
     def close(self) -> None:
         """Leave the process group, if there is one; silently, if it lost a process."""

@@ -12,21 +12,19 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import CLOSED, checked
 from sglang_hyperdflash.training.conversations import HUB
-from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.objective import Count, Objective, Positive
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 # A run may be made longer and go on; all else of a stage must stay.
@@ -60,17 +58,9 @@ class _Fields:
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
 class Recipe(_Fields):
-    """Hyperparameters of one stage; ``steps`` or ``minutes`` is its length.
-
-    Raises:
-        ValueError: a field is of another type or out of range, or the length is not given once.
-    """
+    """Hyperparameters of one stage; either ``steps`` or ``minutes`` is its length."""
 
     objective: Objective = dataclasses.field(default_factory=Objective)
-
-    def __post_init__(self) -> None:
-        if (self.steps is None) == (self.minutes is None):
-            raise ValueError("a recipe needs steps or minutes, and not both")
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
@@ -126,11 +116,6 @@ class Schedule:
         Field(description="where the scalars of every step go, besides the terminal"),
     ] = ("tensorboard",)
     objective: Objective = dataclasses.field(default_factory=Objective)
-
-
-def schema() -> dict[str, Any]:
-    """The training file's JSON schema, with ``Stage`` and ``Objective`` under ``$defs``."""
-    return TypeAdapter(Schedule).json_schema()
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -13,7 +13,7 @@ from sglang_hyperdflash.tools.acceptance import accept_length, position_acceptan
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.objective import Blocks, before_drafts
+from sglang_hyperdflash.training.objective import Blocks
 from sglang_hyperdflash.training.samples import Rows, Sample, Source, States, collate
 
 # Blocks whose logits are in memory at a time.
@@ -56,10 +56,8 @@ class Replay:
         self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``."""
-        config = self.drafter.config
-        starts = None if config.window is None else anchors - config.window
-        tokens = rows.tokens.shape[1]
-        mask = block_mask(anchors, keep, tokens, self.block, starts, causal=config.causal)
+        config, tokens = self.drafter.config, rows.tokens.shape[1]
+        mask = block_mask(anchors, keep, tokens, self.block, config.window, causal=config.causal)
         context = self.drafter.reduce(reducer_source(config, states.residual, states.layers))
         embeddings = self.block_embeddings(rows.tokens, anchors)
         return self.drafter(context, embeddings, anchors, mask)[:, :, 1:]
@@ -98,8 +96,7 @@ class Replay:
         with device:
             hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)[blocks.keep]
         previous = blocks.previous(rows.tokens)[blocks.keep]
-        row, at = before_drafts(rows, blocks, self.block - 1)
-        taught = states.final[row[blocks.keep], at[blocks.keep]]
+        taught = blocks.before(states.final, blocks.keep)
         parts = []
         for first in range(0, len(hidden), BLOCKS):
             part = slice(first, first + BLOCKS)

@@ -162,7 +162,7 @@ def computed(
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
         tokens = pad([samples[i].tokens for i in chosen])
-        final, residual, layers = target.features_with_layers(tokens, layer_ids)
+        final, residual, layers = target.features(tokens, layer_ids)
         for row, i in enumerate(chosen):
             n = len(samples[i].tokens)
             parts = (part[row, :n].to(dtype).cpu() for part in (residual, final, layers))
@@ -178,7 +178,7 @@ class OnlineFeatures:
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
         rows = collate([self.samples[i] for i in indices])
-        final, residual, layers = self.target.features_with_layers(rows.tokens, self.layer_ids)
+        final, residual, layers = self.target.features(rows.tokens, self.layer_ids)
         lengths = torch.tensor([len(self.samples[i].tokens) for i in indices])
         real = (torch.arange(rows.tokens.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
         # Clones: the target ran in inference mode, whose tensors autograd cannot save.

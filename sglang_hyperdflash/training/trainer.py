@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import pickle
-import shutil
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_hyperdflash.tools.atomic import replacing, write_json, write_text
-from sglang_hyperdflash.tools.checksum import file_hash
+from sglang_hyperdflash.tools.atomic import replacing, write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.objective import Blocks, denominators, sums
 from sglang_hyperdflash.training.process_group import ProcessGroup
-from sglang_hyperdflash.training.recipe import LENGTHS, Recipe
+from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import (
     Passes,
@@ -30,8 +27,7 @@ from sglang_hyperdflash.training.samples import (
     generator_seed,
 )
 
-STATE, HASHES, LOG = "state.pt", "state.sha256.json", "training_log.jsonl"
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+STATE, LOG = "state.pt", "training_log.jsonl"
 
 
 class Trainer:
@@ -52,8 +48,6 @@ class Trainer:
         folder: Path,
         world: ProcessGroup | None = None,
     ) -> None:
-        if not train.samples:
-            raise HyperDFlashConfigError("there are no training samples.")
         self.drafter, self.target, self.recipe = drafter, target, recipe
         self.objective = recipe.objective.resolved(drafter.config)
         self.losses = ("loss", "ce", self.objective.term)
@@ -64,9 +58,9 @@ class Trainer:
         self.device = next(drafter.parameters()).device
         self.replay = Replay(drafter, target)
         self.optimizer = _optimizer(drafter, recipe)
-        self.state = {"step": 0, "seconds": 0.0, "best_step": 0, "best_hash": ""}
-        self.state |= {"best_tau": 0.0, "best_score": 0.0}
+        self.state = {"step": 0, "seconds": 0.0}
         self.records: list[dict[str, Any]] = []
+        self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}  # and "tensors"
         self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
@@ -94,21 +88,19 @@ class Trainer:
         """
         objective, term = self.objective, self.objective.term
         parts = self.micro_batches(step)
-        divide = torch.zeros(3)
-        for _, _, blocks in parts:
-            divide += denominators(objective, blocks)
+        divide = sum((denominators(objective, part[-1]) for part in parts), torch.zeros(3))
         divide = self.world.sum(divide.to(self.device)).clamp(min=1e-9)
         factors = torch.tensor(objective.factors, device=self.device)
         drafts = self.drafter.config.num_drafts
         totals = torch.zeros(3 + 2 * drafts, device=self.device)
         for ids, rows, blocks in parts:
             states = self.train.states(ids)
-            part = self._sums(rows, states, blocks)
-            terms = torch.stack([part.ce, part.distance, part.own]) / divide
+            terms, hits, supervised = self._sums(rows, states, blocks)
+            terms = terms / divide
             loss = (factors * terms).sum()
             if loss.requires_grad:
                 loss.backward()
-            totals += torch.cat([terms.detach(), part.hits, part.rows])
+            totals += torch.cat([terms.detach(), hits, supervised])
         self.world.sum(totals)
         totals = totals.cpu()
         ce, distance, own = totals[:3].tolist()
@@ -157,44 +149,31 @@ class Trainer:
         self.state["seconds"] += self.world.sum(spent).item() / self.world.size
         return report
 
-    def run(self, out: Path, display=None) -> dict[str, Any]:
+    def run(self, out: Path, display=None) -> None:
         """Train to the end of the stage; keep the best checkpoint in ``out``.
 
         Args:
             display: called with the trainer and each step's report (a progress bar).
-
-        Returns:
-            The last checkpoint's record.
         """
-        reports, record = [], {}
-        if self.world.is_main:
-            self._promote(out)
+        reports: list[dict[str, Any]] = []
+        self.world.on_main(lambda: self._write_best(out))  # a kill may have come before it
         while self.progress() < 1.0:
             reports.append(self.step())
             if display is not None:
                 display(self, reports[-1])
             if self.progress() >= 1.0 or self.state["step"] % self.recipe.every == 0:
-                record = self._checkpoint(out, reports)
+                self.world.on_main(lambda: self._checkpoint(out, reports))
                 reports.clear()
-        return record
 
-    def _checkpoint(self, out: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        record: dict[str, Any] = {}
-        if self.world.is_main:
-            record = self._record(reports)
-            self.state["tau"] = record["tau"]
-            if record["tau"] is None or record["score"] > self.state["best_score"]:
-                self.drafter.save(_staged(out))
-                self.state["best_tau"] = record["tau"] or 0.0
-                self.state["best_score"] = record["score"] or 0.0
-                self.state["best_step"] = self.state["step"]
-                self.state["best_hash"] = file_hash(_staged(out) / WEIGHTS)
-            self.records.append(record)
-            self._save_state()
-            self._promote(out)
-            self._write_log()
-        self.world.barrier()
-        return record
+    def _checkpoint(self, out: Path, reports: list[dict[str, Any]]) -> None:
+        record = self._record(reports)
+        self.records.append(record)
+        if record["score"] is None or record["score"] > self.best["score"]:
+            self.best = record | {"tensors": self.drafter.served_tensors()}
+        self._save_state()
+        if self.best["step"] == record["step"]:
+            self._write_best(out)
+        self._write_log()
 
     def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         hits = sum(r["hits"] for r in reports)
@@ -214,43 +193,32 @@ class Trainer:
         return record | {"held_out": found, "tau": None} | means | {"score": score}
 
     def _save_state(self) -> None:
-        """Write the state atomically; its hash is written first, next to the previous state's.
-
-        Raises:
-            WriteFailed: the disk is full; what was there before is as it was.
-        """
-        path, content = (
-            self.folder / STATE,
-            {
-                "drafter": self.drafter.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "state": self.state,
-                "recipe": dataclasses.asdict(self.recipe),
-                "records": self.records,
-            },
-        )
-        with replacing(path, failures=(OSError, RuntimeError)) as partial:
+        content = {
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "state": self.state,
+            "records": self.records,
+            "best": self.best,
+        }
+        with replacing(self.folder / STATE, failures=(OSError, RuntimeError)) as partial:
             torch.save(content, partial)
-            known = [file_hash(partial)]
-            known += [file_hash(path)] if path.is_file() else []
-            write_json(self.folder / HASHES, known)
+
+    def _write_best(self, out: Path) -> None:
+        if "tensors" in self.best:
+            write_drafter(out, self.drafter.raw, self.best["tensors"])
 
     def _write_log(self) -> None:
         """Cut the log to the state: a kill between the two neither loses nor doubles a line."""
         write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in self.records))
 
     def _saved(self) -> dict[str, Any]:
-        """The state on disk.
-
-        Raises:
-            HyperDFlashConfigError: it is damaged.
-        """
         path = self.folder / STATE
         try:
-            if file_hash(path) not in json.loads((self.folder / HASHES).read_text()):
-                raise ValueError("its SHA-256 is not the one it was written with")
+            with zipfile.ZipFile(path) as archive:  # torch.load checks no CRC
+                if wrong := archive.testzip():
+                    raise ValueError(f"the CRC-32 of {wrong} is not the one it was written with")
             return torch.load(path, weights_only=True, map_location="cpu")
-        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
             raise HyperDFlashConfigError(
                 f"{path} is damaged: {str(error).splitlines()[0]}. Remove it and run the same "
                 "command to restart this stage."
@@ -260,26 +228,14 @@ class Trainer:
         if not (self.folder / STATE).is_file():
             return
         saved = self._saved()
-        ours, theirs = dataclasses.asdict(self.recipe), saved["recipe"]
-        changed = [k for k in ours if k not in LENGTHS and ours[k] != theirs.get(k)]
-        if changed:
-            raise HyperDFlashConfigError(
-                f"{self.folder / STATE} was trained with another {', '.join(changed)} "
-                f"({', '.join(repr(theirs.get(k)) for k in changed)}); restore it, or choose a new "
-                "working folder."
-            )
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.state, self.records = saved["state"], saved["records"]
+        self.state, self.records, self.best = (saved[k] for k in ("state", "records", "best"))
         if self.world.is_main:
             self._write_log()
 
     def _check_processes(self) -> None:
-        """Check that every process resumes the same state: nodes must share the folder.
-
-        Raises:
-            HyperDFlashConfigError: another process is at another step.
-        """
+        """Raise ``HyperDFlashConfigError`` unless every process resumes at the same step."""
         step = self.state["step"]
         steps = self.world.sum(torch.tensor(float(step), dtype=torch.float64, device=self.device))
         if steps.item() != step * self.world.size:
@@ -288,51 +244,20 @@ class Trainer:
                 "The working folder must be shared by all nodes."
             )
 
-    def _promote(self, out: Path) -> None:
-        """Make the staged checkpoint the best, if the state on disk says so."""
-        staged = _staged(out)
-        if (staged / WEIGHTS).is_file() and file_hash(staged / WEIGHTS) == self.state["best_hash"]:
-            out.mkdir(parents=True, exist_ok=True)
-            # Weights last: as long as they are staged, this runs again after a kill.
-            if (staged / CONFIG).is_file():
-                (staged / CONFIG).replace(out / CONFIG)
-            (staged / WEIGHTS).replace(out / WEIGHTS)
-        shutil.rmtree(staged, ignore_errors=True)
-
-    def check_best(self, out: Path) -> None:
-        """Refuse a best checkpoint that differs from the one written.
-
-        Raises:
-            HyperDFlashConfigError: it is missing or damaged.
-        """
-        weights = out / WEIGHTS
-        if not weights.is_file() or file_hash(weights) != self.state["best_hash"]:
-            raise HyperDFlashConfigError(
-                f"{weights} is missing or damaged: its SHA-256 is not the one it was written with. "
-                f"Remove {self.folder} and run the same command to restart this stage."
-            )
-
-
-def _staged(out: Path) -> Path:
-    """Folder of a new best until the state that records it is on disk."""
-    return out.with_name(f"{out.name}.new")
-
 
 def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only, never on the gate, a norm or a dependency head."""
+    if drafter.dependency is not None:
+        drafter.dependency.gate.requires_grad_(recipe.dependency_gate)
     matrices, others, head = [], [], []
     for name, parameter in drafter.named_parameters():
-        if name == "dependency.gate.weight":
-            parameter.requires_grad_(recipe.dependency_gate)
         if name.startswith("dependency."):
-            chosen = head
+            head.append(parameter)
         else:
-            chosen = matrices if "_proj." in name or name == "fc.weight" else others
-        chosen.append(parameter)
+            (matrices if "_proj." in name or name == "fc.weight" else others).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0},
+        {"params": head, "weight_decay": 0.0, "factor": recipe.dependency_lr},
     ]
-    if head:
-        groups.append({"params": head, "weight_decay": 0.0, "factor": recipe.dependency_lr})
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from sglang_hyperdflash.draft.config import causal_fields, default_candidates
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 
@@ -37,6 +39,14 @@ def write_untrained(folder: Path, target: dict, shape: DrafterShape, mask_token:
     rescale(drafter)
     drafter.save(folder)
     return folder
+
+
+def with_dependency(raw: dict[str, Any], rank: int, *, causal: bool = False) -> dict[str, Any]:
+    """A ``config.json`` with a dependency head and block attention, and nothing else new."""
+    head = {"rank": rank, "top_k": default_candidates(raw["vocab_size"])}
+    own = raw["hyperdflash_config"] | {"dependency": head}
+    fields = causal_fields(raw["num_hidden_layers"]) if causal else {}
+    return raw | fields | {"hyperdflash_config": own}
 
 
 def with_window(drafter: Path, folder: Path, window: int | None) -> Path:

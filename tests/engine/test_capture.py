@@ -11,9 +11,8 @@ import torch
 from sglang_hyperdflash.commands.train import captured
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
-from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.captured import CapturedFeatures
-from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.samples import OnlineFeatures
 from tests.conftest import EXAMPLE
 from tests.warm_start.client import run_command

@@ -14,18 +14,14 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.algorithm import propose_block
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import (
-    Drafter,
-    DrafterShape,
-    with_dependency,
-)
+from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import FeatureCache, Sample, collate
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
-from tests.engine.drafters import assert_varied, with_window
+from tests.engine.drafters import assert_varied, with_dependency, with_window
 from tests.engine.reference_decoder import block_draft, decode
 from tests.engine.test_exact import (  # noqa: F401
     PROMPTS,
@@ -45,8 +41,8 @@ RANK = 8
 def with_head(drafter_dir: Path, out: Path, *, causal: bool = False) -> Path:
     """A drafter with a dependency head of random weights."""
     old = Drafter.load(drafter_dir)
-    rank = RANK if old.dependency is None else None
-    drafter = Drafter(with_dependency(old.raw, DrafterShape(causal=causal, dependency_rank=rank)))
+    rank = RANK if old.dependency is None else old.config.dependency.rank
+    drafter = Drafter(with_dependency(old.raw, rank, causal=causal))
     drafter.load_state_dict(old.state_dict(), strict=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -223,8 +219,8 @@ def test_one_sample_overfits_and_every_full_block_is_accepted(
         Drafter.load(draft), target, cache, {"train": cache}, recipe, tmp_path / "work"
     )
     assert trainer.objective.loss == "acceptance"
-    record = trainer.run(tmp_path / "trained")
-    print(f"simulated on the sample itself: {record['held_out']['train']}")
+    trainer.run(tmp_path / "trained")
+    print(f"simulated on the sample itself: {trainer.records[-1]['held_out']['train']}")
     name, arguments = "overfit-head", hyperdflash_arguments(tmp_path / "trained")
     served = servers.get(name, target_dir, *FP32, *arguments)
     result = greedy(served, prompt, len(answer))

@@ -12,11 +12,11 @@ import pytest
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands.capture import FinalState
-from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from sglang_hyperdflash.training.borrowed_target import BorrowedTarget
 from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.local_target import BorrowedTarget
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import Sample
 from tests.conftest import EXAMPLE, ROOT
@@ -95,7 +95,7 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     """And what is drafted in every round is what the residual of a whole prefill leads to."""
     files, prompts, blocks = TargetFiles(str(target)), own_prompts[:6], tmp_path / "blocks.jsonl"
     borrowed = BorrowedTarget(files)
-    final_state = FinalState(files, borrowed.facts)
+    final_state = FinalState(files, TargetFacts.from_config(files.config()))
     replay = Replay(Drafter.load(drafter).eval(), borrowed)
     dense = renamed(target, tmp_path / "target")
     source = Path(exposed_plugin.__file__).read_text()

@@ -24,7 +24,7 @@ def test_logits_and_residual_through_paged_attention(target_server, target_dir, 
             logprob_start_len=0,
         )
         tokens = prompt + answer["output_ids"]
-        final, residual = target.features(torch.tensor([tokens]))
+        final, residual, _ = target.features(torch.tensor([tokens]))
         logprobs = target.lm_head(final)[0].log_softmax(-1)
         meta = answer["meta_info"]
         for position, (value, token, *_) in enumerate(meta["input_token_logprobs"]):

@@ -138,8 +138,8 @@ def test_one_sample_overfits_and_every_full_block_is_accepted(
     drafter = Drafter.load(draft)
     recipe = Recipe(steps=300, batch=1, anchors=64, lr=3e-3, warmup_steps=10, every=50)
     trainer = Trainer(drafter, target, cache, {"train": cache}, recipe, tmp_path / "work")
-    record = trainer.run(tmp_path / "trained")
-    print(f"simulated on the sample itself: {record['held_out']['train']}")
+    trainer.run(tmp_path / "trained")
+    print(f"simulated on the sample itself: {trainer.records[-1]['held_out']['train']}")
     server = servers.get("overfit", target_dir, *FP32, *hyperdflash_arguments(tmp_path / "trained"))
     # 1 token of the prefill and nine full blocks of seven.
     result = greedy(server, prompt, len(answer))

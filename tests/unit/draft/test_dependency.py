@@ -13,11 +13,8 @@ from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.drafter import (
-    Drafter,
-    DrafterShape,
-    with_dependency,
-)
+from sglang_hyperdflash.training.drafter import Drafter
+from tests.engine.drafters import with_dependency
 
 V, D, R, K = 40, 12, 5, 9
 
@@ -119,9 +116,7 @@ def test_greedy_and_sampled_requests_of_a_batch_draft_as_they_would_alone():
 def folder(drafter_dir, tmp_path):
     """The committed drafter's folder with an added head of rank 8."""
     old = Drafter.load(drafter_dir)
-    config = dict(old.raw, hyperdflash_config=dict(old.raw["hyperdflash_config"]))
-    config["hyperdflash_config"].pop("dependency", None)
-    drafter = Drafter(with_dependency(config, DrafterShape(dependency_rank=8, causal=True)))
+    drafter = Drafter(with_dependency(old.raw, 8, causal=True))
     drafter.load_state_dict(
         {k: v for k, v in old.state_dict().items() if not k.startswith("dependency.")},
         strict=False,

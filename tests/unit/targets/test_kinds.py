@@ -233,7 +233,7 @@ def test_the_gate_is_the_collapse_of_the_target_itself(tmp_path, folders, kind, 
     collapsed = []
     target.text.hc_head.register_forward_hook(lambda *args: collapsed.append(args[-1]))
     tokens = torch.randint(5, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
-    final, residual = target.features(tokens)
+    final, residual, _ = target.features(tokens)
     drafter = Drafter.load(tmp_path / "draft")
     assert drafter.config.gate == "inherited"
     found = collapse_of(drafter.reducer)(residual.flatten(0, 1)).view_as(collapsed[0])
@@ -246,9 +246,8 @@ def test_a_captured_residual_becomes_the_final_state(folders, kind):
     """The one thing that capture computes itself, against transformers' own forward pass."""
     files = TargetFiles(str(folders[kind.name]))
     final_state = FinalState(files, TargetFacts.from_config(files.config()))
-    final, residual = TransformersTarget(str(folders[kind.name])).features(
-        torch.arange(5, 14)[None]
-    )
+    target = TransformersTarget(str(folders[kind.name]))
+    final, residual, _ = target.features(torch.arange(5, 14)[None])
     found = final_state.states(residual[0]).final
     torch.testing.assert_close(found, final, rtol=1e-4, atol=1e-4)
     assert final_state.fingerprint == files.hc_head(M, found.shape[-1]).fingerprint()
@@ -367,7 +366,7 @@ def test_qwen4_exp_needs_fc(tmp_path, folders, capsys):
     drafter = Drafter.load(tmp_path / "draft")
     assert drafter.fc.weight.shape == (D, M * D)
     target = TransformersTarget(str(target))
-    final, residual, layers = target.features_with_layers(torch.randint(5, VOCAB, (2, 9)), (0, 1))
+    final, residual, layers = target.features(torch.randint(5, VOCAB, (2, 9)), (0, 1))
     assert drafter.reduce(residual).shape == final.shape == (2, 9, D)
     torch.testing.assert_close(layers[..., D:], residual.unflatten(-1, (M, D)).mean(-2))
 

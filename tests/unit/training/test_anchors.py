@@ -32,7 +32,7 @@ def test_mask_is_strictly_before_the_anchor_and_the_own_block():
 def test_a_window_hides_what_lies_further_back():
     anchors, keep = torch.tensor([[2, 6, 9]]), torch.ones(1, 3, dtype=torch.bool)
     context, block, window = 10, 3, 4
-    mask = block_mask(anchors, keep, context, block, anchors - window)
+    mask = block_mask(anchors, keep, context, block, window)
     for n, anchor in enumerate(anchors[0].tolist()):
         for row in range(block):
             seen = [key for key in range(context) if mask[0, n * block + row, key]]

@@ -194,7 +194,7 @@ class Template:
 
 def test_a_template_that_yields_no_assistant_tokens_is_refused():
     mute = Template(lambda messages, prompt: "".join(m["content"] for m in messages[:1]))
-    with pytest.raises(HyperDFlashConfigError, match="yields no assistant tokens for answer 1"):
+    with pytest.raises(HyperDFlashConfigError, match="yields no tokens for answer 1"):
         to_sample(mute, CHAT[1:3])
 
 

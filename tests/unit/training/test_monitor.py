@@ -21,6 +21,7 @@ def trainer_at(folder, step: int = 0, main: bool = True):
     return SimpleNamespace(
         folder=folder,
         state={"step": step},
+        records=[],
         recipe=Recipe(steps=5),
         losses=("loss", "ce"),
         world=SimpleNamespace(is_main=main),
@@ -52,7 +53,7 @@ def monitored(trainer, losses: dict[int, float], report_to=("tensorboard",)) -> 
 
 def test_tensorboard_reads_every_step(tmp_path):
     trainer = trainer_at(tmp_path)
-    trainer.state["tau"] = 1.25
+    trainer.records.append({"tau": 1.25})
     monitored(trainer, {1: 2.5, 2: 1.5})
     found = read(tmp_path)
     assert found["train/loss"] == [(1, 2.5), (2, 1.5)]

@@ -52,7 +52,7 @@ def test_logits_streams_and_residual_equal_transformers(target_dir, length):
 def test_cached_steps_equal_one_pass(target_dir):
     target = LocalTarget(target_dir)
     tokens = torch.randint(5, target.config.vocab_size, (2, 40))
-    _, whole = target.features(tokens)
+    _, whole, _ = target.features(tokens)
     cache = target.new_cache(2, 40)
     parts, at = [], 0
     for n in (1, 7, 12, 1, 19):

@@ -23,8 +23,10 @@ else:
         import triton_ops.gumbel_kernel
         import triton_ops.hc_gate_backward_kernels  # noqa: F401
 
-# A shell that runs the tests in its background has children that ignore Ctrl-C; tests send it.
+# A shell that runs the tests in its background, or nohup, has children that ignore Ctrl-C or a lost
+# terminal; tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"

@@ -29,6 +29,8 @@ COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
 FP32 = (*comparable_arguments(32768, "info"), *COMMON[3:])
+# ``/health`` says what SGLang knows, and does not wait a second for a token of its own.
+AT_ONCE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 NEW_TOKENS = 128
 # The tiny target is sure of itself: at temperature 1 nearly every draw is its argmax. Here it has
 # about two nats a token.
@@ -52,7 +54,10 @@ class Servers:
     def get(self, name: str, model: Path, *arguments: str, **options) -> Server:
         # No test can foresee widths that follow load; a run may ask for them all the same.
         whole = {WIDTH: os.environ.get(WIDTH, FULL)}
-        options["environment"] = whole | options.get("environment", {})
+        options["environment"] = AT_ONCE | whole | options.get("environment", {})
+        # Metrics begin with the first request: there tests count on SGLang's own.
+        if "--enable-metrics" not in arguments:
+            arguments += ("--skip-server-warmup",)
         if name not in self.running:
             # Two workers each have servers of the same names.
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")

@@ -36,7 +36,7 @@ class Subject:
         units: how many units it works through. done: how many are on disk, in that folder.
         result: what must be equal after any fault. lines: a file of JSON lines to tear, or None.
         data: a file to flip a byte in. hashed: whether every flipped byte of it is noticed; else
-            one unit may differ. launcher: what runs the arguments.
+            one unit may differ. launcher: what runs the arguments. start: starts the process.
         kill_helper: ends what the command depends on (a server, a child), or None without any.
         restore_helper: brings it back.
     """
@@ -50,6 +50,7 @@ class Subject:
     data: Callable[[Path], Path]
     hashed: bool = True
     launcher: tuple[str, ...] = COMMAND
+    start: Callable[..., subprocess.Popen] = subprocess.Popen
     kill_helper: Callable[[subprocess.Popen], None] | None = None
     restore_helper: Callable[[], None] = lambda: None
 
@@ -90,7 +91,7 @@ class Runs:
 
     def start(self) -> subprocess.Popen:
         command = [*self.subject.launcher, *self.subject.arguments(self.folder)]
-        process = subprocess.Popen(
+        process = self.subject.start(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
         said: list[bytes] = []

@@ -79,7 +79,7 @@ def records(path: Path, *names: str) -> list[dict[str, Any]]:
     return sorted(({n: line[n] for n in names} for line in lines), key=lambda r: r["index"])
 
 
-def training(shared: Path, processes: int = 1) -> Subject:
+def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subject:
     """``train``: weights byte for byte, and every line of the log once."""
 
     def arguments(folder: Path) -> list[str]:
@@ -110,6 +110,7 @@ def training(shared: Path, processes: int = 1) -> Subject:
         result=result,
         lines=log,
         data=lambda folder: folder / "work" / "stage-1" / "state.pt",
+        start=start,
         **many,
     )
 

@@ -14,8 +14,6 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from tests.warm_start.asking import Refused, ask, pair, receive
 
 SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
@@ -133,6 +131,8 @@ def why_ordinary(command: Sequence[str]) -> str | None:
         return f"{SWITCH}=0"
     if not sys.platform.startswith("linux"):
         return "only Linux adopts orphans"
+    import torch  # late: a tester of templates needs none of it
+
     if torch.accelerator.is_available():
         return "an accelerator's state does not survive a fork"
     if list(command[:3]) in (LAUNCHER, COMMAND) or list(command[:2]) == [sys.executable, "-c"]:

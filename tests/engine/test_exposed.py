@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tests.engine import exposed_plugin
 from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import assert_varied, rescale_folder
 from tests.engine.test_train_and_serve import RECORDER, recorded, replayed
+from tests.warm_start.client import ENVIRONMENT, start
 
 TOKENS = 48
 SIZES = {
@@ -64,9 +65,9 @@ def target(tmp_path_factory) -> Path:
     (folder / "config.json").write_text(json.dumps(raw))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(EXAMPLE / "target" / name, folder / name)
-    subprocess.run(
-        [sys.executable, "-m", "tests.engine.exposed_plugin", str(folder)], cwd=ROOT, check=True
-    )
+    script = f"from tests.engine.exposed_plugin import main; main({str(folder)!r})"
+    process = start([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **ENVIRONMENT})
+    assert process.wait(300) == 0
     return folder
 
 

@@ -24,7 +24,9 @@ from tests.engine.conftest import (
     retractions,
 )
 
-SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
+# What the script ``sglang`` does, in a process that is started warm.
+SERVE = "import sys; from sglang.cli.main import main; sys.exit(main())"
+SGLANG_SERVE = (sys.executable, "-c", SERVE, "serve")
 VARIANTS = {
     "chunked-prefill-64, pages of 16, overlap off": (
         "--chunked-prefill-size",
@@ -127,7 +129,7 @@ def variant_server(request, servers, target_dir, drafter_dir, tmp_path_factory):
     label = request.param.replace(", ", "-").replace(" ", "-")
     arguments = (*FP32, *VARIANTS[request.param], *hyperdflash_arguments(drafter_dir))
     environment = install_plugin(tmp_path_factory.mktemp("plugin"), "optimistic", OPTIMISTIC)
-    # The script takes every process through its own imports: once is enough.
+    # The other way to launch a server: once is enough.
     launcher = {"launcher": SGLANG_SERVE} if "--disable-overlap-schedule" in arguments else {}
     yield servers.get(label, target_dir, *arguments, environment=environment, **launcher)
     servers.stop(label)
@@ -140,6 +142,16 @@ def test_scheduling_variants(variant_server, own_prompts, own_reference):
     assert_identical([a[: NEW_TOKENS - 64] for a in answers[12:]], [r[64:] for r in own_reference])
     if SMALL_POOL[1] in variant_server.command:
         assert retractions(variant_server)
+
+
+@pytest.mark.slow
+def test_the_script_itself(servers, target_dir, drafter_dir, own_prompts, own_reference):
+    """It takes every process through its own imports."""
+    script = (str(Path(sys.executable).parent / "sglang"), "serve")
+    arguments = (*FP32, *hyperdflash_arguments(drafter_dir))
+    server = servers.get("script", target_dir, *arguments, launcher=script)
+    assert_identical(ids(greedy_all(server, own_prompts, 8)), own_reference)
+    servers.stop("script")
 
 
 @pytest.mark.slow

@@ -102,8 +102,15 @@ def set_nan(weights):
     [
         ("target", flip_hc_head, "the drafter was made for another target"),
         ("draft", set_nan, "layers.0.mlp.up_proj.weight holds NaN"),
-        ("draft", lambda w: w.pop("hidden_norm.weight"), "missing: hidden_norm.weight"),
-        ("draft", lambda w: w.update(stray=torch.zeros(3)), "unexpected tensor stray"),
+        # By the same way as NaN; tests/unit/draft/test_checkpoint.py has them all.
+        pytest.param(
+            *("draft", lambda w: w.pop("hidden_norm.weight"), "missing: hidden_norm.weight"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("draft", lambda w: w.update(stray=torch.zeros(3)), "unexpected tensor stray"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_damaged_checkpoints_through_a_real_server(

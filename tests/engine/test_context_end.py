@@ -115,14 +115,14 @@ def answers(server: Server, asked: list[dict], at_once: int) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def baseline(servers, short_target, end_prompts, tmp_path_factory) -> Callable:
-    """What the baseline answers, of a server with these options."""
+    """What the baseline answers to every so many payloads, of a server with these options."""
     plugin = install_plugin(tmp_path_factory.mktemp("plugin"), "vocabulary_order", VOCABULARY_ORDER)
 
     @cache
-    def ask(*options: str) -> list[tuple]:
+    def ask(every: int, *options: str) -> list[tuple]:
         options = (*FP32, "--enable-deterministic-inference", *options)
         server = servers.get("end-baseline", short_target, *options, environment=plugin)
-        found = answers(server, payloads(end_prompts), 8)
+        found = answers(server, payloads(end_prompts)[::every], 8)
         servers.stop("end-baseline")
         # SGLang ends an answer two tokens before its context's end.
         assert max(len(a[0]) for a in found if len(a) > 1) == CONTEXT - 42
@@ -137,20 +137,20 @@ def compare(servers, short_target, drafter_dir, end_prompts, baseline, tmp_path)
     """Start a server, ask it the same, and look at what its models were given."""
 
     def ask(draft: Path = drafter_dir, options: tuple[str, ...] = (), every=1, **environment):
-        expected, asked = baseline(*options), payloads(end_prompts)
+        expected, asked = baseline(every, *options), payloads(end_prompts)[::every]
         positions = tmp_path / "positions.json"
         environment |= install_plugin(tmp_path, "record", RECORD)
         environment["TEST_POSITIONS"] = str(positions)
         arguments = (*FP32, *options, *hyperdflash_arguments(draft))
         server = servers.get("end-hyper", short_target, *arguments, environment=environment)
         try:
-            assert answers(server, asked[::every], 8) == expected[::every]
-            streamed = [payload | {"stream": True} for payload in asked[:: 5 * every]]
-            assert answers(server, streamed, 1) == expected[:: 5 * every]
+            assert answers(server, asked, 8) == expected
+            streamed = [payload | {"stream": True} for payload in asked[::5]]
+            assert answers(server, streamed, 1) == expected[::5]
             for payload in asked:
                 payload["sampling_params"].pop("sampling_seed", None)
-            unseeded = answers(server, asked[1 :: 6 * every], 8)
-            same = zip(unseeded, expected[1 :: 6 * every], strict=True)
+            unseeded = answers(server, asked[1::6], 8)
+            same = zip(unseeded, expected[1::6], strict=True)
             assert all(len(a[0]) == len(b[0]) for a, b in same if len(b) > 1)
             most = json.loads(positions.read_text())
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_hyperdflash.training.drafter import Drafter
-from tests.engine.conftest import FP32, greedy_all, ids
+from tests.engine.conftest import FP32, greedy, greedy_all, ids
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,9 @@ def dflash_draft(tmp_path_factory, drafter_dir):
 def test_plain_and_dflash_engines_agree(servers, qwen3, dflash_draft):
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randint(5, 2048, (6, 20), generator=generator).tolist()
+    ask = partial(greedy, max_new_tokens=48)
     plain = servers.get("qwen3", qwen3, *FP32)
-    expected = greedy_all(plain, prompts, 3)
+    expected = greedy_all(plain, prompts, 3, ask)
     assert all("spec_verify_ct" not in answer["meta_info"] for answer in expected)
     penalised = plain.generate(
         input_ids=prompts[0],
@@ -78,7 +80,7 @@ def test_plain_and_dflash_engines_agree(servers, qwen3, dflash_draft):
         "--speculative-draft-model-path",
         dflash_draft,
     )
-    found = greedy_all(dflash, prompts, 3)
+    found = greedy_all(dflash, prompts, 3, ask)
     assert ids(found) == ids(expected)
     assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in found)
     # Our request check leaves SGLang's own algorithm alone.

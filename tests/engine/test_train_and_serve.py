@@ -136,7 +136,7 @@ def test_one_sample_overfits_and_every_full_block_is_accepted(
     target = LocalTarget(target_dir)
     cache = FeatureCache(target, [Sample.continuation(prompt + answer, len(prompt))])
     drafter = Drafter.load(draft)
-    recipe = Recipe(steps=300, batch=1, anchors=64, lr=3e-3, warmup_steps=10, every=50)
+    recipe = Recipe(steps=300, batch=1, anchors=64, lr=3e-3, warmup_steps=10, every=300)
     trainer = Trainer(drafter, target, cache, {"train": cache}, recipe, tmp_path / "work")
     trainer.run(tmp_path / "trained")
     print(f"simulated on the sample itself: {trainer.records[-1]['held_out']['train']}")

@@ -88,7 +88,7 @@ def test_timing_leaves_nothing_but_the_table(
         try:
             timed = {int(dict(labels)[REQUESTS]) for labels in samples(server, SECONDS)}
             assert (1 in timed and len(timed) > 1) if width != FULL else not timed
-            assert ids(greedy_all(server, own_prompts, 4)) == own_reference
+            assert ids(greedy_all(server, own_prompts[:6], 4)) == own_reference[:6]
             seeded.append(tokens_of(server, own_prompts[:8], [sampled(i) for i in range(8)], 4))
         finally:
             servers.stop(name)

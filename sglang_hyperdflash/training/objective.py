@@ -152,8 +152,8 @@ def sums(
         drafts of each position, ``[B-1]`` each.
     """
     supervised, drafts = blocks.supervised, blocks.labels.shape[-1]
-    taught = drafts if objective.taught is None else objective.taught
-    taught = supervised & (torch.arange(drafts) < taught)
+    count = drafts if objective.taught is None else objective.taught
+    taught = supervised & (torch.arange(drafts) < count)
     ce, distance, hits, own = row_losses(
         hidden[supervised].float(),
         blocks.labels[supervised],

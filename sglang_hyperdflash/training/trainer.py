@@ -60,7 +60,8 @@ class Trainer:
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0}
         self.records: list[dict[str, Any]] = []
-        self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}  # and "tensors"
+        # The best one's record, with the drafter's served tensors under "tensors".
+        self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
         self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()

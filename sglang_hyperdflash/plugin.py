@@ -23,8 +23,6 @@ def _worker_class(server_args) -> type:
     """Worker factory; imports the worker only when the algorithm is used."""
     from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
-    seams.check_installed()
-    seams.check_overrides(HyperDFlashWorker)
     return HyperDFlashWorker
 
 
@@ -59,31 +57,27 @@ def _register_resolution() -> None:
 
 
 def _register_models() -> None:
-    """Seam: ``ModelRegistry.models``, filled in every process before a model is built.
-
-    The registry imports all of SGLang's models, seconds in each process, unless an external
-    package is named; then only when an unregistered architecture is requested.
-    """
+    """Seam: ``ModelRegistry.models``, filled in every process before a model is built."""
 
     def add() -> None:
         from sglang.srt.models.registry import ModelRegistry
 
-        from sglang_hyperdflash.serving.models.entry import EntryClass
+        from cpu_engine.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
+        from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 
-        ModelRegistry.models.update({model.__name__: model for model in EntryClass})
+        models = HyperDFlashDraftModel, PortableDeepSeekV4ForCausalLM
+        ModelRegistry.models.update({model.__name__: model for model in models})
 
-    own = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hyperdflash.serving.models"}
-    seams.when_imported("sglang.srt.models.registry", add, environment=own)
+    seams.when_imported("sglang.srt.models.registry", add)
 
 
 def load() -> None:
     """Register the algorithm, the models, the hooks and, without an accelerator, the CPU platform.
 
-    SGLang calls this once in every process it starts. A server of another algorithm differs as
-    follows: models are imported when one is asked for (:func:`_register_models`), and on a host
-    without an accelerator it runs on the CPU platform, unless ``SGLANG_USE_CPU_ENGINE=1``. That
-    sets ``OMP_NUM_THREADS`` and ``OMP_WAIT_POLICY`` unless they are set, and installs ``CPU_SEAMS``
-    for all algorithms. The hooks of ``SERVING_SEAMS`` act on HYPERDFLASH alone.
+    SGLang calls this once in every process it starts. The hooks of ``SERVING_SEAMS`` act on
+    HYPERDFLASH alone. A server of another algorithm differs on a host without an accelerator only:
+    it runs on the CPU platform, unless ``SGLANG_USE_CPU_ENGINE=1``. That sets ``OMP_NUM_THREADS``
+    and ``OMP_WAIT_POLICY`` unless they are set, and installs ``CPU_SEAMS`` for all algorithms.
     """
     _register_algorithm()
     _register_resolution()

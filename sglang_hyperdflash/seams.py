@@ -12,7 +12,6 @@ server.
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -21,7 +20,7 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -81,8 +80,9 @@ def declared(*modules: ModuleType) -> tuple[Seam, ...]:
     return tuple(one.seam for one in functions if inspect.isfunction(one) and hasattr(one, "seam"))
 
 
-_recorded: list[Seam] = []
-_in_place: set[str] = set()
+# The seams that this process installs, the targets hooked so far, and what went wrong.
+recorded: list[Seam] = []
+in_place: set[str] = set()
 _failures: list[SeamError] = []
 
 
@@ -95,35 +95,28 @@ def install(seams: Iterable[Seam]) -> None:
     check_version()
     for seam in seams:
         if seam.only_with is None or os.environ.get(seam.only_with):
-            _recorded.append(seam)
+            recorded.append(seam)
             when_imported(seam.module, lambda seam=seam: _hook(seam))
 
 
 def _hook(seam: Seam) -> None:
-    """Check and hook a seam; a failure is recorded and stops HYPERDFLASH servers only."""
-    try:
-        check_seam(seam)
-        _apply(seam)
-    except Exception as error:  # this runs inside the import of a module of SGLang
-        wrong = f"SGLang seam {seam.target} could not be hooked: {error!r}"
-        _failures.append(error if isinstance(error, SeamError) else SeamError(wrong))
-        logger.warning("%s", _failures[-1])
+    """Check a seam, and wrap its target in its module and wherever its name was imported.
 
-
-def _apply(seam: Seam) -> None:
-    """Wrap a seam's target in its module and wherever else its name was imported.
-
-    Seam: ``HookRegistry._apply_target``, without the registry's list: ``apply_hooks`` would import
-    the modules of all plugins' hooks now, and skip what another plugin registers later.
+    A failure is recorded and stops HYPERDFLASH servers only. Seam: ``HookRegistry._apply_target``,
+    without the registry's list: ``apply_hooks`` would import the modules of all plugins' hooks now,
+    and skip what another plugin registers later.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource("hyperdflash", "sglang-hyperdflash")
     try:
+        check_seam(seam)
         HookRegistry._apply_target(seam.dotted, [(HookType(seam.kind), seam.hook, source)])
-    except AttributeError as error:
-        raise SeamError(f"SGLang's hook registry changed: {error}") from error
-    _in_place.add(seam.target)
+        in_place.add(seam.target)
+    except Exception as error:  # this runs inside the import of a module of SGLang
+        wrong = f"SGLang seam {seam.target} could not be hooked: {error!r}"
+        _failures.append(error if isinstance(error, SeamError) else SeamError(wrong))
+        logger.warning("%s", _failures[-1])
 
 
 def check_version() -> None:
@@ -179,55 +172,6 @@ def check_seam(seam: Seam) -> None:
         )
 
 
-def overridden(owner: type) -> Iterator[tuple[str, Callable, type, Callable]]:
-    """Name, our function, SGLang's class and its function, of each method that ``owner`` overrides.
-
-    A property counts with its getter.
-    """
-    if owner.__module__.startswith("sglang."):
-        return
-    bases = [base for base in owner.__mro__[1:] if base.__module__.startswith("sglang.")]
-    for name, value in vars(owner).items():
-        ours = getattr(value, "fget", getattr(value, "__func__", value))
-        base = next((base for base in bases if name in vars(base)), None)
-        if inspect.isfunction(ours) and base is not None:
-            theirs = vars(base)[name]
-            yield name, ours, base, getattr(theirs, "fget", getattr(theirs, "__func__", theirs))
-
-
-def check_overrides(cls: type) -> None:
-    """Refuse a class whose methods cannot be called as the ones of SGLang that they override.
-
-    Raises:
-        SeamError: ours lacks a parameter, needs another one, or has them in another order.
-    """
-    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for owner in cls.__mro__:
-        for name, ours, base, theirs in overridden(owner):
-            own, needed = (inspect.signature(one).parameters for one in (ours, theirs))
-            open_ended = any(one.kind in rest for one in own.values())
-            given = [one for one in needed if needed[one].kind not in rest]
-            common = [one for one in given if one in own]
-            more = [one for one in own.values() if one.name not in needed and one.kind not in rest]
-            fits = (open_ended or common == given) and common == [o for o in own if o in given]
-            if not fits or any(one.default is one.empty for one in more):
-                raise SeamError(
-                    f"SGLang's {base.__module__}:{base.__name__}.{name} changed: expected "
-                    f"parameters {tuple(own)}, found {tuple(needed)}. Use an unmodified "
-                    f"sglang=={SGLANG_VERSION}."
-                )
-
-
-def recorded() -> tuple[Seam, ...]:
-    """The seams that :func:`install` received in this process."""
-    return tuple(_recorded)
-
-
-def in_place() -> frozenset[str]:
-    """The targets hooked in this process."""
-    return frozenset(_in_place)
-
-
 def check_installed() -> None:
     """Raise ``SeamError`` naming every seam whose hook is missing in this process.
 
@@ -235,9 +179,9 @@ def check_installed() -> None:
     """
     if _failures:
         raise SeamError("; ".join(map(str, _failures)))
-    imported = [seam for seam in _recorded if seam.module in sys.modules]
-    missing = [seam.target for seam in imported if seam.target not in _in_place]
-    if missing or not _recorded:
+    imported = [seam.target for seam in recorded if seam.module in sys.modules]
+    missing = [target for target in imported if target not in in_place]
+    if missing or not recorded:
         raise SeamError(
             f"{ALGORITHM} cannot start: these SGLang hooks are not in place: "
             f"{', '.join(missing) or 'all of them'}. Check that SGLANG_PLUGINS does not exclude "
@@ -246,24 +190,11 @@ def check_installed() -> None:
         )
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables that are not set yet, inside the context."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
-
-
 class _ImportWatch(importlib.abc.MetaPathFinder):
     """Runs callbacks right after a module's import, before anything reads names from it."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self.environment: dict[str, dict[str, str]] = {}
 
     def find_spec(self, name, path, target=None):
         if name not in self.waiting:
@@ -273,8 +204,7 @@ class _ImportWatch(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def exec_module(module) -> None:
-                with _environment(self.environment.pop(name, {})):
-                    execute(module)
+                execute(module)
                 for callback in self.waiting.pop(name, ()):
                     callback()
 
@@ -285,15 +215,10 @@ class _ImportWatch(importlib.abc.MetaPathFinder):
 _watch = _ImportWatch()
 
 
-def when_imported(
-    module: str, callback: Callable[[], None], environment: Mapping[str, str] | None = None
-) -> None:
+def when_imported(module: str, callback: Callable[[], None]) -> None:
     """Call ``callback`` after ``module`` is imported; immediately, if it already is.
 
     Importing every hooked module at once would cost every server process seconds.
-
-    Args:
-        environment: variables for the time of that import only, unless the user set them.
     """
     if module in sys.modules:
         callback()
@@ -301,4 +226,3 @@ def when_imported(
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
     _watch.waiting.setdefault(module, []).append(callback)
-    _watch.environment.setdefault(module, {}).update(environment or {})

@@ -168,8 +168,8 @@ def hooks() -> str:
         "(`docs/reference/sglang_uses.py`).\n\n"
         "* *hook*: a function of SGLang that is called *around*, *after* or that ours *replaces*. "
         "At start its syntax tree\n  is compared with that of the pinned SGLang.\n"
-        "* *override*: a method of SGLang's that a class of ours has, too. At start the worker's "
-        "parameters are compared.\n"
+        "* *override*: a method of SGLang's that a class of ours has, too. A test compares "
+        "their parameters.\n"
         "* *call*: an imported name. *field*: an attribute that is private, or that is set.\n"
     )
     head = ("kind", "SGLang's name", "parameters", "ours", "reason")

@@ -12,12 +12,11 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from sglang_hyperdflash import plugin
-from sglang_hyperdflash.seams import overridden
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = "sglang_hyperdflash"
@@ -84,6 +83,20 @@ def own_classes() -> list[type]:
             if own and any(base.__module__.startswith("sglang.") for base in one.__mro__):
                 found[one] = None
     return list(found)
+
+
+def overridden(owner: type) -> Iterator[tuple[str, Callable, type, Callable]]:
+    """Name, our function, SGLang's class and its function, of each method that ``owner`` overrides.
+
+    A property counts with its getter.
+    """
+    bases = [base for base in owner.__mro__[1:] if base.__module__.startswith("sglang.")]
+    for name, value in vars(owner).items():
+        ours = getattr(value, "fget", getattr(value, "__func__", value))
+        base = next((base for base in bases if name in vars(base)), None)
+        if inspect.isfunction(ours) and base is not None:
+            theirs = vars(base)[name]
+            yield name, ours, base, getattr(theirs, "fget", getattr(theirs, "__func__", theirs))
 
 
 def overrides() -> Iterator[Use]:

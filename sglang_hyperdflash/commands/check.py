@@ -45,10 +45,10 @@ def hooks() -> str:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    for seam in seams.recorded():
+    for seam in seams.recorded:
         importlib.import_module(seam.module)
     seams.check_installed()
-    return f"{len(seams.recorded())} hooks in place, each matching the source it was written for"
+    return f"{len(seams.recorded)} hooks in place, each matching the source it was written for"
 
 
 def platform() -> str:

@@ -39,10 +39,9 @@ def main() -> None:
     answer(
         {
             "early": early,
-            "patched": sorted(seams.in_place() & serving),
+            "patched": sorted(seams.in_place & serving),
             "called": hook.__name__,
             "models": [name in ModelRegistry.models for name in names],
-            "defaults_loaded": ModelRegistry._default_models_loaded,
         }
     )
 

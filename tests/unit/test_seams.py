@@ -15,7 +15,6 @@ import sglang
 
 from docs.reference.sglang_uses import fields, overridden, own_classes
 from sglang_hyperdflash import plugin, seams
-from sglang_hyperdflash.serving.startup.pair import fused_kv_in_use
 from sglang_hyperdflash.tools.errors import SeamError
 from tests.unit.other_process import ask
 
@@ -296,14 +295,10 @@ def test_draft_model_is_called_where_we_expect():
     assert "self.draft_model.project_target_hidden(target_hidden)" in source
 
 
-def test_the_fused_kv_switches_are_where_we_expect():
+def test_the_fused_kv_switch_is_where_we_expect():
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-    source = inspect.getsource(DFlashWorkerV2)
-    for name in ("_use_fused_kv_materialize", "_fused_kv_helper"):
-        assert f"self.{name} = " in source, name
-    with pytest.raises(SeamError, match="fused K/V is gone"):
-        fused_kv_in_use(object())
+    assert "self._fused_kv_helper = " in inspect.getsource(DFlashWorkerV2)
 
 
 def test_the_compact_draft_cache_is_made_in_the_order_that_the_window_relies_on():

@@ -1,11 +1,12 @@
 """The ``HYPERDFLASH`` algorithm object that SGLang's speculative framework dispatches on.
 
-SGLang's ``CustomSpecAlgo`` duck-types its enum but lacks four callables that the scheduler uses
-unconditionally; they are defined here with the values that DFLASH has.
+SGLang's ``CustomSpecAlgo`` duck-types its enum but lacks methods that the scheduler calls
+unconditionally; what follows from :meth:`is_dflash` alone is the enum's own function.
 """
 
 from __future__ import annotations
 
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_hyperdflash.serving.draft_kv.attention import (
@@ -24,49 +25,22 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
     def is_dflash(self) -> bool:
         return True
 
-    def is_dflash_family(self) -> bool:
-        return True
-
-    def supports_grammar_overlap(self) -> bool:
-        return True
+    is_dflash_family = SpeculativeAlgorithm.is_dflash_family
+    supports_grammar_overlap = SpeculativeAlgorithm.supports_grammar_overlap
+    supports_prefill_shared_read_done = SpeculativeAlgorithm.supports_prefill_shared_read_done
+    supports_target_verify_for_draft = SpeculativeAlgorithm.supports_target_verify_for_draft
+    need_topk = SpeculativeAlgorithm.need_topk
+    carries_draft_hidden_states = SpeculativeAlgorithm.carries_draft_hidden_states
+    # ``Scheduler.init_overlap`` builds its relay with it.
+    create_future_map = SpeculativeAlgorithm.create_future_map
+    # What a decode node drafts from first.
+    build_disagg_draft_input = SpeculativeAlgorithm.build_disagg_draft_input
 
     def supports_mixed_chunk(self) -> bool:
         return True
 
-    def supports_prefill_shared_read_done(self) -> bool:
-        return True
-
-    def supports_target_verify_for_draft(self) -> bool:
-        return True
-
-    def need_topk(self) -> bool:
-        return False
-
-    def carries_draft_hidden_states(self) -> bool:
-        return False
-
     def get_platform_worker_cls(self) -> type | None:
         return None
-
-    def create_future_map(
-        self,
-        device,
-        req_to_token_pool,
-        needs_cpu_seq_lens: bool = True,
-        needs_confidence_relay: bool = False,
-    ):
-        """Seam: ``Scheduler.init_overlap`` builds its relay through the algorithm."""
-        from sglang.srt.managers.overlap_utils import FutureMap
-
-        return FutureMap(
-            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
-        )
-
-    def build_disagg_draft_input(self, batch, last_tokens_tensor, future_map):
-        """Seam: what a decode node drafts from first, as DFLASH builds it."""
-        from sglang.srt.speculative.dflash_disaggregation import build_dflash_disagg_draft_input
-
-        return build_dflash_disagg_draft_input(batch, last_tokens_tensor, future_map)
 
     def handle_server_args(self, server_args) -> None:
         """Resolve the speculative fields as SGLang does for DFLASH.

@@ -70,7 +70,7 @@ DRAFT = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size"
 
 @pytest.mark.parametrize("ranks", [None, 1, 2, 4, 8])
 def test_ranks_that_split_or_replicate_the_draft_s_heads_are_accepted(ranks):
-    check_ranks(SimpleNamespace(tp_size=ranks), DRAFT)
+    check_ranks(SimpleNamespace(tp_size=ranks, enable_dp_attention=False), DRAFT)
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_ranks_that_split_or_replicate_the_draft_s_heads_are_accepted(ranks):
 )
 def test_ranks_that_cannot_share_the_draft_are_refused(ranks, change):
     with pytest.raises(HyperDFlashConfigError, match=f"split over --tp-size {ranks}: expected"):
-        check_ranks(SimpleNamespace(tp_size=ranks), {**DRAFT, **change})
+        check_ranks(SimpleNamespace(tp_size=ranks, enable_dp_attention=False), {**DRAFT, **change})
     check_ranks(SimpleNamespace(tp_size=ranks, enable_dp_attention=True), {**DRAFT, **change})

@@ -20,7 +20,7 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraftSampler
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
-from sglang.srt.utils import async_h2d
+from sglang.srt.utils import async_h2d, is_cuda
 
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
@@ -288,11 +288,14 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """
         group = get_parallel().tp_group
         share = partial(group.broadcast_object, src=0) if group.world_size > 1 else None
-        self.width_control.costs = time_rounds(self, self.width_control, share)
+        self.width_control.policy.costs = time_rounds(self, self.width_control, share)
         self.request_state.current, self._last_width = None, self.block
         self.draft_kv.forget_padding()
         self.drafter.draft_temperature.reset()
         self.lanes.activate(self.block)
+        if is_cuda():
+            # Blocks cached by these rounds are their stream's own: serving runs on another.
+            torch.cuda.empty_cache()
 
     def _maybe_build_draft_sampler(self):
         """SGLang's own head in the draft's graph, where it builds one, becomes ours."""

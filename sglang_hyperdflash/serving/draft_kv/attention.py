@@ -60,9 +60,8 @@ def choose_draft_attention(server_args, window: int | None) -> None:
 
     platform = get_platform()
     named = resolving_view(server_args).speculative_draft_attention_backend
-    if named is not None or current_platform.is_out_of_tree():
-        return
-    if platform.is_hip or platform.is_xpu:
+    own = current_platform.is_out_of_tree() or platform.is_hip or platform.is_xpu
+    if named is not None or own:
         return
     target, _ = attention_backends_of(resolved_view(server_args))
     found = chosen(

@@ -31,42 +31,30 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 logger = logging.getLogger(__name__)
 
 
-def ring_size(max_total_num_tokens: int, window: int, block: int, batch: int) -> int:
+def ring_size(tokens: int, window: int, block: int, batch: int) -> int:
     """Ring slots of a pool of ``pool_ratio()`` slots per target token.
+
+    Below one window for each of ``batch`` requests, they evict each other's tokens: acceptance
+    falls, answers do not change.
 
     Raises:
         HyperDFlashConfigError: the pool cannot hold one window.
     """
-    ring = int(max_total_num_tokens * pool_ratio()) - batch * block
+    ring = int(tokens * pool_ratio()) - batch * block
+    more = f"Raise {POOL_RATIO} or lower --max-running-requests"
     if ring < window:
         raise HyperDFlashConfigError(
             f"the drafter's pool of {pool_ratio():g} slots per target token has {max(ring, 0)} "
-            f"left for windows of {window} tokens besides the blocks of {batch} requests. Raise "
-            f"{POOL_RATIO}, --mem-fraction-static or --max-total-tokens, or lower "
-            "--max-running-requests."
+            f"left for windows of {window} tokens besides the blocks of {batch} requests. {more}, "
+            "or raise --mem-fraction-static or --max-total-tokens."
         )
-    return ring
-
-
-def report_ring(ring: int, window: int, batch: int) -> None:
-    """Say how many of the requests that may run at once keep a whole window.
-
-    Below 1, requests evict each other's tokens: acceptance falls, answers do not change.
-    """
     share = ring / (window * batch)
-    text = (
-        f"the draft window's ring has {ring} slots: {share:.2f} of {batch} requests x {window} "
-        "tokens"
+    logger.log(
+        logging.INFO if share >= 1 else logging.WARNING,
+        f"HYPERDFLASH: the draft window's ring has {ring} slots: {share:.2f} of {batch} requests x "
+        f"{window} tokens" + ("." if share >= 1 else f"; acceptance falls when more run. {more}."),
     )
-    if share >= 1:
-        logger.info("HYPERDFLASH: %s.", text)
-        return
-    logger.warning(
-        "HYPERDFLASH: %s. When more run with full windows, acceptance falls; raise %s or lower "
-        "--max-running-requests.",
-        text,
-        POOL_RATIO,
-    )
+    return ring
 
 
 def entering_rows(
@@ -194,7 +182,6 @@ class WindowedDraftKV(DraftKV):
             batch=size,
             device=worker.device,
         )
-        report_ring(self.window.ring, window, size)
         pages = -(-self.window.size // page)
         # A row of W tokens and the block, not one of the context's length.
         rows = ReqToTokenPool(size, window + block, worker.device, False)

@@ -17,8 +17,7 @@ def pool_ratio() -> float:
     Raises:
         HyperDFlashConfigError: ``HYPERDFLASH_DRAFT_POOL_RATIO`` is not a number in (0, 1].
     """
-    form = "a number above 0 and at most 1"
-    return positive_number(POOL_RATIO, form, most=1.0)
+    return positive_number(POOL_RATIO, "a number above 0 and at most 1", most=1.0)
 
 
 @around("sglang.srt.model_executor.pool_configurator:_dflash_draft_cell_size", "915e68192bba")

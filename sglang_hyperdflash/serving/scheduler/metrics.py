@@ -68,7 +68,7 @@ class Metrics:
         drafted = family(counter, DRAFTED, POSITION)
         by_width = family(counter, WIDTH_ROUNDS, WIDTH)
         self._gain = family(gauge, GAIN, **recent)
-        self._seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
+        seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
         self._rounds = family(counter, ROUNDS).labels(**labels)
         self._width_now = family(gauge, WIDTH_NOW, **recent).labels(**labels)
         self._exported = self._turn = 0
@@ -78,19 +78,24 @@ class Metrics:
         self._drafted = [drafted.labels(**labels, **at) for at in positions]
         widths = controller.setting.widths
         self._by_width = {w: by_width.labels(**labels, **{WIDTH: str(w)}) for w in widths}
-        self._export_seconds()
-
-    def _export_seconds(self) -> None:
-        costs = self._controller.costs
-        for requests in costs.sizes if costs else ():
+        policy = controller.policy
+        for requests in policy.costs.sizes if policy and policy.costs else ():
             for sampled in (False, True):
-                for width, value in costs.of(requests, sampled).items():
+                for width, value in policy.costs.of(requests, sampled).items():
                     cell = {REQUESTS: requests, WIDTH: width, SAMPLED: str(sampled).lower()}
-                    self._seconds.labels(**self._labels, **cell).set(value)
+                    seconds.labels(**labels, **cell).set(value)
 
     def add(self, accepted_drafts: Sequence[int], width: int) -> None:
         """Count a round of a batch: ``accepted_drafts`` of each request, without the bonus."""
-        self._add_width(width)
+        if width != self._exported:
+            self._exported = width
+            self._width_now.set(width)
+        if width in self._by_width:
+            self._by_width[width].inc()
+        self._turn += 1
+        gain = self._controller.predicted_gain() if self._turn % GAIN_EVERY == 1 else None
+        if gain is not None:
+            self._gain.labels(**self._labels).set(gain)
         reached = len(accepted_drafts)
         if not reached:
             return
@@ -103,17 +108,6 @@ class Metrics:
             if not reached:
                 break
             counter.inc(reached)
-
-    def _add_width(self, width: int) -> None:
-        if width != self._exported:
-            self._exported = width
-            self._width_now.set(width)
-        if width in self._by_width:
-            self._by_width[width].inc()
-        self._turn += 1
-        gain = self._controller.predicted_gain() if self._turn % GAIN_EVERY == 1 else None
-        if gain is not None:
-            self._gain.labels(**self._labels).set(gain)
 
 
 # None in a scheduler that exports nothing.

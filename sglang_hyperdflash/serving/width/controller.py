@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_hyperdflash.serving.width.costs import CostTable
 from sglang_hyperdflash.serving.width.policy import WidthPolicy
 from sglang_hyperdflash.serving.width.settings import ADAPTIVE, RANDOM, WidthSetting
 
@@ -29,16 +28,6 @@ class WidthController:
         self.policy = WidthPolicy(setting.widths) if adapts else None
         # Every rank draws the same.
         self._random = random.Random(0)
-
-    @property
-    def costs(self) -> CostTable | None:
-        """Seconds of a round; None where nothing was timed."""
-        return self.policy.costs if self.policy else None
-
-    @costs.setter
-    def costs(self, costs: CostTable) -> None:
-        if self.policy:
-            self.policy.costs = costs
 
     def next(self, greedy: int, sampled: int) -> int:
         """The width of the round that starts, of so many requests of either class."""

@@ -24,14 +24,11 @@ from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers
-from sglang_hyperdflash.tools.errors import SeamError
 
 logger = logging.getLogger(__name__)
 
 # Free memory, GB, below which SGLang captures no draft graph (``DFlashWorkerV2.init_cuda_graphs``).
 LEAST_FREE = 1.0
-# Of a ``ModelRunner``.
-SWAPPED = ("attn_backend", "decode_cuda_graph_runner")
 
 
 @dataclass
@@ -41,14 +38,6 @@ class RunnerState:
     runner: Any
     attn_backend: Any
     graphs: Any
-
-    @classmethod
-    def of(cls, runner: Any) -> RunnerState:
-        """The runner's own, as SGLang built it; raises ``SeamError`` where an attribute is gone."""
-        missing = [name for name in SWAPPED if name not in vars(runner)]
-        if missing:
-            raise SeamError(f"SGLang seam ModelRunner lost {', '.join(missing)}")
-        return cls(runner, runner.attn_backend, runner.decode_cuda_graph_runner)
 
     def install(self) -> None:
         """From now on the runner runs with these."""
@@ -88,11 +77,6 @@ class Lanes:
         self._lanes = {self.block: self.active}
         self._others = sorted({*widths, *self._eager} - {self.block}, reverse=True)
 
-    @property
-    def widths(self) -> list[int]:
-        """Ascending."""
-        return sorted([*self._others, self.block])
-
     def _lane(self, width: int) -> Lane:
         device = self.worker.device
         return Lane(width, make_draft_block_spec_info(draft_token_num=width, device=device))
@@ -113,10 +97,13 @@ class Lanes:
         worker, lane = self.worker, self.active
         target, draft = worker.target_worker.model_runner, worker.draft_model_runner
         lane.candidates = worker._draft_sampler
-        lane.states = [RunnerState.of(target), RunnerState.of(draft)]
+        for runner in (target, draft):
+            graphs = runner.decode_cuda_graph_runner
+            lane.states.append(RunnerState(runner, runner.attn_backend, graphs))
         for width in self._others:
             other = self._lane(width)
-            with _settings(width):
+            # Backends and graph runners read the width from the server's resolved settings.
+            with get_spec().override(speculative_num_draft_tokens=width):
                 graphs = width not in self._eager and self._room(target, f"width {width} verifies")
                 other.states.append(_build(target, width, graphs))
                 if width > 1:
@@ -154,17 +141,14 @@ class Lanes:
         free = worker._tp_sync.available_memory_gb(
             SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=group
         )
-        enough = free >= LEAST_FREE + taken
-        if not enough:
-            logger.warning(
-                "HYPERDFLASH: %s without a CUDA graph: %.2f GB of GPU memory are free, the block's "
-                "graphs took %.2f. Lower --mem-fraction-static or --cuda-graph-max-bs-decode, or "
-                "name fewer widths.",
-                doing,
-                free,
-                taken,
-            )
-        return enough
+        if free >= LEAST_FREE + taken:
+            return True
+        logger.warning(
+            f"HYPERDFLASH: {doing} without a CUDA graph: {free:.2f} GB of GPU memory are free, the "
+            f"block's graphs took {taken:.2f}. Lower --mem-fraction-static or "
+            "--cuda-graph-max-bs-decode, or name fewer widths."
+        )
+        return False
 
 
 def captured(runner: Any) -> bool:
@@ -172,18 +156,13 @@ def captured(runner: Any) -> bool:
     return runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
 
 
-def _settings(width: int) -> Any:
-    """Seam: backends and graph runners read the width from the server's resolved settings."""
-    return get_spec().override(speculative_num_draft_tokens=width)
-
-
 @contextmanager
 def _capture_hooks(runner: Any, candidates: CandidateBuffers | None) -> Iterator[None]:
     """Capture graphs with this lane's head; seam: ``ModelRunner.capture_tail_hooks``."""
-    hooks = runner.capture_tail_hooks
-    runner.capture_tail_hooks = []
+    hooks, own = runner.capture_tail_hooks, []
     if candidates is not None:
-        runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(candidates))
+        own.append(make_draft_sampler_capture_hook(candidates))
+    runner.capture_tail_hooks = own
     try:
         yield
     finally:

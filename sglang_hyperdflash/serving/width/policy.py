@@ -4,7 +4,7 @@
     choose the w with the largest tokens(w) / seconds(batch size, w)
 
 A round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were. Later
-positions are censored, not rejected. Seconds are those of :class:`costs.CostTable`.
+positions are censored, not rejected. Seconds are those of :class:`CostTable`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from sglang_hyperdflash.serving.width.costs import CostTable
+import numpy as np
 
 # Request-rounds after which an observation counts half.
 HALF_LIFE = 512
@@ -21,6 +21,42 @@ PRIOR_TRIALS, FIRST_PRIOR = 4.0, 0.8
 HYSTERESIS = 0.03
 # Share of the time that probes of a wider width may cost, and rounds between two of them at least.
 PROBE_SHARE, PROBE_EVERY = 0.005, 32
+
+
+class CostTable:
+    """Seconds of a round, by batch size, width and whether any request is sampled.
+
+    Args:
+        widths: ascending.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = tuple(widths)
+        self.sizes: list[int] = []
+        self._rows: list[Sequence[float]] = []
+        self._known: dict[tuple[int, bool], dict[int, float]] = {}
+
+    def add(self, requests: int, seconds: Sequence[float]) -> None:
+        """Timings of a larger batch: of every width without sampling, then of every width with."""
+        self.sizes.append(requests)
+        self._rows.append(tuple(seconds))
+        self._known.clear()
+
+    def of(self, requests: int, sampled: bool) -> dict[int, float]:
+        """Seconds of a round of every width: linear between timed batch sizes, and after them."""
+        found = self._known.get((requests, sampled))
+        if found is None:
+            columns = np.array(self._rows).T[len(self.widths) * sampled :]
+            found = {w: self._at(requests, c) for w, c in zip(self.widths, columns, strict=False)}
+            self._known[requests, sampled] = found
+        return found
+
+    def _at(self, requests: int, seconds: np.ndarray) -> float:
+        beyond = requests - self.sizes[-1]
+        if beyond > 0 and len(self.sizes) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+            return float(seconds[-1] + max(slope, 0.0) * beyond)
+        return float(np.interp(requests, self.sizes, seconds))
 
 
 class Acceptance:

@@ -54,22 +54,20 @@ def read_setting(
     if named == FULL:
         return WidthSetting(FULL, (block,))
     if named not in (ADAPTIVE, RANDOM):
-        return WidthSetting(FULL, (_width(WIDTH, named, block, "adaptive, full or "),))
+        form = f"adaptive, full or a width from 1 to the drafter's block size {block}"
+        return WidthSetting(FULL, (_width(WIDTH, named, block, form),))
     text = environment.get(WIDTHS, "").strip()
     if not text:
         narrow = NARROW if causal else NARROW[:1]
         return WidthSetting(named, (*(w for w in narrow if w < block), block))
-    found = sorted({_width(WIDTHS, part.strip(), block) for part in text.split(",")})
+    form = f"widths from 1 to the drafter's block size {block}, separated by commas"
+    found = sorted({_width(WIDTHS, part.strip(), block, form) for part in text.split(",")})
     return WidthSetting(named, tuple(found))
 
 
-def _width(variable: str, text: str, block: int, other: str = "") -> int:
-    width = int(text) if text.isascii() and text.isdecimal() else 0
-    if not 1 <= width <= block:
-        form = f"{other}a width from 1 to the drafter's block size {block}"
-        if variable == WIDTHS:
-            form = f"widths from 1 to the drafter's block size {block}, separated by commas"
-        raise HyperDFlashConfigError(
-            f"{variable}: expected {form}, found {text!r}. Correct or unset it."
-        )
-    return width
+def _width(variable: str, text: str, block: int, form: str) -> int:
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= block:
+        return int(text)
+    raise HyperDFlashConfigError(
+        f"{variable}: expected {form}, found {text!r}. Correct or unset it."
+    )

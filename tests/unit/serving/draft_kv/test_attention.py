@@ -23,7 +23,6 @@ from sglang_hyperdflash.serving.draft_kv.draft_kv import (
     DraftKV,
     WindowedDraftKV,
     entering_rows,
-    report_ring,
     ring_size,
 )
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
@@ -384,8 +383,9 @@ def test_a_ring_has_what_the_blocks_leave_and_holds_one_window(monkeypatch):
 
 
 @pytest.mark.parametrize("slots, level", [(4 * 512, logging.INFO), (3 * 512, logging.WARNING)])
-def test_a_ring_that_is_too_small_for_every_window_says_so(caplog, slots, level):
+def test_a_ring_that_is_too_small_for_every_window_says_so(monkeypatch, caplog, slots, level):
+    monkeypatch.setenv("HYPERDFLASH_DRAFT_POOL_RATIO", "0.5")
     with caplog.at_level(logging.INFO):
-        report_ring(slots, 512, 4)
+        assert ring_size(2 * (slots + 4 * BLOCK), 512, BLOCK, 4) == slots
     assert [record.levelno for record in caplog.records] == [level]
     assert f"{slots / 2048:.2f} of 4 requests x 512 tokens" in caplog.text

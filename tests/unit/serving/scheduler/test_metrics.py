@@ -29,7 +29,7 @@ from sglang_hyperdflash.serving.scheduler.metrics import (
     start_counting,
 )
 from sglang_hyperdflash.serving.width.controller import WidthController
-from sglang_hyperdflash.serving.width.costs import CostTable
+from sglang_hyperdflash.serving.width.policy import CostTable
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from tests.conftest import ROOT
 
@@ -197,7 +197,7 @@ def test_nothing_is_counted_or_created_without_metrics(counter):
 def test_the_start_s_round_times_and_the_gain_are_exported(counter):
     control, costs = adaptive(), CostTable((1, 2, 4, 7))
     costs.add(1, [1.0, 1.1, 1.2, 1.4, 2.0, 2.1, 2.2, 2.4])
-    control.costs = costs
+    control.policy.costs = costs
     start_counting(None, scheduler(counter, control=control))
     cells = {key[1]: value for key, value in counter.values.items() if key[0] == SECONDS}
     assert len(cells) == 8

@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_hyperdflash.serving.width.costs import CostTable
-from sglang_hyperdflash.serving.width.policy import WidthPolicy
+from sglang_hyperdflash.serving.width.policy import CostTable, WidthPolicy
 from sglang_hyperdflash.serving.width.timing import sizes_up_to
 
 # (requests, width) -> seconds of a round.

@@ -76,7 +76,7 @@ def test_ranks_with_the_same_table_choose_the_same_widths():
     """Batches that change in size and kind, drafts that are accepted by chance, probes."""
     ranks = [WidthController(SET, 7) for _ in range(2)]
     for control in ranks:
-        control.costs = policy_of(lambda n, w: 1 + 0.3 * w + 0.01 * n * w, SET.widths).costs
+        control.policy.costs = policy_of(lambda n, w: 1 + 0.3 * w + 0.01 * n * w, SET.widths).costs
     draw, chosen = random.Random(1), []
     for _ in range(2000):
         kinds = [draw.random() < 0.5 for _ in range(draw.randint(1, 40))]
@@ -92,14 +92,14 @@ def test_ranks_with_the_same_table_choose_the_same_widths():
 def test_the_gain_is_of_the_width_now_over_width_1():
     control, seconds = WidthController(SET, 7), (lambda n, w: 1 + 0.1 * w)
     assert control.predicted_gain() is None
-    control.costs = policy_of(seconds, SET.widths).costs
+    control.policy.costs = policy_of(seconds, SET.widths).costs
     for _ in range(400):
         width = control.next(2, 0)
         control.learn(width, [(one_request(), width - 1)] * 2)
     assert width == 7
     assert control.predicted_gain() == pytest.approx(7 * seconds(2, 1) / seconds(2, 7), rel=0.05)
     narrow = WidthController(WidthSetting("adaptive", (2, 4)), 7)
-    narrow.costs = policy_of(seconds, (2, 4)).costs
+    narrow.policy.costs = policy_of(seconds, (2, 4)).costs
     assert narrow.next(1, 0) == 4 and narrow.predicted_gain() is None
 
 

@@ -15,8 +15,7 @@ from prometheus_client.values import MultiProcessValue
 
 from sglang_hyperdflash.serving.scheduler.metrics import Metrics
 from sglang_hyperdflash.serving.width.controller import WidthController
-from sglang_hyperdflash.serving.width.costs import CostTable
-from sglang_hyperdflash.serving.width.policy import Acceptance, WidthPolicy, best_width
+from sglang_hyperdflash.serving.width.policy import Acceptance, CostTable, WidthPolicy, best_width
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from sglang_hyperdflash.serving.width.timing import sizes_up_to
 from tests.unit.serving.width.simulator import Traffic, closed_loop, policy_of, replay
@@ -251,7 +250,7 @@ def test_a_round_costs_the_host_less_than_50_microseconds(tmp_path, monkeypatch)
     """
     requests = 64
     control = WidthController(WidthSetting("adaptive", WIDTHS), 7)
-    control.costs = policy_of(machine, WIDTHS).costs
+    control.policy.costs = policy_of(machine, WIDTHS).costs
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(prometheus_client.values, "ValueClass", MultiProcessValue())
     registry = CollectorRegistry()

@@ -26,23 +26,18 @@ def _worker_class(server_args) -> type:
     return HyperDFlashWorker
 
 
-def _validate(server_args) -> None:
-    from sglang_hyperdflash.serving.startup.checks import validate_server_args
-
-    validate_server_args(server_args)
-
-
 def _register_algorithm() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
     from sglang_hyperdflash.serving.startup.algorithm import HyperDFlashAlgorithm
+    from sglang_hyperdflash.serving.startup.checks import validate_server_args
 
     if get_spec(ALGORITHM) is None:
         SpeculativeAlgorithm.register(
             ALGORITHM,
             supports_overlap=True,
-            validate_server_args=_validate,
+            validate_server_args=validate_server_args,
             spec_class=HyperDFlashAlgorithm,
         )(_worker_class)
 

@@ -32,7 +32,6 @@ from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
     check_processors,
     check_ranks_agree,
-    drafts_causally,
 )
 from sglang_hyperdflash.serving.verification import prefill, rehearsal
 from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
@@ -96,7 +95,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         target_worker.rows_past_the_end = rows_past_the_end(self._width_1_allowed, self.block)
         setting = WidthSetting(FULL, (self.block,))
         if self._width_1_allowed:
-            setting = read_setting(self.block, drafts_causally(self))
+            setting = read_setting(self.block, self.draft_model.hyperdflash_config.causal)
         if get_parallel().tp_size > 1:
             check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
         self.width_control = WidthController(setting, self.block)

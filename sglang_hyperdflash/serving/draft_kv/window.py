@@ -95,15 +95,14 @@ class DraftWindow:
         rows: torch.Tensor,
         slots: torch.Tensor,
         visible: torch.Tensor,
-        width: int | None = None,
+        width: int,
     ) -> None:
         """Write the drafter's own rows: the window, then the slots of the block.
 
         Args:
             table: the drafter's ``req_to_token [R, >= W + B]``; slots, visible: from :meth:`view`.
-            width: rows of this round's blocks, at most B; None is B.
+            width: rows of this round's blocks, at most B.
         """
-        width = self.block if width is None else width
         rows = rows.long().unsqueeze(1)
         table[rows, self.back] = slots.to(table.dtype)
         block = self.drafts[: len(rows) * width].view(len(rows), width)

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.layers.radix_attention import AttentionType
-
 from sglang_hyperdflash.draft.config import check_fingerprint
 from sglang_hyperdflash.draft.reducer import check_kernels
-from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS, WidthSetting
 from sglang_hyperdflash.targets.loaded import target_hc_head
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -44,21 +42,12 @@ def check_pair(worker: Any) -> None:
     )
 
 
-def drafts_causally(worker: Any) -> bool:
-    """Whether every draft layer is causal inside a block.
-
-    Seam: ``DFlashAttention.attn``; SGLang reads ``is_causal`` of some configs only.
-    """
-    kinds = [layer.self_attn.attn.attn_type for layer in worker.draft_model.layers]
-    return all(kind == AttentionType.DECODER for kind in kinds)
-
-
-def check_ranks_agree(setting: Any, gather: Callable[[Any], list[Any]]) -> None:
+def check_ranks_agree(
+    setting: WidthSetting, gather: Callable[[WidthSetting], list[WidthSetting]]
+) -> None:
     """Refuse nodes whose environments name different widths: their rounds would not meet.
 
-    Args:
-        setting: a ``WidthSetting``. gather: every rank's object; seam:
-            ``GroupCoordinator.all_gather_object``.
+    Seam: ``gather`` is ``GroupCoordinator.all_gather_object``.
 
     Raises:
         HyperDFlashConfigError: on every rank, so that all of them end.

@@ -96,7 +96,7 @@ def test_the_drafters_row_is_the_window_then_the_block():
     slots, visible = ours.view(target, rows, lengths)
     assert visible.tolist() == [8, 3]
     own = torch.zeros(5, 11, dtype=torch.int32)
-    ours.write_table(own, rows, slots, visible)
+    ours.write_table(own, rows, slots, visible, 3)
     assert own[2].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 41, 42, 43]
     assert own[4, :6].tolist() == [1, 2, 3, 44, 45, 46]
     assert ours.block_slots(torch.zeros(6)).tolist() == [41, 42, 43, 44, 45, 46]

@@ -360,7 +360,7 @@ def test_a_round_copies_nothing_from_the_host(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_tensor", None)
     window.enter(target[:, :50].reshape(-1), torch.ones(200).bool())
     slots, visible = window.view(target, rows, lengths)
-    window.write_table(table, rows, slots, visible)
+    window.write_table(table, rows, slots, visible, BLOCK)
     assert window.block_slots(torch.empty(4, BLOCK)).numel() == 4 * BLOCK
 
 

@@ -7,12 +7,11 @@ import math
 from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.tools.environment import positive_number
 
-# Slots of a windowed drafter's pool per target token; the pool of any other has one.
 POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
 
 
 def pool_ratio() -> float:
-    """Slots of a windowed drafter's pool per target token.
+    """Slots of a windowed drafter's pool per target token; the pool of any other has one.
 
     Raises:
         HyperDFlashConfigError: ``HYPERDFLASH_DRAFT_POOL_RATIO`` is not a number in (0, 1].

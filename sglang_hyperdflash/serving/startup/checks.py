@@ -229,11 +229,9 @@ def _check_context(server_args, target) -> None:
     """The drafter must have positions for all that the target may serve."""
     from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
 
-    def length(config) -> int:
-        return int(get_context_length(get_hf_text_config(config)))
-
-    served = server_args.context_length or length(target)
-    drafted = length(_draft_hub_config(server_args))
+    configs = target, _draft_hub_config(server_args)
+    own, drafted = (int(get_context_length(get_hf_text_config(one))) for one in configs)
+    served = server_args.context_length or own
     if drafted < served:
         raise HyperDFlashConfigError(
             f"expected a drafter of at least {served} positions, the server's context; found "

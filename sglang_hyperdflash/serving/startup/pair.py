@@ -27,18 +27,15 @@ def check_pair(worker: Any) -> None:
     check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
     hidden_norm = draft.hidden_norm.weight
     check_kernels(draft.reducer_module, hidden_norm)
+    kernels = "triton" if hidden_norm.is_cuda else "torch"
+    # SGLang drops its fused write, with a warning, where it cannot set it up.
+    fused_kv = worker._fused_kv_helper is not None
+    drafter = worker.drafter
+    head = drafter.head and f"rank {config.dependency.rank}, K {drafter.candidates}"
     logger.info(
-        "HYPERDFLASH ready: source=%s reducer=%s kernels=%s fused_kv=%s block_size=%d paths=%d "
-        "head=%s causal=%s",
-        config.source,
-        config.reducer,
-        "triton" if hidden_norm.is_cuda else "torch",
-        # Cleared by SGLang, with a warning, where it cannot set the fused write up.
-        worker._fused_kv_helper is not None,
-        config.block_size,
-        config.hc_mult,
-        worker.drafter.head and f"rank {config.dependency.rank}, K {worker.drafter.candidates}",
-        config.causal,
+        f"HYPERDFLASH ready: source={config.source} reducer={config.reducer} kernels={kernels} "
+        f"fused_kv={fused_kv} block_size={config.block_size} paths={config.hc_mult} head={head} "
+        f"causal={config.causal}"
     )
 
 

@@ -64,6 +64,7 @@ def time_rounds(
     """
     runner, widths = worker.target_worker.model_runner, controller.setting.widths
     costs, spent, before = CostTable(widths), 0.0, 0.0
+    in_a_row = 1 if worker.device == "cpu" else IN_A_ROW
     for requests in sizes_up_to(int(runner.max_running_requests)):
         row = []
         for sampled in (False, True):
@@ -71,7 +72,7 @@ def time_rounds(
             for width in widths:
                 controller.forced = width
                 try:
-                    row.append(_seconds(worker, batch))
+                    row.append(_seconds(worker, batch, in_a_row))
                 except torch.OutOfMemoryError as error:
                     raise HyperDFlashConfigError(
                         f"decoding {requests} requests with {width} rows each needs more GPU "
@@ -83,30 +84,23 @@ def time_rounds(
         row = share(row) if share else row
         costs.add(requests, row)
         # By the shared numbers, so that all ranks stop here.
-        taken = sum(row) * (1 + TIMINGS * _in_a_row(worker))
+        taken = sum(row) * (1 + TIMINGS * in_a_row)
         spent += taken
         growth = min(taken / before, GROWTH) if before else 1.0
         if spent + growth * taken > LIMIT:
             break
         before = taken
     logger.info(
-        "HYPERDFLASH: timed rounds of widths %s with %d to %d requests in %.1f s",
-        widths,
-        costs.sizes[0],
-        costs.sizes[-1],
-        spent,
+        f"HYPERDFLASH: timed rounds of widths {widths} with {costs.sizes[0]} to {costs.sizes[-1]} "
+        f"requests in {spent:.1f} s"
     )
     return costs
 
 
-def _in_a_row(worker: Any) -> int:
-    return 1 if worker.device == "cpu" else IN_A_ROW
-
-
 @DynamicGradMode()
-def _seconds(worker: Any, batch: ScheduleBatch) -> float:
+def _seconds(worker: Any, batch: ScheduleBatch, rounds: int) -> float:
     """Seconds of one round, after one that builds what is built at first use."""
-    synchronize, rounds = torch.get_device_module(worker.device).synchronize, _in_a_row(worker)
+    synchronize = torch.get_device_module(worker.device).synchronize
     worker.forward_batch_generation(copy(batch))
     found = []
     for _ in range(TIMINGS):

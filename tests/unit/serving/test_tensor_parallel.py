@@ -68,7 +68,7 @@ def test_gather_takes_the_plain_path():
 DRAFT = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_ranks_that_split_or_replicate_the_draft_s_heads_are_accepted(ranks):
     check_ranks(SimpleNamespace(tp_size=ranks, enable_dp_attention=False), DRAFT)
 

@@ -16,7 +16,7 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import greedy
-from tests.warm_start.client import COMMAND, run_command, start, start_command
+from tests.warm_start.client import COMMAND, finish, run_command, start, start_command
 
 
 @pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -121,27 +121,30 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "begin, arguments, message",
     [
-        (("--input", "nowhere.jsonl", "--output", "o"), "does not exist"),
-        (("--input", "{broken}", "--output", "o"), "broken:2: expected a JSON object"),
-        (("--input", "{good}", "--output", "o", "--max-new-tokens", "0"), "at least 1"),
-        (("--input", "{good}", "--output", "o", "--engine-args", "[]"), "must be a JSON object"),
+        # With imports of its own, whose noise would be lines.
+        (subprocess.Popen, ("--input", "nowhere.jsonl", "--output", "o"), "does not exist"),
+        (start, ("--input", "{broken}", "--output", "o"), "broken:2: expected a JSON object"),
+        (start, ("--input", "{good}", "--output", "o", "--max-new-tokens", "0"), "at least 1"),
+        (start, ("--input", "{good}", "--output", "o", "--engine-args", "[]"), "be a JSON object"),
     ],
 )
-def test_bad_batches_end_with_one_line(tmp_path, target_dir, arguments, message):
+def test_bad_batches_end_with_one_line(tmp_path, target_dir, begin, arguments, message):
     files = {"broken": '{"prompt": "a"}\nnot json\n', "good": '{"prompt": "a"}\n'}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     paths = {name: str(tmp_path / name) for name in files}
     filled = [argument.format(**paths) for argument in arguments]
-    ended = subprocess.run(
+    process = begin(
         [*COMMAND, "generate", "--model", str(target_dir), *filled],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         cwd=tmp_path,
+        start_new_session=True,
     )
+    ended = finish(process, 120)
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

@@ -11,21 +11,15 @@ import pytest
 from sglang_hyperdflash import seams
 from sglang_hyperdflash.commands import check
 from sglang_hyperdflash.tools.errors import SeamError
+from tests.warm_start.client import run_command
 
 
-def run_check(monkeypatch, *options: str, **environment: str) -> tuple[int, str, str]:
-    """In a process of its own, with imports of its own: what they print a user would see."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "check", *options]
+def test_a_sound_installation_is_told_in_five_lines():
+    """With imports of its own: what they print a user would see."""
+    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "check"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    return ended.returncode, ended.stdout, ended.stderr
-
-
-def test_a_sound_installation_is_told_in_five_lines(monkeypatch):
-    code, out, err = run_check(monkeypatch)
-    assert (code, err) == (0, ""), err
-    lines = out.splitlines()
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    lines = ended.stdout.splitlines()
     subjects = ["sglang", "seams", "platform", "kernels", "environment"]
     assert [line.split()[0] for line in lines] == subjects
     assert all(line.split()[1] == "ok" for line in lines)
@@ -34,9 +28,10 @@ def test_a_sound_installation_is_told_in_five_lines(monkeypatch):
 
 
 def test_a_plugin_that_is_switched_off_is_wrong(monkeypatch):
-    code, out, _ = run_check(monkeypatch, "--json", SGLANG_PLUGINS="no-such-plugin")
-    found = {finding["subject"]: finding for finding in json.loads(out)}
-    assert code == 2
+    monkeypatch.setenv("SGLANG_PLUGINS", "no-such-plugin")
+    ended = run_command("check", "--json", timeout=600)
+    found = {finding["subject"]: finding for finding in json.loads(ended.stdout)}
+    assert ended.returncode == 2
     assert [name for name, finding in found.items() if not finding["ok"]] == ["seams"]
     assert "not in place: all of them. Check that SGLANG_PLUGINS" in found["seams"]["found"]
     assert found["environment"]["found"] == "SGLANG_PLUGINS=no-such-plugin"

@@ -20,12 +20,13 @@ from tests.warm_start import client
 from tests.warm_start.template import REFUSED
 
 # A plugin: every process of the server writes, over and over, what it is.
-TELLER = """
+TELLER = '''
 import json
 import os
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 
@@ -43,11 +44,21 @@ def tell():
         time.sleep(0.5)
         title = setproctitle.getproctitle()
         found = {"title": title if title.startswith("sglang::") else "server"}
-        found |= {"seams": sorted(seams.in_place), "environment": dict(os.environ)}
+        found |= {"seams": sorted(seams.in_place()), "environment": dict(os.environ)}
         found |= {"arguments": sys.argv, "folder": os.getcwd(), "path": sys.path}
+        found["hooked"] = sorted(hooked())
         path.with_suffix(".new").write_text(json.dumps(found))
         path.with_suffix(".new").rename(path)
-"""
+
+
+def hooked():
+    """Names in modules of what a hook has wrapped."""
+    for name, module in list(sys.modules.items()):
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            code = getattr(value, "__code__", None) if type(value) is types.FunctionType else None
+            if code and code.co_filename.endswith("hook_registry.py") and code.co_name == "wrapper":
+                yield f"{name}.{attribute}"
+'''
 # Another one in every start.
 OWN = {"SGLANG_RUN_ID", "TOLD", "PYTHONPATH", "PROMETHEUS_MULTIPROC_DIR", "_"}
 
@@ -78,7 +89,7 @@ class Started:
         for key in ("arguments", "path"):
             told[key] = [names.get(text, text) for text in told[key]]
         environment = {n: v for n, v in told["environment"].items() if n not in OWN}
-        return {**told, "environment": environment, "seams": None}
+        return {**told, "environment": environment, "seams": None, "hooked": None}
 
     def family(self) -> dict[int, str]:
         """Every process of the server, by id, with its command line."""
@@ -96,7 +107,8 @@ def pair(target_dir, drafter_dir, tmp_path_factory):
         for start in (client.start, subprocess.Popen):
             folder = tmp_path_factory.mktemp("started")
             started.append(Started(start, target_dir, drafter_dir, folder))
-            started[-1].server.wait(1800)
+        for one in started:
+            one.server.wait(1800)
         if client.why_ordinary(started[0].server.command):
             pytest.skip("the template is switched off")
         assert len(client.ordinary_starts) == before
@@ -129,6 +141,8 @@ def test_every_process_is_what_it_is_after_a_launch(pair):
             assert set(found["seams"]) < set(warm[title]["seams"])
         else:
             assert warm[title]["seams"] == found["seams"] != []
+            # A fork has more modules, so more names of one function.
+            assert set() < set(found["hooked"]) <= set(warm[title]["hooked"])
 
 
 def test_the_log_is_the_servers_own(pair):
@@ -140,14 +154,15 @@ def test_the_log_is_the_servers_own(pair):
 
 
 def test_a_killed_scheduler_ends_the_server_and_nothing_is_left(pair):
-    codes = []
-    for one in pair:
-        family = one.family()
+    families, codes = [one.family() for one in pair], []
+    for family in families:
         scheduler = next(pid for pid, line in family.items() if "scheduler" in line)
         os.kill(scheduler, signal.SIGKILL)
+    for one in pair:
         codes.append(one.server.process.wait(120))
         one.server.stop()
-        time.sleep(1)
+    time.sleep(1)
+    for family in families:
         for pid in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, family[pid]

@@ -20,7 +20,7 @@ SWITCH = "HYPERDFLASH_TEST_TEMPLATE"
 # All that ``sglang.launch_server`` and the processes it spawns import before they load plugins, and
 # what the tiny target compiles.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
-MODULES += ("tests.warm_start.compiled",)
+MODULES += ("tests.warm_start.compiled", "tests.warm_start.hooks")
 LAUNCHER = [sys.executable, "-m", "sglang.launch_server"]
 # ``hyperdflash``, for its commands that start an engine.
 COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]

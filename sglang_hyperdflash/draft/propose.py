@@ -4,9 +4,9 @@
     q_k = filter(softmax(s_k / (T t)))         # t = 0: the largest alone
     x_k = argmax_c(log q_k[c] + g(seed, position_k, c))
 
-Any ``q`` is exact under verification: the filters and the draft temperature ``t`` change acceptance
-only.
-Noise: ``triton_ops.gumbel``. Greedy rows take the largest ``s``.
+``g`` is Gumbel noise, a hash of its arguments (``triton_ops.gumbel``): ``x_k`` is a draw from
+``q_k``. Any ``q`` is exact under verification: the filters and the draft temperature ``t``, which
+``serving.drafting.temperature`` learns, change acceptance only. Greedy rows take the largest ``s``.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def propose_greedy(candidates: Candidates, anchor: torch.Tensor, head: Head | No
     Args:
         anchor: ``[bs]`` int64, the last committed token; head: the dependency head, or None.
     """
-    if head is None:
-        choice = candidates.scores.argmax(-1, keepdim=True)
-        return candidates.ids.gather(-1, choice).squeeze(-1)
+    if head is None:  # as argmax over the vocabulary: the lowest id among equals
+        lower = candidates.scores < candidates.scores.amax(-1, keepdim=True)
+        return candidates.ids.masked_fill(lower, 1 << 62).amin(-1)
     tokens, previous = [], anchor
     for k in range(candidates.ids.shape[1]):
         ids = candidates.ids[:, k]

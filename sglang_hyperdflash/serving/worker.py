@@ -23,17 +23,17 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils import async_h2d, is_cuda
 
 from sglang_hyperdflash.seams import check_installed
+from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, prepare_block
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
-from sglang_hyperdflash.serving.drafting.block import prepare_block
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.requests import BatchRequests, RequestState
 from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
     check_processors,
     check_ranks_agree,
 )
-from sglang_hyperdflash.serving.verification import prefill, rehearsal
+from sglang_hyperdflash.serving.verification import prefill
+from sglang_hyperdflash.serving.verification.rehearsal import verification_peak
 from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
 from sglang_hyperdflash.serving.width.controller import WidthController
 from sglang_hyperdflash.serving.width.lanes import Lanes
@@ -57,14 +57,6 @@ def block_fits(committed_lens: Iterable[int], in_flight: int, block: int, contex
         context: the server's context length.
     """
     return max(committed_lens) + in_flight + block < context
-
-
-def rows_past_the_end(width_1_allowed: bool, block: int) -> int:
-    """Tokens by which a server ends requests early (``dflash_seams.end_requests_early``).
-
-    Without rounds of width 1, a request's last blocks would pass its context's end.
-    """
-    return 0 if width_1_allowed else 2 * block  # the round that ends it, and one in flight
 
 
 class HyperDFlashWorker(DFlashWorkerV2):
@@ -92,7 +84,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self._prefills_only = server_args.disaggregation_mode == "prefill"
         self._width_1_allowed = not whole_blocks_only()
         check_processors(self._width_1_allowed, server_args.enable_custom_logit_processor)
-        target_worker.rows_past_the_end = rows_past_the_end(self._width_1_allowed, self.block)
+        # Without rounds of width 1 requests end early (``dflash_seams.end_requests_early``), or the
+        # round that ends one, and the one in flight, would pass its context's end.
+        target_worker.rows_past_the_end = 0 if self._width_1_allowed else 2 * self.block
         setting = WidthSetting(FULL, (self.block,))
         if self._width_1_allowed:
             setting = read_setting(self.block, self.draft_model.hyperdflash_config.causal)
@@ -130,7 +124,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
             on_publish: gets the new lengths ``[bs]`` as soon as they are launched, or None.
             barrier: SGLang's, or None; after it, grammars know the tokens of the last round.
         """
-        # 0. The requests of the batch, and the round's width: tokens of each that are verified.
+        # 0. The requests of the batch, and the round's width: tokens of each that are verified. Its
+        # lane puts the width's attention backends and CUDA graphs in both model runners.
         requests = self.request_state.begin(batch)
         lane = self.lanes.activate(self._choose_width(requests))
 
@@ -304,23 +299,19 @@ class HyperDFlashWorker(DFlashWorkerV2):
         return self.drafter.buffers(self.block, len(built.out) // (self.block - 1))
 
     def _prewarm_batch_size(self, block_size: int) -> int:
-        return rehearsal.prewarm_batch_size(self, super()._prewarm_batch_size(block_size))
+        """The most requests that are served: those past the captured batches verify eagerly."""
+        most = self.model_runner.max_running_requests
+        if not most or self._prefills_only:  # a prefill node verifies none
+            return super()._prewarm_batch_size(block_size)
+        return int(most)
 
     def _measure_sampling_peak(self, *, candidates, target_logits, sampling_info) -> int:
-        return rehearsal.verification_peak(
-            self.verifier,
-            self.drafter.candidates,
-            candidates[:, 0],
-            target_logits,
-            sampling_info,
-        )
+        """Rehearse our verification, not SGLang's."""
+        k = self.drafter.candidates
+        return verification_peak(self.verifier, k, len(candidates), target_logits)
 
     def prewarm_sampling(self):
-        """Rehearse verification.
-
-        Raises:
-            HyperDFlashConfigError: the largest batch does not fit.
-        """
+        """Raise ``HyperDFlashConfigError`` where the largest batch does not fit."""
         try:
             return super().prewarm_sampling()
         except torch.OutOfMemoryError as error:

@@ -26,7 +26,6 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
-    Draw,
     Draws,
     Verdict,
     verify_block,
@@ -35,7 +34,6 @@ from sglang_hyperdflash.serving.verification.exact import (
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
-from triton_ops.gumbel_op import gumbel_argmax
 
 VOCABULARY, REQUESTS, BLOCK, CANDIDATES = 129_280, (1, 8, 64, 256), 7, 64
 NO_TOP_K = 1 << 30
@@ -52,7 +50,6 @@ class Case:
 
     Args:
         filters: ``top_k`` and ``top_p`` of all requests; absent ones are off.
-        draw: draws a token of each row, as :func:`verify_block` takes it.
         renorm: FlashInfer's kernels, on CUDA.
     """
 
@@ -62,11 +59,10 @@ class Case:
         vocabulary: int,
         filters: dict[str, Any],
         device: str,
-        draw: Draw = gumbel_argmax,
         renorm: tuple[Callable, Callable] | None = None,
     ) -> None:
         self.requests, self.filters, self.device = requests, filters, device
-        self.draw, self.renorm = draw, renorm
+        self.renorm = renorm
         new = {"device": device}
         self.logits = torch.randn(requests * BLOCK, vocabulary, **new).mul_(3)
         self.sampling = Sampling(
@@ -98,7 +94,7 @@ class Case:
         draws = Draws(self.seeds, own_seed, seeded, not seeded, any_greedy=False)
         weights = weights_of(self.logits, self.sampling.repeated(BLOCK), self.renorm)
         verdict = verify_block(
-            self.proposal, self.logits, weights, self.sampling, draws, self.positions, self.draw
+            self.proposal, self.logits, weights, self.sampling, draws, self.positions
         )
         self.draft_temperature.learn(self.proposal, self.sampling, own_seed, verdict)
         return verdict

@@ -22,10 +22,10 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.utils.common import async_h2d
 
+from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.draft_kv.attention import graph_context
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO, pool_ratio
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
-from sglang_hyperdflash.serving.drafting.block import Block
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 logger = logging.getLogger(__name__)
@@ -80,13 +80,12 @@ class DraftContext:
 
     Attributes:
         lengths: ``[bs]`` tokens it sees, on the device.
-        ends_cpu, ends_sum: these and the block's rows, or bounds, ``[bs]`` int32 on the host.
+        ends_cpu: these and the block's rows, or bounds, ``[bs]`` int32 on the host.
         plan: SGLang's ``KVLocPlan`` in the drafter's own slots.
     """
 
     lengths: torch.Tensor
     ends_cpu: torch.Tensor
-    ends_sum: int
     plan: Any
 
 
@@ -117,11 +116,10 @@ class DraftKV:
 
     def context(self, batch: Any, block: Block) -> DraftContext:
         """All of every request's context."""
-        ends, total = block.ends_cpu, block.ends_sum
+        ends = block.ends_cpu
         if ends is None:  # what is allocated includes the rows in flight
             ends = torch.tensor([req.kv.kv_allocated_len for req in batch.reqs])
-            total = int(ends.sum())
-        return DraftContext(batch.seq_lens, ends.to(torch.int32), total, block.plan)
+        return DraftContext(batch.seq_lens, ends.to(torch.int32), block.plan)
 
     def write_prefill(
         self, batch: Any, residual: torch.Tensor, plan: Any, positions: torch.Tensor
@@ -229,7 +227,7 @@ class WindowedDraftKV(DraftKV):
             seq_lens_cpu=ends,
             read_extent=block.width,
         )
-        return DraftContext(lengths, ends, int(ends.sum()), plan)
+        return DraftContext(lengths, ends, plan)
 
     def write_prefill(
         self, batch: Any, residual: torch.Tensor, plan: Any, positions: torch.Tensor

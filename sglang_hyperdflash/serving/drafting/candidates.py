@@ -19,26 +19,27 @@ from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
-def supports_candidates(lm_head: Any) -> bool:
-    """Whether SGLang's ``candidate_topk`` reads this head."""
-    method = getattr(lm_head, "quant_method", None)
-    dense = is_dense_head_weight(getattr(lm_head, "weight", None))
-    known = hasattr(lm_head, "org_vocab_size") and hasattr(lm_head, "shard_indices")
-    return known and (dense or should_apply_lm_head_quant_method(lm_head, method))
+def check_head(lm_head: Any, k: int) -> None:
+    """Refuse an LM head without K candidates of every rank's part of the vocabulary.
 
-
-def check_candidates(k: int, lm_head: Any) -> None:
-    """Every rank takes K candidates of its part of the vocabulary.
+    Seam: what ``models/dflash.py: candidate_topk`` reads of it.
 
     Raises:
-        HyperDFlashConfigError: a part is smaller.
+        HyperDFlashConfigError: expected, found and what to do.
     """
-    shard = getattr(lm_head, "shard_indices", None)
-    if shard is not None and k > int(shard.num_org_elements):
+    method, shard = getattr(lm_head, "quant_method", None), getattr(lm_head, "shard_indices", None)
+    dense = is_dense_head_weight(getattr(lm_head, "weight", None))
+    if shard is None or not (dense or should_apply_lm_head_quant_method(lm_head, method)):
         raise HyperDFlashConfigError(
-            f"the drafter's dependency head scores {k} candidates per draft; this rank's part of "
-            f"the vocabulary has {int(shard.num_org_elements)} tokens. Lower --tp-size, or "
-            "dependency.top_k of hyperdflash_config in the drafter's config.json."
+            "expected a target whose LM head SGLang's DFLASH reads candidates from (a dense "
+            f"weight, or a supported quantization); found {type(lm_head).__name__} with "
+            f"{type(method).__name__}. Serve the target with an unquantized LM head."
+        )
+    if k > int(shard.num_org_elements):
+        raise HyperDFlashConfigError(
+            f"the drafter scores {k} candidates per draft; this rank's part of the vocabulary has "
+            f"{int(shard.num_org_elements)} tokens. Lower --tp-size, or dependency.top_k of "
+            "hyperdflash_config in the drafter's config.json."
         )
 
 
@@ -87,14 +88,10 @@ class CandidateBuffers:
         bs = len(found.ids)
         self.ids[:bs].copy_(found.ids)
         self.scores[:bs].copy_(found.scores)
-        if self.head is None:
-            # As argmax has it: the lowest id among equals.
-            lower = found.scores < found.scores.amax(-1, keepdim=True)
-            greedy = found.ids.masked_fill(lower, 1 << 62).amin(-1)
-        else:
+        if self.gates is not None:
             self.gates[:bs].copy_(found.gates)
-            greedy = propose_greedy(found, input_ids.view(bs, self.width)[:, 0], self.head)
-        self.greedy[:bs].copy_(greedy)
+        anchors = input_ids.view(bs, self.width)[:, 0]
+        self.greedy[:bs].copy_(propose_greedy(found, anchors, self.head))
 
     def of(self, bs: int) -> Candidates:
         """The candidates of the batch that was just replayed."""

@@ -1,12 +1,12 @@
 """Drafting: one pass of the drafter over every request's block, then its tokens.
 
 Greedy requests take the likeliest token of each row; where anyone samples, drafts are drawn from a
-distribution q, which verification needs (``draft/propose.py``).
+distribution q, which verification needs (``draft/propose.py``), at the learnt or given draft
+temperature (``temperature.py``).
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -17,31 +17,25 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.speculative.dflash_worker_v2 import _resolve_dflash_embedding_module
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
-from sglang_hyperdflash.draft.config import default_candidates
-from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose, propose_greedy
+from sglang_hyperdflash.draft.propose import Adjust, Candidates, Proposal, propose, propose_greedy
+from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftContext
-from sglang_hyperdflash.serving.drafting.block import Block
 from sglang_hyperdflash.serving.drafting.candidates import (
     CandidateBuffers,
     candidates_of,
-    check_candidates,
-    supports_candidates,
+    check_head,
 )
 from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.requests import BatchRequests, RequestState
 from sglang_hyperdflash.serving.verification.exact import Verdict
 from sglang_hyperdflash.serving.verification.penalties import UNLIKELY
 from sglang_hyperdflash.serving.width.lanes import Lane
-
-logger = logging.getLogger(__name__)
 
 
 class Drafter:
@@ -54,31 +48,15 @@ class Drafter:
 
     def __init__(self, worker: Any, request_state: RequestState) -> None:
         self.worker, self.request_state = worker, request_state
-        target = worker.target_worker.model_runner
-        self.lm_head = unwrap_lora_layer(getattr(target.model, "lm_head", None))
-        self.head = self._usable_head()
-        configured = self.head and worker.draft_model.hyperdflash_config.dependency
-        vocabulary = int(target.model_config.vocab_size)
-        self.candidates = configured.top_k if configured else default_candidates(vocabulary)
-        check_candidates(self.candidates, self.lm_head)
+        target = worker.target_worker.model_runner.model
+        self.lm_head = unwrap_lora_layer(getattr(target, "lm_head", None))
+        self.head = worker.draft_model.dependency  # or None
+        self.candidates = worker.draft_model.hyperdflash_config.candidates
+        check_head(self.lm_head, self.candidates)
         self.draft_temperature = DraftTemperature(worker.device, fixed=read_draft_temperature())
 
-    def _usable_head(self) -> torch.nn.Module | None:
-        """The drafter's dependency head, None where the target gives it no candidates."""
-        head = getattr(self.worker.draft_model, "dependency", None)
-        if head is not None and not supports_candidates(self.lm_head):
-            logger.warning(
-                "HYPERDFLASH: the dependency head is not used: SGLang reads no candidates "
-                "from this target's LM head (%s). Answers stay exact; fewer drafts are accepted.",
-                type(self.lm_head).__name__,
-            )
-            return None
-        return head
-
-    def buffers(self, width: int, most: int) -> CandidateBuffers | None:
-        """Buffers for the draft graphs of one width; None where the head cannot be captured."""
-        if not supports_candidates(self.lm_head):
-            return None  # argmaxes alone could not be verified as a distribution
+    def buffers(self, width: int, most: int) -> CandidateBuffers:
+        """Buffers for the draft graphs of one width, of ``most`` requests."""
         device = self.worker.device
         return CandidateBuffers(width, self.candidates, self.lm_head, self.head, most, device)
 
@@ -86,24 +64,26 @@ class Drafter:
         self, batch: Any, block: Block, context: DraftContext, requests: BatchRequests, lane: Lane
     ) -> Block:
         """The block with its drafts, one pass of the drafter later."""
-        out = self._forward(batch, block, context, lane)
-        bs = len(block.tokens)
+        out, bs, proposal = self._forward(batch, block, context, lane), len(block.tokens), None
         captured = lane.candidates if out.can_run_graph else None
-        hidden = None
-        if captured is None:
-            hidden = out.logits_output.hidden_states.view(bs, block.width, -1)[:, 1:]
-        if not requests.greedy:
-            found = captured.of(bs) if captured is not None else self._eager_candidates(hidden)
-            proposal = self._draw(found, block, requests)
-            return block.drafted(self._agree(proposal.tokens), proposal)
         if captured is not None:
-            drafts = captured.greedy[:bs]
-        elif self.head is not None:
-            drafts = propose_greedy(self._eager_candidates(hidden), block.anchors, self.head)
+            found = captured.of(bs)
         else:
-            drafts = self._argmax(hidden)
-        # Without a head these are argmaxes gathered over ranks: the same on all.
-        return block.drafted(drafts if self.head is None else self._agree(drafts), None)
+            hidden = out.logits_output.hidden_states.view(bs, block.width, -1)[:, 1:]
+            with draft_tp_context(self.worker.draft_parallel_layout):
+                found = candidates_of(hidden, self.lm_head, self.candidates, self.head)
+        if not requests.greedy:
+            proposal = self._draw(found, block, requests)
+            drafts = proposal.tokens
+        elif captured is not None:
+            drafts = captured.greedy[:bs]
+        else:
+            drafts = propose_greedy(found, block.anchors, self.head)
+        if not requests.greedy or self.head is not None:
+            # Each rank sums for itself what a dependency head reads of a row, and the temperature:
+            # rank 0's drafts go to all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
+            self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
+        return block.drafted(drafts, proposal)
 
     def learn(self, block: Block, requests: BatchRequests, verdict: Verdict | None) -> None:
         """Learn the draft temperature from how sampled drafts fared; None of a greedy round."""
@@ -124,7 +104,7 @@ class Drafter:
             req_pool_indices=batch.req_pool_indices,
             seq_lens=context.lengths,
             out_cache_loc=block.slots,
-            seq_lens_sum=context.ends_sum,
+            seq_lens_sum=int(context.ends_cpu.sum()),
             seq_lens_cpu=context.ends_cpu,
             positions=block.positions.flatten(),
             input_embeds=self._embed(block.tokens),
@@ -146,30 +126,8 @@ class Drafter:
             found = torch.nn.functional.embedding(ids, worker._full_embed_gpu)
         else:
             target = worker.target_worker.model_runner.model
-            module = _resolve_dflash_embedding_module(worker.draft_model, target)
-            found = unwrap_lora_layer(module)(ids)
-        if worker._noise_embed_scale != 1.0:
-            found = found * worker._noise_embed_scale
+            found = unwrap_lora_layer(target.get_input_embeddings())(ids)
         return found.view(-1, found.shape[-1])
-
-    def _eager_candidates(self, hidden: torch.Tensor) -> Candidates:
-        """Candidates of hidden rows ``[bs, D, d]`` where no graph has them."""
-        if supports_candidates(self.lm_head):
-            with draft_tp_context(self.worker.draft_parallel_layout):
-                return candidates_of(hidden, self.lm_head, self.candidates, self.head)
-        # A head that SGLang reads argmaxes from, no more: one candidate a draft.
-        ids = self._argmax(hidden).unsqueeze(-1)
-        return Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
-
-    def _argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each hidden row ``[bs, D, d]``: ``[bs, D]`` int64.
-
-        Seam: ``DFlashWorkerV2._greedy_sample_from_vocab_parallel_head``.
-        """
-        with draft_tp_context(self.worker.draft_parallel_layout):
-            return self.worker._greedy_sample_from_vocab_parallel_head(
-                hidden_states=hidden.reshape(-1, hidden.shape[-1]), lm_head=self.lm_head
-            ).view(hidden.shape[:2])
 
     def _draw(self, candidates: Candidates, block: Block, requests: BatchRequests) -> Proposal:
         """Draw a block's drafts, with the noise of the requests' seeds."""
@@ -179,22 +137,14 @@ class Drafter:
             block.anchors,
             self.head,
             requests.sampling,
-            requests.draws.of_block(before[:, 0]).seeds,
+            requests.block_draws.seeds,
             before,
             self.draft_temperature.of(requests.draws.seeded),
             self._adjust_for(requests) if requests.changes_logits else None,
         )
 
-    def _agree(self, drafts: torch.Tensor) -> torch.Tensor:
-        """Rank 0's ``drafts`` on every rank, in place: all must verify the same block.
-
-        Each rank sums for itself what a dependency head reads of a row, and the temperature.
-        Seam: ``SpecTpSync``, as DSPARK's drafts.
-        """
-        return self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
-
-    def _adjust_for(self, requests: BatchRequests) -> Any:
-        """Penalties, end tokens and bias at draft k's candidates: an ``Adjust`` of ``propose``."""
+    def _adjust_for(self, requests: BatchRequests) -> Adjust:
+        """Penalties, end tokens and bias at draft k's candidates."""
         penalties, ends, bias = requests.penalties, requests.end_tokens, requests.info.logit_bias
 
         def adjust(

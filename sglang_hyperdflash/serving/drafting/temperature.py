@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 
 import torch
 
@@ -19,18 +18,21 @@ from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal, draft
 from sglang_hyperdflash.serving.verification.exact import Verdict, weights_along
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-VARIABLE = "HYPERDFLASH_DRAFT_TEMPERATURE"
-ADAPTIVE = "adaptive"
+DRAFT_TEMPERATURE = "HYPERDFLASH_DRAFT_TEMPERATURE"
+# Learnt rows after which a row's weight has fallen to 1/e.
+MEMORY = 1000.0
+# One round of so many is learnt from: it takes some fifty launches.
+EVERY = 2
 
 
-def read_draft_temperature(environment: Mapping[str, str] = os.environ) -> float | None:
+def read_draft_temperature() -> float | None:
     """The ``t`` that the user set; None: learnt.
 
     Raises:
         HyperDFlashConfigError: the variable is not of its form.
     """
-    text = environment.get(VARIABLE, "").strip()
-    if text in ("", ADAPTIVE):
+    text = os.environ.get(DRAFT_TEMPERATURE, "").strip() or "adaptive"
+    if text == "adaptive":
         return None
     try:
         found = float(text)
@@ -38,8 +40,8 @@ def read_draft_temperature(environment: Mapping[str, str] = os.environ) -> float
         found = math.nan
     if not 0.0 <= found <= 1.0:
         raise HyperDFlashConfigError(
-            f"{VARIABLE}: expected {ADAPTIVE}, or a number from 0 (argmax drafts) to 1 (drafts "
-            f"drawn at the request's own temperature); found {text!r}. Correct or unset it."
+            f"{DRAFT_TEMPERATURE}: expected adaptive, or a number from 0 (argmax drafts) to 1 "
+            f"(drafts drawn at the request's own temperature); found {text!r}. Correct or unset it."
         )
     return found
 
@@ -54,19 +56,11 @@ class DraftTemperature:
     on them.
 
     Args:
-        memory: learnt rows after which a row's weight has fallen to 1/e.
         fixed: ``t`` of every request; nothing is learnt.
     """
 
-    # One round of so many is learnt from: it takes some fifty launches.
-    EVERY = 2
-    # Candidates up to which all ``t`` are tried at once; a head may have a whole vocabulary.
-    AT_ONCE = 1024
-
-    def __init__(
-        self, device: torch.device | str, memory: float = 1000.0, fixed: float | None = None
-    ) -> None:
-        self.fixed, self.memory = fixed, memory
+    def __init__(self, device: torch.device | str, fixed: float | None = None) -> None:
+        self.fixed = fixed
         self.values = torch.tensor(DRAFT_TEMPERATURES, device=device)
         # Drafts accepted at each ``t``, without a seed and with one.
         shape = (2, len(DRAFT_TEMPERATURES))
@@ -85,17 +79,11 @@ class DraftTemperature:
         return self.values[self.accepted.argmax(-1)[seeded.long()]]
 
     def learn(
-        self,
-        proposal: Proposal,
-        sampling: Sampling,
-        seeded: torch.Tensor,
-        verdict: Verdict,
+        self, proposal: Proposal, sampling: Sampling, seeded: torch.Tensor, verdict: Verdict
     ) -> None:
         """Take in one round of requests, ``seeded [bs]`` bool; call once per round."""
-        if self.fixed is not None:
-            return
         self._rounds += 1
-        if self._rounds % self.EVERY != 1:
+        if self.fixed is not None or self._rounds % EVERY != 1:
             return
         depth = torch.arange(proposal.ids.shape[1], device=proposal.ids.device)
         accepted = verdict.correct_drafts.unsqueeze(1)
@@ -106,7 +94,7 @@ class DraftTemperature:
         gain = gain.nan_to_num(nan=0.0).masked_fill(~reached.unsqueeze(-1), 0.0).sum(1)
         classes = torch.stack([~seeded, seeded]).double()
         rows = classes @ reached.sum(1, keepdim=True).double()
-        self.accepted.mul_(torch.exp(-rows / self.memory)).add_(classes @ gain)
+        self.accepted.mul_(torch.exp(-rows / MEMORY)).add_(classes @ gain)
 
     def _gain(
         self,
@@ -121,20 +109,15 @@ class DraftTemperature:
         Args:
             emitted: ``[bs, D]`` int64; p: ``[bs, D, K]``, the target's at the candidates.
         """
-        bs, drafts, width = proposal.ids.shape
-        found = []
-        for values in self.values.split(len(DRAFT_TEMPERATURES) if width <= self.AT_ONCE else 1):
-            tried = len(values)
-            scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
-            each = sampling.repeated(drafts * tried)
-            q = draft_distribution(scores, each, values.repeat(bs * drafts)).view(
-                bs, drafts, tried, width
-            )
-            choice = (proposal.noise.unsqueeze(2) + q.log()).argmax(-1)
-            same = proposal.ids.gather(2, choice) == emitted.unsqueeze(-1)
-            shares = accepted_shares(q, p, proposal.choice)
-            found.append(torch.where(seeded.view(-1, 1, 1), same.double(), shares))
-        return torch.cat(found, -1)
+        (bs, drafts, width), tried = proposal.ids.shape, len(self.values)
+        scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
+        each = sampling.repeated(drafts * tried)
+        q = draft_distribution(scores, each, self.values.repeat(bs * drafts))
+        q = q.view(bs, drafts, tried, width)
+        choice = (proposal.noise.unsqueeze(2) + q.log()).argmax(-1)
+        same = proposal.ids.gather(2, choice) == emitted.unsqueeze(-1)
+        shares = accepted_shares(q, p, proposal.choice)
+        return torch.where(seeded.view(-1, 1, 1), same.double(), shares)
 
 
 def accepted_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:

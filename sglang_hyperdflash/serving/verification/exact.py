@@ -30,11 +30,11 @@ import torch
 
 from sglang_hyperdflash.draft.filters import Sampling, filter_mask
 from sglang_hyperdflash.draft.propose import Proposal
-from triton_ops.gumbel import RESIDUAL_STREAM, coins, gumbel_argmax_reference
+from triton_ops.gumbel import RESIDUAL_STREAM, coins
+from triton_ops.gumbel_op import gumbel_argmax
 
 # Blocks of one request that start at different places draw from different streams. Odd.
 BLOCK_STREAM = -0x61C8864680B583EB
-Draw = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ class Draws:
     any_greedy: bool = True
 
     def of_block(self, start: torch.Tensor) -> Draws:
-        """The noise of blocks after positions ``start [bs]``: a request's own where it is seeded.
-
-        Both of a round must ask: who drafts and who verifies.
-        """
+        """The noise of blocks after positions ``start [bs]``: the seed's own where seeded."""
         if not self.any_unseeded:
             return self
         own = self.seeds + (start + 1) * BLOCK_STREAM  # wraps
@@ -141,7 +138,6 @@ def verify_block(
     sampling: Sampling,
     draws: Draws,
     positions: torch.Tensor,
-    draw: Draw = gumbel_argmax_reference,
 ) -> Verdict:
     """Accept a prefix of every block.
 
@@ -149,11 +145,10 @@ def verify_block(
         logits: ``[bs * B, V]``, final; weights: ``[bs * B, V]`` of :func:`weights_of`, B = D + 1.
         sampling: of the bs requests.
         positions: ``[bs, B]`` int64 of the tokens that are fed: the anchor's, then the drafts'.
-        draw: :func:`triton_ops.gumbel_op.gumbel_argmax` or its reference.
     """
     bs, block = positions.shape
     broken_rows = weights[:, 0].isnan().view(bs, block)
-    target_tokens = _target_tokens(logits, weights, sampling, draws, positions, draw)
+    target_tokens = _target_tokens(logits, weights, sampling, draws, positions)
     p = _at_candidates(weights, proposal.ids, sampling)
     matches = (proposal.tokens == target_tokens[:, :-1]) & ~broken_rows[:, :-1]
     correct_drafts = matches.int().cumprod(1).sum(1)
@@ -171,9 +166,7 @@ def verify_block(
     bonus = target_tokens.gather(1, at).squeeze(1)
     if draws.any_unseeded:
         weight = w.gather(1, at).squeeze(1)
-        drawn = _residual_draw(
-            proposal, weights, weight, draws.seeds, positions, correct_drafts, draw
-        )
+        drawn = _residual_draw(proposal, weights, weight, draws.seeds, positions, correct_drafts)
         bonus = torch.where(rejecting, drawn, bonus)
     broken = broken_rows.gather(1, at).squeeze(1)
     return Verdict(correct_drafts.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
@@ -222,7 +215,6 @@ def draw_rows(
     sampling: Sampling,
     draws: Draws,
     positions: torch.Tensor,
-    draw: Draw = gumbel_argmax_reference,
 ) -> torch.Tensor:
     """Tokens ``[bs]`` int64 of rounds without drafts; arbitrary at broken rows.
 
@@ -233,7 +225,7 @@ def draw_rows(
         logits, weights: ``[bs, V]``; positions: ``[bs]`` int64, of the anchors.
     """
     seeds = torch.where(draws.seeded, draws.seeds, draws.seeds ^ RESIDUAL_STREAM)
-    drawn = draw(weights, seeds, positions)
+    drawn = gumbel_argmax(weights, seeds, positions)
     return torch.where(sampling.greedy, logits.argmax(-1), drawn)
 
 
@@ -243,7 +235,6 @@ def _target_tokens(
     sampling: Sampling,
     draws: Draws,
     positions: torch.Tensor,
-    draw: Draw,
 ) -> torch.Tensor:
     """The target's own token of every row ``[bs, B]``; arbitrary for requests without a seed."""
     bs, block = positions.shape
@@ -253,7 +244,7 @@ def _target_tokens(
     if not draws.any_seeded:
         return greedy
     seeds = draws.seeds.repeat_interleave(block)
-    drawn = draw(weights, seeds, positions.reshape(-1)).view(bs, block)
+    drawn = gumbel_argmax(weights, seeds, positions.reshape(-1)).view(bs, block)
     return torch.where(sampling.greedy.unsqueeze(1), greedy, drawn)
 
 
@@ -272,7 +263,6 @@ def _residual_draw(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     correct_drafts: torch.Tensor,
-    draw: Draw,
 ) -> torch.Tensor:
     """A draw from ``(w p - q)+`` at the first rejected draft, from ``p`` after the last; ``[bs]``.
 
@@ -290,4 +280,4 @@ def _residual_draw(
     rejected = (correct_drafts < block - 1) & (left.sum(-1) > 0)
     left = torch.where(rejected.unsqueeze(-1), left, p)
     where = positions.gather(1, correct_drafts.unsqueeze(1)).squeeze(1)
-    return draw(left, seeds ^ RESIDUAL_STREAM, where)
+    return gumbel_argmax(left, seeds ^ RESIDUAL_STREAM, where)

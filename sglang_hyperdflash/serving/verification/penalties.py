@@ -111,28 +111,20 @@ class EndTokens:
 
 
 class GeneratedCounts:
-    """How often each running request has generated each token, ``[slots, V]`` on the device.
+    """How often each running request has generated each token: ``table [slots, V]``.
 
-    The table exists from the first request with a penalty on.
+    It is int32: an answer may repeat a token more often than int16 holds.
     """
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device | str) -> None:
-        self.shape, self.device = (slots, vocabulary), device
-        self._table: torch.Tensor | None = None
-
-    @property
-    def table(self) -> torch.Tensor:
-        """int32: an answer may repeat a token more often than int16 holds."""
-        if self._table is None:
-            self._table = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
-        return self._table
+        self.table = torch.zeros(slots, vocabulary, dtype=torch.int32, device=device)
 
     def reset(self, slot: int, generated: Sequence[int]) -> None:
         """A request enters with the tokens it has already generated (after a retraction)."""
         row = self.table[slot].zero_()
         if len(generated):
             # Nothing that waits for the device: other requests' rounds are in flight.
-            ids = async_h2d(list(generated), dtype=torch.int64, device=torch.device(self.device))
+            ids = async_h2d(list(generated), dtype=torch.int64, device=row.device)
             row.index_put_((ids,), torch.ones_like(ids, dtype=row.dtype), accumulate=True)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:

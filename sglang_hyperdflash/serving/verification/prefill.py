@@ -16,18 +16,7 @@ from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after, around
 
 # The PrefillSampler of this process.
-_sampler: Any = None
-
-
-def serve(sampler: Any) -> None:
-    """From now on this process's prefills sample with ``sampler``, a ``PrefillSampler``."""
-    global _sampler
-    _sampler = sampler
-
-
-def worker_is_ours() -> bool:
-    """Whether this process has a HYPERDFLASH worker."""
-    return _sampler is not None
+_sampler: PrefillSampler | None = None
 
 
 class PrefillSampler:
@@ -42,16 +31,10 @@ class PrefillSampler:
         self._greedy: torch.Tensor | None = None
         self._broken: torch.Tensor | None = None
 
-    @property
-    def active(self) -> bool:
-        """Whether the last pass that began has requests."""
-        return self.request_state.current is not None
-
     def penalise(self, logits: torch.Tensor) -> None:
         """Penalties of ``logits [bs, V]``, in place, before grammar and bias."""
-        requests = self.request_state.current
-        drafts = torch.empty(len(requests.reqs), 0, dtype=torch.int64, device=logits.device)
-        self.verifier.penalise(logits.unsqueeze(1), drafts, requests)
+        drafts = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        self.verifier.penalise(logits.unsqueeze(1), drafts, self.request_state.current)
 
     def read(self, logits: torch.Tensor) -> None:
         """Keep the greedy tokens and the broken rows of the final ``logits [bs, V]``."""
@@ -59,23 +42,12 @@ class PrefillSampler:
         self._broken = ~largest.isfinite()
 
     def draw(
-        self, probs: torch.Tensor, info: Any, positions: torch.Tensor
+        self, probs: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens ``[bs]`` int64 of a batch with a sampled request, and what they are drawn from.
-
-        Returns:
-            The second is ``[bs, V]``, as ``exact.weights_of``.
-        """
-        from sglang_hyperdflash.serving.requests import sampling_of
-        from sglang_hyperdflash.serving.verification.exact import filtered
-        from triton_ops.gumbel_op import gumbel_argmax
-
-        sampling, renorm = sampling_of(info), self.verifier.renorm
-        # SGLang takes logprobs from the same storage.
-        own = probs.clone() if sampling.filters and renorm is None else probs
-        weights = filtered(own.float(), sampling, renorm)
-        drawn = gumbel_argmax(weights, self.request_state.current.draws.seeds, positions.long())
-        return torch.where(sampling.greedy, self._greedy, drawn), weights
+        """Tokens ``[bs]`` of a batch with a sampled request, and the weights that they are from."""
+        requests = self.request_state.current
+        drawn, weights = self.verifier.draw_prefill(probs, positions, requests)
+        return torch.where(requests.sampling.greedy, self._greedy, drawn), weights
 
     def end(self, tokens: torch.Tensor) -> torch.Tensor:
         """Count a prefill's ``tokens [bs]``; past the vocabulary where the row was broken."""
@@ -87,8 +59,21 @@ class PrefillSampler:
         return tokens
 
 
-def _samples(runner: Any) -> bool:
-    return _sampler is not None and runner is _sampler.runner and _sampler.active
+def serve(sampler: PrefillSampler) -> None:
+    """From now on this process's prefills sample with ``sampler``."""
+    global _sampler
+    _sampler = sampler
+
+
+def worker_is_ours() -> bool:
+    """Whether this process has a HYPERDFLASH worker."""
+    return _sampler is not None
+
+
+def _samples(runner: Any = None) -> bool:
+    """Whether ours decides the tokens of the pass that runs, of this runner if one is named."""
+    ours = _sampler is not None and runner in (None, _sampler.runner)
+    return ours and _sampler.request_state.current is not None
 
 
 @around(
@@ -123,7 +108,7 @@ def sample_prefill(original, self, logits_output, forward_batch):
 def read_final_logits(original, self, logits, sampling_info):
     """Read greedy tokens and broken rows of the logits that SGLang samples from."""
     logits = original(self, logits, sampling_info)
-    if _sampler is not None and _sampler.active:
+    if _samples():
         _sampler.read(logits)
     return logits
 
@@ -135,9 +120,9 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
     A sampling mask gets the distribution that is drawn from.
     SGLang's own distribution of a mask depends on the other requests' min-p.
     """
-    if _sampler is None or not _sampler.active:
+    if not _samples():
         return original(self, probs, sampling_info, positions, simple_sampling_case)
-    tokens, weights = _sampler.draw(probs, sampling_info, positions)
+    tokens, weights = _sampler.draw(probs, positions)
     rows = sampling_info.sampling_mask_batch_indices
     if rows is None:
         return tokens, None

@@ -26,12 +26,12 @@ from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Proposal
-from sglang_hyperdflash.serving.drafting.block import Block
-from sglang_hyperdflash.serving.requests import BatchRequests, RequestState
+from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
 from sglang_hyperdflash.serving.verification.exact import (
     Draws,
     Verdict,
     draw_rows,
+    filtered,
     verify_block,
     weights_of,
 )
@@ -100,7 +100,7 @@ class Verifier:
         )
         lengths = batch.seq_lens_cpu, batch.seq_lens_sum
         if block.ends_cpu is not None:
-            batch.seq_lens_cpu, batch.seq_lens_sum = block.ends_cpu, block.ends_sum
+            batch.seq_lens_cpu, batch.seq_lens_sum = block.ends_cpu, int(block.ends_cpu.sum())
         batch.out_cache_loc = block.slots
         forward_batch, _ = verify.prepare_for_verify(
             batch, worker.target_worker, defer_metadata_init=data_parallel
@@ -191,9 +191,8 @@ class Verifier:
                 candidates=tokens, target_predict=sync(site, target.view_as(tokens))
             )
         else:
-            verdict = self.verify(
-                logits, requests.sampling, block.proposal, requests.draws, block.positions
-            )
+            draws, at = requests.block_draws, block.positions
+            verdict = self.verify(logits, requests.sampling, block.proposal, draws, at)
             correct_drafts = sync(site, verdict.correct_drafts)
             bonus = sync(site, verdict.bonus.masked_fill(verdict.broken, self.vocabulary))
         committed, accept_lens = _commit_accept(tokens, correct_drafts, bonus)
@@ -211,7 +210,7 @@ class Verifier:
         if not requests.all_greedy:
             weights = weights_of(logits, requests.sampling, self.renorm)
             at = block.positions[:, 0]
-            found = draw_rows(logits, weights, requests.sampling, requests.draws, at, gumbel_argmax)
+            found = draw_rows(logits, weights, requests.sampling, requests.draws, at)
         return found.masked_fill(~largest.isfinite(), self.vocabulary)
 
     def verify(
@@ -225,11 +224,20 @@ class Verifier:
         """Verify sampled drafts against final ``logits [bs * width, V]``.
 
         Args:
-            positions: ``[bs, width]`` int64, of the block.
+            draws: of the block; positions: ``[bs, width]`` int64.
         """
-        draws = draws.of_block(positions[:, 0])
         weights = weights_of(logits, sampling.repeated(positions.shape[1]), self.renorm)
-        return verify_block(proposal, logits, weights, sampling, draws, positions, gumbel_argmax)
+        return verify_block(proposal, logits, weights, sampling, draws, positions)
+
+    def draw_prefill(
+        self, probs: torch.Tensor, positions: torch.Tensor, requests: BatchRequests
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[bs]`` int64 drawn from a softmax ``[bs, V]``, and its weights after filters."""
+        sampling = requests.sampling
+        # SGLang takes logprobs from the same storage.
+        own = probs.clone() if sampling.filters and self.renorm is None else probs
+        weights = filtered(own.float(), sampling, self.renorm)
+        return gumbel_argmax(weights, requests.draws.seeds, positions.long()), weights
 
     def describe(
         self, batch: Any, output: Any, committed: Committed, requests: BatchRequests
@@ -246,7 +254,9 @@ class Verifier:
         if info.sampling_mask_batch_indices is not None:
             probs = None
             if not requests.all_greedy:
-                probs = self._distribution(output.next_token_logits, requests, width)
+                each = requests.sampling.repeated(width)
+                weights = weights_of(output.next_token_logits, each, self.renorm)
+                probs = (weights / weights.sum(-1, keepdim=True)).view(-1, width, weights.shape[-1])
             output.sampling_mask_output = SpeculativeSamplingMaskCapture(
                 target_probs=probs,
                 batch_indices=info.sampling_mask_batch_indices,
@@ -255,10 +265,3 @@ class Verifier:
             ).build_output(out_tokens=tokens, commit_lens=committed.accept_lens)
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, tokens.flatten(), chain_stride=width)
-
-    def _distribution(
-        self, logits: torch.Tensor, requests: BatchRequests, width: int
-    ) -> torch.Tensor:
-        """What is drawn from, normalised: ``[bs, width, V]`` fp32 of ``logits [bs * width, V]``."""
-        weights = weights_of(logits, requests.sampling.repeated(width), self.renorm)
-        return (weights / weights.sum(-1, keepdim=True)).view(-1, width, weights.shape[-1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.serving.drafting.block import Block
+from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.verification.exact import Draws
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 
@@ -45,7 +45,7 @@ def test_a_block_ends_at_its_first_broken_row_and_other_requests_do_not(verifier
     logits[7, 5] = NAN  # past the end of its block
     logits[11, 0] = INFINITY  # the bonus token's row
     logits[12] = -INFINITY  # its argmax would be the draft, 0
-    found = verifier.accept(logits, None, Block(tokens, tokens, None, None, None), greedy_rows())
+    found = verifier.accept(logits, None, Block(tokens, tokens, None, None), greedy_rows())
     assert found.accept_lens.tolist() == [2, 3, 1, 3, 1]
     assert emitted(found) == [[1, VOCABULARY], [1, 2, 3], [1], [1, 2, VOCABULARY], [VOCABULARY]]
     assert found.next_anchors.tolist() == [0, 3, 1, 0, 0], "the next round may already run"
@@ -60,7 +60,7 @@ def test_a_round_without_drafts_ends_its_broken_rows(verifier, sampled):
     ones = torch.ones(3)
     rows.sampling = Sampling(0.01 * ones, torch.full((3,), 1 << 30), ones, 0 * ones)
     rows.draws = Draws(torch.arange(3), torch.tensor([True, False, True]))
-    found = verifier.accept(logits, None, Block(tokens, tokens, None, None, None), rows)
+    found = verifier.accept(logits, None, Block(tokens, tokens, None, None), rows)
     assert emitted(found) == [[5], [VOCABULARY], [VOCABULARY]]
     assert found.next_anchors.tolist() == [5, 0, 0]
 

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.startup.dflash_seams import end_requests_early
-from sglang_hyperdflash.serving.worker import HyperDFlashWorker, rows_past_the_end
+from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
 CONTEXT = 100
 
@@ -43,7 +43,7 @@ def last_positions(
         rounds.width_control.next = lambda *classes: draw.randint(1, block)
     request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt))
     info = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
-    target = SimpleNamespace(rows_past_the_end=rows_past_the_end(not whole_blocks, block))
+    target = SimpleNamespace(rows_past_the_end=2 * block if whole_blocks else 0)
     longest = end_requests_early(info, target)[4]
     # Tokens with K/V, as the device has it; the next token is the anchor.
     length, unread, last = prompt, [], []

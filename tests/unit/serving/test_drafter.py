@@ -15,13 +15,13 @@ import torch
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
+from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.drafting import candidates as candidates_module
 from sglang_hyperdflash.serving.drafting import drafter as drafter_module
-from sglang_hyperdflash.serving.drafting.block import Block
 from sglang_hyperdflash.serving.drafting.candidates import (
     CandidateBuffers,
     candidates_of,
-    check_candidates,
+    check_head,
 )
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
@@ -101,7 +101,7 @@ def test_without_a_head_greedy_drafts_are_argmaxes_the_lowest_id_among_equals():
 
     captured = CandidateBuffers(4, 8, None, None, 5, "cpu")
     with mock.patch.object(candidates_module, "candidate_topk", topk):
-        captured(torch.zeros(8, 16), None)
+        captured(torch.zeros(8, 16), torch.zeros(8, dtype=torch.int64))
     assert torch.equal(captured.greedy[:2].flatten(), logits.argmax(-1))
     found = captured.of(2)
     assert torch.equal(logits.view(2, 3, 30).gather(2, found.ids), found.scores)
@@ -176,16 +176,17 @@ def drafter_of(head, ranks: Ranks | None = None) -> Drafter:
 def block_of(anchors: torch.Tensor) -> Block:
     tokens = torch.cat([anchors.unsqueeze(1), torch.ones(len(anchors), BLOCK - 1).long()], 1)
     positions = 19 + torch.arange(len(anchors)).unsqueeze(1) + torch.arange(BLOCK)
-    return Block(tokens, positions, None, None, None)
+    return Block(tokens, positions, None, None)
 
 
 def rows_of(bs: int, greedy: bool) -> SimpleNamespace:
-    ones = torch.ones(bs)
+    ones, draws = torch.ones(bs), Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
     return SimpleNamespace(
         greedy=greedy,
         changes_logits=False,
         sampling=Sampling(ones, torch.full((bs,), 1 << 30), ones, torch.zeros(bs)),
-        draws=Draws(torch.arange(bs) + 7, torch.ones(bs).bool()),
+        draws=draws,
+        block_draws=draws,
     )
 
 
@@ -196,7 +197,6 @@ def drafted(drafter: Drafter, block: Block, rows, hidden=None, captured=None) ->
     lane = SimpleNamespace(candidates=captured)
     with (
         mock.patch.object(Drafter, "_forward", lambda *inputs: out),
-        mock.patch.object(drafter_module, "supports_candidates", lambda lm_head: True),
         mock.patch.object(drafter_module, "draft_tp_context", lambda layout: nullcontext()),
     ):
         return drafter.draft(None, block, None, rows, lane)
@@ -272,20 +272,16 @@ def test_flashinfer_has_deterministic_filters():
         assert functions[name][2] == "is_deterministic"
 
 
-def test_a_head_without_candidates_is_left_out_and_logged(head, caplog):
-    bare = object.__new__(Drafter)
-    bare.worker = SimpleNamespace(draft_model=SimpleNamespace(dependency=head))
-    bare.lm_head = SimpleNamespace(weight=None)
-    with caplog.at_level("WARNING"):
-        assert bare._usable_head() is None
-    assert "the dependency head is not used" in caplog.text
-    bare.worker.draft_model.dependency = None
-    assert bare._usable_head() is None
+def test_an_lm_head_without_enough_candidates_is_refused():
+    def lm_head(dtype=torch.bfloat16, **changes):
+        part = SimpleNamespace(num_org_elements=100)
+        return SimpleNamespace(
+            **{"weight": torch.empty(1, dtype=dtype), "shard_indices": part} | changes
+        )
 
-
-def test_more_candidates_than_a_rank_has_tokens_are_refused():
-    part = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=100))
-    check_candidates(100, part)
-    check_candidates(101, SimpleNamespace())
+    check_head(lm_head(), 100)
     with pytest.raises(HyperDFlashConfigError, match=r"scores 101 candidates.*has 100 tokens"):
-        check_candidates(101, part)
+        check_head(lm_head(), 101)
+    for other in (lm_head(torch.uint8), lm_head(weight=None), lm_head(shard_indices=None), None):
+        with pytest.raises(HyperDFlashConfigError, match="expected a target whose LM head"):
+            check_head(other, 1)

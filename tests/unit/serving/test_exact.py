@@ -10,13 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
+from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import (
     DRAFT_TEMPERATURES,
     Candidates,
     draft_distribution,
     propose,
 )
-from sglang_hyperdflash.serving import requests as requests_module
+from sglang_hyperdflash.serving import batch as batch_module
+from sglang_hyperdflash.serving.batch import BatchRequests
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification import exact, prefill
 from sglang_hyperdflash.serving.verification.exact import Draws, verify_block, weights_of
@@ -245,7 +247,8 @@ def test_a_block_is_verified_by_the_book():
         drawn_from.append(left.clone())
         return left.argmax(-1)
 
-    verdict = verify_block(proposal, logits, weights, sampling, draws, positions, draw)
+    with mock.patch.object(exact, "gumbel_argmax", draw):
+        verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
     q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
     p = weights.view(400, DRAFTS + 1, VOCAB).double()
     u = exact.coins(draws.seeds.unsqueeze(1).expand(400, DRAFTS), positions[:, :-1])
@@ -421,7 +424,7 @@ def test_q_is_normalised_and_a_point_where_it_must_be():
 def sampled(monkeypatch, backend: str, **values) -> SimpleNamespace:
     """SGLang's ``SamplingBatchInfo`` of a server with this sampling backend."""
     kernel = SimpleNamespace(sampling_backend=backend)
-    monkeypatch.setattr(requests_module, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    monkeypatch.setattr(batch_module, "get_exec", lambda: SimpleNamespace(kernel=kernel))
     given = {
         "is_all_greedy": False,
         "need_top_k_sampling": True,
@@ -431,6 +434,11 @@ def sampled(monkeypatch, backend: str, **values) -> SimpleNamespace:
         "sampling_support_logprobs_capture_indices": None,
     }
     return SimpleNamespace(**given | values)
+
+
+def sampling_of(info: SimpleNamespace) -> Sampling:
+    """As a batch's requests have it."""
+    return BatchRequests([], [], None, False, None, None, (0, 1), info).sampling
 
 
 def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
@@ -448,8 +456,7 @@ def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     verifier = object.__new__(Verifier)
     verifier.vocabulary = 4
     verifier.renorm = None
-    sampling = requests_module.sampling_of(info)
-    rows = SimpleNamespace(info=info, sampling=sampling, all_greedy=False)
+    rows = SimpleNamespace(info=info, sampling=sampling_of(info), all_greedy=False)
     committed = Committed(torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0]))
     output = SimpleNamespace(next_token_logits=logits)
     verifier.describe(SimpleNamespace(return_logprob=False), output, committed, rows)
@@ -474,9 +481,10 @@ def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(m
     )
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
     probs[2] = torch.nan
-    draws = SimpleNamespace(seeds=None)
-    state = SimpleNamespace(current=SimpleNamespace(draws=draws))
-    sampler = prefill.PrefillSampler(None, state, SimpleNamespace(renorm=None))
+    draws, verifier = SimpleNamespace(seeds=None), object.__new__(Verifier)
+    verifier.renorm = None
+    state = SimpleNamespace(current=SimpleNamespace(draws=draws, sampling=sampling_of(info)))
+    sampler = prefill.PrefillSampler(None, state, verifier)
     sampler._greedy = torch.zeros(3, dtype=torch.int64)
     monkeypatch.setattr(prefill, "_sampler", sampler)
     given = None, None, probs, info, torch.arange(3), False

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang_hyperdflash.serving.batch import RequestState
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.requests import RequestState
 from sglang_hyperdflash.serving.verification.exact import weights_of
 from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts, Penalties
 from sglang_hyperdflash.serving.verification.verifier import Verifier

@@ -15,7 +15,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 def bare(running: int | None, captured: int, mode: str = "null") -> HyperDFlashWorker:
     worker = object.__new__(HyperDFlashWorker)
     worker.block = 7
-    worker.server_args = SimpleNamespace(disaggregation_mode=mode)
+    worker._prefills_only = mode == "prefill"
     worker.model_runner = SimpleNamespace(
         max_running_requests=running, max_decode_logits_rows=lambda: 7 * captured
     )

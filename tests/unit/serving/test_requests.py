@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_hyperdflash.serving import requests as requests_module
-from sglang_hyperdflash.serving.requests import RequestState, Seeds, end_tokens, gather
+from sglang_hyperdflash.serving import batch as batch_module
+from sglang_hyperdflash.serving.batch import RequestState, Seeds, end_tokens
 
 
 class Request:
@@ -33,13 +33,19 @@ class Request:
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=5)
 
 
+def places_of(requests: list[Request], slots: list[int]) -> list[tuple[int, int]]:
+    return [(slot, r.retraction_count) for r, slot in zip(requests, slots, strict=True)]
+
+
+def gather(requests: list[Request], slots: list[int], seeds: Seeds):
+    return batch_module.gather(requests, places_of(requests, slots), seeds, "cpu")
+
+
 @pytest.fixture
 def deterministic():
     """A switch for the server's flag."""
     flags = SimpleNamespace(enable_deterministic_inference=False)
-    with mock.patch.object(
-        requests_module, "get_exec", lambda: SimpleNamespace(deterministic=flags)
-    ):
+    with mock.patch.object(batch_module, "get_exec", lambda: SimpleNamespace(deterministic=flags)):
         yield flags
 
 
@@ -56,13 +62,13 @@ def test_a_client_s_seed_is_taken_and_a_missing_one_drawn_for_each_request(deter
 def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(deterministic):
     """Its draft temperature may have been learnt from the round that was dropped."""
     seeds, requests = Seeds(7), [Request("a"), Request("b", sampling_seed=5)]
-    first = gather(requests, [3, 4], seeds, "cpu")
+    first = gather(requests, [3, 4], seeds)
     for count in range(1, 5):
         for request in requests:
             request.retraction_count += 1
-        assert not first.same(requests, [3, 4])
-        again = gather(requests, [3, 4], seeds, "cpu")
-        assert again.same(requests, [3, 4])
+        assert not first.same(requests, places_of(requests, [3, 4]))
+        again = gather(requests, [3, 4], seeds)
+        assert again.same(requests, places_of(requests, [3, 4]))
         assert again.draws.seeds[0] != first.draws.seeds[0], count
         assert again.draws.seeds[1] == 5, "the client's"
         assert again.draws.seeded.tolist() == [False, True]
@@ -88,15 +94,15 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
         Request("b", frequency_penalty=0.5, presence_penalty=-1.0),
         Request("c", sampling_seed=4, min_new_tokens=6, stop_token_ids={9}, prompt=8),
     ]
-    batch = gather(requests, [5, 2, 7], Seeds(0), "cpu")
-    assert batch.same(requests, [5, 2, 7])
-    assert not batch.same(requests, [5, 2, 8])
-    assert not batch.same(requests[::-1], [5, 2, 7])
-    assert not batch.same(requests[:2], [5, 2])
+    batch = gather(requests, [5, 2, 7], Seeds(0))
+    assert batch.same(requests, places_of(requests, [5, 2, 7]))
+    assert not batch.same(requests, places_of(requests, [5, 2, 8]))
+    assert not batch.same(requests[::-1], places_of(requests[::-1], [5, 2, 7]))
+    assert not batch.same(requests[:2], places_of(requests[:2], [5, 2]))
     assert batch.draws.seeded.tolist() == [False, False, True]
     assert (batch.draws.any_seeded, batch.draws.any_unseeded) == (True, True)
     assert batch.draws.any_greedy
-    assert not gather(requests[1:], [2, 7], Seeds(0), "cpu").draws.any_greedy
+    assert not gather(requests[1:], [2, 7], Seeds(0)).draws.any_greedy
     assert batch.penalties.rows.tolist() == [1]
     assert batch.penalties.slots.tolist() == [2]
     assert batch.penalties.presence.tolist() == [[-1.0]]
@@ -104,10 +110,10 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert batch.end_tokens.ids.tolist() == [[2, 5, 9]]
     assert batch.end_tokens.prompts.tolist() == [8]
     assert not batch.greedy
-    assert gather(requests[:1], [5], Seeds(0), "cpu").greedy
+    assert gather(requests[:1], [5], Seeds(0)).greedy
     # A greedy request's penalties make its block more than an argmax.
     penalised = [Request("d", top_k=1, repetition_penalty=1.1)]
-    assert not gather(penalised, [0], Seeds(0), "cpu").greedy
+    assert not gather(penalised, [0], Seeds(0)).greedy
 
 
 def test_end_tokens_are_those_that_sglang_forbids():
@@ -119,8 +125,8 @@ def test_end_tokens_are_those_that_sglang_forbids():
 
 def test_stop_ids_outside_the_vocabulary_have_no_logit_to_forbid(deterministic):
     assert end_tokens(Request(stop_token_ids={11, -1, 30, 10_000_000})) == {2, 5, 11}
-    ends = gather([Request(min_new_tokens=1 << 70)], [1], Seeds(0), "cpu").end_tokens
-    assert ends.minimum.tolist() == [requests_module.LONGEST]
+    ends = gather([Request(min_new_tokens=1 << 70)], [1], Seeds(0)).end_tokens
+    assert ends.minimum.tolist() == [batch_module.LONGEST]
 
 
 class Counts:

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 
 from sglang_hyperdflash.commands.plan_memory import Shape, graph_bytes
+from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.draft_kv.attention import (
     bound_graph_buffers,
     check_window_attention,
@@ -26,7 +27,6 @@ from sglang_hyperdflash.serving.draft_kv.draft_kv import (
     ring_size,
 )
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
-from sglang_hyperdflash.serving.drafting.block import Block
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 BATCH, BLOCK, CONTEXT = 256, 7, 1 << 20
@@ -290,11 +290,11 @@ def test_flashinfer_is_given_the_devices_own_lengths_of_a_window(needs_host, wid
     planned = []
     plan = SimpleNamespace(reads_from=lambda *given, **rest: planned.append((given, rest)))
     tokens = torch.zeros(2, width, dtype=torch.int64)
-    found = draft_kv.context(batch, Block(tokens, tokens, plan, lengths, 1200))
+    found = draft_kv.context(batch, Block(tokens, tokens, plan, lengths))
     assert found.lengths.tolist() == [300, 0] and found.lengths.dtype == torch.int32
     exact, bound = [300 + width, width], [512 + width] * 2
     assert found.ends_cpu.tolist() == (exact if needs_host else bound)
-    assert found.ends_sum == sum(found.ends_cpu) and planned[0][0] == ("the drafter's",)
+    assert planned[0][0] == ("the drafter's",)
     assert planned[0][1]["read_extent"] == width
     own = draft_kv.worker.draft_model_runner.req_to_token_pool.req_to_token
     blocks = draft_kv.window.block_slots(tokens).view(2, width)
@@ -305,13 +305,13 @@ def test_flashinfer_is_given_the_devices_own_lengths_of_a_window(needs_host, wid
 def test_a_draft_without_a_window_sees_the_whole_context():
     batch = SimpleNamespace(seq_lens=torch.tensor([5, 9]), reqs=None)
     tokens, ends = torch.zeros(2, BLOCK, dtype=torch.int64), torch.tensor([12, 16])
-    found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends, 28))
+    found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends))
     assert found.lengths is batch.seq_lens and found.plan == "plan"
-    assert found.ends_cpu.tolist() == [12, 16] and found.ends_sum == 28
+    assert found.ends_cpu.tolist() == [12, 16]
     # SGLang knows no host length: what is allocated includes the rows in flight.
     batch.reqs = [SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=n)) for n in (20, 30)]
-    found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", None, None))
-    assert found.ends_cpu.tolist() == [20, 30] and found.ends_sum == 50
+    found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", None))
+    assert found.ends_cpu.tolist() == [20, 30]
 
 
 def written(draft_kv: DraftKV) -> list[dict]:
@@ -327,7 +327,7 @@ def test_a_round_writes_its_committed_rows_into_the_window():
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
     plan = SimpleNamespace(write_virtual=torch.arange(100, 106))
-    block, hidden = Block(tokens, positions, plan, None, None), torch.randn(6, 4)
+    block, hidden = Block(tokens, positions, plan, None), torch.randn(6, 4)
     draft_kv.write(hidden, block, torch.tensor([2, 1], dtype=torch.int32))
     (call,) = calls
     assert call["target_hidden"] is hidden and call["commit_lens"].tolist() == [2, 1]

@@ -1,4 +1,4 @@
-"""Who is in the batch: sampling parameters, seeds, penalties, and what each has generated.
+"""What a round is about: the requests of its batch, and the block of rows of each.
 
 Every request draws from hashed noise, so every request has a seed: the client's (SGLang's
 ``sampling_seed``, OpenAI's ``seed``; 42 under deterministic inference, as SGLang has it), or one
@@ -9,7 +9,8 @@ draw the same seeds. The tensors of a batch are kept while its requests stay.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,14 +21,13 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import async_h2d
 
 from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft.propose import Proposal
 from sglang_hyperdflash.serving.verification.exact import Draws
 from sglang_hyperdflash.serving.verification.penalties import EndTokens, GeneratedCounts, Penalties
 
 DETERMINISTIC_SEED = 42
 LONGEST = 1 << 31
-# Added to a drawn seed for each retraction of its request. Odd.
-RETRACTION_STREAM = 0x5851F42D4C957F2D
-_SEED = "hyperdflash_seed"
+_NUMBER = "hyperdflash_number"
 
 
 class Seeds:
@@ -37,36 +37,24 @@ class Seeds:
         self.random_seed, self.drawn = random_seed, 0
 
     def of(self, request: Any) -> tuple[int, bool]:
-        """``(seed, the client's)``; a request keeps its seed; over a retraction a client's alone.
+        """``(seed, the client's)``; a retraction changes a drawn seed.
 
         A decode node drops the last round of a request that it retracts, and drafts the same block
         again. Its draft temperature may by then have been learnt from the dropped round, so the
         noise of that may not come again.
         """
-        found = getattr(request, _SEED, None)
-        if found is None:
-            found = self._new(request)
-            setattr(request, _SEED, found)
-        seed, seeded = found
-        if seeded:
-            return found
-        return signed(seed + request.retraction_count * RETRACTION_STREAM), False
-
-    def _new(self, request: Any) -> tuple[int, bool]:
         seed = request.sampling_params.sampling_seed
         if seed is not None:
             return int(seed), True
         if get_exec().deterministic.enable_deterministic_inference:
             return DETERMINISTIC_SEED, True
-        self.drawn += 1
-        name = f"{self.random_seed} {self.drawn} {request.rid}".encode()
-        digest = hashlib.blake2b(name, digest_size=8).digest()
+        if not hasattr(request, _NUMBER):
+            self.drawn += 1
+            setattr(request, _NUMBER, self.drawn)
+        name = f"{self.random_seed} {getattr(request, _NUMBER)} {request.rid}".encode()
+        retractions = request.retraction_count.to_bytes(8, "little")
+        digest = hashlib.blake2b(name, digest_size=8, salt=retractions).digest()
         return int.from_bytes(digest, "little", signed=True), False
-
-
-def signed(value: int) -> int:
-    """``value`` as int64 keeps it."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @dataclass(frozen=True)
@@ -75,8 +63,7 @@ class BatchRequests:
 
     Attributes:
         reqs: SGLang's requests, held so that no other may take their identity.
-        slots: their rows of the request pool, which change over a retraction.
-        retractions: how often each was retracted.
+        places: row of the request pool, and retractions so far, of each.
         draws: their seeds, and which of them are the client's.
         greedy: all are greedy, and nothing changes the order of their logits.
         penalties, end_tokens: None without such requests.
@@ -86,8 +73,7 @@ class BatchRequests:
     """
 
     reqs: list[Any]
-    slots: list[int]
-    retractions: list[int]
+    places: list[tuple[int, int]]
     draws: Draws
     greedy: bool
     penalties: Penalties | None
@@ -97,18 +83,29 @@ class BatchRequests:
     lengths: torch.Tensor | None = field(default=None, compare=False)
     ahead: int = 0
 
-    def same(self, reqs: Sequence[Any], slots: list[int]) -> bool:
+    def same(self, reqs: Sequence[Any], places: list[tuple[int, int]]) -> bool:
         """Whether these are the requests of a batch, none retracted in between."""
-        return (
-            slots == self.slots
-            and all(a is b for a, b in zip(self.reqs, reqs, strict=True))
-            and [req.retraction_count for req in reqs] == self.retractions
-        )
+        return places == self.places and all(map(operator.is_, self.reqs, reqs))
 
     @cached_property
     def sampling(self) -> Sampling:
         """Their parameters, as SGLang normalises them."""
-        return sampling_of(self.info)
+        info = self.info
+        return Sampling(
+            info.temperatures.view(-1),
+            info.top_ks,
+            info.top_ps,
+            info.min_ps,
+            info.need_top_k_sampling,
+            info.need_top_p_sampling,
+            info.need_min_p_sampling,
+            get_exec().kernel.sampling_backend == "flashinfer",
+        )
+
+    @cached_property
+    def block_draws(self) -> Draws:
+        """The noise of this round's blocks, of drafting and verification."""
+        return self.draws.of_block(self.lengths)
 
     @cached_property
     def contexts(self) -> torch.Tensor:
@@ -143,7 +140,7 @@ class RequestState:
 
     @cached_property
     def counts(self) -> GeneratedCounts:
-        """Tokens generated by requests with penalties."""
+        """Tokens generated by requests with penalties; a table from the first of these on."""
         slots = len(self.runner.req_to_token_pool.req_to_token)
         return GeneratedCounts(slots, self.runner.model_config.vocab_size, self.device)
 
@@ -153,17 +150,17 @@ class RequestState:
         if not reqs or info is None:
             self.current = None
             return None
-        slots = [self._slot(req) for req in reqs]
-        requests, moved = self.current, [False] * len(reqs)
-        if requests is None or prefill or not requests.same(reqs, slots):
-            requests, moved = gather(reqs, slots, self.seeds, self.device), self._moved(reqs, slots)
-        if requests.penalties is not None:
-            # A decoding request of a mixed batch goes on; all others of a prefill start.
+        requests, places = self.current, [self._place(req) for req in reqs]
+        if requests is None or prefill or not requests.same(reqs, places):
+            requests = gather(reqs, places, self.seeds, self.device)
+            # A decoding request of a mixed batch goes on; all others of a prefill start. A decode
+            # node resumes a retracted one without a prefill, maybe in the row that it had.
             going_on = set(map(id, batch.decoding_reqs or ()))
-            for req, slot, new in zip(reqs, slots, moved, strict=True):
-                starts = new or (prefill and id(req) not in going_on)
+            for req, place in zip(reqs, places, strict=True):
+                starts = place != self._places.get(req) or (prefill and id(req) not in going_on)
                 if starts and penalised(req.sampling_params):
-                    self.counts.reset(slot, req.output_ids)
+                    self.counts.reset(place[0], req.output_ids)
+                self._places[req] = place
         # The anchor of a round is not in seq_lens yet.
         ahead = 0 if prefill else 1
         self.current = replace(requests, info=info, lengths=batch.seq_lens, ahead=ahead)
@@ -175,28 +172,18 @@ class RequestState:
             at, last = requests.penalties.rows, self.runner.model_config.vocab_size - 1
             self.counts.add(requests.penalties.slots, tokens[at].clamp(max=last), lengths[at])
 
-    def _slot(self, req: Any) -> int:
-        """A request's row of the request pool.
+    def _place(self, req: Any) -> tuple[int, int]:
+        """A request's row of the request pool, and its retractions.
 
         One whose last result was processed between its batch's making and its batch's pass
         (``prefill.process_results_first``) has just left its row, which has no new owner yet.
         """
         slot = req.kv.req_pool_idx
-        return self._places[req][0] if slot is None else slot
-
-    def _moved(self, reqs: Sequence[Any], slots: list[int]) -> list[bool]:
-        """Which requests are new in their slots, or were retracted since they were seen there.
-
-        A decode node resumes a retracted request without a prefill, maybe in the slot it had.
-        """
-        places = [(slot, req.retraction_count) for req, slot in zip(reqs, slots, strict=True)]
-        moved = [self._places.get(req) != place for req, place in zip(reqs, places, strict=True)]
-        self._places.update(zip(reqs, places, strict=True))
-        return moved
+        return self._places[req] if slot is None else (slot, req.retraction_count)
 
 
 def gather(
-    reqs: Sequence[Any], slots: list[int], seeds: Seeds, device: torch.device | str
+    reqs: Sequence[Any], places: list[tuple[int, int]], seeds: Seeds, device: torch.device | str
 ) -> BatchRequests:
     """Read the requests of a new batch."""
     pairs = [seeds.of(req) for req in reqs]
@@ -219,7 +206,7 @@ def gather(
         values = [parameters[i] for i in chosen]
         penalties = Penalties(
             new(chosen, torch.int64),
-            new([slots[i] for i in chosen], torch.int64),
+            new([places[i][0] for i in chosen], torch.int64),
             new([[p.frequency_penalty] for p in values], torch.float32),
             new([[p.presence_penalty] for p in values], torch.float32),
             new([[p.repetition_penalty] for p in values], torch.float32),
@@ -227,8 +214,7 @@ def gather(
     ends = _end_tokens(reqs, new)
     return BatchRequests(
         list(reqs),
-        slots,
-        [req.retraction_count for req in reqs],
+        places,
         draws,
         not any(sampled) and penalties is None and ends is None,
         penalties,
@@ -239,28 +225,22 @@ def gather(
 
 def penalised(parameters: Any) -> bool:
     """Whether a request's generated tokens change its logits."""
-    return (
-        parameters.frequency_penalty != 0.0
-        or parameters.presence_penalty != 0.0
-        or parameters.repetition_penalty != 1.0
-    )
+    p = parameters
+    return (p.frequency_penalty, p.presence_penalty, p.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
-def _end_tokens(reqs: Sequence[Any], new: Any) -> EndTokens | None:
-    found = [
-        (i, req, sorted(end_tokens(req)))
-        for i, req in enumerate(reqs)
-        if req.sampling_params.min_new_tokens > 0
-    ]
-    found = [entry for entry in found if entry[2]]
+def _end_tokens(reqs: Sequence[Any], new: Callable[..., torch.Tensor]) -> EndTokens | None:
+    waiting = (i for i, req in enumerate(reqs) if req.sampling_params.min_new_tokens > 0)
+    found = {i: ids for i in waiting if (ids := sorted(end_tokens(reqs[i])))}
     if not found:
         return None
-    widest = max(len(ids) for _, _, ids in found)
+    widest = max(map(len, found.values()))
+    minimum = [min(reqs[i].sampling_params.min_new_tokens, LONGEST) for i in found]
     return EndTokens(
-        new([i for i, _, _ in found], torch.int64),
-        new([min(r.sampling_params.min_new_tokens, LONGEST) for _, r, _ in found], torch.int64),
-        new([len(req.origin_input_ids) for _, req, _ in found], torch.int64),
-        new([ids + ids[:1] * (widest - len(ids)) for _, _, ids in found], torch.int64),
+        new(list(found), torch.int64),
+        new(minimum, torch.int64),
+        new([len(reqs[i].origin_input_ids) for i in found], torch.int64),
+        new([ids + ids[:1] * (widest - len(ids)) for ids in found.values()], torch.int64),
     )
 
 
@@ -275,15 +255,73 @@ def end_tokens(req: Any) -> set[int]:
     return {int(i) for i in ids if i is not None and 0 <= i < req.vocab_size}
 
 
-def sampling_of(info: Any) -> Sampling:
-    """SGLang's ``SamplingBatchInfo`` as rows of :class:`Sampling`."""
-    return Sampling(
-        info.temperatures.view(-1),
-        info.top_ks,
-        info.top_ps,
-        info.min_ps,
-        info.need_top_k_sampling,
-        info.need_top_p_sampling,
-        info.need_min_p_sampling,
-        get_exec().kernel.sampling_backend == "flashinfer",
+@dataclass(frozen=True)
+class Block:
+    """What draft, verification and the write of draft K/V share; bs requests of ``width`` rows.
+
+    Attributes:
+        tokens: ``[bs, width]`` int64: the anchor, the last committed token, then mask tokens, or
+            the drafts.
+        positions: ``[bs, width]`` int64; the anchor's is SGLang's ``seq_lens``, without it.
+        plan: SGLang's ``KVLocPlan`` of the rows' target slots.
+        ends_cpu: ``[bs]``, the contexts' lengths after the block, or bounds of them, on the host;
+            None where SGLang knows neither.
+        proposal: what the drafts were drawn from; None for argmaxes, and at width 1.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    plan: Any
+    ends_cpu: torch.Tensor | None
+    proposal: Proposal | None = None
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def anchors(self) -> torch.Tensor:
+        """``[bs]`` int64."""
+        return self.tokens[:, 0]
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        """``[bs, width - 1]`` int64."""
+        return self.tokens[:, 1:]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """``[bs * width]`` int64, the target's K/V slots of the rows."""
+        return self.plan.write_virtual
+
+    def drafted(self, drafts: torch.Tensor, proposal: Proposal | None) -> Block:
+        """The block with ``drafts [bs, width - 1]`` int64."""
+        tokens = torch.cat([self.tokens[:, :1], drafts], 1)
+        return replace(self, tokens=tokens, proposal=proposal)
+
+
+def prepare_block(batch: Any, width: int, mask_token: int, translator: Any) -> Block:
+    """Lay out a round's rows in the slots that the scheduler reserved for them.
+
+    Seam: ``KVIndexTranslator.plan_uniform_extend``, which reads the slots and writes positions and
+    anchors in one launch; DSPARK's rounds begin with it too.
+
+    Args:
+        batch: a decoding ``ScheduleBatch``; its ``spec_info`` holds the anchors.
+        translator: the target runner's.
+    """
+    lengths = batch.seq_lens
+    tokens = lengths.new_full((len(lengths), width), mask_token, dtype=torch.int64)
+    positions = torch.empty_like(tokens)
+    # A backend that plans on the device has no lengths: what is reserved is a safe bound.
+    known, reserved = batch.seq_lens_cpu, batch.spec_info.nxt_kv_lens_cpu
+    plan = translator.plan_uniform_extend(
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=lengths,
+        seq_lens_cpu=reserved if known is None else known,
+        width=width,
+        positions_out=positions,
+        anchor_src=batch.spec_info.bonus_tokens,
+        anchor_out=tokens,
     )
+    return Block(tokens, positions, plan, reserved if known is None else known + width)

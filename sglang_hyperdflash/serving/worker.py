@@ -307,8 +307,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     def _measure_sampling_peak(self, *, candidates, target_logits, sampling_info) -> int:
         """Rehearse our verification, not SGLang's."""
-        k = self.drafter.candidates
-        return verification_peak(self.verifier, k, len(candidates), target_logits)
+        renorm, k = self.verifier.renorm, self.drafter.candidates
+        return verification_peak(renorm, k, len(candidates), target_logits)
 
     def prewarm_sampling(self):
         """Raise ``HyperDFlashConfigError`` where the largest batch does not fit."""

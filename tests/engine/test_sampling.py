@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.serving.drafting.temperature import VARIABLE
+from sglang_hyperdflash.serving.drafting.temperature import DRAFT_TEMPERATURE
 from sglang_hyperdflash.serving.width.settings import WIDTH
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
@@ -153,7 +153,9 @@ def test_a_given_draft_temperature_changes_drafts_and_nothing_that_is_emitted(
     ]
     emitted, accepted = {}, {}
     for t in ("0", "1"):
-        server = servers.get(f"draft-t-{t}", target_dir, *arguments, environment={VARIABLE: t})
+        server = servers.get(
+            f"draft-t-{t}", target_dir, *arguments, environment={DRAFT_TEMPERATURE: t}
+        )
         assert_the_distribution_holds(contexts, server, 1)
         answers = server.generate(input_ids=prompts, sampling_params=sampling)
         emitted[t] = [answer["output_ids"] for answer in answers]

@@ -85,39 +85,26 @@ class DraftTemperature:
         self._rounds += 1
         if self.fixed is not None or self._rounds % EVERY != 1:
             return
-        depth = torch.arange(proposal.ids.shape[1], device=proposal.ids.device)
+        (bs, drafts, width), tried = proposal.ids.shape, len(self.values)
+        # q of every draft at every t, [bs, D, T, K].
+        scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
+        each = sampling.repeated(drafts * tried)
+        q = draft_distribution(scores, each, self.values.repeat(bs * drafts))
+        q = q.view(bs, drafts, tried, width)
+        depth = torch.arange(drafts, device=q.device)
         accepted = verdict.correct_drafts.unsqueeze(1)
         reached = (depth <= accepted) & ~(sampling.greedy | verdict.broken).unsqueeze(1)
+        # A seeded request accepts a draft that is emitted, any other by block verification.
         emitted = torch.where(depth < accepted, proposal.tokens, verdict.bonus.unsqueeze(1))
-        gain = self._gain(proposal, sampling, seeded, emitted, verdict.p)
+        choice = (proposal.noise.unsqueeze(2) + q.log()).argmax(-1)
+        same = proposal.ids.gather(2, choice) == emitted.unsqueeze(-1)
+        shares = accepted_shares(q, verdict.p, proposal.choice)
+        gain = torch.where(seeded.view(-1, 1, 1), same.double(), shares)
         # A row of NaN would stay for ever.
         gain = gain.nan_to_num(nan=0.0).masked_fill(~reached.unsqueeze(-1), 0.0).sum(1)
         classes = torch.stack([~seeded, seeded]).double()
         rows = classes @ reached.sum(1, keepdim=True).double()
         self.accepted.mul_(torch.exp(-rows / MEMORY)).add_(classes @ gain)
-
-    def _gain(
-        self,
-        proposal: Proposal,
-        sampling: Sampling,
-        seeded: torch.Tensor,
-        emitted: torch.Tensor,
-        p: torch.Tensor,
-    ) -> torch.Tensor:
-        """Chance of each row's draft to be accepted at each ``t``: ``[bs, D, T]`` fp64.
-
-        Args:
-            emitted: ``[bs, D]`` int64; p: ``[bs, D, K]``, the target's at the candidates.
-        """
-        (bs, drafts, width), tried = proposal.ids.shape, len(self.values)
-        scores = proposal.scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
-        each = sampling.repeated(drafts * tried)
-        q = draft_distribution(scores, each, self.values.repeat(bs * drafts))
-        q = q.view(bs, drafts, tried, width)
-        choice = (proposal.noise.unsqueeze(2) + q.log()).argmax(-1)
-        same = proposal.ids.gather(2, choice) == emitted.unsqueeze(-1)
-        shares = accepted_shares(q, p, proposal.choice)
-        return torch.where(seeded.view(-1, 1, 1), same.double(), shares)
 
 
 def accepted_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:

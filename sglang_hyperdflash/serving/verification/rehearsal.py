@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, propose
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
-from sglang_hyperdflash.serving.verification.exact import Draws
-from sglang_hyperdflash.serving.verification.verifier import Verifier
+from sglang_hyperdflash.serving.verification.exact import Draws, verify_block, weights_of
 
 
-def verification_peak(verifier: Verifier, candidates: int, bs: int, logits: torch.Tensor) -> int:
+def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tensor) -> int:
     """Peak bytes of one verification of ``logits [bs * B, V]`` on CUDA.
 
     Half the requests have a seed, all filter by top-k, top-p and min-p: the most there is.
 
     Args:
-        candidates: K of each draft.
+        renorm: of ``exact.weights_of``. candidates: K of each draft.
     """
     block, device = len(logits) // bs, logits.device
     ones, seeds = torch.ones(bs, device=device), torch.arange(bs, device=device)
@@ -32,7 +33,9 @@ def verification_peak(verifier: Verifier, candidates: int, bs: int, logits: torc
     positions = torch.zeros(bs, block, dtype=torch.int64, device=device)
     proposal = propose(found, seeds, None, sampling, seeds, positions[:, 1:], ones)
     draws = Draws(seeds, seeds % 2 == 0)
-    verdict = verifier.verify(logits, sampling, proposal, draws, positions)
+    weights = weights_of(logits, sampling.repeated(block), renorm)
+    verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
+    del weights
     # Of its own: nothing that is learnt here may reach a request.
     DraftTemperature(device).learn(proposal, sampling, draws.seeded, verdict)
     torch.cuda.synchronize()

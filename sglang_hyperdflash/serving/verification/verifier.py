@@ -28,7 +28,6 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Proposal
 from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
 from sglang_hyperdflash.serving.verification.exact import (
-    Draws,
     Verdict,
     draw_rows,
     filtered,
@@ -191,8 +190,9 @@ class Verifier:
                 candidates=tokens, target_predict=sync(site, target.view_as(tokens))
             )
         else:
-            draws, at = requests.block_draws, block.positions
-            verdict = self.verify(logits, requests.sampling, block.proposal, draws, at)
+            sampling, draws, at = requests.sampling, requests.block_draws, block.positions
+            weights = weights_of(logits, sampling.repeated(block.width), self.renorm)
+            verdict = verify_block(block.proposal, logits, weights, sampling, draws, at)
             correct_drafts = sync(site, verdict.correct_drafts)
             bonus = sync(site, verdict.bonus.masked_fill(verdict.broken, self.vocabulary))
         committed, accept_lens = _commit_accept(tokens, correct_drafts, bonus)
@@ -212,22 +212,6 @@ class Verifier:
             at = block.positions[:, 0]
             found = draw_rows(logits, weights, requests.sampling, requests.draws, at)
         return found.masked_fill(~largest.isfinite(), self.vocabulary)
-
-    def verify(
-        self,
-        logits: torch.Tensor,
-        sampling: Sampling,
-        proposal: Proposal,
-        draws: Draws,
-        positions: torch.Tensor,
-    ) -> Verdict:
-        """Verify sampled drafts against final ``logits [bs * width, V]``.
-
-        Args:
-            draws: of the block; positions: ``[bs, width]`` int64.
-        """
-        weights = weights_of(logits, sampling.repeated(positions.shape[1]), self.renorm)
-        return verify_block(proposal, logits, weights, sampling, draws, positions)
 
     def draw_prefill(
         self, probs: torch.Tensor, positions: torch.Tensor, requests: BatchRequests

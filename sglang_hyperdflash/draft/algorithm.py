@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_hyperdflash.draft.propose import propose_greedy
-from sglang_hyperdflash.draft.reducer_source import reducer_source
+from sglang_hyperdflash.draft.reducer import reducer_source
 
 # From all committed tokens to the drafts after them.
 Propose = Callable[[list[int]], list[int]]

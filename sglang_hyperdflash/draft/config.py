@@ -193,8 +193,7 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         target_layer_ids=dflash.target_layer_ids,
         causal=bool(draft.is_causal),
     )
-    _check_consistency(parsed, dflash.block_size)
-    _check_attention(draft)
+    _check_consistency(parsed, draft)
     return parsed
 
 
@@ -207,75 +206,67 @@ def causal_fields(layers: int) -> dict[str, Any]:
     return {"is_causal": True, "layer_types": [FULL] * layers}
 
 
-def _check_attention(draft: _Draft) -> None:
-    if draft.layer_types is None and draft.is_causal is None:
-        return
-    types = [] if draft.layer_types is None else list(draft.layer_types)
-    wanted = [FULL] * draft.num_hidden_layers
-    if types != wanted and (types or draft.is_causal):
-        raise HyperDFlashConfigError(
-            f"draft config: layer_types must name {FULL} once for each of the "
-            f"{draft.num_hidden_layers} layers, found {types}. A window is "
-            "hyperdflash_config.window; a causal block is is_causal."
-        )
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise HyperDFlashConfigError(f"draft config: {otherwise}")
 
 
-def _check_consistency(parsed: HyperDFlashConfig, inner: int | None) -> None:
-    if inner not in (None, parsed.block_size):
-        raise HyperDFlashConfigError(
-            f"draft config: block_size is {parsed.block_size} but dflash_config.block_size is "
-            f"{inner!r}; both must be the block size the drafter was trained with."
-        )
-    if parsed.window is not None and parsed.window < parsed.block_size:
-        raise HyperDFlashConfigError(
-            f"draft config: hyperdflash_config.window must be at least the block size "
-            f"{parsed.block_size}, found {parsed.window}."
-        )
-    if parsed.dependency is not None and parsed.dependency.top_k > parsed.vocab_size:
-        raise HyperDFlashConfigError(
-            f"draft config: hyperdflash_config.dependency.top_k must be at most the vocabulary of "
-            f"{parsed.vocab_size}, found {parsed.dependency.top_k}."
-        )
-    if not 0 <= parsed.mask_token_id < parsed.vocab_size:
-        raise HyperDFlashConfigError(
-            f"draft config: dflash_config.mask_token_id {parsed.mask_token_id} is outside the "
-            f"vocabulary of {parsed.vocab_size}."
-        )
+def _check_consistency(parsed: HyperDFlashConfig, draft: _Draft) -> None:
+    block, vocabulary, target = parsed.block_size, parsed.vocab_size, parsed.target
+    inner, window, head = draft.dflash_config.block_size, parsed.window, parsed.dependency
+    _require(
+        inner in (None, block),
+        f"block_size is {block} but dflash_config.block_size is {inner}; both must be the block "
+        "size the drafter was trained with.",
+    )
+    _require(
+        window is None or window >= block,
+        f"hyperdflash_config.window must be at least the block size {block}, found {window}.",
+    )
+    _require(
+        head is None or head.top_k <= vocabulary,
+        f"hyperdflash_config.dependency.top_k must be at most the vocabulary of {vocabulary}, "
+        f"found {head and head.top_k}.",
+    )
+    _require(
+        0 <= parsed.mask_token_id < vocabulary,
+        f"dflash_config.mask_token_id {parsed.mask_token_id} is outside the vocabulary of "
+        f"{vocabulary}.",
+    )
     for name in ("hidden_size", "vocab_size"):
-        if getattr(parsed, name) != getattr(parsed.target, name):
-            raise HyperDFlashConfigError(
-                f"draft config: {name} {getattr(parsed, name)} differs from "
-                f"hyperdflash_config.target.{name} {getattr(parsed.target, name)}; the drafter "
-                "borrows the target's embedding and LM head, so they must be equal."
-            )
-    if parsed.reducer == "hc_gate" and parsed.source != "pre_hc_head":
-        raise HyperDFlashConfigError(
-            f"draft config: a gate reads residual paths alone; for source {parsed.source} use "
-            "reducer fc."
+        own, expected = getattr(parsed, name), getattr(target, name)
+        _require(
+            own == expected,
+            f"{name} {own} differs from hyperdflash_config.target.{name} {expected}; the drafter "
+            "borrows the target's embedding and LM head, so they must be equal.",
         )
-    if parsed.reducer == "hc_gate" and parsed.gate == "none":
-        raise HyperDFlashConfigError(
-            "draft config: hyperdflash_config.gate is none, which is for reducer fc; an hc_gate's "
-            f"is one of {', '.join(GATES[:-1])}."
+    if parsed.reducer == "hc_gate":
+        _require(
+            parsed.source == "pre_hc_head",
+            f"a gate reads residual paths alone; for source {parsed.source} use reducer fc.",
         )
-    _check_layer_ids(parsed)
-    if parsed.reads_hc_head and parsed.target.hc_head_fingerprint is None:
-        raise HyperDFlashConfigError(
-            "draft config: an inherited gate needs a target with an hc_head, but "
-            "hyperdflash_config.target.hc_head_fingerprint is missing. Use reducer fc for a target "
-            "without hc_head."
+        _require(
+            parsed.gate != "none",
+            "hyperdflash_config.gate is none, which is for reducer fc; an hc_gate's is one of "
+            f"{', '.join(GATES[:-1])}.",
         )
-
-
-def _check_layer_ids(parsed: HyperDFlashConfig) -> None:
-    if parsed.source != "layers":
-        return
-    layers = parsed.target.num_hidden_layers
-    if not parsed.target_layer_ids or max(parsed.target_layer_ids) >= layers:
-        raise HyperDFlashConfigError(
-            "draft config: source layers needs dflash_config.target_layer_ids between 0 "
-            f"and {layers - 1}, found {list(parsed.target_layer_ids)}."
-        )
+    ids, layers = parsed.captured_layers, target.num_hidden_layers
+    _require(
+        parsed.source != "layers" or (bool(ids) and max(ids) < layers),
+        "source layers needs dflash_config.target_layer_ids between 0 and "
+        f"{layers - 1}, found {list(ids)}.",
+    )
+    _require(
+        not parsed.reads_hc_head or target.hc_head_fingerprint is not None,
+        "an inherited gate needs a target with an hc_head, but hyperdflash_config.target."
+        "hc_head_fingerprint is missing. Use reducer fc for a target without hc_head.",
+    )
+    types, wanted = list(draft.layer_types or ()), [FULL] * parsed.num_hidden_layers
+    _require(
+        types == wanted or not (types or draft.is_causal),
+        f"layer_types must name {FULL} once for each of the {len(wanted)} layers, found {types}. "
+        "A window is hyperdflash_config.window; a causal block is is_causal.",
+    )
 
 
 def load_config(folder: str | Path) -> HyperDFlashConfig:
@@ -298,15 +289,12 @@ def load_config(folder: str | Path) -> HyperDFlashConfig:
 
 
 def check_target(
-    config: HyperDFlashConfig,
-    *,
-    architecture: str,
-    hidden_size: int,
-    vocab_size: int,
-    num_hidden_layers: int,
-    hc_mult: int | None,
+    config: HyperDFlashConfig, *, architecture: str, hc_mult: int | None, **sizes: int
 ) -> None:
     """Compare the target that the drafter was made for with the served one.
+
+    Args:
+        sizes: other fields of :class:`TargetIdentity`.
 
     Raises:
         HyperDFlashConfigError: the target is another one, has no hyper-connections or another
@@ -322,12 +310,7 @@ def check_target(
             f"the drafter was made for hc_mult={config.hc_mult} residual paths, the target has "
             f"{hc_mult}."
         )
-    found = {
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": num_hidden_layers,
-    }
-    for name, value in found.items():
+    for name, value in sizes.items():
         expected = getattr(config.target, name)
         if value != expected:
             raise HyperDFlashConfigError(

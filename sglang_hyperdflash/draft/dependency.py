@@ -33,19 +33,14 @@ class DependencyHead(nn.Module):
         super().__init__()
         self.form = form
         self.predecessor = nn.Parameter(torch.empty(vocabulary, rank))
-        self.successor = nn.Parameter(torch.empty(vocabulary, rank))
+        self.successor = nn.Parameter(torch.zeros(vocabulary, rank))
         self.gate = nn.Linear(width, rank, bias=False)
-        self.start()
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Initial weights: the head adds nothing, and its gradient is not zero."""
-        self.predecessor.normal_(std=START)
-        self.successor.zero_()
-        if self.form == "residual":
-            self.gate.weight.zero_()
+        # At first the head adds nothing, and its gradient is not zero.
+        nn.init.normal_(self.predecessor, std=START)
+        if form == "residual":
+            nn.init.zeros_(self.gate.weight)
         else:
-            self.gate.weight.normal_(std=self.gate.weight.shape[1] ** -0.5)
+            nn.init.normal_(self.gate.weight, std=width**-0.5)
 
     def gates(self, hidden: torch.Tensor) -> torch.Tensor:
         """``1 + G h`` (or ``G h``) of draft rows ``[..., d]``: ``[..., r]`` fp32."""

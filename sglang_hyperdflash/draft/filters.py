@@ -130,12 +130,8 @@ def filter_candidates(q: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if not sampling.filters:
         return q
     ordered, order = q.sort(dim=-1, descending=True, stable=True)
-    keep = _inside(
-        ordered,
-        sampling.top_ks.clamp(min=1).long(),
-        sampling.top_ps.float(),
-        sampling.sequential,
-    )
+    top_ks, top_ps = sampling.top_ks.clamp(min=1).long(), sampling.top_ps.float()
+    keep = _inside(ordered, top_ks, top_ps, sampling.sequential)
     keep &= ordered >= sampling.min_ps.unsqueeze(-1) * ordered[:, :1]
     ordered = ordered * keep
     ordered = ordered / ordered.sum(-1, keepdim=True)

@@ -133,27 +133,18 @@ def propose(
         choice = (noise + q.log()).argmax(-1, keepdim=True)
         tokens = candidates.ids.gather(-1, choice).squeeze(-1)
         return Proposal(tokens, candidates.ids, q, choice, candidates.scores, noise)
-    tokens, all_q, choices, all_scores = [], [], [], []
+    steps: list[tuple[torch.Tensor, ...]] = []
     previous = anchor
     for k in range(drafts):
         ids, scores = candidates.ids[:, k], candidates.scores[:, k]
         if head is not None:
             scores = scores + head(previous, candidates.gates[:, k], ids)
         if adjust is not None:
-            so_far = torch.stack(tokens, 1) if tokens else ids[:, :0]
+            so_far = torch.stack([step[0] for step in steps], 1) if steps else ids[:, :0]
             scores = adjust(k, ids, scores, so_far)
         q = draft_distribution(scores, sampling, draft_temperature)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
         previous = ids.gather(-1, choice).squeeze(-1)
-        tokens.append(previous)
-        all_q.append(q)
-        choices.append(choice)
-        all_scores.append(scores)
-    return Proposal(
-        torch.stack(tokens, 1),
-        candidates.ids,
-        torch.stack(all_q, 1),
-        torch.stack(choices, 1),
-        torch.stack(all_scores, 1),
-        noise,
-    )
+        steps.append((previous, q, choice, scores))
+    tokens, q, choice, scores = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+    return Proposal(tokens, candidates.ids, q, choice, scores, noise)

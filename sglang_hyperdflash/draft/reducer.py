@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
 from triton_ops.hc_gate import rms_norm
 from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
@@ -17,6 +18,29 @@ from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
 # ||kernel - reference|| / ||reference|| at which a kernel counts as broken: twice what rounding
 # the output to the dtype can do.
 KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def reducer_source(
+    config: HyperDFlashConfig, residual: torch.Tensor, layers: torch.Tensor
+) -> torch.Tensor:
+    """What a reducer reads of the target's states of ``S`` tokens: ``[b, S, width]``.
+
+    Args:
+        residual: ``[b, S, m*d]``, before the collapse.
+        layers: ``[b, S, n*d]``, the paths' means after ``config.captured_layers``.
+
+    Raises:
+        HyperDFlashConfigError: the states hold other layers than the config asks for.
+    """
+    if config.source == "pre_hc_head":
+        return residual
+    if layers.shape[-1] != config.source_width:
+        raise HyperDFlashConfigError(
+            f"the drafter reads layers {list(config.target_layer_ids)} ({config.source_width} "
+            f"columns); these states hold {layers.shape[-1]} columns of layers. Captures hold "
+            "none: use features = cache or online."
+        )
+    return layers
 
 
 class HCGateReducer(nn.Module):
@@ -90,10 +114,10 @@ class FcReducer(nn.Module):
 
 def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
     """Return the reducer named in the config and its checkpoint prefix (``reducer`` or ``fc``)."""
-    m, d = config.hc_mult, config.hidden_size
+    m, d, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
     if config.reducer == "fc":
-        return "fc", FcReducer(config.source_width, d, rms_eps=config.rms_norm_eps)
-    return "reducer", HCGateReducer(m, d, rms_eps=config.rms_norm_eps, hc_eps=config.hc_eps)
+        return "fc", FcReducer(config.source_width, d, rms_eps=eps)
+    return "reducer", HCGateReducer(m, d, rms_eps=eps, hc_eps=config.hc_eps)
 
 
 @torch.inference_mode()

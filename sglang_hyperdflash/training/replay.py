@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
-from sglang_hyperdflash.draft.reducer_source import reducer_source
+from sglang_hyperdflash.draft.reducer import reducer_source
 from sglang_hyperdflash.tools.acceptance import accept_length, position_acceptance
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.anchors import block_mask

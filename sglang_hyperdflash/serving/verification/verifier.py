@@ -24,8 +24,6 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils import is_cuda
 
-from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Proposal
 from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
 from sglang_hyperdflash.serving.verification.exact import (
     Verdict,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.draft.reducer_source import reducer_source
+from sglang_hyperdflash.draft.reducer import reducer_source
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config

@@ -136,7 +136,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
         # 2. Draft width - 1 tokens of every request in one pass: argmaxes in a greedy batch, else
-        # drawn from the drafter's distribution q, which stays in block.proposal.
+        # drawn from the drafter's distribution q, which stays in block.proposal. How flat q is made
+        # (its draft temperature) is learnt from what step 5 accepts.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.drafter.draft(batch, block, context, requests, lane)

@@ -52,6 +52,3 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         expected = expected_tensors(self.raw_config, self.hyperdflash_config)
         super().load_weights(checked_tensors(weights, expected))
         setattr(self, REFUSAL, DRAFTER_STAYS)
-
-
-EntryClass = HyperDFlashDraftModel

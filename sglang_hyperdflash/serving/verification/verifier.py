@@ -179,9 +179,7 @@ class Verifier:
         sync, tokens = self.worker._tp_sync.sync, block.tokens
         site, verdict = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, None
         if block.proposal is None or requests.all_greedy:
-            target = argmaxes
-            if target is None:
-                target = self._target_tokens(logits, block, requests)
+            target = self._target_tokens(logits, block, requests) if argmaxes is None else argmaxes
             if requests.all_greedy:
                 site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
             correct_drafts, bonus = compute_dflash_correct_drafts_and_bonus(

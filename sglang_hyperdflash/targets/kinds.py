@@ -24,11 +24,10 @@ class TargetKind:
 
     Attributes:
         name: for messages. architectures: as ``config.json`` spells them.
-        residual: where SGLang holds the ``m`` paths before the collapse.
         exposed: whether SGLang passes that residual to a worker by itself; for others it is done
             by :mod:`sglang_hyperdflash.targets.loaded`.
-        collapse: the target's own way from ``m`` paths to one state.
-        gate_start: how the reducer starts. statement: the same in one sentence for the user.
+        gate_start: how the reducer starts. statement: how the target goes from ``m`` paths to one
+            state, in one sentence for the user.
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
             layer. Prefixes ``model.`` and ``language_model.`` are optional.
         paths_field: the config's name of ``m``.
@@ -37,9 +36,7 @@ class TargetKind:
 
     name: str
     architectures: tuple[str, ...]
-    residual: str
     exposed: bool
-    collapse: str
     gate_start: GateStart
     statement: str
     tensors: tuple[tuple[str, ...], ...] = ()
@@ -50,9 +47,7 @@ class TargetKind:
 DEEPSEEK_V4 = TargetKind(
     name="DeepSeek-V4",
     architectures=("DeepseekV4ForCausalLM", "PortableDeepSeekV4ForCausalLM"),
-    residual="pre_hc_head [N, m*d], returned as the model's hidden states",
-    exposed=True,
-    collapse="hc_head: one sigmoid gate a path, computed from the residual itself",
+    exposed=True,  # pre_hc_head [N, m*d], returned as the model's hidden states
     gate_start="exact",
     statement="the gate is the target's hc_head",
     tensors=(
@@ -65,9 +60,7 @@ DEEPSEEK_V4 = TargetKind(
 DEEPSEEK_V41 = TargetKind(
     name="DeepSeek-V4.1",
     architectures=("DeepseekV41ForCausalLM",),
-    residual="pre_hc_head [N, m*d], returned as the model's hidden states",
-    exposed=True,
-    collapse="a lagged gate: the last layer's hc_ffn predicts it from the residual before its FFN",
+    exposed=True,  # pre_hc_head [N, m*d], returned as the model's hidden states
     gate_start="approximate",
     statement="there is no hc_head; the last layer's hc_ffn gate reads the residual one sub-layer "
     "earlier, so inheriting it is only approximate",
@@ -81,9 +74,7 @@ DEEPSEEK_V41 = TargetKind(
 HY_V4 = TargetKind(
     name="HY-V4",
     architectures=("HYV4ForCausalLM",),
-    residual="the input [N, m, d] of model.hc_head, inside the model's forward",
-    exposed=False,
-    collapse="hc_head: DeepSeek-V4's formula",
+    exposed=False,  # the input [N, m, d] of model.hc_head, inside the model's forward
     gate_start="exact",
     statement="the gate is the target's hc_head",
     # The checkpoint's own names, SGLang's and transformers' parameters, and what transformers
@@ -103,9 +94,7 @@ HY_V4 = TargetKind(
 QWEN4_EXP = TargetKind(
     name="Qwen4-exp",
     architectures=("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
-    residual="the streams [N, m*d], returned as the output's hidden_states",
-    exposed=True,
-    collapse="hyper_connection_mixer: sigmoid gates for every element, then a mean",
+    exposed=True,  # the streams [N, m*d], returned as the output's hidden_states
     gate_start="fc",
     statement="its gates are element-wise, so a gate per path cannot start from them; the generic "
     "projection is trained from scratch",

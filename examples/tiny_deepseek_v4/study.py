@@ -53,7 +53,7 @@ SAMPLING = {
 BENCHMARKS = ("gsm8k", "humaneval", "mt-bench")
 PER_FAMILY, MAX_NEW, CONCURRENCY = 4, 64, 8
 SHAPE = ("--layers", "3", "--heads", "4", "--kv-heads", "2", "--head-dim", "64")
-SHAPE += ("--intermediate-size", "768", "--window", "none")
+SHAPE += ("--intermediate-size", "768", "--window", "0")
 HEAD, NO_HEAD = ("--dependency-rank", "128"), ("--dependency-rank", "0")
 LAYERS = "--layer-ids"
 

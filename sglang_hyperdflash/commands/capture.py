@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,23 +17,22 @@ from typing import Any
 
 import torch
 
-from sglang_hyperdflash.commands.answers import SHOWN
+from sglang_hyperdflash.commands.answers import ask, server_info, write_skipped
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
-from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
+from sglang_hyperdflash.commands.own_server import own_server
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
-from sglang_hyperdflash.tools.atomic import write_text
-from sglang_hyperdflash.tools.checksum import file_hash
+from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
-from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
 from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.captured import (
     CaptureIdentity,
     CaptureWriter,
     bytes_of,
+    content_hash,
     data_digest,
     shard_ranges,
 )
@@ -49,6 +47,7 @@ NO_DRAFTER = "Leave it out: a capture runs the target alone."
 CAPTURE_OWN = OWN | {
     "model_path": "Use --target.",
     "revision": "Leave it out: a capture uses a hub id's main revision.",
+    "context_length": "Use --max-length.",
     "speculative_algorithm": NO_DRAFTER,
     "speculative_draft_model_path": NO_DRAFTER,
     **dict.fromkeys(FIXED, "Leave it out: capture sets it."),
@@ -97,15 +96,15 @@ def add_parser(commands) -> None:
     add("--out", type=Path, required=True, help="folder for the shards")
     add(
         "--max-length",
-        type=int,
+        type=COUNT,
         default=4096,
         help="tokens; longer conversations are left out and listed; less if the target's "
         "context is shorter",
     )
-    add("--shard-mib", type=int, default=1024, help="largest size of a shard, MiB")
-    add("--concurrency", type=int, default=16, help="conversations in flight")
+    add("--shard-mib", type=COUNT, default=1024, help="largest size of a shard, MiB")
+    add("--concurrency", type=COUNT, default=16, help="conversations in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
-    add("--tp", type=int, default=1, help="GPUs that share the model")
+    add("--tp", type=COUNT, default=1, help="GPUs that share the model")
     add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
     add("--verbose", action="store_true", help="show what SGLang and its libraries print")
     parser.set_defaults(run=run, draft=None)
@@ -125,8 +124,6 @@ def check_space(folder: Path, needed: int) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Capture what is not captured yet."""
-    if args.concurrency < 1 or args.shard_mib < 1:
-        raise HyperDFlashConfigError("--concurrency and --shard-mib must be at least 1.")
     arguments = engine_arguments(args, CAPTURE_OWN)
     local = [name for name in args.data if not name.startswith(HUB)]
     keep_apart("--out", args.out, {"the target": args.model})
@@ -136,63 +133,24 @@ def run(args: argparse.Namespace) -> int:
     facts = TargetFacts.from_config(files.config())
     # Resolved, so that the capture records the server's actual dtype.
     arguments["dtype"] = model_dtype(args.dtype, files.config())
-    limit = length_limit(args.max_length, arguments, facts)
+    context = facts.max_position_embeddings
+    limit = min(args.max_length, context - KEPT)
+    if limit < args.max_length:
+        print(
+            f"--max-length {args.max_length} is cut to {limit}: the context is {context} tokens, "
+            f"of which SGLang keeps {KEPT}"
+        )
     settings = {"max_length": limit, "shard_mib": args.shard_mib}
     settings |= engine_settings(args)
-    settings |= {"target": location(args.model), "data": [_content(name) for name in args.data]}
+    settings |= {"target": location(args.model), "data": list(map(content_hash, args.data))}
     with claim(args.out, KIND, settings):
         loaded = load_samples(args.data, load_tokenizer(args.model), limit)
         print(loaded)
-        list_left_out(loaded, limit, args.out / LEFT_OUT)
+        entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
+        entries += [(where, "no answer") for where in loaded.without_answer]
+        skipped = [{"where": where, "reason": reason} for where, reason in entries]
+        write_skipped(args.out / LEFT_OUT, skipped, "left out")
         return _capture(args, arguments, files, facts, loaded)
-
-
-def length_limit(asked: int, arguments: dict[str, Any], facts: TargetFacts) -> int:
-    """Tokens of a conversation at most: ``asked``, or what the engine's context takes.
-
-    Raises:
-        HyperDFlashConfigError: ``asked`` or the context is not a valid length.
-    """
-    if asked < 1:
-        raise HyperDFlashConfigError(f"--max-length must be at least 1, found {asked}.")
-    context = arguments.get("context_length")
-    if context is None:
-        context = facts.max_position_embeddings
-    if type(context) is not int or context <= KEPT:
-        raise HyperDFlashConfigError(
-            f"expected a context of at least {KEPT + 1} tokens, of which SGLang keeps {KEPT}; "
-            f"found {shown(context)}. Fix context_length in --engine-args, or leave it out: then "
-            "it is max_position_embeddings of the target's config.json."
-        )
-    limit = min(asked, context - KEPT)
-    if limit < asked:
-        print(
-            f"--max-length {asked} is cut to {limit}: the context is {context} tokens, of which "
-            f"SGLang keeps {KEPT}"
-        )
-    return limit
-
-
-def list_left_out(loaded: Loaded, limit: int, path: Path) -> None:
-    """Print what is left out, and write the whole list; raises ``WriteFailed``."""
-    entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
-    entries += [(where, "no answer") for where in loaded.without_answer]
-    if not entries:
-        return
-    for where, reason in entries[:SHOWN]:
-        print(f"  left out {where}: {reason}")
-    lines = [json.dumps({"where": where, "reason": reason}) + "\n" for where, reason in entries]
-    write_text(path, "".join(lines))
-    print(f"{len(entries)} left out: listed in {path}")
-
-
-def _content(name: str) -> str:
-    """The hash of a data file; a hub name as it is."""
-    if name.startswith(HUB):
-        return name
-    if not Path(name).is_file():
-        raise FileNotFoundError(f"data file {name} does not exist.")
-    return file_hash(Path(name))[:16]
 
 
 def _capture(
@@ -252,7 +210,7 @@ def _with_server(arguments, scratch: Path, args, loaded, waiting, final_state, w
     environment = {CAPTURE_FOLDER: str(scratch.resolve())}
     starting = own_server(arguments | FIXED, verbose=args.verbose, environment=environment)
     with starting as server:
-        check_fits(loaded, input_limit(server))
+        check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
         for start, end in tqdm(waiting, unit="shard"):
             chosen = loaded.samples[start:end]
             work = prefill_all(server, scratch, chosen, start, args.concurrency)
@@ -264,7 +222,7 @@ def check_fits(loaded: Loaded, limit: int) -> None:
     """Refuse conversations that exceed the server's K/V pool, before any is captured.
 
     Args:
-        limit: ``input_limit`` of the server.
+        limit: ``max_req_input_len`` of the server.
 
     Raises:
         HyperDFlashConfigError: the longest one is too long.
@@ -289,7 +247,7 @@ async def prefill_all(
         rid = f"{REQUEST_PREFIX}{index}"
         async with in_flight:
             await ask(
-                server,
+                server.url,
                 input_ids=sample.tokens,
                 sampling_params={"temperature": 0, "max_new_tokens": 1},
                 return_hidden_states=True,

@@ -22,6 +22,7 @@ from sglang_hyperdflash.tools.acceptance import (
     position_acceptance,
 )
 from sglang_hyperdflash.tools.atomic import write_text
+from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, lock
@@ -38,8 +39,8 @@ def add_parser(commands) -> None:
         "demo", help="serve the tiny DeepSeek-V4", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
-    parser.add_argument("--rounds", type=int, default=3, help="answers to each prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--rounds", type=COUNT, default=3, help="answers to each prompt")
+    parser.add_argument("--max-new-tokens", type=COUNT, default=128, help="tokens of an answer")
     parser.set_defaults(run=run)
 
 
@@ -70,8 +71,6 @@ def check_out(out: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve, ask, compare, print and write the report; 1 when an output differs."""
-    if args.rounds < 1 or args.max_new_tokens < 1:
-        raise HyperDFlashConfigError("--rounds and --max-new-tokens must be at least 1.")
     check_out(args.out)
     example = find_example()
     from eval.client import Sampling, converse

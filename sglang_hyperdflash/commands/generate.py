@@ -2,8 +2,7 @@
 
 Every input line gives one output line ``{"index", "outputs", ...}`` in order of completion. The
 output file is append-only and is its own resume state: a line cut by a kill is dropped,
-finished indices are skipped, so nothing is lost or doubled. Refused prompts are listed, with
-file and line, in ``OUTPUT.skipped.jsonl``.
+finished indices are skipped, so nothing is lost or doubled.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,23 +20,22 @@ from typing import Any
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.commands.answers import (
     Answers,
+    Asker,
     Conversation,
-    converse,
     hold_answers,
-    room_for,
-    sampling_of,
+    server_info,
 )
-from sglang_hyperdflash.commands.own_server import ask, input_limit, own_server
+from sglang_hyperdflash.commands.own_server import own_server
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
-from sglang_hyperdflash.tools.chat_template import check_template, render
+from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
+from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.conversations import Messages
 
 KIND = "hyperdflash generate"
@@ -50,6 +49,7 @@ OWN = {
     "speculative_algorithm": "Use --draft.",
     "speculative_draft_model_path": "Use --draft.",
 }
+SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "min_p")
 # Server options that change its memory, not its answers.
 MEMORY_ONLY = frozenset(
     (
@@ -118,29 +118,35 @@ def add_parser(commands) -> None:
     add("--draft", help="drafter (default: none, no speculation)")
     add("--input", type=Path, required=True, help="JSONL with prompt, messages or turns")
     add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=512,
-        help="most tokens of an answer; less if the target's context leaves less",
-    )
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling; 1 is off")
-    add("--top-k", type=int, default=-1, help="tokens to sample from; -1 is all")
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="smallest probability, relative to the likeliest token's",
-    )
-    add("--concurrency", type=int, default=16, help="prompts in flight")
+    add_sampling(parser, max_new_tokens=512, temperature=0.0, top_p=1.0, top_k=-1)
+    min_p = number(float, "from 0 to 1", lambda p: 0 <= p <= 1)
+    text = "smallest probability, relative to the likeliest token's"
+    add("--min-p", type=min_p, default=0.0, help=text)
+    add("--concurrency", type=COUNT, default=16, help="prompts in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
-    add("--tp", type=int, default=1, help="GPUs that share the model")
+    add("--tp", type=COUNT, default=1, help="GPUs that share the model")
     add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
-    text = "ask again what the target refused in an earlier run"
-    add("--retry-skipped", action="store_true", help=text)
     add("--verbose", action="store_true", help="show what SGLang and its libraries print")
     parser.set_defaults(run=run)
+
+
+def add_sampling(parser: argparse.ArgumentParser, **defaults: float) -> None:
+    """Add the sampling options that commands have in common."""
+    kinds = {
+        "max_new_tokens": (COUNT, "most tokens of an answer; less if the context leaves less"),
+        "temperature": (
+            number(float, "a number of at least 0", lambda t: 0 <= t < math.inf),
+            "0 is greedy",
+        ),
+        "top_p": (SHARE, "nucleus sampling; 1 is off"),
+        "top_k": (
+            number(int, "-1 or at least 1", lambda k: k == -1 or k >= 1),
+            "tokens to sample from; -1 is all",
+        ),
+    }
+    for name, (kind, text) in kinds.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, default=defaults[name], help=text)
 
 
 def json_option(name: str, text: str) -> dict[str, Any]:
@@ -203,7 +209,7 @@ def check_draft(name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
-    sampling = sampling_of(args, "min_p")
+    sampling = {name: getattr(args, name) for name in SAMPLING}
     arguments = engine_arguments(args)
     if args.draft:
         check_draft(args.draft)
@@ -212,9 +218,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.input)
     settings = sampling | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
-    digests = {prompt.index: prompt.digest for prompt in prompts}
-    with hold_answers(args.output, KIND, settings, digests) as answers:
-        waiting = answers.waiting(prompts, "prompts", retry=args.retry_skipped)
+    with hold_answers(args.output, KIND, settings, prompts, "prompts") as answers:
+        waiting = answers.waiting(prompts)
         if any(prompt.text is None for prompt in waiting):
             check_template(load_tokenizer(args.model))  # before the model is loaded
         if waiting:
@@ -230,65 +235,25 @@ def _with_server(
     answers: Answers,
 ) -> None:
     tokenizer = load_tokenizer(args.model)
+    totals: Counter[str] = Counter()
+
+    def fields(_messages: Messages, replies: list[dict[str, Any]]) -> dict[str, Any]:
+        metas = [reply["meta_info"] for reply in replies]
+        counts = {
+            "completion_tokens": sum(int(meta["completion_tokens"]) for meta in metas),
+            "correct_drafts": sum(counters(meta)[0] for meta in metas),
+            "verify_rounds": sum(counters(meta)[1] for meta in metas),
+        }
+        totals.update(counts)
+        finish = metas[-1]["finish_reason"]["type"]
+        return {"outputs": [r["text"] for r in replies], **counts, "finish_reason": finish}
+
     with own_server(arguments, verbose=args.verbose) as server:
-        asker = Asker(server, tokenizer, sampling, input_limit(server))
+        limit = int(server_info(server.url)["max_req_input_len"])
+        asker = Asker(server.url, limit, tokenizer, sampling)
         started = time.monotonic()
-        work = answers.add_all(waiting, asker.answer, args.concurrency, "prompt")
-        written = asyncio.run(work)
-        print(summary(written, asker.totals, time.monotonic() - started))
-    answers.skipped.say("prompts", len(answers.done) + written)
-
-
-class Asker:
-    """A server and its request parameters.
-
-    Args:
-        sampling: SGLang's parameters; ``max_new_tokens`` is cut to what the context leaves.
-        limit: ``input_limit`` of the server.
-
-    Attributes:
-        totals: sums over all answers of the counts in their records.
-    """
-
-    def __init__(
-        self, server: Server, tokenizer: Any, sampling: Mapping[str, Any], limit: int
-    ) -> None:
-        self.server, self.tokenizer = server, tokenizer
-        self.sampling, self.limit = sampling, limit
-        self.totals: Counter[str] = Counter()
-
-    async def answer(self, prompt: Conversation) -> tuple[dict[str, Any], int, str | None]:
-        """Answer one input line: its record, how many answers that holds, why it ends early."""
-        counts = dict.fromkeys(("completion_tokens", "correct_drafts", "verify_rounds"), 0)
-        finish = {}
-
-        async def generate(messages: Messages) -> tuple[str, str]:
-            text, meta = await self._generate(self._tokens(prompt, messages))
-            accepted, verified, _ = counters(meta)
-            counts["correct_drafts"] += accepted
-            counts["verify_rounds"] += verified
-            counts["completion_tokens"] += int(meta["completion_tokens"])
-            finish["finish_reason"] = meta["finish_reason"]["type"]
-            return text, text
-
-        _, outputs, reason = await converse(prompt, generate)
-        self.totals.update(counts)
-        record = {"index": prompt.index, "digest": prompt.digest, "outputs": outputs}
-        return record | counts | finish, len(outputs), reason
-
-    def _tokens(self, prompt: Conversation, messages: Messages) -> list[int]:
-        """The input of the next answer; raises ``Refused``."""
-        if prompt.text is not None:
-            return self.tokenizer.encode(prompt.text, add_special_tokens=True)
-        text = render(self.tokenizer, messages, prompt=True, where=prompt.where)
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    async def _generate(self, tokens: list[int]) -> tuple[str, dict[str, Any]]:
-        """The text and ``meta_info`` of one answer; raises ``Refused``."""
-        new = min(self.sampling["max_new_tokens"], room_for(len(tokens), self.limit))
-        sampling = {**self.sampling, "max_new_tokens": new}
-        result = await ask(self.server, input_ids=tokens, sampling_params=sampling)
-        return result["text"], result["meta_info"]
+        written = asyncio.run(answers.add_all(waiting, asker, fields, args.concurrency))
+        print(summary(written, totals, time.monotonic() - started))
 
 
 def summary(prompts: int, totals: Mapping[str, int], seconds: float) -> str:

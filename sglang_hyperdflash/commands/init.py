@@ -10,12 +10,14 @@ import torch
 
 from sglang_hyperdflash.draft.config import CANDIDATES, FORMS, REDUCERS
 from sglang_hyperdflash.draft.hc_head import HcHead
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, mask_token_of
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
+from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
 
 KIND = "hyperdflash init"
+OR_NONE = number(int, "at least 0", lambda n: n >= 0)
 # Options that replace one size of the default shape: what they are, and their default.
 SIZES = {
     "layers": ("transformer layers", "from the target"),
@@ -24,7 +26,7 @@ SIZES = {
     "head_dim": ("width of a head", "from the target"),
     "intermediate_size": ("width of the MLP", "three times the hidden size"),
     "block_size": ("rows of a block: the anchor plus the drafts", "7"),
-    "window": ("context tokens that a block may see; 0 or none for all of them", "from the target"),
+    "window": ("context tokens that a block may see; 0 for all of them", "from the target"),
     "dependency_rank": (
         "rank of the dependency head; 0 for the paper's drafter, which has none",
         "from the target",
@@ -50,7 +52,7 @@ def add_parser(commands) -> None:
     add("--revision", help="branch, tag or commit of a hub id (default: the main branch)")
     add("--out", type=Path, required=True, help="new folder for the draft checkpoint")
     for name, (text, default) in SIZES.items():
-        kind = _size_or_none if name in ("window", "dependency_rank") else int
+        kind = OR_NONE if name in ("window", "dependency_rank") else COUNT
         add(f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: {default})")
     add("--rope-theta", type=float, default=DrafterShape.rope_theta, help="RoPE base")
     add(
@@ -90,11 +92,6 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _size_or_none(text: str) -> int:
-    """A number; ``none`` is 0."""
-    return 0 if text == "none" else int(text)
-
-
 def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
     """The default shape for the target with the sizes that were given.
 
@@ -102,14 +99,6 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
         HyperDFlashConfigError: a size that cannot work.
     """
     given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    for name, size in given.items():
-        least = 0 if name in ("window", "dependency_rank") else 1
-        if size < least:
-            option = f"--{name.replace('_', '-')}"
-            raise HyperDFlashConfigError(f"{option} must be at least {least}, found {size}.")
-    for name in ("window", "dependency_rank"):
-        if given.get(name) == 0:
-            given[name] = None
     shape = replace(
         shape_for(facts),
         rope_theta=args.rope_theta,
@@ -117,7 +106,7 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
         reducer=args.reducer or ("fc" if args.layer_ids else "hc_gate"),
         layer_ids=tuple(args.layer_ids or ()),
         dependency_form=args.dependency_form,
-        **given,
+        **{name: size or None for name, size in given.items()},
     )
     if shape.heads % shape.kv_heads:
         raise HyperDFlashConfigError(
@@ -195,14 +184,10 @@ def new_drafter(
 
 
 def mask_token(args: argparse.Namespace) -> int:
-    """The token id at drafted positions.
-
-    Raises:
-        HyperDFlashConfigError: the tokenizer has none and none was given.
-    """
+    """The token id at drafted positions; raises ``HyperDFlashConfigError`` without one."""
     mask = args.mask_token_id
     if mask is None:
-        mask = mask_token_of(args.target, args.revision)
+        mask = load_tokenizer(args.target, args.revision).mask_token_id
     if mask is None:
         raise HyperDFlashConfigError(
             f"the tokenizer of {args.target} has no mask token; pass --mask-token-id, the id of a "

@@ -1,4 +1,4 @@
-"""The SGLang server of an offline command, which starts it, asks it and ends it."""
+"""The SGLang server of an offline command, which starts and ends it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import aiohttp
-import requests
-
-from sglang_hyperdflash.commands.answers import Refused
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
-from sglang_hyperdflash.tools.server_process import Server, reason_of
+from sglang_hyperdflash.tools.server_process import Server
 
 # The last line of a traceback, and what argparse says of a command line.
 REASON = re.compile(r"^(?:[\w.]*(?:Error|Exception)|.*: error): (.+)$", re.MULTILINE)
@@ -35,7 +31,8 @@ def own_server(
         environment: variables for the server.
 
     Raises:
-        HyperDFlashConfigError: SGLang starts no server of these arguments.
+        HyperDFlashConfigError: SGLang starts no server of these arguments. ServerFailed: of the
+            block, with the end of the log.
     """
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
     with TemporaryDirectory(prefix="hyperdflash-") as folder:
@@ -58,33 +55,8 @@ def own_server(
                     f"SGLang starts no server of these options{reason.rstrip('.')}. Check them and "
                     f"--engine-args; --verbose shows its log.{hint}"
                 ) from error
-            yield server
-
-
-async def ask(server: Server, **payload: Any) -> dict[str, Any]:
-    """The answer to one ``/generate`` request.
-
-    Raises:
-        Refused: the server does not take it. ServerFailed: it ended.
-    """
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(f"{server.url}/generate", json=payload) as reply,
-        ):
-            if reply.status == 400:
-                raise Refused(reason_of(await reply.text()))
-            reply.raise_for_status()
-            return await reply.json(content_type=None)
-    except (aiohttp.ClientError, ValueError) as error:
-        raise ServerFailed(
-            f"SGLang's server failed: {error!r}. Run the same command again to go on; --verbose "
-            f"shows its log.\n{server.log_tail(5)}".rstrip()
-        ) from error
-
-
-def input_limit(server: Server) -> int:
-    """Tokens of an input, less one, that the server takes: its ``max_req_input_len``."""
-    info = requests.get(f"{server.url}/server_info", timeout=60)
-    info.raise_for_status()
-    return int(info.json()["max_req_input_len"])
+            try:
+                yield server
+            except ServerFailed as error:
+                tail = server.log_tail(5)
+                raise ServerFailed(f"{error} --verbose shows its log.\n{tail}".rstrip()) from error

@@ -17,6 +17,7 @@ from typing import Any
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.targets.kinds import text_fields
+from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 GIB = 1 << 30
@@ -333,26 +334,8 @@ def _weights_gib(target: str, tp: int) -> float:
     return size / tp / GIB
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
-    """Raise ``HyperDFlashConfigError`` for a count or a size that no node has."""
-    for name in ("tp", "context_length", "max_running_requests", "gpu_gib", "weights_gib"):
-        values = getattr(args, name)
-        least = 0 if name.endswith("_gib") else 1
-        for found in values if isinstance(values, list) else [values]:
-            if found is not None and not least <= found < math.inf:
-                raise HyperDFlashConfigError(
-                    f"--{name.replace('_', '-')} must be at least {least}, found {found:g}."
-                )
-    if not 0 < args.mem_fraction_static <= 1:
-        raise HyperDFlashConfigError(
-            "--mem-fraction-static must be above 0 and at most 1, found "
-            f"{args.mem_fraction_static:g}."
-        )
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
-    _check_numbers(args)
     check_target(args.target)
     rows = []
     for tp in args.tp:
@@ -380,19 +363,19 @@ def add_parser(commands) -> None:
         "baseline's, without a GPU or weights. Other memory: what HYPERDFLASH needs outside "
         "weights and K/V, at most; the target's own graphs are not counted.",
     )
-    add = parser.add_argument
+    add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
     add("--target", required=True, help="folder or hub id; only its config.json is read")
     add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
-    add("--gpu-gib", type=float, required=True, help="memory of one GPU, GiB")
-    add("--weights-gib", type=float, help="weights on one GPU, GiB (default: index size / tp)")
-    add("--tp", type=int, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
+    add("--gpu-gib", type=gib, required=True, help="memory of one GPU, GiB")
+    add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
+    add("--tp", type=COUNT, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
     add("--dp-attention", action="store_true", help="attention data parallelism")
-    add("--context-length", type=int, help="context, tokens (default: the target's own)")
-    add("--mem-fraction-static", type=float, default=0.85, help="share of a GPU for weights, K/V")
+    add("--context-length", type=COUNT, help="context, tokens (default: the target's own)")
+    add("--mem-fraction-static", type=SHARE, default=0.85, help="share of a GPU for weights, K/V")
     add(
         "--max-running-requests",
-        type=int,
+        type=COUNT,
         help="requests at once (default: SGLang's choice for each method, which is shown)",
     )
     add("--json", action="store_true", help="print JSON")

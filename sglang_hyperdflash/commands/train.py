@@ -18,11 +18,11 @@ from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
 from sglang_hyperdflash.tools.atomic import replacing
-from sglang_hyperdflash.tools.checksum import file_hash
+from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
-from sglang_hyperdflash.training.captured import INDEX, CapturedFeatures
-from sglang_hyperdflash.training.conversations import HUB, load_samples
+from sglang_hyperdflash.training.captured import CapturedFeatures, content_hash
+from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.kept_states import kept_states
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
@@ -37,21 +37,6 @@ KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"
 
 
-def _content(place: str | Path) -> str:
-    """The hash of a file, or of a capture's index; a hub name as it is.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-    """
-    if str(place).startswith(HUB):
-        return str(place)
-    path = Path(place)
-    path = path / INDEX if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"file {path} does not exist.")
-    return file_hash(path)[:16]
-
-
 def settings_of(schedule: Schedule) -> dict[str, Any]:
     """Settings that must not change between two runs into one working folder.
 
@@ -59,17 +44,17 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
         FileNotFoundError: a data file does not exist.
     """
     stages = {
-        f"stage {i}": stage.settings() | {"data": list(map(_content, stage.data))}
+        f"stage {i}": stage.settings() | {"data": list(map(content_hash, stage.data))}
         for i, stage in enumerate(schedule.stage, 1)
     }
     return stages | {
         "target": location(schedule.target),
-        "draft": _content(schedule.draft / "model.safetensors"),
+        "draft": content_hash(schedule.draft / "model.safetensors"),
         # Drafters of another block size, window or mask token may have the same weights.
-        "draft_config": _content(schedule.draft / "config.json"),
+        "draft_config": content_hash(schedule.draft / "config.json"),
         "max_length": schedule.max_length,
         "features": schedule.features,
-        "held_out": {kind: _content(place) for kind, place in schedule.held_out.items()},
+        "held_out": {kind: content_hash(place) for kind, place in schedule.held_out.items()},
         "objective": dataclasses.asdict(schedule.objective),
     }
 
@@ -250,15 +235,13 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument(
-        "--threads", type=int, help="CPU threads of each process (default: torch's own number)"
+        "--threads", type=COUNT, help="CPU threads of each process (default: torch's own number)"
     )
     parser.set_defaults(run=run)
 
 
 def check_machine(args: argparse.Namespace) -> None:
-    """Raise ``HyperDFlashConfigError`` when torch cannot take ``--threads`` or ``--device``."""
-    if args.threads is not None and args.threads < 1:
-        raise HyperDFlashConfigError(f"--threads must be at least 1, found {args.threads}.")
+    """Raise ``HyperDFlashConfigError`` when torch cannot take ``--device``."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise HyperDFlashConfigError(
             "--device cuda: expected a GPU that torch sees, found none. Install a torch with CUDA, "

@@ -305,13 +305,8 @@ def model_dtype(asked: str, config: Mapping[str, Any]) -> str:
     return found
 
 
-def load_tokenizer(
-    name: str, revision: str | None = None, *, advice: str = "Add its tokenizer files."
-) -> Any:
-    """The target's transformers tokenizer.
-
-    Args:
-        name: folder or hub id. advice: what to do without one, for the error.
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The transformers tokenizer of a target: folder or hub id.
 
     Raises:
         HyperDFlashConfigError: transformers finds no tokenizer.
@@ -323,15 +318,5 @@ def load_tokenizer(
     except (OSError, ValueError) as error:
         raise HyperDFlashConfigError(
             f"target {name} has no tokenizer that can be read ({str(error).splitlines()[0]}). "
-            f"{advice}"
+            "Add its tokenizer files; `hyperdflash init` takes --mask-token-id instead."
         ) from error
-
-
-def mask_token_of(name: str, revision: str | None = None) -> int | None:
-    """Id of the target tokenizer's mask token, or None, in which case --mask-token-id is needed.
-
-    Raises:
-        HyperDFlashConfigError: transformers finds no tokenizer.
-    """
-    advice = "Add its tokenizer files, or pass --mask-token-id."
-    return load_tokenizer(name, revision, advice=advice).mask_token_id

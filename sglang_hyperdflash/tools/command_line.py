@@ -1,8 +1,10 @@
-"""An argument parser whose help names every default."""
+"""An argument parser whose help names every default, and the types of numeric options."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 
 class _WithDefaults(argparse.HelpFormatter):
@@ -18,7 +20,27 @@ class _WithDefaults(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """``ArgumentParser`` with defaults in its help."""
+    """``ArgumentParser`` with defaults in its help and errors of one line."""
 
     def __init__(self, **options) -> None:
         super().__init__(**{"formatter_class": _WithDefaults, **options})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. {self.prog} --help lists the options.\n")
+
+
+def number(kind: type, expected: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option that is a number for which ``holds`` is true, as ``expected`` says."""
+
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {expected}, found {text}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it for a text that is no number
+    return convert
+
+
+COUNT = number(int, "at least 1", lambda n: n >= 1)
+SHARE = number(float, "above 0 and at most 1", lambda x: 0 < x <= 1)

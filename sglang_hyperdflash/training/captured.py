@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from sglang_hyperdflash.tools.atomic import replacing, write_json
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.conversations import HUB
 from sglang_hyperdflash.training.samples import Sample, States
 
 INDEX = "index.json"
@@ -54,6 +55,21 @@ class Shard:
 def data_digest(samples: list[Sample]) -> str:
     """A short hash of tokens and spans, in order."""
     return bytes_hash(json.dumps([s.tokens, s.spans]).encode() for s in samples)
+
+
+def content_hash(place: str | Path) -> str:
+    """16 hex digits of the hash of a file, or of a capture's index; a hub name as it is.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+    """
+    if str(place).startswith(HUB):
+        return str(place)
+    path = Path(place)
+    path = path / INDEX if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"file {path} does not exist.")
+    return file_hash(path)[:16]
 
 
 def bytes_of(sample: Sample, m: int, d: int, itemsize: int) -> int:

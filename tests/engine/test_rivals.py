@@ -15,7 +15,7 @@ import torch
 
 from eval.methods import resolve
 from examples.tiny_deepseek_v4.train_mtp import new_layer, save, train
-from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
+from sglang_hyperdflash.targets.files import TargetFacts, load_tokenizer
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.local_target import LocalTarget
@@ -102,7 +102,9 @@ def folders(
     save(core, out / "mtp")
     shape = DrafterShape(layers=2, reducer="fc", layer_ids=(1, 3, 5))
     facts = TargetFacts.from_config(target.config.to_dict())
-    drafter = Drafter(draft_config(facts, target.hc_head, shape, mask_token_of(str(target_dir))))
+    drafter = Drafter(
+        draft_config(facts, target.hc_head, shape, load_tokenizer(str(target_dir)).mask_token_id)
+    )
     recipe = Recipe(steps=80, batch=4, anchors=32, lr=3e-3, warmup_steps=10, every=80)
     Trainer(drafter, target, cache, {}, recipe, out / "work").run(out / "dflash")
     config = out / "dflash" / "config.json"
@@ -110,7 +112,7 @@ def folders(
     config.write_text(json.dumps(named))
 
     def trained_head(name: str) -> Path:
-        train_head(name, target, mask_token_of(str(target_dir)), samples, out / name)
+        train_head(name, target, load_tokenizer(str(target_dir)).mask_token_id, samples, out / name)
         return out / name
 
     trained = {"mtp": out / "mtp", "dflash": out / "dflash", "hyperdflash": drafter_dir}

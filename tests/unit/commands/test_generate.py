@@ -68,7 +68,7 @@ def test_missing_and_empty_inputs(tmp_path):
 
 
 def held(output, prompts, **settings):
-    return hold_answers(output, KIND, settings, {p.index: p.digest for p in prompts})
+    return hold_answers(output, KIND, settings, prompts, "prompts")
 
 
 def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path, capsys):

@@ -61,12 +61,6 @@ def test_the_shipped_sample_is_the_published_dimensions():
     [
         ((), "--weights-gib is needed"),
         (("--weights-gib", "90"), "leaves no memory besides weights of 90 GiB per GPU at tp 1"),
-        (("--weights-gib", "-1"), "--weights-gib must be at least 0, found -1"),
-        (("--tp", "0"), "--tp must be at least 1, found 0"),
-        (("--context-length", "0"), "--context-length must be at least 1, found 0"),
-        (("--max-running-requests", "-2"), "--max-running-requests must be at least 1, found -2"),
-        (("--gpu-gib", "nan"), "--gpu-gib must be at least 0, found nan"),
-        (("--mem-fraction-static", "85"), "--mem-fraction-static must be above 0 and at most 1"),
     ],
 )
 def test_what_a_plan_needs(tmp_path, capsys, extra, message):
@@ -74,6 +68,25 @@ def test_what_a_plan_needs(tmp_path, capsys, extra, message):
     arguments = ["plan", "--target", str(target), "--draft", "nowhere", "--gpu-gib", "80"]
     assert cli.main([*arguments, *extra]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        ("--weights-gib", "-1", "at least 0"),
+        ("--tp", "0", "at least 1"),
+        ("--context-length", "0", "at least 1"),
+        ("--max-running-requests", "-2", "at least 1"),
+        ("--gpu-gib", "nan", "at least 0"),
+        ("--mem-fraction-static", "85", "above 0 and at most 1"),
+    ],
+)
+def test_a_number_that_no_node_has_is_one_line(capsys, option, value, expected):
+    arguments = ["plan", "--target", "any", "--draft", "nowhere", "--gpu-gib", "80"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*arguments, option, value])
+    error = capsys.readouterr().err
+    assert f"{option}: must be {expected}, found {value}." in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

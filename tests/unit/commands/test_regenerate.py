@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import regenerate
+from sglang_hyperdflash.commands import answers, regenerate
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
 from tests.unit.commands.native_server import Answers
@@ -88,7 +88,7 @@ def test_it_resumes_and_drops_a_cut_line(server, target_dir, data, tmp_path, cap
 def test_a_busy_server_is_asked_again_and_a_dead_one_named(
     server, target_dir, data, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(regenerate, "PAUSE", 0)
+    monkeypatch.setattr(answers, "PAUSE", 0)
     server.failures = [503, 503]
     assert call(server, target_dir, data, tmp_path / "a.jsonl", "--concurrency", "1") == 0
     server.failures = [500] * 100
@@ -100,7 +100,7 @@ def records_of(path):
     return sorted(map(json.loads, path.read_text().splitlines()), key=lambda r: r["index"])
 
 
-def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
+def test_a_prompt_that_is_too_long_is_skipped_and_listed(
     server, target_dir, data, tmp_path, capsys
 ):
     """Found as: the run ended at it for good, on every re-run, and named no line."""
@@ -115,20 +115,18 @@ def test_a_prompt_that_is_too_long_is_skipped_listed_and_not_asked_again(
     assert "the server accepts 399" in said
     assert "3 conversations answered" in said
     listed = tmp_path / "out.skipped.jsonl"
-    assert "1 conversations refused (0 after their first answers)" in said
-    assert f"listed in {listed}" in said
+    assert f"1 refused: listed in {listed}" in said
     assert [r["index"] for r in records_of(out)] == [0, 2, 3]
     (entry,) = records_of(listed)
-    assert (entry["index"], entry["where"], entry["answered"]) == (1, f"{data}:2", 0)
+    assert (entry["index"], entry["where"]) == (1, f"{data}:2")
     room = [p["sampling_params"]["max_new_tokens"] + len(p["input_ids"]) for p in server.prompts]
     assert set(room) == {400}, "answers are cut to what the context leaves"
     asked = len(server.prompts)
     assert call(server, target_dir, data, out) == 0
-    assert "3 already answered" in (said := capsys.readouterr().out)
-    assert "1 skipped before" in said
-    assert len(server.prompts) == asked
+    assert "3 already answered" in capsys.readouterr().out
+    assert len(server.prompts) == asked and listed.exists()
     server.context = 4096
-    assert call(server, target_dir, data, out, "--retry-skipped") == 0
+    assert call(server, target_dir, data, out) == 0
     assert [r["index"] for r in records_of(out)] == [0, 1, 2, 3]
     assert not listed.exists()
 
@@ -152,7 +150,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_skipped_and_listed(
     assert f"refused {data}:4: turn 1: {reason}\n" in said
     assert [len(r["samples"]) for r in records_of(out)] == [1, 1, 1]
     listed = records_of(tmp_path / "out.skipped.jsonl")
-    assert [(e["index"], e["answered"]) for e in listed] == [(0, 1), (3, 0)]
+    assert [e["index"] for e in listed] == [0, 3]
     asked = len(server.prompts)
     assert call(server, target, data, out) == 0
     assert len(server.prompts) == asked
@@ -168,7 +166,8 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     assert f"refused {data}:1: turn 2: no such prompt" in capsys.readouterr().out
     assert [len(r["samples"]) for r in records_of(out)] == [1, 1, 1]
     assert records_of(out)[0]["messages"][-1]["role"] == "assistant"
-    assert records_of(tmp_path / "out.skipped.jsonl")[0]["answered"] == 1
+    assert records_of(tmp_path / "out.skipped.jsonl")[0]["index"] == 0
+    assert records_of(out)[0]["refused"] == "turn 2: no such prompt"
     assert len(load_samples([out], AutoTokenizer.from_pretrained(target_dir), 512).samples) == 3
 
 
@@ -265,9 +264,9 @@ def test_only_what_is_surely_another_model_is_refused(
     save_file({"model.norm.weight": torch.ones(256)}, other / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HyperDFlashConfigError, match="final norms differ"):
-        regenerate.Served("http://localhost:1", str(other), 9).check(str(target_dir), NONE)
+        regenerate.Served("http://localhost:1", str(other)).check(str(target_dir), NONE)
     served = model.format(other=other, tmp_path=tmp_path)
-    regenerate.Served(url, served, 9).check(str(target_dir), NONE)
+    regenerate.Served(url, served).check(str(target_dir), NONE)
 
 
 def test_a_folder_that_may_not_be_read_is_not_judged(monkeypatch):
@@ -277,7 +276,7 @@ def test_a_folder_that_may_not_be_read_is_not_judged(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_dir", refused)
-    regenerate.Served("http://localhost:1", "/srv/v4", 9).check("/here/v4", NONE)
+    regenerate.Served("http://localhost:1", "/srv/v4").check("/here/v4", NONE)
 
 
 def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):
@@ -304,13 +303,25 @@ def test_bad_options_are_named(server, target_dir, data, tmp_path, capsys):
     cases = [
         (["--template-args", "{"], "--template-args is not JSON"),
         (["--template-args", "[]"], "must be a JSON object"),
-        (["--concurrency", "0"], "must be at least 1"),
-        (["--limit", "0"], "--limit must be at least 1, found 0. Leave it out to answer all"),
-        (["--limit", "-1"], "--limit must be at least 1, found -1"),
-        (["--top-p", "0"], "--top-p must be above 0 and at most 1, found 0.0"),
         (["--server", "http://127.0.0.1:9"], "no SGLang server answers"),
         (["--input", str(tmp_path / "none")], "does not exist"),
     ]
     for options, message in cases:
         assert call(server, target_dir, data, tmp_path / "out.jsonl", *options) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--concurrency", "0"], "--concurrency: must be at least 1, found 0"),
+        (["--limit", "-1"], "--limit: must be at least 1, found -1"),
+        (["--top-p", "0"], "--top-p: must be above 0 and at most 1, found 0"),
+        (["--top-k", "many"], "--top-k: invalid int value: 'many'"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(server, target_dir, data, capsys, options, message):
+    with pytest.raises(SystemExit, match="2"):
+        call(server, target_dir, data, "nowhere", *options)
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from sglang_hyperdflash.draft.algorithm import propose_block
 from sglang_hyperdflash.draft.dependency import DependencyHead
-from sglang_hyperdflash.targets.files import TargetFacts, mask_token_of
+from sglang_hyperdflash.targets.files import TargetFacts, load_tokenizer
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
@@ -161,7 +161,9 @@ def drafter_of(target, target_dir: Path, shape: DrafterShape = SHAPE, seed: int 
     """A small drafter with a random head, its blocks different from each other."""
     torch.manual_seed(seed)
     facts = TargetFacts.from_config(target.config.to_dict())
-    drafter = Drafter(draft_config(facts, target.hc_head, shape, mask_token_of(str(target_dir))))
+    drafter = Drafter(
+        draft_config(facts, target.hc_head, shape, load_tokenizer(str(target_dir)).mask_token_id)
+    )
     drafter.inherit(target.hc_head)
     with torch.no_grad():
         for name, value in drafter.named_parameters():
@@ -205,7 +207,7 @@ def test_the_ce_of_u_keeps_the_right_token_among_the_candidates(
 ):
     """Found as: a head that was trained from the start carried the drafts by itself."""
     shape = DrafterShape(**{**SHAPE.__dict__, "dependency_rank": 64})
-    rows, found, mask = collate(source.samples), {}, mask_token_of(str(target_dir))
+    rows, found, mask = collate(source.samples), {}, load_tokenizer(str(target_dir)).mask_token_id
     facts = TargetFacts.from_config(target.config.to_dict())
     blocks, states = Blocks.draw(rows, 20, 7, [0, 1]), source.states([0, 1])
     for weight in (0.0, 0.3):
@@ -314,10 +316,12 @@ def test_training_starts_at_the_drafter_without_a_head(target, target_dir, sourc
     """A new head changes no draft, and the trainer's first step moves B, then A and G."""
     torch.manual_seed(0)
     facts = TargetFacts.from_config(target.config.to_dict())
-    raw = draft_config(facts, target.hc_head, SHAPE, mask_token_of(str(target_dir)))
+    raw = draft_config(facts, target.hc_head, SHAPE, load_tokenizer(str(target_dir)).mask_token_id)
     drafter, plain = Drafter(raw), DrafterShape(**{**SHAPE.__dict__, "dependency_rank": None})
     torch.manual_seed(0)
-    bare = Drafter(draft_config(facts, target.hc_head, plain, mask_token_of(str(target_dir))))
+    bare = Drafter(
+        draft_config(facts, target.hc_head, plain, load_tokenizer(str(target_dir)).mask_token_id)
+    )
     tokens = source.samples[0].tokens[:12]
     assert propose_block(target, drafter, tokens) == propose_block(target, bare, tokens)
 

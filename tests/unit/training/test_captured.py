@@ -153,7 +153,7 @@ def test_rows_that_found_no_space_end_the_command_with_one_line(tmp_path, monkey
         append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
     monkeypatch.setattr(capture, "ask", mock.AsyncMock())
     with pytest.raises(HyperDFlashError, match=r"expected 5 residual rows .* found 0; \d+ MiB"):
-        asyncio.run(capture.prefill_all(None, tmp_path, SAMPLES[:1], 0, 1))
+        asyncio.run(capture.prefill_all(mock.Mock(), tmp_path, SAMPLES[:1], 0, 1))
 
 
 def test_a_capture_refuses_what_is_not_its_own_before_any_model(
@@ -232,7 +232,8 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     assert f"2 left out: listed in {out / 'left_out.jsonl'}" in said
     listed = [json.loads(line) for line in (out / "left_out.jsonl").read_text().splitlines()]
     assert [entry["where"] for entry in listed] == [f"{data}:2", f"{data}:3"]
-    assert main([*command, "--max-length", "0"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--max-length", "0"])
     loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [], [])
     capture.check_fits(loaded, 10)
     with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* holds 8"):
@@ -263,22 +264,3 @@ def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
     assert needed % (5 * 256 * itemsize + 4) == 0
     assert main([*command, "--out", str(tmp_path / "new"), "--dtype", "int8"]) == 2
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("context", ["x", 5, 7, 0, True, 9.5])
-def test_a_context_that_sglang_cannot_take_is_one_line(
-    tmp_path, target_dir, capsys, monkeypatch, context
-):
-    """Found as: a ValueError's traceback, and a limit of -2 tokens."""
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
-    monkeypatch.setattr(capture, "_capture", lambda *_: 0)
-    command = ["capture", "--target", str(target_dir), "--data", str(data)]
-    command += ["--out", str(tmp_path / "out"), "--engine-args"]
-    assert main([*command, json.dumps({"context_length": context})]) == 2
-    said = capsys.readouterr().err
-    assert "expected a context of at least 8 tokens" in said and said.count("\n") == 1
-    assert f"found {json.dumps(context)}. Fix context_length in --engine-args" in said
-    assert not (tmp_path / "out").exists()
-    assert main([*command, json.dumps({"context_length": 99})]) == 0
-    assert "cut to 92" in capsys.readouterr().out

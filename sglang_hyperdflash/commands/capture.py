@@ -36,7 +36,7 @@ from sglang_hyperdflash.training.captured import (
     data_digest,
     shard_ranges,
 )
-from sglang_hyperdflash.training.conversations import HUB, Loaded, load_samples
+from sglang_hyperdflash.training.conversations import Loaded, load_samples
 from sglang_hyperdflash.training.samples import Sample, States
 
 KIND = "hyperdflash capture"
@@ -125,10 +125,8 @@ def check_space(folder: Path, needed: int) -> None:
 def run(args: argparse.Namespace) -> int:
     """Capture what is not captured yet."""
     arguments = engine_arguments(args, CAPTURE_OWN)
-    local = [name for name in args.data if not name.startswith(HUB)]
-    keep_apart("--out", args.out, {"the target": args.model})
-    for name in local:
-        keep_apart("--out", args.out, {"the data": name})
+    for name in args.data:
+        keep_apart("--out", args.out, {"the target": args.model, "the data": name})
     files = TargetFiles(args.model)
     facts = TargetFacts.from_config(files.config())
     # Resolved, so that the capture records the server's actual dtype.
@@ -213,8 +211,7 @@ def _with_server(arguments, scratch: Path, args, loaded, waiting, final_state, w
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
         for start, end in tqdm(waiting, unit="shard"):
             chosen = loaded.samples[start:end]
-            work = prefill_all(server, scratch, chosen, start, args.concurrency)
-            residuals = asyncio.run(work)
+            residuals = asyncio.run(prefill_all(server, scratch, chosen, start, args.concurrency))
             writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +20,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 REDUCERS = ((4, 4096), (4, 256))
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report; ``ok`` is False if a server would not start or would be wrong."""
 
     subject: str
@@ -97,16 +95,13 @@ def examine() -> list[Finding]:
     return [*findings, Finding("environment", given or "no HYPERDFLASH variable is set", True)]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_args: argparse.Namespace) -> int:
     """Print the findings; 2 when one of them is wrong."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     findings = examine()
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        for finding in findings:
-            print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.found}")
+    for finding in findings:
+        print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.found}")
     return 0 if all(finding.ok for finding in findings) else 2
 
 
@@ -117,5 +112,4 @@ def add_parser(commands) -> None:
         help="check whether this installation can serve",
         description=__doc__.splitlines()[0],
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)

@@ -131,17 +131,15 @@ def summarise(
 ) -> dict[str, Any]:
     """The whole report; tau is over all rounds, None where nothing was verified."""
     total = add_histograms(histograms)
-    tau = accept_length_of(total)
     speedups = [entry["speedup"] for entry in entries]
     return {
         "outputs_identical": all(entry["identical"] for entry in entries),
         "answers_right": sum(entry["right"] for entry in entries),
         "answers_judged": len(entries),
-        "tau": tau,
+        "tau": accept_length_of(total),
         "position_acceptance": position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
         "speedup_range": [min(speedups), max(speedups)],
-        "round_cost": None if tau is None else tau / statistics.median(speedups),
         "provenance": provenance(),
         "prompts": entries,
     }
@@ -172,7 +170,6 @@ def print_summary(result: dict[str, Any], out: Path) -> None:
     print(f"\ntau (accept length, bonus token included): {_shown(result['tau'])}")
     print(f"speedup over the baseline, interleaved: {result['speedup']:.2f}x median over prompts")
     print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
-    print(f"round cost, in steps of the baseline: {_shown(result['round_cost'])}")
     print(f"outputs identical to the baseline's: {result['outputs_identical']}")
     print(f"right answers: {result['answers_right']} of {result['answers_judged']}")
     print(f"report: {out}")

@@ -32,7 +32,7 @@ from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.training.conversations import HUB, Messages, read_conversations
+from sglang_hyperdflash.training.conversations import Messages, read_conversations
 
 KIND = "hyperdflash regenerate"
 
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
     sampling = {name: getattr(args, name) for name in SAMPLING if name != "min_p"}
     template = json_option("--template-args", args.template_args)
-    for name in (name for name in args.input if not name.startswith(HUB)):
+    for name in args.input:
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
     tokenizer = load_tokenizer(args.target)
     check_template(tokenizer)

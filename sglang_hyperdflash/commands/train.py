@@ -240,18 +240,13 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def check_machine(args: argparse.Namespace) -> None:
-    """Raise ``HyperDFlashConfigError`` when torch cannot take ``--device``."""
+def run(args: argparse.Namespace) -> int:
+    """Run the training file."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise HyperDFlashConfigError(
             "--device cuda: expected a GPU that torch sees, found none. Install a torch with CUDA, "
             "or train with --device cpu."
         )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the training file."""
-    check_machine(args)
     schedule = read_schedule(args.config)
     if args.states is not None and schedule.features != "cache":
         raise HyperDFlashConfigError(

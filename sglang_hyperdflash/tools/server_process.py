@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import requests
@@ -23,21 +23,12 @@ SERVER_PORTS = range(20000, 32000)
 
 
 def free_port() -> int:
-    """A random unused port on loopback.
-
-    Raises:
-        OSError: none of a hundred draws is free.
-    """
-    draw = random.SystemRandom()
-    for _ in range(100):
-        port = draw.choice(SERVER_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+    """A random unused port on loopback."""
+    while True:
+        port = random.SystemRandom().choice(SERVER_PORTS)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"found no free port in {SERVER_PORTS}")
 
 
 def _bypass_proxies() -> None:
@@ -121,11 +112,9 @@ class Server:
                 raise ServerFailed(
                     f"server exited with code {self.process.returncode}:\n{self.log_tail()}"
                 )
-            try:
+            with suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
-            except requests.RequestException:
-                pass
             time.sleep(0.5)
         self.stop()
         raise ServerFailed(f"server not ready after {timeout:.0f} s:\n{self.log_tail()}")
@@ -143,17 +132,12 @@ class Server:
         return answer.json()
 
     def stop(self, patience: float = 3.0) -> None:
-        """End the server and every process it started.
-
-        Args:
-            patience: seconds to wait before killing it.
-        """
+        """End the server and every process it started, by force after ``patience`` seconds."""
         try:
             if patience and self.process.poll() is None:
                 self.process.terminate()
-                self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            pass
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(patience)
         finally:  # children that ignored the signal outlive the server
             self._guard.kill()
             self.process.kill()

@@ -78,7 +78,7 @@ def test_the_command_finds_eval_from_any_folder(tmp_path):
 
 @pytest.mark.parametrize("rounds, tau, said", [(0, None, "not measured"), (3, 2.0, "2.00")])
 def test_without_a_verification_round_nothing_is_measured(capsys, tmp_path, rounds, tau, said):
-    """Found as: one token an answer, and a tau and a round cost of 0.00."""
+    """Found as: one token an answer, and a tau of 0.00."""
     demo.find_example()
     answer = Answer([[1]], ["1 + 1 = 2"], 1.0, rounds, rounds, [0, rounds])
     entry = demo.compare(PROMPT, {"baseline": [answer], "hyperdflash2": [answer]})
@@ -86,9 +86,9 @@ def test_without_a_verification_round_nothing_is_measured(capsys, tmp_path, roun
     demo.print_answer(1, entry)
     demo.print_summary(result, tmp_path / "demo.json")
     printed = capsys.readouterr().out
-    assert [entry["tau"], result["tau"], result["round_cost"]] == [tau] * 3
+    assert entry["tau"] == result["tau"] == tau
     assert f"    tau {said}, 1 tokens" in printed
-    assert f"included): {said}\n" in printed and f"baseline: {said}\n" in printed
+    assert f"included): {said}\n" in printed
 
 
 def test_a_different_answer_and_a_wrong_one_are_seen():

@@ -80,5 +80,5 @@ def load() -> None:
     seams.install(SERVING_SEAMS)
     if activation.is_active():
         registration.register()
-        dflash_seams.keep_dtype_of("DFLASH")
+        dflash_seams.own_dtype.add("DFLASH")
         seams.install(CPU_SEAMS)

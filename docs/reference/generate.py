@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -192,9 +193,10 @@ PAGES = {
 
 
 def main() -> None:
-    """Write every page."""
+    """Write every page, into the folder that is named or here."""
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     for name, make in PAGES.items():
-        (HERE / name).write_text(make(), encoding="utf-8")
+        (out / name).write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":

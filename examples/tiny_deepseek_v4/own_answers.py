@@ -44,10 +44,7 @@ def prompts_of(tokenizer, documents) -> list[list[int]]:
 
 
 def spread(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """``count`` of them, drawn at random, always the same.
-
-    The families come in turn: at even distances some would never be drawn.
-    """
+    """``count`` of them, always the same; families come in turn, so not at even distances."""
     return random.Random(count).sample(prompts, min(count, len(prompts)))
 
 
@@ -113,10 +110,7 @@ def answers(target: LocalTarget, prompts: list[list[int]], temperature: float) -
 
 
 def write_answers(out: Path, per_kind: int = PER_KIND, held_out: int = HELD_OUT) -> None:
-    """Every file that is missing in ``out``.
-
-    Args:
-        per_kind: training prompts of each kind, times its weight. held_out: of each kind.
+    """Every file that is missing in ``out``; ``per_kind`` prompts times a kind's weight.
 
     Raises:
         HyperDFlashError: ``out`` holds answers to other prompts, or another process writes there.

@@ -87,9 +87,8 @@ VARIANTS = {
         (LAYERS, "1", "3", "5", *HEAD, "--dependency-form", "product", "--dependency-top-k", "16"),
         {"loss": "selector"},
     ),
-    "dflash": Variant(
-        (LAYERS, "1", "3", "5", *NO_HEAD), algorithm="DFLASH"
-    ),  # the layers SGLang chooses
+    # Of the layers that SGLang chooses.
+    "dflash": Variant((LAYERS, "1", "3", "5", *NO_HEAD), algorithm="DFLASH"),
     "hyperdflash, argmax drafts": Variant(of="hyperdflash", draft_temperature="0"),
     "hyperdflash2, argmax drafts": Variant(of="hyperdflash2", draft_temperature="0"),
 }

@@ -1,1 +1,0 @@
-"""HYPERDFLASH inside SGLang: the algorithm, its worker and its seams."""

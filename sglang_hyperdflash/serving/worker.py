@@ -35,8 +35,8 @@ from sglang_hyperdflash.serving.startup.pair import (
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.serving.verification.rehearsal import verification_peak
 from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
-from sglang_hyperdflash.serving.width.controller import WidthController
 from sglang_hyperdflash.serving.width.lanes import Lanes
+from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import FULL, WidthSetting, read_setting
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.targets.shared_residual import SharedResidual
@@ -49,12 +49,7 @@ def block_fits(committed_lens: Iterable[int], in_flight: int, block: int, contex
     """Whether a whole block ends before the last position of every request's context.
 
     Rounds of width 1 then fit as well: SGLang ends a request two tokens before its context's end,
-    and runs it once more at most.
-
-    Args:
-        committed_lens: tokens of each request that the host knows of.
-        in_flight: width of the round that may still run under overlap scheduling; 0 without.
-        context: the server's context length.
+    and runs it once more at most. ``in_flight`` is the width of the round that may still run.
     """
     return max(committed_lens) + in_flight + block < context
 

@@ -276,6 +276,22 @@ def _check_dtype(file: str, name: str, dtype: str) -> None:
         )
 
 
+def hc_head_in(folder: str) -> HcHead | None:
+    """The ``hc_head`` of a target on disk, some 300 KB of it.
+
+    None for a hub id, for a target without one, and where the files are damaged: SGLang's loader
+    says what is wrong with them.
+    """
+    if not Path(folder).is_dir():
+        return None
+    files = TargetFiles(folder)
+    try:
+        facts = TargetFacts.from_config(files.config())
+        return files.hc_head(facts.hc_mult, facts.hidden_size)
+    except (HyperDFlashConfigError, FileNotFoundError):
+        return None
+
+
 def _plain(name: str) -> str:
     """A checkpoint name of any target without prefixes, in the core's scheme."""
     return core_name(name.replace("language_model.", ""))

@@ -49,28 +49,19 @@ def choose_draft_attention(server_args, window: int | None) -> None:
     Seam: ``speculative_hook._resolve_dflash_draft_attention_backend`` takes a name that is given.
     A platform of its own, as ours for CPUs, and HIP and XPU keep SGLang's choice.
     """
+    from sglang.srt.arg_groups import overrides
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
-    from sglang.srt.arg_groups.overrides import (
-        attention_backends_of,
-        resolved_view,
-        resolving_view,
-    )
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_platform
 
     platform = get_platform()
-    named = resolving_view(server_args).speculative_draft_attention_backend
+    named = overrides.resolving_view(server_args).speculative_draft_attention_backend
     own = current_platform.is_out_of_tree() or platform.is_hip or platform.is_xpu
     if named is not None or own:
         return
-    target, _ = attention_backends_of(resolved_view(server_args))
-    found = chosen(
-        target,
-        window,
-        DRAFT_ATTENTION_BACKEND_CHOICES,
-        sm90=bool(platform.is_sm90),
-        sm100=bool(platform.is_sm100),
-    )
+    target, _ = overrides.attention_backends_of(overrides.resolved_view(server_args))
+    sm90, sm100 = bool(platform.is_sm90), bool(platform.is_sm100)
+    found = chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, sm90=sm90, sm100=sm100)
     if found is not None:
         server_args.speculative_draft_attention_backend = found[0]
         logger.info("%s: draft attention is %s: %s.", ALGORITHM, *found)

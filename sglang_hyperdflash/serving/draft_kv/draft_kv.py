@@ -103,11 +103,7 @@ class DraftKV:
         """Make the drafter's pool; seam: ``DFlashWorkerV2.alloc_memory_pool``."""
         worker = self.worker
         with draft_tp_context(worker.draft_parallel_layout):
-            worker.draft_worker.alloc_memory_pool(
-                memory_pool_config=config,
-                req_to_token_pool=req_to_token_pool,
-                token_to_kv_pool_allocator=allocator,
-            )
+            worker.draft_worker.alloc_memory_pool(config, req_to_token_pool, allocator)
 
     @contextlib.contextmanager
     def build_context(self) -> Iterator[None]:

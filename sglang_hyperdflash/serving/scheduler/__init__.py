@@ -1,1 +1,0 @@
-"""Hooks on SGLang's scheduler."""

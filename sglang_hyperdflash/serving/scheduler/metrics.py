@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after
-from sglang_hyperdflash.serving.width.controller import WidthController
+from sglang_hyperdflash.serving.width.policy import WidthController
 
 ROUNDS = "hyperdflash:verify_rounds_total"
 ACCEPTED = "hyperdflash:accepted_drafts_total"
@@ -118,9 +118,8 @@ _metrics: Metrics | None = None
 def start_counting(_, self) -> None:
     """Create the families, so that every series exists before the first request.
 
-    The hooked method is the first that has the worker and the metrics. Nothing is exported without
-    ``--enable-metrics``, and in schedulers whose metrics SGLang leaves out (tensor-parallel ranks
-    other than 0).
+    The hooked method is the first that has the worker and the metrics. SGLang leaves metrics out
+    without ``--enable-metrics``, and on tensor-parallel ranks other than 0.
     """
     global _metrics
     if is_ours(self.spec_algorithm) and self.metrics_reporter.current_scheduler_metrics_enabled:

@@ -34,10 +34,8 @@ DRAFTER_STAYS = (
 def target_alone(original, self, selector: str = "all") -> list[tuple[str, Any]]:
     """The target's runner by default; a request that selects the draft is refused."""
     runners = original(self, selector)
-    if not is_ours(self.tp_worker.model_runner.spec_algorithm):
-        return runners
-    if selector == "all":
-        return [(role, runner) for role, runner in runners if role == "target"]
+    if selector == "all" and is_ours(self.tp_worker.model_runner.spec_algorithm):
+        runners = [(role, runner) for role, runner in runners if role == "target"]
     return runners
 
 

@@ -1,1 +1,0 @@
-"""What happens before the first request: arguments, checks, memory, the exposed residual."""

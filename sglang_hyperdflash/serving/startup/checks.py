@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.draft.config import (
     HyperDFlashConfig,
+    check_fingerprint,
     check_target,
     load_config,
     parse_config,
@@ -23,6 +24,7 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_kv.size import pool_ratio
 from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
 from sglang_hyperdflash.serving.width.settings import read_setting
+from sglang_hyperdflash.targets.files import hc_head_in
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -101,10 +103,15 @@ def validate_server_args(server_args) -> None:
     )
     _check_served_target(server_args, target, config)
     _check_context(server_args, target)
+    if "dummy" in (server_args.load_format, server_args.speculative_draft_load_format):
+        return
     draft = Path(server_args.speculative_draft_model_path)
-    loads = (server_args.load_format, server_args.speculative_draft_load_format)
-    if draft.is_dir() and "dummy" not in loads:
+    if draft.is_dir():
         _check_draft_files(draft)
+    # A target elsewhere, and one of a kind that is read otherwise, is compared when it is loaded.
+    gate = hc_head_in(server_args.model_path) if config.reads_hc_head else None
+    if gate is not None:
+        check_fingerprint(config, gate.fingerprint())
 
 
 def _check_draft_files(folder: Path) -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from sglang_hyperdflash import ALGORITHM, is_ours
 from sglang_hyperdflash.seams import after
 
-# Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds its rivals.
-_own_dtype = {ALGORITHM}
-
-
-def keep_dtype_of(algorithm: str) -> None:
-    """Let the drafts of another algorithm run in a dtype other than bfloat16 too."""
-    _own_dtype.add(algorithm)
+# Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds DFLASH.
+own_dtype = {ALGORITHM}
 
 
 @after(
@@ -40,7 +35,7 @@ def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
 
     A target that a client sends ``input_embeds`` to, and other algorithms, keep SGLang's cast.
     """
-    ours = self.is_draft_worker and getattr(self.spec_algorithm, "name", None) in _own_dtype
+    ours = self.is_draft_worker and getattr(self.spec_algorithm, "name", None) in own_dtype
     if ours and forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
         kwargs["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
     return kwargs

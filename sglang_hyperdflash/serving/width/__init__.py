@@ -1,1 +1,0 @@
-"""The verify width: how many rows of every request a round verifies."""

@@ -10,9 +10,13 @@ positions are censored, not rejected. Seconds are those of :class:`CostTable`.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from sglang_hyperdflash.serving.width.settings import ADAPTIVE, RANDOM, WidthSetting
 
 # Request-rounds after which an observation counts half.
 HALF_LIFE = 512
@@ -160,3 +164,45 @@ class WidthPolicy:
                 # A probe that was faster by itself is repeated at once: it costs nothing, and a
                 # long memory would need many.
                 self._since_probe = math.inf
+
+
+class WidthController:
+    """The widths of one worker's rounds by its setting; the same on all ranks of a group.
+
+    Attributes:
+        forced: while set, the width of every round; for timing.
+        policy: of an adaptive server; None where nothing is learned.
+    """
+
+    def __init__(self, setting: WidthSetting, block: int) -> None:
+        self.setting, self.block = setting, block
+        self.forced: int | None = None
+        adapts = setting.mode == ADAPTIVE and not setting.fixed
+        self.policy = WidthPolicy(setting.widths) if adapts else None
+        # Every rank draws the same.
+        self._random = random.Random(0)
+
+    def next(self, greedy: int, sampled: int) -> int:
+        """The width of the round that starts, of so many requests of either class."""
+        if self.forced is not None:
+            return self.forced
+        if self.policy is not None:
+            return self.policy.next(greedy, sampled)
+        if self.setting.mode == RANDOM:
+            return self._random.choice(self.setting.widths)
+        return self.setting.widths[-1]
+
+    def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
+        """A round's result: its requests that had not finished, accepted drafts of each."""
+        if self.policy is None:
+            return
+        greedy: list[int] = []
+        sampled: list[int] = []
+        for req, accepted in live:
+            (greedy if req.sampling_params.top_k <= 1 else sampled).append(accepted)
+        self.policy.learn(width, greedy, sampled)
+
+    def predicted_gain(self) -> float | None:
+        """Expected tokens per second of the width now over those of width 1; None if unknown."""
+        rates = self.policy.rates if self.policy else {}
+        return rates[self.policy.width] / rates[1] if 1 in rates else None

@@ -22,8 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.utils.common import DynamicGradMode
 
-from sglang_hyperdflash.serving.width.controller import WidthController
-from sglang_hyperdflash.serving.width.policy import CostTable
+from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from sglang_hyperdflash.serving.scheduler.metrics import (
     count_round,
     start_counting,
 )
-from sglang_hyperdflash.serving.width.controller import WidthController
-from sglang_hyperdflash.serving.width.policy import CostTable
+from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from tests.conftest import ROOT
 

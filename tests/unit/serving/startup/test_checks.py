@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.startup import checks
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -158,3 +159,15 @@ def test_a_damaged_drafter_is_refused_before_the_target_loads(
     assert len(str(caught.value).splitlines()) == 1
     arguments.load_format = "dummy"
     checks.validate_server_args(arguments)
+
+
+def test_a_drafter_of_another_target_is_refused_before_it_loads(arguments, target_dir, tmp_path):
+    target = shutil.copytree(target_dir, tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    weights[next(name for name in weights if name.endswith("hc_base"))] += 1.0
+    save_file(weights, target / "model.safetensors")
+    arguments.model_path = str(target)
+    with pytest.raises(HyperDFlashConfigError, match="made for another target: its hc_head"):
+        checks.validate_server_args(arguments)
+    (target / "model.safetensors").unlink()
+    checks.validate_server_args(arguments)  # SGLang's loader says what is wrong with the target

@@ -24,7 +24,7 @@ def cast(algorithm: str, *, draft: bool, replaced: bool = False) -> torch.dtype:
 
 @pytest.fixture(autouse=True)
 def only_ours(monkeypatch):
-    monkeypatch.setattr(dflash_seams, "_own_dtype", {"HYPERDFLASH"})
+    monkeypatch.setattr(dflash_seams, "own_dtype", {"HYPERDFLASH"})
 
 
 def test_drafts_of_ours_keep_their_dtype():
@@ -38,7 +38,7 @@ def test_a_target_that_is_sent_embeddings_keeps_sglangs_cast(algorithm):
 
 def test_drafts_of_others_keep_sglangs_cast_unless_asked_for():
     assert cast("DFLASH", draft=True) == torch.bfloat16
-    dflash_seams.keep_dtype_of("DFLASH")
+    dflash_seams.own_dtype.add("DFLASH")
     assert cast("DFLASH", draft=True) == torch.float32
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.serving.width import timing
-from sglang_hyperdflash.serving.width.controller import WidthController
+from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS, WidthSetting, read_setting
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError

@@ -14,8 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.values import MultiProcessValue
 
 from sglang_hyperdflash.serving.scheduler.metrics import Metrics
-from sglang_hyperdflash.serving.width.controller import WidthController
-from sglang_hyperdflash.serving.width.policy import Acceptance, CostTable, WidthPolicy, best_width
+from sglang_hyperdflash.serving.width.policy import (
+    Acceptance,
+    CostTable,
+    WidthController,
+    WidthPolicy,
+    best_width,
+)
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from sglang_hyperdflash.serving.width.timing import sizes_up_to
 from tests.unit.serving.width.simulator import Traffic, closed_loop, policy_of, replay

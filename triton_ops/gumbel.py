@@ -15,8 +15,8 @@ batch filters; here it is the vocabulary id always, so a draw does not depend on
     seeds       [N]       int64, all 64 bits count
     positions   [N]       int64, the low 32 bits count
 
-:func:`gumbel_argmax` runs :func:`gumbel_argmax_reference` on a CPU and Triton on CUDA. A row with
-a NaN, or without any mass, gives some index in ``[0, V)``: the caller checks for broken rows.
+``gumbel_op.gumbel_argmax`` runs :func:`gumbel_argmax_reference` on a CPU and Triton on CUDA. A row
+with a NaN, or without any mass, gives some index in ``[0, V)``: the caller checks for broken rows.
 """
 
 from __future__ import annotations

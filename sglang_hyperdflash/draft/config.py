@@ -166,7 +166,7 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         HyperDFlashConfigError: a field is missing, of the wrong type, or contradicts another.
     """
     architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or DRAFT_ARCHITECTURE not in architectures:
+    if architectures != [DRAFT_ARCHITECTURE]:
         raise HyperDFlashConfigError(
             f"--speculative-draft-model-path must hold a {DRAFT_ARCHITECTURE} checkpoint; its "
             f"config.json names architectures {architectures}. Make one with "

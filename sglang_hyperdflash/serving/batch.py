@@ -65,7 +65,7 @@ class BatchRequests:
         reqs: SGLang's requests, held so that no other may take their identity.
         places: row of the request pool, and retractions so far, of each.
         draws: their seeds, and which of them are the client's.
-        greedy: all are greedy, and nothing changes the order of their logits.
+        argmax_only: all are greedy, and nothing changes the order of their logits.
         penalties, end_tokens: None without such requests.
         classes: how many are greedy and how many sampled.
         info: SGLang's ``SamplingBatchInfo`` of this pass.
@@ -75,7 +75,7 @@ class BatchRequests:
     reqs: list[Any]
     places: list[tuple[int, int]]
     draws: Draws
-    greedy: bool
+    argmax_only: bool
     penalties: Penalties | None
     end_tokens: EndTokens | None
     classes: tuple[int, int]

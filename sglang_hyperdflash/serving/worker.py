@@ -2,7 +2,7 @@
 
 Kept of the parent: what it constructs (model runners, pools, graphs, the fused draft K/V write).
 :meth:`HyperDFlashWorker.decode` is a round, step by step; the parts that it calls are next to this
-file. A prefill samples its token inside SGLang's sampler, through ``verification/prefill``'s hooks.
+file. A prefill draws and counts its token in SGLang's sampler (``verification/prefill``'s hooks).
 """
 
 from __future__ import annotations
@@ -119,20 +119,20 @@ class HyperDFlashWorker(DFlashWorkerV2):
             on_publish: gets the new lengths ``[bs]`` as soon as they are launched, or None.
             barrier: SGLang's, or None; after it, grammars know the tokens of the last round.
         """
-        # 0. The requests of the batch, and the round's width: tokens of each that are verified. Its
-        # lane puts the width's attention backends and CUDA graphs in both model runners.
+        # 0. The requests of the batch, and the round's width: rows of each, its anchor's too. The
+        # width's lane puts its attention backends and CUDA graphs in both model runners.
         requests = self.request_state.begin(batch)
         lane = self.lanes.activate(self._choose_width(requests))
 
-        # 1. The block: anchors, masks, positions, reserved K/V slots. The lengths are the last
-        # round's, maybe from another stream.
+        # 1. The block: anchors, mask tokens, positions, reserved K/V slots. The lengths, without
+        # the anchors, are the last round's, maybe from another stream.
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         translator = self.target_worker.model_runner.kv_index_translator
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
-        # 2. Draft width - 1 tokens of every request in one pass: argmaxes in a greedy batch, else
-        # drawn from the drafter's distribution q, which stays in block.proposal. How flat q is made
-        # (its draft temperature) is learnt from what step 5 accepts.
+        # 2. Draft width - 1 tokens of every request in one pass: argmaxes (greedy), else drawn from
+        # the drafter's distribution q, kept in block.proposal; seeded with the noise of step 5. How
+        # flat q is made (its draft temperature) is learnt from what step 5 accepts.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.drafter.draft(batch, block, context, requests, lane)
@@ -152,12 +152,12 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # block verification of q against p (all others). Then the bonus token; rank 0 decides.
         committed = self.verifier.accept(output.next_token_logits, argmaxes, block, requests)
         self.drafter.learn(block, requests, committed.verdict)
-        self.verifier.describe(batch, output, committed, requests)
+        self.verifier.add_logprobs(batch, output, committed, requests)
         new_seq_lens = batch.seq_lens + committed.accept_lens.to(batch.seq_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
 
-        # 6. Reduce the target's residual to features; write the committed tokens' draft K/V.
+        # 6. Reduce the target's residual to features; write draft K/V: anchors, accepted drafts.
         self.draft_kv.write(output.hidden_states, block, committed.accept_lens)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
@@ -178,7 +178,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             ):
                 width = 1
             else:
-                width = self.width_control.next(*requests.classes)
+                width = self.width_control.next(*requests.classes)  # greedy, sampled
         self._last_width = width
         return width
 
@@ -214,7 +214,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         if batch.decoding_reqs and batch.has_grammar and grammar_barrier is not None:
             # A mixed batch draws the running requests' tokens under their grammars' masks.
             grammar_barrier()
-        # The hooks read these in SGLang's sampler, during the target's pass.
+        # The hooks read ``request_state.current`` in SGLang's sampler, during the target's pass.
         self.request_state.begin(batch, prefill=True)
         self.lanes.activate(self.block)
         self._wait_for_fused_hicache_load(batch)
@@ -243,7 +243,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.draft_kv.write_prefill(batch, output.hidden_states, plan, positions)
         output.hidden_states = None
         result.next_draft_input = self._make_next_draft_input_prefill(
-            # A broken row's token is past the vocabulary; the next anchor must have an embedding.
+            # A broken row (NaN, +inf) has a token past the vocabulary; an anchor must be embedded.
             bonus_tokens=tokens.masked_fill(tokens == self.verifier.vocabulary, 0),
             seq_lens=batch.seq_lens,
         )
@@ -264,7 +264,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         bound_graph_buffers(self.draft_model_runner.attn_backend, self.block)
 
     def init_cuda_graphs(self) -> None:
-        """The last step: graphs of the block, then the other widths' lanes and their times."""
+        """The draft's graphs of the block, then the other widths' lanes, and the times of all."""
         with self.draft_kv.build_context():
             super().init_cuda_graphs()
         self.lanes.build()
@@ -284,7 +284,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.drafter.draft_temperature.reset()
         self.lanes.activate(self.block)
         if is_cuda():
-            # Blocks cached by these rounds are their stream's own: serving runs on another.
+            # Memory cached by these rounds is their stream's own: serving runs on another.
             torch.cuda.empty_cache()
 
     def _maybe_build_draft_sampler(self):

@@ -44,7 +44,7 @@ def tell():
         time.sleep(0.5)
         title = setproctitle.getproctitle()
         found = {"title": title if title.startswith("sglang::") else "server"}
-        found |= {"seams": sorted(seams.in_place()), "environment": dict(os.environ)}
+        found |= {"seams": sorted(seams.in_place), "environment": dict(os.environ)}
         found |= {"arguments": sys.argv, "folder": os.getcwd(), "path": sys.path}
         found["hooked"] = sorted(hooked())
         path.with_suffix(".new").write_text(json.dumps(found))

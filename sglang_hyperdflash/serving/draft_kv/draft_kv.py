@@ -124,9 +124,9 @@ class DraftKV:
         self._write(residual, self.worker._draft_write_ids(plan), positions)
 
     def write(self, residual: torch.Tensor, block: Block, lengths: torch.Tensor) -> None:
-        """Write the first ``lengths [bs]`` rows of every block, from ``residual [bs * B, m * d]``.
+        """Write a block's first ``lengths [bs]`` rows, its anchor and accepted drafts.
 
-        Captured target graphs share one residual: the next target pass overwrites it.
+        Captured target graphs share one ``residual [bs * B, m * d]``: the next pass overwrites it.
         """
         slots, positions = self._block_slots(block, lengths), block.positions.flatten()
         self._write(residual, slots, positions, slots.view(block.tokens.shape), lengths)

@@ -72,14 +72,14 @@ class Drafter:
             hidden = out.logits_output.hidden_states.view(bs, block.width, -1)[:, 1:]
             with draft_tp_context(self.worker.draft_parallel_layout):
                 found = candidates_of(hidden, self.lm_head, self.candidates, self.head)
-        if not requests.greedy:
+        if not requests.argmax_only:
             proposal = self._draw(found, block, requests)
             drafts = proposal.tokens
         elif captured is not None:
             drafts = captured.greedy[:bs]
         else:
             drafts = propose_greedy(found, block.anchors, self.head)
-        if not requests.greedy or self.head is not None:
+        if not requests.argmax_only or self.head is not None:
             # Each rank sums for itself what a dependency head reads of a row, and the temperature:
             # rank 0's drafts go to all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
             self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)

@@ -21,7 +21,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 DRAFT_TEMPERATURE = "HYPERDFLASH_DRAFT_TEMPERATURE"
 # Learnt rows after which a row's weight has fallen to 1/e.
 MEMORY = 1000.0
-# One round of so many is learnt from: it takes some fifty launches.
+# Only one round in so many is learnt from: learning takes some fifty launches.
 EVERY = 2
 
 

@@ -11,8 +11,8 @@ worth decides, so a draft that p wants makes up for one before it that p wanted 
     h_k = sum (w_k p_{k+1} - q_{k+1})+ / sum (q_{k+1} - w_k p_{k+1})+       # h_D = w_D
     accepted = the last k with u_k < h_k
 
-and the next token is from ``(w_k p_{k+1} - q_{k+1})+`` of that k, behind the last draft from ``p``.
-In the mean it accepts no fewer than a coin for each draft does (2211.17192). The coins ``u`` and
+and the next token is from ``(w_k p_{k+1} - q_{k+1})+`` of that k, after the last draft from ``p``.
+On average it accepts no fewer than a coin for each draft does (2211.17192). The coins ``u`` and
 that draw have streams of their own: a draft's noise must not decide its acceptance. Refused drafts
 do decide it here, so their noise may not come again: every block of such a request has noise of its
 own.
@@ -152,7 +152,7 @@ def verify_block(
     p = _at_candidates(weights, proposal.ids, sampling)
     matches = (proposal.tokens == target_tokens[:, :-1]) & ~broken_rows[:, :-1]
     correct_drafts = matches.int().cumprod(1).sum(1)
-    rejecting = ~(draws.seeded | sampling.greedy)
+    by_block = ~(draws.seeded | sampling.greedy)
     if draws.any_unseeded:
         w = prefix_weights(proposal, p)
         h = accept_probabilities(proposal, p, w)
@@ -161,13 +161,13 @@ def verify_block(
         u = coins(draws.seeds.unsqueeze(1).expand(bs, block - 1), positions[:, :-1])
         # Strict: a draft the target gives no mass is never accepted, whatever the coin.
         reached = torch.arange(1, block, device=u.device) * (u < h)
-        correct_drafts = torch.where(rejecting, reached.amax(1), correct_drafts)
+        correct_drafts = torch.where(by_block, reached.amax(1), correct_drafts)
     at = correct_drafts.unsqueeze(1)
     bonus = target_tokens.gather(1, at).squeeze(1)
     if draws.any_unseeded:
         weight = w.gather(1, at).squeeze(1)
         drawn = _residual_draw(proposal, weights, weight, draws.seeds, positions, correct_drafts)
-        bonus = torch.where(rejecting, drawn, bonus)
+        bonus = torch.where(by_block, drawn, bonus)
     broken = broken_rows.gather(1, at).squeeze(1)
     return Verdict(correct_drafts.to(torch.int32), bonus.masked_fill(broken, 0), broken, p)
 

@@ -131,7 +131,7 @@ class Verifier:
         """
         processor = self.worker._target_logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
-            if requests.greedy and self.worker._can_skip_verify_logits(batch, requests.info):
+            if requests.argmax_only and self.worker._can_skip_verify_logits(batch, requests.info):
                 argmaxes = processor.deferred_argmax(output.next_token_logits).long()
                 output.next_token_logits = None
                 return argmaxes
@@ -219,7 +219,7 @@ class Verifier:
         weights = filtered(own.float(), sampling, self.renorm)
         return gumbel_argmax(weights, requests.draws.seeds, positions.long()), weights
 
-    def describe(
+    def add_logprobs(
         self, batch: Any, output: Any, committed: Committed, requests: BatchRequests
     ) -> None:
         """Sampling masks and logprobs of the committed tokens, where a request asked for them.

@@ -1,4 +1,4 @@
-"""One lane per verify width: what of the two model runners depends on the rows of a request.
+"""One lane per verify width: the parts of both model runners that depend on the rows of a request.
 
 An attention backend may keep buffers of one width, and a CUDA graph was captured with them; a width
 has both for the target and, where it drafts, for the drafter. Built as EAGLE's adaptive steps build
@@ -92,7 +92,7 @@ class Lanes:
     def build(self) -> None:
         """Take over the block's lane that SGLang has built, and build every other.
 
-        Seam: the last step of a start, after ``DFlashWorkerV2.init_cuda_graphs``.
+        Called right after ``DFlashWorkerV2.init_cuda_graphs``.
         """
         worker, lane = self.worker, self.active
         target, draft = worker.target_worker.model_runner, worker.draft_model_runner

@@ -182,7 +182,7 @@ def block_of(anchors: torch.Tensor) -> Block:
 def rows_of(bs: int, greedy: bool) -> SimpleNamespace:
     ones, draws = torch.ones(bs), Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
     return SimpleNamespace(
-        greedy=greedy,
+        argmax_only=greedy,
         changes_logits=False,
         sampling=Sampling(ones, torch.full((bs,), 1 << 30), ones, torch.zeros(bs)),
         draws=draws,

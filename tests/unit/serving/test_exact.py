@@ -459,7 +459,7 @@ def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     rows = SimpleNamespace(info=info, sampling=sampling_of(info), all_greedy=False)
     committed = Committed(torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0]))
     output = SimpleNamespace(next_token_logits=logits)
-    verifier.describe(SimpleNamespace(return_logprob=False), output, committed, rows)
+    verifier.add_logprobs(SimpleNamespace(return_logprob=False), output, committed, rows)
     mask = output.sampling_mask_output
     drawn = weights_of(logits, rows.sampling.repeated(3))
     assert (drawn > 0).sum(-1).tolist() == [2, 2, 2]

@@ -109,11 +109,11 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert batch.end_tokens.rows.tolist() == [2]
     assert batch.end_tokens.ids.tolist() == [[2, 5, 9]]
     assert batch.end_tokens.prompts.tolist() == [8]
-    assert not batch.greedy
-    assert gather(requests[:1], [5], Seeds(0)).greedy
+    assert not batch.argmax_only
+    assert gather(requests[:1], [5], Seeds(0)).argmax_only
     # A greedy request's penalties make its block more than an argmax.
     penalised = [Request("d", top_k=1, repetition_penalty=1.1)]
-    assert not gather(penalised, [0], Seeds(0)).greedy
+    assert not gather(penalised, [0], Seeds(0)).argmax_only
 
 
 def test_end_tokens_are_those_that_sglang_forbids():

@@ -128,6 +128,3 @@ def vocabulary_rows(layer: VocabParallelEmbedding) -> slice:
     """
     indices = layer.shard_indices
     return slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
-
-
-EntryClass = PortableDeepSeekV4ForCausalLM

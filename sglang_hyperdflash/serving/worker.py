@@ -87,7 +87,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
             setting = read_setting(self.block, self.draft_model.hyperdflash_config.causal)
         if get_parallel().tp_size > 1:
             check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
-        self.width_control = WidthController(setting, self.block)
+        alone = get_parallel().tp_size == 1
+        self.width_control = WidthController(setting, self.block, alone)
         # Width 1 is for custom logit processors and the ends of contexts at least.
         self.lanes = Lanes(self, setting.widths, eager=(1,) if self._width_1_allowed else ())
         self._last_width = self.block
@@ -180,6 +181,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             else:
                 width = self.width_control.next(*requests.classes)  # greedy, sampled
         self._last_width = width
+        self.width_control.started(requests.reqs, width, *requests.classes)
         return width
 
     def _result(

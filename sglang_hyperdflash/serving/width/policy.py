@@ -1,17 +1,21 @@
 """Which width the next round should have: expected tokens over timed seconds. Host only.
 
     tokens(w) = sum over requests of 1 + sum_{k < w} a_1 ... a_k      # a_k: acceptance of draft k
-    choose the w with the largest tokens(w) / seconds(batch size, w)
+    choose the w with the largest tokens(w) / (seconds(batch size, w) + host(batch size))
 
 A round of width w shows whether draft k <= w - 1 is accepted where the k - 1 before it were. Later
-positions are censored, not rejected. Seconds are those of :class:`CostTable`.
+positions are censored, not rejected. Seconds are those of :class:`CostTable`; ``host`` is what the
+scheduler adds to a round of any width, which only serving shows.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,8 @@ PRIOR_TRIALS, FIRST_PRIOR = 4.0, 0.8
 HYSTERESIS = 0.03
 # Share of the time that probes of a wider width may cost, and rounds between two of them at least.
 PROBE_SHARE, PROBE_EVERY = 0.005, 32
+# Rounds of which the host's time is the median.
+HOST_ROUNDS = 31
 
 
 class CostTable:
@@ -105,6 +111,8 @@ def best_width(rates: Mapping[int, float], current: int) -> int:
 class WidthPolicy:
     """The decision of one server: deterministic, so ranks with the same ``costs`` decide alike.
 
+    Ranks' hosts differ, so :meth:`took` is for servers of one rank.
+
     Args:
         widths: ascending. Until ``costs`` is set, the last one is chosen.
 
@@ -119,16 +127,28 @@ class WidthPolicy:
         self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
         self.rates: dict[int, float] = {}
         self._since_probe = 0.0
+        # Seconds that the host adds to a round, by request.
+        self._host: deque[float] = deque(maxlen=HOST_ROUNDS)
 
     def next(self, greedy: int, sampled: int) -> int:
         """The width of the next round, of so many requests of either class."""
         if self.costs is None:
             return self.width
-        seconds = self.costs.of(greedy + sampled, sampled > 0)
+        seconds = self._seconds(greedy + sampled, sampled > 0)
         self.rates = self._rates(greedy, sampled, seconds)
         self.width = best_width(self.rates, self.width)
         self._since_probe += 1
         return self._probe(seconds) or self.width
+
+    def took(self, width: int, greedy: int, sampled: int, seconds: float) -> None:
+        """From the start of a round of so many requests of either class to that of the next one."""
+        if self.costs is not None:
+            timed = self.costs.of(greedy + sampled, sampled > 0).get(width, seconds)
+            self._host.append(max(seconds - timed, 0.0) / (greedy + sampled))
+
+    def _seconds(self, requests: int, sampled: bool) -> dict[int, float]:
+        host = requests * median(self._host) if self._host else 0.0
+        return {w: timed + host for w, timed in self.costs.of(requests, sampled).items()}
 
     def _rates(self, greedy: int, sampled: int, seconds: Mapping[int, float]) -> dict[int, float]:
         classes = zip(self.classes, (greedy, sampled), strict=True)
@@ -158,7 +178,7 @@ class WidthPolicy:
                 kind.learn(width, accepted)
         requests = len(greedy) + len(sampled)
         if width > self.width and requests and self.costs is not None:
-            seconds = self.costs.of(requests, bool(sampled))
+            seconds = self._seconds(requests, bool(sampled))
             found = (requests + sum(greedy) + sum(sampled)) / seconds[width]
             if found > self._rates(len(greedy), len(sampled), seconds)[self.width]:
                 # A probe that was faster by itself is repeated at once: it costs nothing, and a
@@ -169,13 +189,17 @@ class WidthPolicy:
 class WidthController:
     """The widths of one worker's rounds by its setting; the same on all ranks of a group.
 
+    Args:
+        alone: a group of one rank.
+
     Attributes:
         forced: while set, the width of every round; for timing.
         policy: of an adaptive server; None where nothing is learned.
     """
 
-    def __init__(self, setting: WidthSetting, block: int) -> None:
-        self.setting, self.block = setting, block
+    def __init__(self, setting: WidthSetting, block: int, alone: bool = False) -> None:
+        self.setting, self.block, self.alone = setting, block, alone
+        self._last: tuple[list[Any] | None, int, float] = None, block, 0.0
         self.forced: int | None = None
         adapts = setting.mode == ADAPTIVE and not setting.fixed
         self.policy = WidthPolicy(setting.widths) if adapts else None
@@ -191,6 +215,15 @@ class WidthController:
         if self.setting.mode == RANDOM:
             return self._random.choice(self.setting.widths)
         return self.setting.widths[-1]
+
+    def started(self, reqs: list[Any], width: int, greedy: int, sampled: int) -> None:
+        """A round starts, of a batch that has this very list of requests for as long as it runs."""
+        if self.policy is None or not self.alone:
+            return
+        (before, last, then), now = self._last, time.perf_counter()
+        self._last = reqs, width, now
+        if before is reqs:  # no other pass in between
+            self.policy.took(last, greedy, sampled, now - then)
 
     def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
         """A round's result: its requests that had not finished, accepted drafts of each."""

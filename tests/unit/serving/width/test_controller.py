@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_hyperdflash.serving.width import policy as policy_module
 from sglang_hyperdflash.serving.width import timing
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS, WidthSetting, read_setting
@@ -173,3 +174,16 @@ def test_a_batch_that_does_not_fit_is_named(monkeypatch):
     with pytest.raises(HyperDFlashConfigError, match="decoding 4 requests with 4 rows each"):
         time_rounds(worker, worker.control)
     assert worker.control.forced is None
+
+
+def test_rounds_that_follow_each_other_tell_what_the_host_adds(monkeypatch):
+    """Of one batch without another pass in between; ranks of a group would differ."""
+    clock = iter([1.0, 1.5, 9.0, 9.25, 20.0])
+    monkeypatch.setattr(policy_module.time, "perf_counter", lambda: next(clock))
+    for alone, expected in ((True, [0.1, 0.05]), (False, [])):
+        control = WidthController(SET, 7, alone)
+        control.policy = policy_of(lambda requests, width: 0.1, SET.widths)
+        one, other = [None] * 4, [None] * 3
+        for reqs in (one, one, other, other, one):
+            control.started(reqs, 7, len(reqs), 0)
+        assert list(control.policy._host) == pytest.approx(expected), alone

@@ -238,6 +238,21 @@ def test_sampled_requests_are_decided_by_the_times_of_sampled_rounds():
     assert [policy.next(*classes) for classes in ((2, 0), (1, 1), (0, 2))] == [7, 1, 1]
 
 
+def test_what_the_host_adds_to_every_round_favours_wide_ones():
+    """A round of seven rows took four times as long as one row at the start, and serves twice."""
+    policy = policy_of(lambda requests, width: 0.04 if width == 7 else 0.01, (1, 7))
+    for _ in range(50):
+        policy.learn(7, [2] * 32, ())
+    assert policy.next(64, 0) == 1
+    for _ in range(50):
+        policy.took(1, 64, 0, 0.03)
+    assert policy.next(64, 0) == 7
+    for _ in range(50):  # a pause of a few rounds is none of theirs
+        policy.took(7, 64, 0, 0.06)
+    policy.took(7, 64, 0, 9.0)
+    assert policy.rates[7] == pytest.approx(64 * 3 / 0.06, rel=0.02)
+
+
 def test_batches_are_timed_at_powers_of_four_and_at_the_largest():
     assert [sizes_up_to(n) for n in (1, 2, 4, 48)] == [[1], [1, 2], [1, 4], [1, 4, 16, 48]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -10,9 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"
+
+
+def import_kernels() -> None:
+    """Every module with kernels, of the reducer (``hc_gate``) and of a round."""
+    for path in sorted((ROOT / "triton_ops").glob("*_kernel*.py")):
+        importlib.import_module(f"triton_ops.{path.stem}")
+
+
 if torch.cuda.is_available():
-    import triton_ops.gumbel_kernel
-    import triton_ops.hc_gate_backward_kernels
+    import_kernels()
 else:
     # Without a GPU our kernels run in Triton's interpreter. Triton reads the variable while it is
     # imported and while it decorates a kernel; servers that tests start must not inherit it.
@@ -20,16 +30,13 @@ else:
         # A launch would import it, too late.
         import triton.experimental.gluon  # noqa: F401
 
-        import triton_ops.gumbel_kernel
-        import triton_ops.hc_gate_backward_kernels  # noqa: F401
+        import_kernels()
 
 # A shell that runs the tests in its background, or nohup, has children that ignore Ctrl-C or a lost
 # terminal; tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"
 # A folder with the benchmarks/*.jsonl of ``python -m eval fetch``; without it tests take prompts
 # of this repository.
 DATA = os.environ.get("HYPERDFLASH_TEST_DATA")

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from sglang_hyperdflash.tools.provenance import provenance
-from triton_ops import bench_draw
 from triton_ops.bench_report import plot, table
 from triton_ops.graph_timing import Call, capture, interleaved, replay_us
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
@@ -169,7 +168,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print tables, write ``hc_gate.json``, ``hc_gate.png`` and ``draw.json``."""
+    """Measure, print tables, write ``hc_gate.json`` and ``hc_gate.png``."""
     options = parse(argv)
     results = options.out / "hc_gate.json"
     if not options.plot_only:
@@ -185,9 +184,6 @@ def main(argv: list[str] | None = None) -> int:
     if not results.is_file():
         print(f"no results to plot: {results} does not exist", file=sys.stderr)
         return 2
-    if not options.plot_only:
-        drawn = {"rows": bench_draw.run(options.rounds), "provenance": provenance()}
-        (options.out / "draw.json").write_text(json.dumps(drawn, indent=1))
     rows = json.loads(results.read_text())["rows"]
     print(table(rows))
     plot(rows, options.out / "hc_gate.png")

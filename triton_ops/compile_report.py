@@ -1,17 +1,21 @@
-"""What the kernels cost on a Hopper GPU, compiled ahead of time: no GPU is needed.
+"""What the kernels cost on a GPU, compiled ahead of time for any: no GPU is needed.
 
-``python -m triton_ops.compile_report`` prints registers, spills and shared memory of every kernel
-for the DeepSeek-V4 widths; ``--json`` prints one JSON list instead. Spilled bytes come from ptxas,
-the assembler that Triton itself uses and ships.
+``python -m triton_ops.compile_report`` prints registers, stack (spills are there), shared memory,
+programs that fit a multiprocessor and an instruction mix of every kernel at DeepSeek-V4's sizes;
+``--json`` prints one JSON list instead. Kernels are compiled as their real launches bind them, by
+the compiler and the assembler that Triton ships.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,48 +23,176 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from triton_ops import gumbel_kernel, hc_gate_backward_kernels, hc_gate_row, hc_gate_tiles
+from triton_ops import (
+    accept_kernel,
+    adjust_kernel,
+    finish_kernel,
+    hc_gate_row,
+    hc_gate_tiles,
+    learn_kernel,
+    propose_kernel,
+    rows_kernel,
+)
+from triton_ops import hc_gate_backward_kernels as back
 from triton_ops.hc_gate import GateArguments
 
-CAPABILITY = 90
+# Threads, shared bytes and programs of a multiprocessor; each has 65,536 registers.
+# Source: CUDA C++ Programming Guide, compute capabilities.
+ARCHITECTURES = {
+    80: (2048, 164 << 10, 32),
+    90: (2048, 228 << 10, 32),
+    100: (2048, 228 << 10, 32),
+    120: (1536, 100 << 10, 24),
+}
+REGISTERS, RESERVED = 65_536, 1024
+V, K, RANK, DRAFTS, REQUESTS = 129_280, 64, 256, 6, 64
 _POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _SCALAR = {"rms_eps": "fp32", "hc_eps": "fp32", "x_stride": "i64"}
-_GUMBEL_TYPES = {
-    "weights_ptr": "*fp32",
-    "rows_ptr": "*i64",
-    "seeds_ptr": "*i64",
-    "positions_ptr": "*i64",
-    "best_ptr": "*fp64",
-    "ids_ptr": "*i32",
-    "out_ptr": "*i64",
-    "stride": "i64",
+# In PTX; a predicate or a width may come before or after.
+MIX = {
+    "fp64": r"\.f64\b",
+    "memory": r"\b(ld|st)\.global",
+    "barrier": r"\bbar\.sync",
+    "branch": r"\bbra\b",
 }
-VOCABULARY = 129_280
-_WEIGHTS = ("fn_ptr", "base_ptr", "scale_ptr", "path_ptr")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one compiled kernel; bytes per thread for spills, per CTA for shared memory."""
+    """Resources of one compiled kernel: bytes of stack a thread, of shared memory a program.
+
+    Attributes:
+        programs: that fit a multiprocessor at once; instructions: of PTX, by kind.
+    """
 
     kernel: str
-    m: int
-    d: int
-    dtype: str
+    architecture: int
     threads: int
     registers: int
-    spilled_bytes: int
+    stack_bytes: int
     shared_bytes: int
+    programs: int
+    instructions: dict[str, int]
 
 
-def meta_arguments(m: int, d: int, dtype: torch.dtype) -> GateArguments:
-    """Arguments of the given sizes without storage; both norms present, weights as served."""
+def usage_of(name: str, compiled: Any, threads: int, architecture: int) -> Usage:
+    """What the assembler made of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK"))
+    most_threads, most_shared, most = ARCHITECTURES[architecture]
+    shared = compiled.metadata.shared
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+    fit = min(most_threads // threads, by_registers, most_shared // (shared + RESERVED), most)
+    mix = {kind: len(re.findall(form, compiled.asm["ptx"])) for kind, form in MIX.items()}
+    return Usage(name, architecture, threads, registers, stack, shared, fit, mix)
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
 
+@contextmanager
+def recorded() -> Iterator[list[tuple[JITFunction, tuple, dict]]]:
+    """Launches are kept, with their arguments, and not run."""
+    found: list[tuple[JITFunction, tuple, dict]] = []
+    original = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        found.append((self, args, kwargs))
+
+    JITFunction.run = run
+    try:
+        yield found
+    finally:
+        JITFunction.run = original
+
+
+def compile_launch(kernel: JITFunction, args: tuple, kwargs: dict, architecture: int) -> Any:
+    """Compile a recorded launch as ``JITFunction.run`` would, for another device's architecture."""
+    target = GPUTarget("cuda", architecture, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, kwargs, bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of no storage, as well aligned as any."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def round_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A name and the launch of every operator of a round, plain and with everything."""
+    bs, block, i64 = REQUESTS, DRAFTS + 1, torch.int64
+    rows = bs * block
+    logits, kept = new(rows, V), new(rows, V)
+    positions, tokens, seeds = (new(*s, dtype=i64) for s in ((bs, block), (bs, block), (bs,)))
+    limits = new(bs), new(bs, dtype=torch.int32)
+    seeded = new(bs, dtype=torch.bool)
+    requests = *limits, seeded, seeds, positions
+    candidates = new(bs, DRAFTS, K, dtype=i64), new(bs, DRAFTS, K)
+    choice = new(bs, DRAFTS, dtype=i64)
+    tables = (new(V, RANK, dtype=torch.bfloat16),) * 2
+    head, none = (new(bs, DRAFTS, RANK), *tables), (None,) * 3
+    changes = (
+        *(new(bs + 1, V, dtype=torch.int32), seeds, new(bs, 3), new(bs, 2, dtype=i64), seeds),
+        new(bs, V),
+    )
+    drafting = tokens, seeds, seeded, positions, *limits, new(bs), new(bs), new(2)
+    propose, learn = propose_kernel.launch, learn_kernel.launch
+    yield "propose", lambda: propose(*candidates, *head, *drafting, False, False, *(None,) * 6)
+    yield "propose, all", lambda: propose(*candidates, *head, *drafting, True, True, *changes)
+    yield "propose, no head", lambda: propose(*candidates, *none, *drafting, True, True, *changes)
+    yield "greedy", lambda: propose_kernel.launch_greedy(*candidates, *head, seeds)
+    yield "adjust", lambda: adjust_kernel.launch(new(bs, block, V), tokens, positions, *changes)
+    for name, mask in (("", None), (", filters", kept)):
+        target = logits, mask, new(rows, dtype=i64), new(rows), new(rows), tokens
+        drafted = *target, *candidates
+        weight = new(bs, dtype=torch.int32), new(bs, dtype=torch.float64)
+        yield (
+            f"rows{name}",
+            lambda m=mask: rows_kernel.launch(logits, *requests, m, m is not None),
+        )
+        yield f"accept{name}", lambda d=drafted: accept_kernel.launch(*d, choice, *requests, V)
+        yield (
+            f"finish{name}",
+            lambda d=drafted, w=weight: finish_kernel.launch(*d, *w, *requests, True, V),
+        )
+    emitted = tokens, new(bs, dtype=torch.int32), *limits, new(bs), new(bs), seeded, seeds
+    state = new(4), new(2, 4, dtype=torch.float64), new(2), V, 1000.0
+    for name, filters in (("", False), (", filters", True)):
+        yield (
+            f"learn{name}",
+            lambda f=filters: learn(
+                *candidates, choice, candidates[1], *emitted, positions, f, f, *state
+            ),
+        )
+
+
+def round_report(architecture: int) -> list[Usage]:
+    """Resources of every kernel of a round."""
+    found = []
+    for name, launch in round_launches():
+        with recorded() as launches:
+            launch()
+        for kernel, args, kwargs in launches:
+            compiled = compile_launch(kernel, args, kwargs, architecture)
+            part = kernel.fn.__name__.strip("_").removesuffix("_kernel")
+            called = f"{name}: {part}"
+            found.append(usage_of(called, compiled, 32 * kwargs["num_warps"], architecture))
+    return found
+
+
+def gate_arguments(m: int, d: int, dtype: torch.dtype) -> GateArguments:
+    """Arguments of the reducer of the given sizes; both norms present, weights as served."""
     hidden, hidden_norm = new(1024, m * d, dtype=dtype), new(d, dtype=dtype)
     return GateArguments(hidden, new(m, m * d), new(m), new(1), new(m, d), hidden_norm, 1e-6, 1e-6)
 
@@ -76,139 +208,68 @@ def _type_of(name: str, dtype: torch.dtype) -> str:
     return _POINTER[dtype] if name in activations else "*fp32"
 
 
-def _spills(ptx: str) -> int:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [str(tool), "-v", f"--gpu-name=sm_{CAPABILITY}a", str(source), "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    words = log.replace(",", " ").split()
-    found = [int(words[i - 2]) for i, word in enumerate(words) if word == "spill"]
-    if not found:
-        raise RuntimeError(f"ptxas reported no spill counts: {log}")
-    return sum(found)
-
-
-def compile_kernel(
-    kernel: Any,
-    constants: dict[str, Any],
-    dtype: torch.dtype,
-    options: dict[str, int],
-    known: dict[str, str] | None = None,
-) -> Any:
-    """Compile one ``@triton.jit`` function for ``sm_90`` as serving on CUDA would specialise it.
-
-    Args:
-        known: types of arguments that the reducer does not have.
-    """
-    names = kernel.arg_names
-    types = {n: (known or {}).get(n) or _type_of(n, dtype) for n in names}
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if n.endswith("_ptr") or n == "x_stride"
-    }
-    source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-
-
-def kernels(m: int, d: int, dtype: torch.dtype) -> list[tuple[str, Any, dict, dict]]:
-    """``(name, kernel, constants, options)`` of every kernel at one size."""
-    a = meta_arguments(m, d, dtype)
+def gate_report(m: int, d: int, dtype: torch.dtype, architecture: int) -> list[Usage]:
+    """Resources of the reducer's kernels, forward and backward."""
+    a = gate_arguments(m, d, dtype)
     shape = hc_gate_tiles.TileShape.for_sizes(m, dtype)
-    tile_options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    back = hc_gate_backward_kernels
+    tile = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     warps = {"num_warps": back.WARPS}
-    return [
+    cases: list[tuple[str, Any, dict, dict]] = [
         ("row", hc_gate_row._row_kernel, hc_gate_row.constants(a, False), {"num_warps": 16}),
-        (
-            "tile",
-            hc_gate_tiles._tile_kernel,
-            hc_gate_tiles.constants(a, shape, False),
-            tile_options,
-        ),
+        ("tile", hc_gate_tiles._tile_kernel, hc_gate_tiles.constants(a, shape, False), tile),
         ("token gradients", back._token_kernel, back.token_constants(a), warps),
         ("column gradients", back._column_kernel, back.column_constants(a, True), warps),
         ("gate gradients", back._gate_kernel, back.gate_constants(a), {"num_warps": 4}),
     ]
+    found = []
+    for name, kernel, constants, options in cases:
+        names = kernel.arg_names
+        types = {n: _type_of(n, dtype) for n in names} | dict.fromkeys(constants, "constexpr")
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if n.endswith("_ptr") or n == "x_stride"
+        }
+        source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
+        target = GPUTarget("cuda", architecture, 32)
+        compiled = triton.compile(source, target=target, options=options)
+        called = f"gate {m} x {d} {str(dtype).removeprefix('torch.')}: {name}"
+        found.append(usage_of(called, compiled, 32 * options["num_warps"], architecture))
+    return found
 
 
-def gumbel_report() -> list[Usage]:
-    """Resources of the seeded draw's two kernels; ``d`` is the vocabulary."""
-    share, best = gumbel_kernel._share_kernel, gumbel_kernel._best_kernel
-    cases = (
-        ("gumbel share", share, {"HAS_ROWS": False, "BLOCK": gumbel_kernel.BLOCK}),
-        ("gumbel best", best, {"PARTS": gumbel_kernel.MAX_SHARES}),
+def table(rows: list[Usage]) -> str:
+    """A line for every kernel."""
+    head = (
+        f"{'kernel':<44}{'sm':>5}{'threads':>9}{'regs':>6}{'stack':>7}{'smem':>8}{'programs':>10}"
     )
-    rows = []
-    for name, kernel, constants in cases:
-        options = {"num_warps": gumbel_kernel.WARPS if kernel is share else 1}
-        compiled = compile_kernel(kernel, constants, torch.float32, options, _GUMBEL_TYPES)
-        rows.append(
-            Usage(
-                name,
-                1,
-                VOCABULARY,
-                "float32",
-                32 * options["num_warps"],
-                _registers(compiled.asm["cubin"]),
-                _spills(compiled.asm["ptx"]),
-                compiled.metadata.shared,
-            )
-        )
-    return rows
-
-
-def report(m: int, d: int, dtype: torch.dtype) -> list[Usage]:
-    """Resources of every kernel at one size."""
-    rows = []
-    for name, kernel, constants, options in kernels(m, d, dtype):
-        compiled = compile_kernel(kernel, constants, dtype, options)
-        registers = _registers(compiled.asm["cubin"])
-        shared = compiled.metadata.shared
-        spilled = _spills(compiled.asm["ptx"])
-        kind = str(dtype).removeprefix("torch.")
-        threads = 32 * options["num_warps"]
-        rows.append(Usage(name, m, d, kind, threads, registers, spilled, shared))
-    return rows
-
-
-def _registers(cubin: bytes) -> int:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(text.split("REG:")[1].split()[0])
+    lines = [head + "".join(f"{kind:>9}" for kind in MIX)]
+    for r in rows:
+        line = f"{r.kernel:<44}{r.architecture:>5}{r.threads:>9}{r.registers:>6}{r.stack_bytes:>7}"
+        line += f"{r.shared_bytes:>8}{r.programs:>10}"
+        lines.append(line + "".join(f"{r.instructions[kind]:>9}" for kind in MIX))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
-    parser.add_argument("--sizes", nargs="+", default=["4x4096", "4x7168"], metavar="MxD")
+    parser.add_argument("--sizes", nargs="*", default=["4x4096", "4x7168"], metavar="MxD")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--architectures", nargs="*", type=int, default=list(ARCHITECTURES))
+    parser.add_argument("--reducer-architectures", nargs="*", type=int, default=[90])
     options = parser.parse_args(argv)
-    rows: list[Usage] = []
+    rows = [row for found in map(round_report, options.architectures) for row in found]
     for size in options.sizes:
         m, d = map(int, size.split("x"))
         for dtype in options.dtypes:
-            rows += report(m, d, getattr(torch, dtype))
-    rows += gumbel_report()
+            for architecture in options.reducer_architectures:
+                rows += gate_report(m, d, getattr(torch, dtype), architecture)
     if options.json:
         json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
-        return 0
-    print(
-        f"{'kernel':<18}{'m x d':>10}{'dtype':>10}{'threads':>9}{'regs':>6}{'spill':>7}{'smem':>8}"
-    )
-    for r in rows:
-        print(
-            f"{r.kernel:<18}{f'{r.m} x {r.d}':>10}{r.dtype:>10}{r.threads:>9}{r.registers:>6}"
-            f"{r.spilled_bytes:>7}{r.shared_bytes:>8}"
-        )
+    else:
+        print(table(rows))
     return 0
 
 

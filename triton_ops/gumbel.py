@@ -9,14 +9,8 @@ Source: SGLang's seeded sampler (``layers/sampler.py: multinomial_with_seed`` an
 ``murmur_hash32``), bit for bit. SGLang keys the last word by rank as soon as one request of a
 batch filters; here it is the vocabulary id always, so a draw does not depend on its batchmates.
 
-    tensor      shape     dtype
-    weights     [R, V]    fp32, nonnegative, need not be normalised
-    rows        [N]       int64, rows of ``weights``; or None: all of them, in order
-    seeds       [N]       int64, all 64 bits count
-    positions   [N]       int64, the low 32 bits count
-
-``gumbel_op.gumbel_argmax`` runs :func:`gumbel_argmax_reference` on a CPU and Triton on CUDA. A row
-with a NaN, or without any mass, gives some index in ``[0, V)``: the caller checks for broken rows.
+Every kernel of ``triton_ops`` computes the same noise (``gumbel_kernel``), and rows and blocks draw
+from it: ``rows``, ``draft.propose``, ``serving.verification.exact``.
 """
 
 from __future__ import annotations
@@ -31,6 +25,8 @@ _WORDS_BYTES = 16
 # Streams besides that of the draws. A draft's own noise must not decide whether it is accepted.
 COIN_STREAM = 0x5DEECE66D1CE4E5B
 RESIDUAL_STREAM = 0x2545F4914F6CDD1D
+# Blocks of one request that start at different places draw from different streams. Odd.
+BLOCK_STREAM = -0x61C8864680B583EB
 
 
 def _rotate(x: torch.Tensor, r: int) -> torch.Tensor:
@@ -57,10 +53,14 @@ def hash32(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> t
     h = _mix(torch.zeros_like(seeds), seeds & _MASK)
     h = _mix(h, (seeds >> 32) & _MASK)
     h = _mix(h, positions & _MASK)
-    h = _mix(h.unsqueeze(1), ids & _MASK) ^ _WORDS_BYTES
-    h = ((h ^ (h >> 16)) * _F1) & _MASK
-    h = ((h ^ (h >> 13)) * _F2) & _MASK
-    return h ^ (h >> 16)
+    # In place from here: a batch's rows over a vocabulary.
+    h = h.unsqueeze(1) ^ _scramble(ids & _MASK)
+    high = h >> (32 - 13)
+    h.bitwise_left_shift_(13).bitwise_or_(high).mul_(_M).add_(_N).bitwise_and_(_MASK)
+    h.bitwise_xor_(_WORDS_BYTES)
+    for shift, factor in ((16, _F1), (13, _F2)):
+        h.bitwise_xor_(h >> shift).mul_(factor).bitwise_and_(_MASK)
+    return h.bitwise_xor_(h >> 16)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -68,6 +68,11 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
     x = hash32(seeds, positions, ids).to(torch.float64).div_(_MASK)
     x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_()
     return x.log_().neg_()
+
+
+def block_seeds(seeds: torch.Tensor, seeded: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The noise of blocks after positions ``start [bs]``: the seed's own where ``seeded [bs]``."""
+    return torch.where(seeded, seeds, seeds + (start + 1) * BLOCK_STREAM)  # wraps
 
 
 def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -78,14 +83,9 @@ def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return hashed.to(torch.float64).div_(2.0**32).view(shape)
 
 
-def gumbel_argmax_reference(
-    weights: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    rows: torch.Tensor | None = None,
+def gumbel_argmax(
+    weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """One draw for each row, ``[N]`` int64, in plain torch; see the table of the module."""
-    chosen = weights if rows is None else weights.index_select(0, rows)
+    """One draw for each row of ``weights [N, V]``, ``[N]`` int64; ties go to the lower id."""
     ids = torch.arange(weights.shape[-1], device=weights.device)
-    # SGLang takes the logarithm in the probabilities' own precision.
-    return gumbel_noise(seeds, positions, ids).add_(chosen.log()).argmax(-1)
+    return gumbel_noise(seeds, positions, ids).add_(weights.log()).argmax(-1)

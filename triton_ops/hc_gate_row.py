@@ -4,8 +4,7 @@ Latency matters here, and one CTA loads the whole gate matrix in a few microseco
 :mod:`triton_ops.hc_gate`.
 
 What a token costs on V4-Flash (m 4, d 4096, bf16), counted: DRAM 32 KiB read and 8 KiB written;
-L2 those, 256 KiB of ``fn`` and 72 KiB of norms. Compiled for sm_90: 512 threads, 80 registers,
-8 KiB of shared memory, no spills.
+L2 those, 256 KiB of ``fn`` and 72 KiB of norms.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from sglang_hyperdflash.serving.draft_kv.attention import BLOCKS, graph_context
 
 # Matrices [rows, V] of fp32 that verifying a sampled batch holds at once, its logits not counted:
-# probabilities, and what temperature, top-k, top-p and min-p make of them
-# (serving/verification/exact.py).
-# tests/unit/commands/test_plan_memory.py measures it.
-VERIFY_MATRICES = 4.5
+# probabilities, what top-k and top-p make of them, and a mask (serving/verification/exact.py).
+# Without filters there is none. tests/unit/commands/test_plan_memory.py measures it.
+VERIFY_MATRICES = 3.25
 # Bytes of a drafter's candidate: id, score; and its share of the argmax that a draft row keeps.
 CANDIDATE_BYTES, FIRST_BYTES = 12, 8
 # FlashInfer's wrapper of one captured batch size: its plan and its K/V lengths.

@@ -20,6 +20,26 @@ from sglang_hyperdflash.draft.config import HyperDFlashConfig
 START = 0.02
 
 
+def dependency_scores(
+    predecessor: torch.Tensor,
+    successor: torch.Tensor,
+    previous: torch.Tensor,
+    gates: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """``< A[x_{k-1}] * gates, B[c] >`` of candidates: ``[bs, K]`` fp32.
+
+    Args:
+        predecessor, successor: A and B, ``[V, r]``.
+        previous: ``[bs]`` int64; gates: ``[bs, r]`` fp32; ids: ``[bs, K]`` int64.
+    """
+    state = F.embedding(previous, predecessor).float() * gates
+    if ids.shape[-1] == len(successor):
+        # Rows of the whole table, in another order: one product instead of a gathered table.
+        return F.linear(state, successor.float()).gather(-1, ids)
+    return torch.bmm(F.embedding(ids, successor).float(), state.unsqueeze(-1)).squeeze(-1)
+
+
 class DependencyHead(nn.Module):
     """Checkpoint names: ``dependency.predecessor``, ``.successor``, ``.gate.weight``.
 
@@ -54,7 +74,7 @@ class DependencyHead(nn.Module):
     def forward(
         self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Score corrections of candidates: a ``Head`` of ``draft.propose``.
+        """Score corrections of candidates.
 
         Args:
             previous: ``[bs]`` int64; gates: ``[bs, r]``; ids: ``[bs, K]`` int64.
@@ -62,12 +82,7 @@ class DependencyHead(nn.Module):
         Returns:
             ``[bs, K]`` fp32.
         """
-        state = self.state(previous, gates)
-        if ids.shape[-1] == len(self.successor):
-            # Rows of the whole table, in another order: one product instead of a gathered table.
-            return F.linear(state, self.successor.float()).gather(-1, ids)
-        successors = F.embedding(ids, self.successor).float()
-        return torch.bmm(successors, state.unsqueeze(-1)).squeeze(-1)
+        return dependency_scores(self.predecessor, self.successor, previous, gates, ids)
 
     def over_vocabulary(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The same for every token: ``[N, V]`` of ``previous [N]`` and rows ``[N, d]``."""

@@ -48,9 +48,14 @@ class Sampling:
         return self.need_top_k or self.need_top_p or self.need_min_p
 
     @property
+    def any_sequential(self) -> bool:
+        """Whether some row's top-p is a share of what passed top-k: in rows with a min-p."""
+        return self.top_p_after_top_k and self.need_min_p
+
+    @property
     def sequential(self) -> torch.Tensor | None:
-        """``[N]`` bool: rows whose top-p is a share of what passed top-k; None without any."""
-        return self.min_ps > 0 if self.top_p_after_top_k and self.need_min_p else None
+        """``[N]`` bool, which rows; None without any."""
+        return self.min_ps > 0 if self.any_sequential else None
 
     def repeated(self, times: int) -> Sampling:
         """Every row ``times`` times in a row: the parameters of each position of a block."""

@@ -11,22 +11,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from sglang_hyperdflash.draft.adjust import ADJUSTMENTS, Adjustments, adjust_candidates
+from sglang_hyperdflash.draft.dependency import DependencyHead, dependency_scores
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
-from triton_ops.gumbel import gumbel_noise
+from triton_ops.gumbel import block_seeds, gumbel_noise
+from triton_ops.operator import define
 
 # Temperatures of q relative to the client's; 0 drafts the argmax.
 DRAFT_TEMPERATURES = (0.0, 0.5, 0.7, 1.0)
-
-# (previous tokens [bs], the head's gates of the rows [bs, r], candidate ids [bs, K]) -> scores to
-# add, [bs, K]: draft.dependency.
-Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# (draft's number from 0, ids [bs, K], scores [bs, K], drafts so far [bs, k]) -> scores [bs, K].
-Adjust = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+NO_ADJUSTMENTS = Adjustments()
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,28 @@ class Candidates:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """Which noise each request of a batch draws from.
+
+    Attributes:
+        seeds: ``[bs]`` int64; seeded: ``[bs]`` bool, by the client: verified coupled.
+        any_unseeded: of the requests that are not greedy, known without a device read.
+    """
+
+    seeds: torch.Tensor
+    seeded: torch.Tensor
+    any_unseeded: bool = True
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Drafts and what verification needs of them; D drafts, K candidates.
 
     Attributes:
         tokens: ``[bs, D]`` int64; ids: ``[bs, D, K]`` int64.
         q: ``[bs, D, K]`` fp32, each row's distribution; one-hot where ``t`` is 0 or it is greedy.
-        choice: ``[bs, D, 1]`` int64, each draft's index among its candidates.
-        scores: ``[bs, D, K]`` fp32, before temperature; noise: ``[bs, D, K]`` fp64.
+        choice: ``[bs, D]`` int64, each draft's index among its candidates.
+        scores: ``[bs, D, K]`` fp32, before temperature.
     """
 
     tokens: torch.Tensor
@@ -59,7 +70,6 @@ class Proposal:
     q: torch.Tensor
     choice: torch.Tensor
     scores: torch.Tensor
-    noise: torch.Tensor
 
 
 def draft_distribution(
@@ -81,70 +91,141 @@ def draft_distribution(
     return torch.where((argmax | q[:, 0].isnan()).unsqueeze(-1), first, q)
 
 
-def propose_greedy(candidates: Candidates, anchor: torch.Tensor, head: Head | None) -> torch.Tensor:
+def propose_greedy(
+    candidates: Candidates, anchor: torch.Tensor, head: DependencyHead | None
+) -> torch.Tensor:
     """The drafts ``[bs, D]`` int64 of greedy requests: each the largest ``s`` after the one before.
 
     Args:
         anchor: ``[bs]`` int64, the last committed token; head: the dependency head, or None.
     """
-    if head is None:  # as argmax over the vocabulary: the lowest id among equals
-        lower = candidates.scores < candidates.scores.amax(-1, keepdim=True)
-        return candidates.ids.masked_fill(lower, 1 << 62).amin(-1)
-    tokens, previous = [], anchor
-    for k in range(candidates.ids.shape[1]):
-        ids = candidates.ids[:, k]
-        scores = candidates.scores[:, k] + head(previous, candidates.gates[:, k], ids)
-        previous = ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+    tables = (None, None) if head is None else (head.predecessor, head.successor)
+    gates = None if head is None else candidates.gates
+    return propose_greedy_op(candidates.ids, candidates.scores, gates, *tables, anchor)
+
+
+def propose_greedy_reference(
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    gates: torch.Tensor | None,
+    predecessor: torch.Tensor | None,
+    successor: torch.Tensor | None,
+    anchors: torch.Tensor,
+) -> torch.Tensor:
+    """``hyperdflash::propose_greedy``: :func:`propose_greedy` of the tensors of its arguments."""
+    if gates is None:  # as argmax over the vocabulary: the lowest id among equals
+        lower = scores < scores.amax(-1, keepdim=True)
+        return ids.masked_fill(lower, 1 << 62).amin(-1)
+    tokens, previous = [], anchors
+    for k in range(ids.shape[1]):
+        at = ids[:, k]
+        s = scores[:, k] + dependency_scores(predecessor, successor, previous, gates[:, k], at)
+        previous = at.gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
         tokens.append(previous)
     return torch.stack(tokens, 1)
 
 
 def propose(
     candidates: Candidates,
-    anchor: torch.Tensor,
-    head: Head | None,
-    sampling: Sampling,
-    seeds: torch.Tensor,
+    head: DependencyHead | None,
+    block_tokens: torch.Tensor,
     positions: torch.Tensor,
-    draft_temperature: torch.Tensor,
-    adjust: Adjust | None = None,
+    sampling: Sampling,
+    draws: Draws,
+    draft_temperatures: torch.Tensor,
+    adjustments: Adjustments = NO_ADJUSTMENTS,
 ) -> Proposal:
-    """Draft a block; drafts depend on each other through ``head`` and ``adjust`` only.
+    """Draft a block; drafts depend on each other through ``head`` and penalties only.
 
     Args:
-        anchor: ``[bs]`` int64, the last committed token.
         head: the dependency head, or None.
-        sampling: of the bs requests; seeds: ``[bs]`` int64; draft_temperature: ``[bs]``.
-        positions: ``[bs, D]`` int64: of the token before each draft.
-        adjust: penalties and bias, or None.
+        block_tokens: ``[bs, B]`` int64, the anchor first, the last committed token.
+        positions: ``[bs, B]`` int64: of the token before each draft, the last unused.
+        sampling, draws: of the bs requests.
+        draft_temperatures: ``[2]`` fp32, ``t`` of requests without a seed and with one.
     """
-    bs, drafts, width = candidates.ids.shape
+    s = sampling
+    tables = (None, None) if head is None else (head.predecessor, head.successor)
+    tokens, q, choice, scores = propose_op(
+        *(candidates.ids, candidates.scores, None if head is None else candidates.gates, *tables),
+        *(block_tokens, draws.seeds, draws.seeded, positions),
+        *(s.temperatures, s.top_ks, s.top_ps, s.min_ps, draft_temperatures),
+        *(s.filters, s.any_sequential, *adjustments.tensors),
+    )
+    return Proposal(tokens, candidates.ids, q, choice, scores)
 
-    def flat(values: torch.Tensor) -> torch.Tensor:
-        return values.repeat_interleave(drafts)
 
-    noise = gumbel_noise(flat(seeds), positions.reshape(-1), candidates.ids.view(-1, width))
+def propose_reference(
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    gates: torch.Tensor | None,
+    predecessor: torch.Tensor | None,
+    successor: torch.Tensor | None,
+    block_tokens: torch.Tensor,
+    seeds: torch.Tensor,
+    seeded: torch.Tensor,
+    positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    draft_temperatures: torch.Tensor,
+    filters: bool,
+    sequential: bool,
+    *adjusting: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``hyperdflash::propose``: ``(tokens, q, choice, scores)`` of a :class:`Proposal`.
+
+    Args:
+        filters: whether anyone has top-k, top-p or min-p; sequential: ``Sampling.any_sequential``.
+        adjusting: of :class:`Adjustments`.
+    """
+    bs, drafts, width = ids.shape
+    sampling = Sampling(temperatures, top_ks, top_ps, min_ps, filters, filters, filters, sequential)
+    t, adjustments = draft_temperatures[seeded.long()], Adjustments(*adjusting)
+    changed = any(tensor is not None for tensor in adjusting)
+    own = block_seeds(seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
+    noise = gumbel_noise(own, positions[:, :drafts].reshape(-1), ids.view(-1, width))
     noise = noise.view(bs, drafts, width)
-    if head is None and adjust is None:
-        rows = draft_distribution(
-            candidates.scores.view(-1, width), sampling.repeated(drafts), flat(draft_temperature)
-        )
-        q = rows.view(bs, drafts, width)
+    if gates is None and not changed:
+        flat = scores.reshape(-1, width)
+        q = draft_distribution(flat, sampling.repeated(drafts), t.repeat_interleave(drafts))
+        q = q.view(bs, drafts, width)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
-        tokens = candidates.ids.gather(-1, choice).squeeze(-1)
-        return Proposal(tokens, candidates.ids, q, choice, candidates.scores, noise)
+        return ids.gather(-1, choice).squeeze(-1), q, choice.squeeze(-1), scores.clone()
     steps: list[tuple[torch.Tensor, ...]] = []
-    previous = anchor
+    tokens = ids.new_empty(bs, 0)
     for k in range(drafts):
-        ids, scores = candidates.ids[:, k], candidates.scores[:, k]
-        if head is not None:
-            scores = scores + head(previous, candidates.gates[:, k], ids)
-        if adjust is not None:
-            so_far = torch.stack([step[0] for step in steps], 1) if steps else ids[:, :0]
-            scores = adjust(k, ids, scores, so_far)
-        q = draft_distribution(scores, sampling, draft_temperature)
+        at, s = ids[:, k], scores[:, k]
+        if gates is not None:
+            previous = tokens[:, -1] if k else block_tokens[:, 0]
+            s = s + dependency_scores(predecessor, successor, previous, gates[:, k], at)
+        if changed:
+            s = adjust_candidates(s, at, tokens, positions[:, k], adjustments)
+        q = draft_distribution(s, sampling, t)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
-        previous = ids.gather(-1, choice).squeeze(-1)
-        steps.append((previous, q, choice, scores))
-    tokens, q, choice, scores = (torch.stack(part, 1) for part in zip(*steps, strict=True))
-    return Proposal(tokens, candidates.ids, q, choice, scores, noise)
+        tokens = torch.cat([tokens, at.gather(-1, choice)], 1)
+        steps.append((q, choice.squeeze(-1), s))
+    return tokens, *(torch.stack(part, 1) for part in zip(*steps, strict=True))
+
+
+_CANDIDATES = "Tensor ids, Tensor scores, Tensor? gates, Tensor? predecessor, Tensor? successor, "
+propose_op = define(
+    "propose(" + _CANDIDATES + "Tensor block_tokens, Tensor seeds, Tensor seeded, Tensor positions,"
+    " Tensor temperatures, Tensor top_ks, Tensor top_ps, Tensor min_ps, Tensor draft_temperatures,"
+    " bool filters, bool sequential, " + ADJUSTMENTS + ") -> (Tensor, Tensor, Tensor, Tensor)",
+    propose_reference,
+    "triton_ops.propose_kernel:launch",
+    lambda ids, scores, *rest: (
+        ids.new_empty(ids.shape[:2]),
+        torch.empty_like(scores),
+        ids.new_empty(ids.shape[:2]),
+        torch.empty_like(scores),
+    ),
+)
+propose_greedy_op = define(
+    "propose_greedy(" + _CANDIDATES + "Tensor anchors) -> Tensor",
+    propose_greedy_reference,
+    "triton_ops.propose_kernel:launch_greedy",
+    lambda ids, *rest: ids.new_empty(ids.shape[:2]),
+)

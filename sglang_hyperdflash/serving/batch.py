@@ -20,10 +20,10 @@ import torch
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import async_h2d
 
+from sglang_hyperdflash.draft.adjust import NEUTRAL, Adjustments
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Proposal
-from sglang_hyperdflash.serving.verification.exact import Draws
-from sglang_hyperdflash.serving.verification.penalties import EndTokens, GeneratedCounts, Penalties
+from sglang_hyperdflash.draft.propose import Draws, Proposal
+from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 
 DETERMINISTIC_SEED = 42
 LONGEST = 1 << 31
@@ -66,22 +66,22 @@ class BatchRequests:
         places: row of the request pool, and retractions so far, of each.
         draws: their seeds, and which of them are the client's.
         argmax_only: all are greedy, and nothing changes the order of their logits.
-        penalties, end_tokens: None without such requests.
+        adjustments: penalties and end tokens, without what changes from round to round.
         classes: how many are greedy and how many sampled.
         info: SGLang's ``SamplingBatchInfo`` of this pass.
-        lengths: SGLang's ``seq_lens [bs]``, which a round's anchors are ``ahead`` of.
+        counts: ``[slots, V]``, generated tokens; None where none has penalties.
+        lengths: SGLang's ``seq_lens [bs]``, without a round's anchors.
     """
 
     reqs: list[Any]
     places: list[tuple[int, int]]
     draws: Draws
     argmax_only: bool
-    penalties: Penalties | None
-    end_tokens: EndTokens | None
+    adjustments: Adjustments
     classes: tuple[int, int]
     info: Any = field(default=None, compare=False)
+    counts: torch.Tensor | None = field(default=None, compare=False)
     lengths: torch.Tensor | None = field(default=None, compare=False)
-    ahead: int = 0
 
     def same(self, reqs: Sequence[Any], places: list[tuple[int, int]]) -> bool:
         """Whether these are the requests of a batch, none retracted in between."""
@@ -102,26 +102,17 @@ class BatchRequests:
             get_exec().kernel.sampling_backend == "flashinfer",
         )
 
-    @cached_property
-    def block_draws(self) -> Draws:
-        """The noise of this round's blocks, of drafting and verification."""
-        return self.draws.of_block(self.lengths)
-
-    @cached_property
-    def contexts(self) -> torch.Tensor:
-        """Tokens ``[bs]`` of each context at the first row, the anchor included."""
-        return self.lengths + self.ahead
-
     @property
     def all_greedy(self) -> bool:
         """Whether no request samples. SGLang's ``is_all_greedy`` stays False once one did."""
         return self.classes[1] == 0
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether penalties, ``min_new_tokens`` or a bias change anyone's logits."""
-        changed = self.penalties is not None or self.end_tokens is not None
-        return changed or self.info.logit_bias is not None
+    def changes(self, bias: bool = True) -> Adjustments | None:
+        """What changes these requests' logits in this pass, with their bias or without it."""
+        own, added = self.adjustments, self.info.logit_bias if bias else None
+        if own.penalties is None and own.end_ids is None and added is None:
+            return None
+        return replace(own, counts=self.counts, bias=added)
 
 
 class RequestState:
@@ -161,16 +152,15 @@ class RequestState:
                 if starts and penalised(req.sampling_params):
                     self.counts.reset(place[0], req.output_ids)
                 self._places[req] = place
-        # The anchor of a round is not in seq_lens yet.
-        ahead = 0 if prefill else 1
-        self.current = replace(requests, info=info, lengths=batch.seq_lens, ahead=ahead)
+        counts = None if requests.adjustments.penalties is None else self.counts.table
+        self.current = replace(requests, info=info, counts=counts, lengths=batch.seq_lens)
         return self.current
 
     def count(self, requests: BatchRequests, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """The first ``lengths [bs]`` of ``tokens [bs, B]`` were generated."""
-        if requests.penalties is not None:
-            at, last = requests.penalties.rows, self.runner.model_config.vocab_size - 1
-            self.counts.add(requests.penalties.slots, tokens[at].clamp(max=last), lengths[at])
+        if requests.counts is not None:
+            last = self.runner.model_config.vocab_size - 1
+            self.counts.add(requests.adjustments.slots, tokens.clamp(max=last), lengths)
 
     def _place(self, req: Any) -> tuple[int, int]:
         """A request's row of the request pool, and its retractions.
@@ -196,51 +186,49 @@ def gather(
     draws = Draws(
         new([seed for seed, _ in pairs], torch.int64),
         new([seeded for _, seeded in pairs], torch.bool),
-        any(s and seeded for s, (_, seeded) in zip(sampled, pairs, strict=True)),
         any(s and not seeded for s, (_, seeded) in zip(sampled, pairs, strict=True)),
-        not all(sampled),
     )
-    chosen = [i for i, p in enumerate(parameters) if penalised(p)]
-    penalties = None
-    if chosen:
-        values = [parameters[i] for i in chosen]
-        penalties = Penalties(
-            new(chosen, torch.int64),
-            new([places[i][0] for i in chosen], torch.int64),
-            new([[p.frequency_penalty] for p in values], torch.float32),
-            new([[p.presence_penalty] for p in values], torch.float32),
-            new([[p.repetition_penalty] for p in values], torch.float32),
-        )
+    slots = penalties = None
+    if any(map(penalised, parameters)):
+        slots = new([slot for slot, _ in places], torch.int64)
+        penalties = new([_penalties(p) for p in parameters], torch.float32)
     ends = _end_tokens(reqs, new)
     return BatchRequests(
         list(reqs),
         places,
         draws,
-        not any(sampled) and penalties is None and ends is None,
-        penalties,
-        ends,
+        not any(sampled) and penalties is None and ends == (None, None),
+        Adjustments(None, slots, penalties, *ends),
         (len(reqs) - sum(sampled), sum(sampled)),
     )
 
 
+def _penalties(parameters: Any) -> tuple[float, float, float]:
+    p = parameters
+    return p.frequency_penalty, p.presence_penalty, p.repetition_penalty
+
+
 def penalised(parameters: Any) -> bool:
     """Whether a request's generated tokens change its logits."""
-    p = parameters
-    return (p.frequency_penalty, p.presence_penalty, p.repetition_penalty) != (0.0, 0.0, 1.0)
+    return _penalties(parameters) != NEUTRAL
 
 
-def _end_tokens(reqs: Sequence[Any], new: Callable[..., torch.Tensor]) -> EndTokens | None:
-    waiting = (i for i, req in enumerate(reqs) if req.sampling_params.min_new_tokens > 0)
-    found = {i: ids for i in waiting if (ids := sorted(end_tokens(reqs[i])))}
-    if not found:
-        return None
-    widest = max(map(len, found.values()))
-    minimum = [min(reqs[i].sampling_params.min_new_tokens, LONGEST) for i in found]
-    return EndTokens(
-        new(list(found), torch.int64),
-        new(minimum, torch.int64),
-        new([len(reqs[i].origin_input_ids) for i in found], torch.int64),
-        new([ids + ids[:1] * (widest - len(ids)) for ids in found.values()], torch.int64),
+def _end_tokens(
+    reqs: Sequence[Any], new: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``end_ids`` and ``earliest`` of :class:`Adjustments`."""
+    waits = [req.sampling_params.min_new_tokens > 0 for req in reqs]
+    found = [sorted(end_tokens(req)) if w else [] for req, w in zip(reqs, waits, strict=True)]
+    widest = max(map(len, found), default=0)
+    if not widest:
+        return None, None
+    minimum = [min(req.sampling_params.min_new_tokens, LONGEST) for req in reqs]
+    return (
+        new([ids + [-1] * (widest - len(ids)) for ids in found], torch.int64),
+        new(
+            [len(req.origin_input_ids) + least for req, least in zip(reqs, minimum, strict=True)],
+            torch.int64,
+        ),
     )
 
 
@@ -283,11 +271,6 @@ class Block:
     def anchors(self) -> torch.Tensor:
         """``[bs]`` int64."""
         return self.tokens[:, 0]
-
-    @property
-    def drafts(self) -> torch.Tensor:
-        """``[bs, width - 1]`` int64."""
-        return self.tokens[:, 1:]
 
     @property
     def slots(self) -> torch.Tensor:

@@ -33,8 +33,9 @@ from sglang_hyperdflash.serving.startup.pair import (
     check_ranks_agree,
 )
 from sglang_hyperdflash.serving.verification import prefill
-from sglang_hyperdflash.serving.verification.rehearsal import verification_peak
-from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
+from sglang_hyperdflash.serving.verification.exact import Committed
+from sglang_hyperdflash.serving.verification.rehearsal import compile_kernels, verification_peak
+from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lanes
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import FULL, WidthSetting, read_setting
@@ -71,8 +72,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         windowed = self.draft_window_size is not None
         self.draft_kv = (WindowedDraftKV if windowed else DraftKV)(self)
         self.request_state = RequestState(runner, target_worker.random_seed, self.device)
-        self.drafter = Drafter(self, self.request_state)
-        self.verifier = Verifier(self, self.request_state)
+        self.drafter, self.verifier = Drafter(self), Verifier(self)
         check_pair(self)
         prefill.serve(prefill.PrefillSampler(runner, self.request_state, self.verifier))
         self._overlap = not server_args.disable_overlap_schedule
@@ -151,10 +151,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # 5. Accept a prefix of every block: drafts that equal the target's argmax (greedy), or the
         # token that the request's seed draws from the target's distribution p (seeded), or by
         # block verification of q against p (all others). Then the bonus token; rank 0 decides.
-        committed = self.verifier.accept(output.next_token_logits, argmaxes, block, requests)
-        self.drafter.learn(block, requests, committed.verdict)
+        committed, p = self.verifier.accept(output.next_token_logits, argmaxes, block, requests)
+        self.drafter.learn(block, requests, committed, p)
         self.verifier.add_logprobs(batch, output, committed, requests)
-        new_seq_lens = batch.seq_lens + committed.accept_lens.to(batch.seq_lens.dtype)
+        new_seq_lens = batch.seq_lens + committed.accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
 
@@ -309,7 +309,12 @@ class HyperDFlashWorker(DFlashWorkerV2):
         return verification_peak(renorm, k, len(candidates), target_logits)
 
     def prewarm_sampling(self):
-        """Raise ``HyperDFlashConfigError`` where the largest batch does not fit."""
+        """Build the kernels; ``HyperDFlashConfigError`` where the largest batch does not fit."""
+        if is_cuda() and not self._prefills_only:
+            drafter, widths = self.drafter, self.width_control.setting.built(self.block)
+            vocabulary = self.verifier.vocabulary
+            with torch.inference_mode():
+                compile_kernels(drafter.head, drafter.candidates, vocabulary, widths, self.device)
         try:
             return super().prewarm_sampling()
         except torch.OutOfMemoryError as error:

@@ -195,7 +195,8 @@ def load():
 
     def accept(original, self, logits, argmaxes, block, requests):
         greedy = replace(block, proposal=None)
-        return original(self, logits, logits.argmax(-1), greedy, requests)
+        committed, p = original(self, None, logits.argmax(-1), greedy, requests)
+        return committed, p if block.proposal is None else 0.0 * block.proposal.q
 
     HookRegistry.register(
         "sglang_hyperdflash.serving.verification.verifier.Verifier.accept",

@@ -1,18 +1,25 @@
-"""Milliseconds between a sampled round's logits and its tokens, on one GPU; part of ``make bench``.
+"""Milliseconds of a sampled round outside the models, on one GPU; part of ``make bench``.
 
 Rows are those of a verified round, seven a request. Contenders:
 
-``seeded``, ``unseeded``: what a server runs: softmax, filters, draws, residual
-(``serving.verification.exact``).
-``sglang``, ``sglang seeded``: SGLang's own sampler on as many rows: it draws, and verifies nothing.
-``sglang one row``: the same for one row a request, a step of the baseline.
+``propose``, ``rows``, ``accept``, ``finish``, ``learn``: the operators of a round by themselves.
+``seeded``, ``unseeded``: from logits to what is committed, and the learning, as a server runs it.
+``selector``: SGLang's walk of a dependency head's candidates (``models/dflash.py``), with its table
+of all transitions and without its projection: what ``propose`` stands beside.
+``softmax``: torch's, of the rows. ``sglang``, ``sglang seeded``: SGLang's own sampler on as many
+rows: it draws, and verifies nothing. ``sglang one row``: one row a request, as the baseline's.
 
-Nothing is in a CUDA graph, as nothing of it is while serving: launches count.
+Nothing is in a CUDA graph, as nothing of it is while serving: launches count. Only SGLang's walk is
+in its draft's graph there, so its time here is an upper bound. Launches and bytes of the same
+operators, counted without a GPU, are ``make launches``'s. First, drafts and tokens of the device
+are compared with the references' on the same random inputs; ``make gpu-test`` tests the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import statistics
 import sys
 import time
@@ -22,12 +29,17 @@ from typing import Any
 
 import torch
 
+from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, propose
+from sglang_hyperdflash.draft.propose import Candidates, Draws, Proposal, propose
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
-    Draws,
-    Verdict,
+    Committed,
+    Rows,
+    accept,
+    finish,
+    read_rows,
+    unpack,
     verify_block,
     weights_of,
 )
@@ -35,7 +47,7 @@ from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
 
-VOCABULARY, REQUESTS, BLOCK, CANDIDATES = 129_280, (1, 8, 64, 256), 7, 64
+VOCABULARY, REQUESTS, BLOCK, CANDIDATES, RANK = 129_280, (1, 8, 64, 256), 7, 64, 256
 NO_TOP_K = 1 << 30
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -76,28 +88,87 @@ class Case:
         self.seeds = torch.randint(0, 1 << 60, (requests,), **new)
         self.positions = torch.arange(BLOCK, **new).repeat(requests, 1) + 100
         # Drafts as good as they get: the target's own candidates, a little off.
-        leading = self.logits.view(requests, BLOCK, -1)[:, :-1].topk(min(CANDIDATES, vocabulary))
-        self.proposal = propose(
-            Candidates(leading.indices, leading.values + torch.randn_like(leading.values)),
-            torch.zeros(requests, dtype=torch.int64, **new),
-            None,
-            self.sampling,
-            self.seeds,
-            self.positions[:, :-1],
-            torch.ones(requests, **new),
-        )
+        k = min(CANDIDATES, vocabulary)
+        leading = self.logits.view(requests, BLOCK, -1)[:, :-1].topk(k)
+        gates = torch.randn(requests, BLOCK - 1, RANK, **new)
+        scores = leading.values + torch.randn_like(leading.values)
+        self.candidates = Candidates(leading.indices, scores, gates)
+        with torch.device(device):
+            head = DependencyHead(vocabulary, 8, RANK, "residual").requires_grad_(False)
+        head.successor.normal_()  # a new head adds nothing
+        self.head = head.bfloat16()
+        self.anchors = torch.zeros(requests, 1, dtype=torch.int64, **new)
         self.draft_temperature = DraftTemperature(device)
+        self.proposal = self.propose(self.draws(False))
+        self.block = torch.cat([self.anchors, self.proposal.tokens], 1)
 
-    def ours(self, seeded: bool) -> Verdict:
+    def draws(self, seeded: bool) -> Draws:
+        return Draws(self.seeds, torch.full_like(self.seeds, seeded).bool(), not seeded)
+
+    def propose(self, draws: Draws) -> Proposal:
+        current = self.draft_temperature.current
+        drafting = self.anchors, self.positions, self.sampling, draws, current
+        return propose(self.candidates, self.head, *drafting)
+
+    def rows(self, draws: Draws) -> Rows:
+        kept = None
+        if self.filters:
+            by_block = self.logits.view(self.requests, BLOCK, -1)
+            kept = weights_of(by_block, self.sampling, self.renorm).flatten(0, 1)
+        return read_rows(self.logits, kept, self.sampling, draws, self.positions, all_draw=False)
+
+    def committed(self, rows: Rows, draws: Draws) -> tuple[Committed, torch.Tensor]:
+        given = self.block, self.positions, self.proposal, self.sampling, draws
+        packed, p = verify_block(rows, *given, self.logits.shape[-1])
+        return unpack(packed, self.requests, BLOCK), p
+
+    def learn(self, committed: Committed, p: torch.Tensor, draws: Draws) -> None:
+        self.draft_temperature._rounds = 0  # every call learns
+        given = self.positions, self.sampling, draws, self.logits.shape[-1]
+        self.draft_temperature.learn(self.proposal, p, committed, *given)
+
+    def ours(self, seeded: bool) -> Committed:
         """A whole verification as a server runs it."""
-        own_seed = torch.full((self.requests,), seeded, device=self.device)
-        draws = Draws(self.seeds, own_seed, seeded, not seeded, any_greedy=False)
-        weights = weights_of(self.logits, self.sampling.repeated(BLOCK), self.renorm)
-        verdict = verify_block(
-            self.proposal, self.logits, weights, self.sampling, draws, self.positions
+        draws = self.draws(seeded)
+        committed, p = self.committed(self.rows(draws), draws)
+        self.learn(committed, p, draws)
+        return committed
+
+    def selector(self) -> Callable[[], Any]:
+        """SGLang's selector on the same candidates, its projection already applied."""
+        from sglang.srt.models import dflash
+
+        ids, head = self.candidates.ids, self.head
+        chosen = dflash.CandidateSelector(
+            hidden_size=1, vocab_size=1, state_rank=1, top_k=ids.shape[2]
         )
-        self.draft_temperature.learn(self.proposal, self.sampling, own_seed, verdict)
-        return verdict
+        chosen.predecessor_codebook, chosen.successor_codebook = head.predecessor, head.successor
+        chosen.hidden_projection = torch.nn.Identity()
+        gates, greedy = self.candidates.gates.bfloat16(), torch.zeros_like(self.seeds).bool()
+
+        def walk() -> Any:
+            lattice = chosen.build_lattice(
+                candidate_ids=ids,
+                unary_logits=self.candidates.scores,
+                hidden_states=gates,
+                anchor_token_ids=self.anchors[:, 0],
+            )
+            return chosen.sample_path(
+                candidate_ids=ids,
+                scores=lattice,
+                uniforms=torch.rand(ids.shape[:2], device=ids.device),
+                temperatures=self.sampling.temperatures,
+                greedy_mask=greedy,
+            )
+
+        return walk
+
+    def on(self, device: str, renorm: tuple[Callable, Callable] | None = None) -> Case:
+        """The same case on another device."""
+        twin = copy.copy(self)
+        vars(twin).update({name: _moved(value, device) for name, value in vars(self).items()})
+        twin.device, twin.renorm = device, renorm
+        return twin
 
     def sglang(self, seeded: bool, each: int = BLOCK) -> torch.Tensor:
         """SGLang's sampler on ``each`` rows of every request; on a CPU its torch path.
@@ -123,7 +194,23 @@ class Case:
 
     def contenders(self) -> dict[str, Callable[[], Any]]:
         """Calls by name; SGLang's seeded sampler needs CUDA."""
+        seeded, draws = self.draws(True), self.draws(False)
+        rows, flat = self.rows(draws), self.logits
+        committed, p = self.committed(rows, draws)
+        target = flat, rows.kept, rows.tokens, rows.largest, rows.total, self.block
+        q = self.proposal.ids, self.proposal.q
+        requests = self.sampling.temperatures, self.sampling.top_ks, draws.seeded, self.seeds
+        requests = *requests, self.positions
+        accepted = accept(*target, *q, self.proposal.choice, *requests, flat.shape[1])
         calls: dict[str, Callable[[], Any]] = {
+            "propose": lambda: self.propose(draws),
+            "selector": self.selector(),
+            "rows": lambda: self.rows(draws),
+            "rows seeded": lambda: self.rows(seeded),
+            "softmax": lambda: torch.softmax(flat, dim=-1),
+            "accept": lambda: accept(*target, *q, self.proposal.choice, *requests, flat.shape[1]),
+            "finish": lambda: finish(*target, *q, *accepted[:2], *requests, True, flat.shape[1]),
+            "learn": lambda: self.learn(committed, p, draws),
             "seeded": lambda: self.ours(True),
             "unseeded": lambda: self.ours(False),
             "sglang": lambda: self.sglang(False),
@@ -151,6 +238,49 @@ class Case:
 
         times = interleaved(calls, time_ms, rounds)
         return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _moved(value: Any, device: str) -> Any:
+    """Tensors, and what holds them, on a device; anything else as it is."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return copy.deepcopy(value).to(device)
+    if dataclasses.is_dataclass(value):
+        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{n: _moved(v, device) for n, v in parts.items()})
+    if isinstance(value, DraftTemperature):
+        return DraftTemperature(device)
+    return value
+
+
+def outcomes(case: Case) -> dict[str, torch.Tensor]:
+    """What requests draft and commit, ``[requests, ...]``, on the CPU."""
+    found = {}
+    for name, seeded in (("seeded", True), ("unseeded", False)):
+        draws = case.draws(seeded)
+        committed, _ = case.committed(case.rows(draws), draws)
+        found[f"drafts, {name}"] = case.propose(draws).tokens.cpu()
+        found[f"tokens, {name}"] = committed.tokens.cpu()
+    return found
+
+
+@torch.inference_mode()
+def check(
+    device: str, vocabulary: int, requests: int = 32, **options: Any
+) -> dict[str, dict[str, int]]:
+    """Requests, by filter, in which operators on a device and their references differ.
+
+    Raises:
+        RuntimeError: more than one in 16 differ. Sums run in another order, so a draw at a near tie
+            may; a fault makes most of them.
+    """
+    found = {}
+    for name, filters in FILTERS.items():
+        case = Case(requests, vocabulary, filters, "cpu")
+        expected, other = outcomes(case), outcomes(case.on(device, **options))
+        found[name] = {key: int((expected[key] != other[key]).any(1).sum()) for key in expected}
+        if max(found[name].values()) > requests // 16:
+            raise RuntimeError(f"operators differ from their references: {name}, {found[name]}")
+    return found
 
 
 def run(
@@ -193,8 +323,11 @@ def main(argv: list[str] | None = None) -> int:
     from sglang_hyperdflash.serving.verification.verifier import renorm_kernels
 
     renorm = renorm_kernels()
+    different = check("cuda", options.vocabulary, renorm=renorm)
+    print(f"requests of 32 that differ from the references: {different}")
     rows = run(options.requests, options.vocabulary, options.rounds, "cuda", renorm=renorm)
     results = {"rows": rows, "vocabulary": options.vocabulary, "provenance": provenance()}
+    results["different"] = different
     write_json(options.out / "verify.json", results, indent=1)
     print(f"ms of a verification, vocabulary {options.vocabulary}, {BLOCK} rows a request")
     print(table(rows))

@@ -25,6 +25,8 @@ from tests.gpu.stage import Stage
 
 BLOCK, SHORT = 7, 16
 EVERY_WIDTH = (1, 2, 4, 7)
+# Of kernels: interpreted in ``make test``, compiled here.
+KERNEL_TESTS = "tests/unit/triton_ops/test_*_kernel*.py"
 # Memory of the allocator and of kernels besides the counted buffers, GiB.
 SLACK_GIB = 1.5
 
@@ -135,14 +137,21 @@ def _check_graphs(v: Visit, log: str) -> None:
 
 
 def bench(v: Visit) -> None:
-    """``make bench``: the gate kernels against their rivals."""
+    """``make bench``: the reducer and the operators of a sampled round against their rivals."""
     if not v.stage.gpu:
         v.found["not here"] = "kernels are timed on a GPU"
         return
-    command = [sys.executable, "-m", "triton_ops.bench", "--out", str(v.out / "kernels")]
+    for module in ("triton_ops.bench", "tests.gpu.bench_verify"):
+        _run(v, module, "--out", str(v.out / "kernels"))
+
+
+def _run(v: Visit, module: str, *arguments: str) -> None:
+    """A command of the Makefile, which must succeed."""
+    command = [sys.executable, "-m", module, *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    v.found["last lines"] = ended.stdout.splitlines()[-12:]
-    v.check(ended.returncode == 0, f"the benchmark failed: {ended.stderr[-500:]}")
+    name = f"{module} {arguments[0]}"
+    v.found[f"last lines, {name}"] = ended.stdout.splitlines()[-16:]
+    v.check(ended.returncode == 0, f"{name} failed: {ended.stderr[-500:]}")
 
 
 # With CUDA graphs and without.
@@ -306,10 +315,9 @@ def tests(v: Visit) -> None:
     if not v.stage.gpu:
         v.found["not here"] = "its tests need a GPU"
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    v.found["last lines"] = ended.stdout.splitlines()[-8:]
-    v.check(ended.returncode == 0, "a test failed")
+    kernels = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(KERNEL_TESTS))
+    for chosen_tests in (["-m", "gpu"], kernels):
+        _run(v, "pytest", *chosen_tests)
 
 
 STEPS: dict[str, Callable[[Visit], None]] = {

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.engine.conftest import Servers
 from tests.engine.v4 import controls, drafts
 from tests.gpu import readings, steps, visit
@@ -32,6 +33,30 @@ def test_the_largest_server_is_tried_first_and_the_tests_last():
     assert (first, last) == ("million", "tests")
     assert (GPU.context, GPU.requests) == (1 << 20, 256)
     assert [name for name, _ in steps.chosen(["trace", "million"])] == ["million", "trace"]
+
+
+def test_it_runs_what_make_bench_and_make_gpu_test_run(tmp_path, monkeypatch):
+    """Found as: it neither timed nor tested the kernels of a sampled round."""
+    ran, makefile = [], (ROOT / "Makefile").read_text()
+
+    def run(command, **options):
+        ran.append(command[2:])
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+    monkeypatch.setattr(steps.subprocess, "run", run)
+    nowhere = Path("nowhere")
+    on_gpu = steps.Visit(GPU, Servers(), tmp_path, tmp_path, nowhere, nowhere)
+    steps.bench(on_gpu)
+    steps.tests(on_gpu)
+    expected = []
+    for target in ("bench", "gpu-test"):
+        recipe = re.search(rf"^{target}: setup\n((?:\t.*\n)+)", makefile, re.M)[1]
+        for line in re.findall(r"python -m (.*)", recipe):
+            words = line.replace("eval/results", str(tmp_path)).split()
+            paths = [sorted(ROOT.glob(word)) if "*" in word else [word] for word in words]
+            expected.append([str(p).removeprefix(f"{ROOT}/") for found in paths for p in found])
+    assert ran == expected and len(ran) == 4
+    assert "tests/unit/triton_ops/test_rows_kernel.py" in ran[-1]
 
 
 def test_a_log_s_pools_graphs_and_choice():

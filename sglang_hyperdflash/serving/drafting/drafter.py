@@ -21,8 +21,14 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
-from sglang_hyperdflash.draft.propose import Adjust, Candidates, Proposal, propose, propose_greedy
-from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
+from sglang_hyperdflash.draft.propose import (
+    NO_ADJUSTMENTS,
+    Candidates,
+    Proposal,
+    propose,
+    propose_greedy,
+)
+from sglang_hyperdflash.serving.batch import BatchRequests, Block
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftContext
 from sglang_hyperdflash.serving.drafting.candidates import (
     CandidateBuffers,
@@ -33,8 +39,7 @@ from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.verification.exact import Verdict
-from sglang_hyperdflash.serving.verification.penalties import UNLIKELY
+from sglang_hyperdflash.serving.verification.exact import Committed
 from sglang_hyperdflash.serving.width.lanes import Lane
 
 
@@ -43,11 +48,10 @@ class Drafter:
 
     Args:
         worker: the ``DFlashWorkerV2`` whose draft runner and embeddings are used.
-        request_state: has generated counts, for penalties.
     """
 
-    def __init__(self, worker: Any, request_state: RequestState) -> None:
-        self.worker, self.request_state = worker, request_state
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
         target = worker.target_worker.model_runner.model
         self.lm_head = unwrap_lora_layer(getattr(target, "lm_head", None))
         self.head = worker.draft_model.dependency  # or None
@@ -85,11 +89,19 @@ class Drafter:
             self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
         return block.drafted(drafts, proposal)
 
-    def learn(self, block: Block, requests: BatchRequests, verdict: Verdict | None) -> None:
-        """Learn the draft temperature from how sampled drafts fared; None of a greedy round."""
-        if verdict is not None:
-            seeded = requests.draws.seeded
-            self.draft_temperature.learn(block.proposal, requests.sampling, seeded, verdict)
+    def learn(
+        self, block: Block, requests: BatchRequests, committed: Committed, p: torch.Tensor
+    ) -> None:
+        """Learn the draft temperature from how sampled drafts fared.
+
+        Args:
+            p: ``[bs, D, K]``, the target's probabilities of their candidates.
+        """
+        if block.proposal is not None and not requests.all_greedy:
+            at, vocabulary = block.positions, self.worker.verifier.vocabulary
+            self.draft_temperature.learn(
+                block.proposal, p, committed, at, requests.sampling, requests.draws, vocabulary
+            )
 
     def _forward(self, batch: Any, block: Block, context: DraftContext, lane: Lane) -> Any:
         """The draft pass; seam: the ``ForwardBatch`` of ``DFlashWorkerV2``'s draft step."""
@@ -131,39 +143,13 @@ class Drafter:
 
     def _draw(self, candidates: Candidates, block: Block, requests: BatchRequests) -> Proposal:
         """Draw a block's drafts, with the noise of the requests' seeds."""
-        before = block.positions[:, :-1]
         return propose(
             candidates,
-            block.anchors,
             self.head,
+            block.tokens,
+            block.positions,
             requests.sampling,
-            requests.block_draws.seeds,
-            before,
-            self.draft_temperature.of(requests.draws.seeded),
-            self._adjust_for(requests) if requests.changes_logits else None,
+            requests.draws,
+            self.draft_temperature.current,
+            requests.changes() or NO_ADJUSTMENTS,
         )
-
-    def _adjust_for(self, requests: BatchRequests) -> Adjust:
-        """Penalties, end tokens and bias at draft k's candidates."""
-        penalties, ends, bias = requests.penalties, requests.end_tokens, requests.info.logit_bias
-
-        def adjust(
-            k: int, ids: torch.Tensor, scores: torch.Tensor, so_far: torch.Tensor
-        ) -> torch.Tensor:
-            if penalties is not None:
-                at = penalties.rows
-                chosen, drafted = ids[at], so_far[at]
-                counts = self.request_state.counts.table[penalties.slots.unsqueeze(1), chosen]
-                counts = counts + (chosen.unsqueeze(2) == drafted.unsqueeze(1)).sum(-1)
-                scores = scores.index_copy(0, at, penalties.applied(scores[at], counts))
-            if ends is not None:
-                early = ends.too_early(requests.contexts, k + 1)[:, -1]
-                is_end = (ids[ends.rows].unsqueeze(2) == ends.ids.unsqueeze(1)).any(-1)
-                forbidden = is_end & early.unsqueeze(1)
-                found = scores[ends.rows].masked_fill(forbidden, UNLIKELY)
-                scores = scores.index_copy(0, ends.rows, found)
-            if bias is not None:
-                scores = scores + bias.gather(1, ids).float()
-            return scores
-
-        return adjust

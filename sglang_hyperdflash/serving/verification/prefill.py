@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.seams import after, around
 
 # The PrefillSampler of this process.
@@ -23,37 +24,42 @@ class PrefillSampler:
     """One row a request: penalties, final logits and the draw, as in a round of width 1.
 
     Args:
-        request_state: knows the pass that runs. verifier: penalises, filters.
+        request_state: knows the pass that runs. verifier: filters, draws.
     """
 
     def __init__(self, runner: Any, request_state: Any, verifier: Any) -> None:
         self.runner, self.request_state, self.verifier = runner, request_state, verifier
-        self._greedy: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
         self._broken: torch.Tensor | None = None
 
     def penalise(self, logits: torch.Tensor) -> None:
         """Penalties of ``logits [bs, V]``, in place, before grammar and bias."""
-        drafts = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-        self.verifier.penalise(logits.unsqueeze(1), drafts, self.request_state.current)
+        requests = self.request_state.current
+        changes = requests.changes(bias=False)
+        if changes is not None:
+            at = (requests.lengths.long() - 1).unsqueeze(1)
+            adjust_rows(logits.unsqueeze(1), at, at, *changes.tensors)
 
-    def read(self, logits: torch.Tensor) -> None:
-        """Keep the greedy tokens and the broken rows of the final ``logits [bs, V]``."""
-        largest, self._greedy = logits.max(-1)
-        self._broken = ~largest.isfinite()
+    def read(self, logits: torch.Tensor, sampled: bool) -> None:
+        """Keep the broken rows of the final ``logits [bs, V]``, and of a sampled batch all."""
+        self._broken = ~logits.amax(-1).isfinite()
+        # SGLang's sampler writes its probabilities over them.
+        self._logits = logits.clone() if sampled else None
 
     def draw(
         self, probs: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``[bs]`` of a batch with a sampled request, and the weights that they are from."""
         requests = self.request_state.current
-        drawn, weights = self.verifier.draw_prefill(probs, positions, requests)
-        return torch.where(requests.sampling.greedy, self._greedy, drawn), weights
+        tokens, weights = self.verifier.draw_prefill(self._logits, probs, positions, requests)
+        # SGLang looks the token of a broken row up, too.
+        return tokens.clamp(max=self._logits.shape[-1] - 1), weights
 
     def end(self, tokens: torch.Tensor) -> torch.Tensor:
         """Count a prefill's ``tokens [bs]``; past the vocabulary where the row was broken."""
         if self._broken is not None:
             tokens = tokens.masked_fill(self._broken, self.verifier.vocabulary)
-        self._broken = self._greedy = None
+        self._broken = self._logits = None
         ones = torch.ones_like(tokens)
         self.request_state.count(self.request_state.current, tokens.long().unsqueeze(1), ones)
         return tokens
@@ -106,10 +112,10 @@ def sample_prefill(original, self, logits_output, forward_batch):
 
 @around("sglang.srt.layers.sampler:Sampler._preprocess_logits", "7f9c924ec6bc")
 def read_final_logits(original, self, logits, sampling_info):
-    """Read greedy tokens and broken rows of the logits that SGLang samples from."""
+    """Read the logits that SGLang samples from."""
     logits = original(self, logits, sampling_info)
     if _samples():
-        _sampler.read(logits)
+        _sampler.read(logits, sampled=not sampling_info.is_all_greedy)
     return logits
 
 

@@ -7,32 +7,31 @@ custom processors. The grammar's mask is written first here: what is impossible 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from sglang.kernels.ops.speculative.dflash import compute_dflash_correct_drafts_and_bonus
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.dflash_worker_v2 import _commit_accept
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils import is_cuda
 
-from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
+from sglang_hyperdflash.draft.adjust import adjust_rows
+from sglang_hyperdflash.serving.batch import BatchRequests, Block
 from sglang_hyperdflash.serving.verification.exact import (
-    Verdict,
-    draw_rows,
+    Committed,
+    Rows,
     filtered,
+    read_rows,
+    unpack,
     verify_block,
     weights_of,
 )
-from triton_ops.gumbel_op import gumbel_argmax
 
 
 def renorm_kernels() -> tuple | None:
@@ -50,33 +49,15 @@ def renorm_kernels() -> tuple | None:
     return tuple(partial(kernel, is_deterministic=True) for kernel in kernels)
 
 
-@dataclass(frozen=True)
-class Committed:
-    """What a round commits.
-
-    Attributes:
-        tokens: ``[bs, width]`` int64: accepted drafts, then the bonus token; past the vocabulary
-            where its row of logits is broken, which ends the request.
-        accept_lens: ``[bs]`` int32, how many of them count: 1 + accepted drafts.
-        next_anchors: ``[bs]`` int64: the bonus tokens, 0 where broken, since they are embedded.
-        verdict: of sampled drafts, to learn the draft temperature from; None of a greedy round.
-    """
-
-    tokens: torch.Tensor
-    accept_lens: torch.Tensor
-    next_anchors: torch.Tensor
-    verdict: Verdict | None = None
-
-
 class Verifier:
     """Verifies one round at a time.
 
     Args:
-        worker: the ``DFlashWorkerV2`` whose target runs. request_state: has generated counts.
+        worker: the ``DFlashWorkerV2`` whose target runs.
     """
 
-    def __init__(self, worker: Any, request_state: RequestState) -> None:
-        self.worker, self.request_state = worker, request_state
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
         self.renorm = renorm_kernels()
         self.vocabulary = int(worker.target_worker.model_runner.model_config.vocab_size)
 
@@ -147,22 +128,13 @@ class Verifier:
             )
             if mask is not None:
                 mask.apply(logits)
-        by_block = logits.view(*block.tokens.shape, -1)
-        self.penalise(by_block, block.drafts, requests)
-        if requests.info.logit_bias is not None:
-            by_block.add_(requests.info.logit_bias.unsqueeze(1).to(logits.dtype))
+        changes = requests.changes()
+        if changes is not None:
+            by_block = logits.view(*block.tokens.shape, -1)
+            adjust_rows(by_block, block.tokens, block.positions, *changes.tensors)
         if requests.info.has_custom_logit_processor:
             apply_custom_logit_processor(logits, requests.info)  # such batches have one row
         return None
-
-    def penalise(self, logits: torch.Tensor, drafts: torch.Tensor, requests: BatchRequests) -> None:
-        """Penalise ``logits [bs, B, V]`` that follow ``drafts [bs, B - 1]``, in place."""
-        penalties = requests.penalties
-        if penalties is not None:
-            at, counts = penalties.rows, self.request_state.counts.table[penalties.slots]
-            logits[at] = penalties.apply_to_block(logits[at], counts, drafts[at])
-        if requests.end_tokens is not None:
-            requests.end_tokens.forbid(logits, requests.contexts)
 
     def accept(
         self,
@@ -170,54 +142,54 @@ class Verifier:
         argmaxes: torch.Tensor | None,
         block: Block,
         requests: BatchRequests,
-    ) -> Committed:
+    ) -> tuple[Committed, torch.Tensor]:
         """Accept a prefix of every block and add the bonus token; rank 0 decides for all.
 
         Args:
             logits: final, ``[bs * width, V]``; None where the greedy ``argmaxes`` are known.
+
+        Returns:
+            What is committed; ``p [bs, D, K]`` fp32, the target's probabilities of the drafter's
+            candidates, to learn the draft temperature from.
         """
-        sync, tokens = self.worker._tp_sync.sync, block.tokens
-        site, verdict = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, None
-        if block.proposal is None or requests.all_greedy:
-            target = self._target_tokens(logits, block, requests) if argmaxes is None else argmaxes
-            if requests.all_greedy:
-                site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
-            correct_drafts, bonus = compute_dflash_correct_drafts_and_bonus(
-                candidates=tokens, target_predict=sync(site, target.view_as(tokens))
-            )
+        sampling, draws, proposal = requests.sampling, requests.draws, block.proposal
+        if logits is None:
+            rows = Rows(argmaxes)
         else:
-            sampling, draws, at = requests.sampling, requests.block_draws, block.positions
-            weights = weights_of(logits, sampling.repeated(block.width), self.renorm)
-            verdict = verify_block(block.proposal, logits, weights, sampling, draws, at)
-            correct_drafts = sync(site, verdict.correct_drafts)
-            bonus = sync(site, verdict.bonus.masked_fill(verdict.broken, self.vocabulary))
-        committed, accept_lens = _commit_accept(tokens, correct_drafts, bonus)
-        next_anchors = bonus.masked_fill(bonus == self.vocabulary, 0)
-        return Committed(committed, accept_lens, next_anchors, verdict)
-
-    def _target_tokens(
-        self, logits: torch.Tensor, block: Block, requests: BatchRequests
-    ) -> torch.Tensor:
-        """The target's token of every row, ``[bs * width]`` int64; past the vocabulary if broken.
-
-        A batch with sampled requests comes here with one row of each.
-        """
-        largest, found = logits.max(-1)
-        if not requests.all_greedy:
-            weights = weights_of(logits, requests.sampling, self.renorm)
-            at = block.positions[:, 0]
-            found = draw_rows(logits, weights, requests.sampling, requests.draws, at)
-        return found.masked_fill(~largest.isfinite(), self.vocabulary)
+            kept = None
+            if sampling.filters and not requests.all_greedy:
+                by_block = logits.view(*block.tokens.shape, -1)
+                kept = weights_of(by_block, sampling, self.renorm).flatten(0, 1)
+            alone = proposal is None
+            rows = read_rows(logits, kept, sampling, draws, block.positions, all_draw=alone)
+        packed, p = verify_block(
+            rows, block.tokens, block.positions, proposal, sampling, draws, self.vocabulary
+        )
+        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if requests.all_greedy:
+            site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
+        return unpack(self.worker._tp_sync.sync(site, packed), *block.tokens.shape), p
 
     def draw_prefill(
-        self, probs: torch.Tensor, positions: torch.Tensor, requests: BatchRequests
+        self,
+        logits: torch.Tensor,
+        probs: torch.Tensor,
+        positions: torch.Tensor,
+        requests: BatchRequests,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens ``[bs]`` int64 drawn from a softmax ``[bs, V]``, and its weights after filters."""
-        sampling = requests.sampling
-        # SGLang takes logprobs from the same storage.
-        own = probs.clone() if sampling.filters and self.renorm is None else probs
-        weights = filtered(own.float(), sampling, self.renorm)
-        return gumbel_argmax(weights, requests.draws.seeds, positions.long()), weights
+        """Tokens ``[bs]`` int64 of final ``logits [bs, V]``, and what they are drawn from.
+
+        Args:
+            probs: ``[bs, V]``, their softmax at the requests' temperatures.
+            positions: ``[bs]``, of the last token of each prompt.
+        """
+        sampling, kept, weights = requests.sampling, None, probs
+        if sampling.filters:
+            # SGLang takes logprobs from the same storage.
+            own = probs.to(torch.float32, copy=True)
+            kept = weights = filtered(own.unsqueeze(1), sampling, self.renorm).squeeze(1)
+        at = positions.long().unsqueeze(1)
+        return read_rows(logits, kept, sampling, requests.draws, at, all_draw=True).tokens, weights
 
     def add_logprobs(
         self, batch: Any, output: Any, committed: Committed, requests: BatchRequests
@@ -234,9 +206,10 @@ class Verifier:
         if info.sampling_mask_batch_indices is not None:
             probs = None
             if not requests.all_greedy:
-                each = requests.sampling.repeated(width)
-                weights = weights_of(output.next_token_logits, each, self.renorm)
-                probs = (weights / weights.sum(-1, keepdim=True)).view(-1, width, weights.shape[-1])
+                logits = output.next_token_logits
+                by_block = logits.view(-1, width, logits.shape[-1])
+                weights = weights_of(by_block, requests.sampling, self.renorm)
+                probs = weights / weights.sum(-1, keepdim=True)
             output.sampling_mask_output = SpeculativeSamplingMaskCapture(
                 target_probs=probs,
                 batch_indices=info.sampling_mask_batch_indices,

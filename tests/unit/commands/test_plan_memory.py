@@ -13,11 +13,12 @@ from sglang_hyperdflash.commands.plan_memory import (
     Shape,
     extra_device_memory,
 )
+from sglang_hyperdflash.draft.adjust import Adjustments, adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, propose
+from sglang_hyperdflash.draft.propose import Candidates, Draws, propose
 from sglang_hyperdflash.serving.verification import exact
-from sglang_hyperdflash.serving.verification.exact import Draws, verify_block, weights_of
-from sglang_hyperdflash.serving.verification.penalties import EndTokens, Penalties
+from sglang_hyperdflash.serving.verification.exact import read_rows, verify_block, weights_of
+from triton_ops import accept_kernel, adjust_kernel, finish_kernel, rows_kernel
 
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
 SHAPE = Shape(
@@ -58,41 +59,56 @@ def copied(probs: torch.Tensor, _limit: torch.Tensor) -> torch.Tensor:
     return probs.clone()
 
 
-def test_verification_s_peak_is_what_is_counted(monkeypatch):
+def verification_matrices(each: Sampling, renorm: tuple | None, monkeypatch) -> float:
+    """Peak of one verification with the launches of a GPU, in matrices ``[N, V]`` of fp32."""
+    for name, kernel in (
+        ("row_statistics", rows_kernel),
+        ("accept", accept_kernel),
+        ("finish", finish_kernel),
+    ):
+        monkeypatch.setattr(exact, name, kernel.launch)
     logits = torch.randn(BATCH * BLOCK, VOCABULARY)
-    each, drafts = sampling(BATCH), BLOCK - 1
-    ids = torch.arange(WIDTH).repeat(BATCH, drafts, 1)
-    seeds, positions = torch.arange(BATCH), torch.arange(BLOCK).repeat(BATCH, 1)
+    ids = torch.arange(WIDTH).repeat(BATCH, BLOCK - 1, 1)
+    seeds, at = torch.arange(BATCH), torch.arange(BLOCK).repeat(BATCH, 1)
     draws = Draws(seeds, seeds % 2 == 0)
-    proposal = propose(
-        Candidates(ids, torch.zeros_like(ids, dtype=torch.float32)),
-        ids[:, 0, 0], None, each, seeds, positions[:, 1:], torch.ones(BATCH),
-    )  # fmt: skip
+    found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
+    proposal = propose(found, None, at, at, each, draws, torch.ones(2))
 
     def verify() -> None:
-        weights = weights_of(logits, each.repeated(BLOCK), (copied, copied))
-        verify_block(proposal, logits, weights, each, draws, positions)
+        by_block, kept = logits.view(BATCH, BLOCK, -1), None
+        if each.filters:
+            kept = weights_of(by_block, each, renorm).flatten(0, 1)
+        rows = read_rows(logits, kept, each, draws, at, all_draw=False)
+        verify_block(rows, at, at, proposal, each, draws, VOCABULARY)
 
-    # The kernel that draws keeps no matrix; its torch reference does.
-    monkeypatch.setattr(exact, "gumbel_argmax", lambda weights, *_: weights.argmax(-1))
     found = peak_bytes(verify) / (4 * BATCH * BLOCK * VOCABULARY)
     print(f"{found:.2f} matrices at once")
+    return found
+
+
+def test_verification_s_peak_is_what_is_counted(monkeypatch):
+    found = verification_matrices(sampling(BATCH), (copied, copied), monkeypatch)
     assert found == pytest.approx(VERIFY_MATRICES, abs=0.01)
 
 
-def test_penalties_of_a_whole_batch_hold_no_more_than_verification_does():
-    """They come before it and are not rehearsed: its memory must do for them."""
-    logits = torch.randn(BATCH, BLOCK, VOCABULARY)
+def test_verification_without_filters_writes_no_matrix(monkeypatch):
+    plain = replace(sampling(BATCH), need_top_k=False, need_top_p=False, need_min_p=False)
+    assert verification_matrices(plain, None, monkeypatch) < 0.05
+
+
+def test_penalties_of_a_whole_batch_hold_nothing():
+    """They come before verification and are not rehearsed. With end tokens, and a bias."""
+    block, rows = torch.zeros(BATCH, BLOCK, dtype=torch.int64), torch.arange(BATCH)
     counts = torch.randint(0, 3, (BATCH, VOCABULARY), dtype=torch.int32)
-    drafts, rows = torch.zeros(BATCH, BLOCK - 1, dtype=torch.int64), torch.arange(BATCH)
-    mine = Penalties(rows, rows, *(torch.full((BATCH, 1), value) for value in (0.1, 0.2, 1.3)))
-
-    def penalise() -> None:
-        logits[rows] = mine.apply_to_block(logits[rows], counts[rows], drafts)
-
-    found = peak_bytes(penalise) / (4 * BATCH * BLOCK * VOCABULARY)
-    print(f"{found:.2f} matrices at once")
-    assert 2 < found <= VERIFY_MATRICES
+    values = torch.tensor([[0.1, 0.2, 1.3]]).repeat(BATCH, 1)
+    ends, earliest = torch.tensor([[1, 2]]).repeat(BATCH, 1), torch.full((BATCH,), 9)
+    changes = Adjustments(counts, rows, values, ends, earliest, torch.randn(BATCH, VOCABULARY))
+    logits = torch.randn(BATCH, BLOCK, VOCABULARY)
+    expected = logits.clone()
+    adjust_rows(expected, block, block, *changes.tensors)
+    found = peak_bytes(lambda: adjust_kernel.launch(logits, block, block, *changes.tensors))
+    assert torch.equal(logits, expected) and logits.isinf().any()
+    assert found < 4 * BATCH * VOCABULARY / 50, found
 
 
 def test_v4_flash_with_256_requests():
@@ -103,7 +119,7 @@ def test_v4_flash_with_256_requests():
     )
     gib = {name: size / 2**30 for name, size in found.items()}
     assert gib["residual of the captured batches"] == pytest.approx(0.055, abs=0.001)
-    assert gib["verification of sampled requests"] == pytest.approx(3.88, abs=0.01)
+    assert gib["verification of sampled requests"] == pytest.approx(2.80, abs=0.01)
     assert gib["counts of requests with penalties"] < 0.13 and gib["drafts' candidates"] < 0.01
 
 
@@ -144,12 +160,14 @@ def test_a_draft_s_graph_projects_its_rows_at_once():
 def test_forbidding_an_end_token_copies_no_logits():
     """Found as: two copies of every row of a batch, to change a few columns of it."""
     logits = torch.randn(BATCH, BLOCK, VOCABULARY)
-    rows, ends = torch.arange(BATCH), torch.tensor([[1, 2], [3, 3], [4, 5]])
-    tokens = EndTokens(rows, torch.full((BATCH,), 9), torch.full((BATCH,), 3), ends)
-    contexts = torch.full((BATCH,), 5)
+    ends = torch.tensor([[1, 2], [3, -1], [4, 5]])
+    block, positions = torch.zeros(2, BATCH, BLOCK, dtype=torch.int64)
+    positions += 4 + torch.arange(BLOCK)
+    changes = Adjustments(end_ids=ends, earliest=torch.full((BATCH,), 3 + 9))
     expected = logits.clone()
     for row, chosen in enumerate(ends.tolist()):
-        expected[row, :, chosen] = float("-inf")  # 2 tokens are out, and 8 behind the last row
-    found = peak_bytes(lambda: tokens.forbid(logits, contexts))
+        # 2 tokens are out, and 8 behind the last row.
+        expected[row, :, [i for i in chosen if i >= 0]] = float("-inf")
+    found = peak_bytes(lambda: adjust_rows(logits, block, positions, *changes.tensors))
     assert torch.equal(logits, expected)
     assert found < 4 * BATCH * VOCABULARY / 50, found

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.draft.config import load_config, parse_config
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
+from sglang_hyperdflash.draft.propose import Candidates, Draws, propose, propose_greedy
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
 from tests.engine.drafters import with_dependency
@@ -82,27 +82,22 @@ def test_greedy_drafts_follow_the_draft_before_them():
 
 @torch.no_grad()
 def test_greedy_and_sampled_requests_of_a_batch_draft_as_they_would_alone():
-    head, seeds = trained(), torch.arange(6) + 100
+    head = trained()
     found, anchor = candidates(head), torch.arange(6)
     top_ks = torch.tensor([1, 1 << 30, 1, 5, 1, 1 << 30])
     ones = torch.ones(6)
-    positions = torch.arange(4).expand(6, 4) + 30
-    mixed = propose(
-        found,
-        anchor,
-        head,
-        Sampling(ones, top_ks, ones, torch.zeros(6), need_top_k=True),
-        seeds,
-        positions,
-        ones,
-    )
+    sampling = Sampling(ones, top_ks, ones, torch.zeros(6), need_top_k=True)
+    draws = Draws(torch.arange(6) + 100, torch.arange(6) % 2 == 1)
+    positions = torch.arange(5).repeat(6, 1) + 30
+    mixed = propose(found, head, anchor.unsqueeze(1), positions, sampling, draws, ones[:2])
     greedy = top_ks == 1
     assert torch.equal(mixed.tokens[greedy], propose_greedy(found, anchor, head)[greedy])
     assert torch.equal(mixed.q[greedy].amax(-1), torch.ones(3, 4))
     torch.testing.assert_close(mixed.q.sum(-1), torch.ones(6, 4))
     row = Candidates(found.ids[1:2], found.scores[1:2], found.gates[1:2])
     one = Sampling(ones[:1], top_ks[1:2], ones[:1], torch.zeros(1))
-    alone = propose(row, anchor[1:2], head, one, seeds[1:2], positions[1:2], ones[:1])
+    own = Draws(draws.seeds[1:2], draws.seeded[1:2])
+    alone = propose(row, head, anchor[1:2].unsqueeze(1), positions[1:2], one, own, ones[:2])
     assert torch.equal(alone.tokens[0], mixed.tokens[1])
     # Every draft is drawn from its own distribution: the head has seen the draft before it.
     scores = row.scores[0, 1] + head(alone.tokens[:, 0], row.gates[:, 1], row.ids[:, 1])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,10 +10,18 @@ import torch
 
 from sglang_hyperdflash.draft import filters
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates, filter_mask
-from sglang_hyperdflash.serving.verification.exact import weights_of
+from sglang_hyperdflash.draft.propose import Draws
+from sglang_hyperdflash.serving.verification import exact
+from sglang_hyperdflash.serving.verification.exact import read_rows
+from sglang_hyperdflash.serving.verification.verifier import Verifier
 from tests.target_probabilities import target_probabilities
 
 ROWS = 64
+
+
+def weights_of(logits: torch.Tensor, sampling: Sampling, renorm=None) -> torch.Tensor:
+    """``exact.weights_of`` of ``[N, V]``: requests of one row."""
+    return exact.weights_of(logits.unsqueeze(1), sampling, renorm).squeeze(1)
 
 
 def random_sampling(generator, vocabulary: int, after_top_k: bool = False) -> Sampling:
@@ -111,17 +120,47 @@ def test_a_filter_looks_at_the_largest_probabilities_only():
     assert widths == [filters.FIRST_WIDTH]
 
 
-def test_a_broken_row_is_nan_in_column_zero_and_its_neighbours_are_untouched():
-    logits = torch.randn(4, 50)
+def test_every_row_of_a_block_has_its_requests_filters():
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(ROWS, 3, 50, generator=generator)
+    sampling = random_sampling(generator, 50)
+    whole = exact.weights_of(logits.clone(), sampling)
+    for k in range(3):
+        assert torch.equal(whole[:, k], weights_of(logits[:, k], sampling))
+
+
+def test_a_broken_row_is_found_under_every_filter_and_its_neighbours_are_untouched():
+    logits = torch.randn(5, 50)
     whole = logits.clone()
-    logits[1, 7], logits[2] = float("nan"), float("-inf")
+    logits[1, 7], logits[2], logits[3, 0] = float("nan"), float("-inf"), float("inf")
+    draws = Draws(torch.arange(5), torch.ones(5).bool())
+    at = torch.zeros(5, 1, dtype=torch.int64)
     for flags in ((False,) * 3, (True,) * 3):
         sampling = Sampling(
-            torch.ones(4), torch.full((4,), 9), torch.full((4,), 0.9), torch.zeros(4), *flags
+            torch.ones(5), torch.full((5,), 9), torch.full((5,), 0.9), torch.zeros(5), *flags
         )
-        found = weights_of(logits, sampling)
-        assert found[:, 0].isnan().tolist() == [False, True, True, False]
-        assert torch.equal(found[::3], weights_of(whole, sampling)[::3])
+        kept = weights_of(logits, sampling)
+        found = read_rows(logits, kept, sampling, draws, at, all_draw=False)
+        assert (found.tokens == 50).tolist() == [False, True, True, True, False]
+        assert found.largest.isnan().tolist() == [False, True, True, True, False]
+        assert torch.equal(kept[::4], weights_of(whole, sampling)[::4])
+        expected = read_rows(whole, kept, sampling, draws, at, all_draw=False)
+        assert torch.equal(found.tokens[::4], expected.tokens[::4])
+
+
+def test_renorm_kernels_never_see_a_broken_row():
+    """They search a threshold in a loop, which a NaN would never end."""
+    logits = torch.randn(3, 50)
+    logits[1, 7] = float("nan")
+
+    def kernel(probs, limits):
+        assert torch.isfinite(probs).all()
+        return probs.clone()
+
+    ones = torch.ones(3)
+    sampling = Sampling(ones, 9 * ones.int(), 0.9 * ones, 0 * ones, True, True)
+    kept = weights_of(logits, sampling, (kernel, kernel))
+    assert torch.equal(kept[::2], logits[::2].softmax(-1))
 
 
 def test_candidates_are_filtered_as_a_vocabulary_of_their_own():
@@ -182,3 +221,21 @@ def test_renorm_kernels_are_called_in_the_order_of_sglangs_samplers():
         weights = weights_of(logits, sampling, (top_k, top_p))
         found, expected = weights / weights.sum(-1, keepdim=True), oracle(logits, sampling)
         assert int(((found > 0) != (expected > 0)).sum()) <= 1
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_prefill_s_filters_leave_sglangs_probabilities_alone(cuda):
+    """Logprobs are read from them afterwards. A round's own are reused, to save memory."""
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(ROWS, 40, generator=generator)
+    sampling = random_sampling(generator, 40, after_top_k=True)
+    probs = (logits / sampling.temperatures.unsqueeze(1)).softmax(-1)
+    probs[1] = float("nan")
+    before = probs.clone()
+    verifier = object.__new__(Verifier)
+    verifier.renorm = (lambda p, _: p.clone(),) * 2 if cuda else None
+    draws = Draws(torch.arange(ROWS), torch.ones(ROWS).bool())
+    requests = SimpleNamespace(sampling=sampling, draws=draws)
+    _, weights = verifier.draw_prefill(logits, probs, torch.arange(ROWS), requests)
+    assert not torch.equal(weights, before)
+    assert torch.equal(probs.nan_to_num(nan=-1.0), before.nan_to_num(nan=-1.0))

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Protocol
 
 import torch
 
+from sglang_hyperdflash.draft.adjust import Adjustments, adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, Proposal, propose
+from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, Proposal, propose
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
-    Draws,
-    Verdict,
-    draw_rows,
+    read_rows,
+    unpack,
     verify_block,
     weights_of,
 )
-from triton_ops.gumbel import gumbel_argmax_reference
+from triton_ops.gumbel import gumbel_argmax
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3
 START, FIRST_POSITION = 0, 40
 Change = Callable[[Proposal], Proposal]
+# As exact.verify_block.
+Verify = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Markov:
     """Logits ``table [V, V]`` after each token, and a drafter that is wrong in its own way."""
 
-    head = None
+    head: SimpleNamespace | None = None
 
     def __init__(self, seed: int = 0, sure: float = 1.5, agreement: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -38,27 +41,23 @@ class Markov:
 
     def candidates(self, anchor: torch.Tensor, drafts: int = DRAFTS) -> Candidates:
         scores, ids = self.drafter[anchor, :drafts].topk(WIDTH, dim=-1)
-        return Candidates(ids, scores, torch.zeros(*ids.shape[:2], 1))
+        return Candidates(ids, scores, torch.ones(*ids.shape[:2], VOCAB))
 
 
 class Linked(Markov):
     """The same target; its drafts know the one before them, through a dependency head."""
 
-    def head(self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def head(self) -> SimpleNamespace:
         """Half of what the target makes of the draft before."""
-        return 0.5 * self.table[previous].gather(-1, ids)
+        return SimpleNamespace(predecessor=0.5 * self.table, successor=torch.eye(VOCAB))
 
 
 class Penalising(Protocol):
-    """What a worker does about the penalties of N requests: the three places of a round."""
+    """What a worker does about the penalties of N requests."""
 
-    def adjust(
-        self, k: int, ids: torch.Tensor, scores: torch.Tensor, so_far: torch.Tensor
-    ) -> torch.Tensor:
-        """Scores of draft k's candidates."""
-
-    def penalise(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Target logits ``[N, B, V]`` that follow ``drafts [N, B - 1]``, in place."""
+    def adjustments(self) -> Adjustments:
+        """Of candidates and rows."""
 
     def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """The first ``lengths [N]`` of ``tokens [N, B]`` were generated."""
@@ -77,7 +76,7 @@ def one_round(
     draws: Draws,
     draft_temperature: float | DraftTemperature,
     change: Change | None,
-    verify: Callable[..., Verdict],
+    verify: Verify,
     penalties: Penalising | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens ``[N, width]`` of a round at ``positions [N, width]``, and accepted drafts ``[N]``.
@@ -85,36 +84,27 @@ def one_round(
     Of the tokens those up to the bonus count: one more than are accepted.
     """
     count, width = positions.shape
-    if width == 1:
-        logits = model.table[anchor]
-        if penalties is not None:
-            penalties.penalise(logits.unsqueeze(1), anchor.new_empty(count, 0))
-        weights = weights_of(logits, sampling)
-        token = draw_rows(logits, weights, sampling, draws, positions.squeeze(1))
-        return token.unsqueeze(1), torch.zeros_like(anchor)
     learns = isinstance(draft_temperature, DraftTemperature)
-    t = (
-        draft_temperature.of(draws.seeded)
-        if learns
-        else torch.full((count,), float(draft_temperature))
-    )
-    candidates = model.candidates(anchor, width - 1)
-    adjust = None if penalties is None else penalties.adjust
-    before, draws = positions[:, :-1], draws.of_block(positions[:, 0])
-    proposal = propose(candidates, anchor, model.head, sampling, draws.seeds, before, t, adjust)
-    told = proposal if change is None else change(proposal)
-    block = torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)
+    t = draft_temperature.current if learns else torch.full((2,), float(draft_temperature))
+    adjustments = NO_ADJUSTMENTS if penalties is None else penalties.adjustments()
+    block, proposal = anchor.unsqueeze(1), None
+    if width > 1:
+        candidates = model.candidates(anchor, width - 1)
+        drafting = model.head, block, positions, sampling, draws, t, adjustments
+        proposal = propose(candidates, *drafting)
+        block = torch.cat([block, proposal.tokens], 1)
     logits = model.table[block]
     if penalties is not None:
-        penalties.penalise(logits, proposal.tokens)
-    logits = logits.view(-1, VOCAB)
-    weights = weights_of(logits, sampling.repeated(width))
-    verdict = verify(told, logits, weights, sampling, draws, positions)
-    if learns:
-        draft_temperature.learn(proposal, sampling, draws.seeded, verdict)
-    accept = verdict.correct_drafts.long()
-    tokens = torch.cat([proposal.tokens, torch.zeros(count, 1, dtype=torch.long)], 1)
-    return tokens.scatter_(1, accept.unsqueeze(1), verdict.bonus.unsqueeze(1)), accept
+        adjust_rows(logits, block, positions, *adjustments.tensors)
+    kept = weights_of(logits, sampling).flatten(0, 1) if sampling.filters else None
+    flat = logits.flatten(0, 1)
+    rows = read_rows(flat, kept, sampling, draws, positions, all_draw=proposal is None)
+    told = proposal if change is None or proposal is None else change(proposal)
+    packed, p = verify(rows, block, positions, told, sampling, draws, VOCAB)
+    committed = unpack(packed, count, width)
+    if learns and proposal is not None:
+        draft_temperature.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
+    return committed.tokens, committed.accept_lens.long() - 1
 
 
 def decode(
@@ -125,7 +115,7 @@ def decode(
     tokens: int,
     draft_temperature: float | DraftTemperature = 1.0,
     change: Change | None = None,
-    verify: Callable[..., Verdict] = verify_block,
+    verify: Verify = verify_block,
     widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
     penalties: Penalising | None = None,
 ) -> tuple[torch.Tensor, float]:
@@ -136,7 +126,7 @@ def decode(
     """
     count = len(seeds)
     sampling = same(sampling, count)
-    draws = Draws(seeds, torch.full((count,), seeded), seeded, not seeded)
+    draws = Draws(seeds, torch.full((count,), seeded), not seeded)
     out = torch.full((count, tokens + DRAFTS + 1), -1)
     out[:, 0] = START
     length = torch.ones(count, dtype=torch.long)  # with the context's token
@@ -183,9 +173,8 @@ def alone(
             logits = change(
                 logits, torch.stack(made, 1) if made else seeds.new_empty(len(seeds), 0)
             )
-        weights = weights_of(logits, sampling)
-        positions = torch.full_like(seeds, FIRST_POSITION + step)
-        drawn = gumbel_argmax_reference(weights, seeds, positions)
+        weights = weights_of(logits.unsqueeze(1), sampling).squeeze(1)
+        drawn = gumbel_argmax(weights, seeds, torch.full_like(seeds, FIRST_POSITION + step))
         last = torch.where(sampling.greedy, logits.argmax(-1), drawn)
         made.append(last)
     return torch.stack(made, 1)

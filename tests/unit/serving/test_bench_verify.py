@@ -1,19 +1,22 @@
-"""The benchmark of verification on a CPU: every contender runs, and ours runs the served kernel."""
+"""The benchmark of verification on a CPU: every contender runs, and what it times is checked."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from sglang_hyperdflash.draft import propose
 from sglang_hyperdflash.serving.verification import exact
 from tests.gpu import bench_verify
-from tests.gpu.bench_verify import BLOCK, FILTERS, Case, run, table
-from triton_ops.gumbel_kernel import launch
+from tests.gpu.bench_verify import FILTERS, check, run, table
+from triton_ops import accept_kernel, finish_kernel, propose_kernel, rows_kernel
 
-
-def kernel(weights, seeds, positions, rows=None):
-    """The Triton kernel; without a GPU in Triton's interpreter."""
-    return launch(weights, seeds, positions, rows)
+NAMES = {"propose", "rows", "accept", "finish", "learn", "seeded", "unseeded", "softmax", "sglang"}
 
 
 def test_every_contender_runs_and_the_table_has_its_time():
@@ -21,24 +24,55 @@ def test_every_contender_runs_and_the_table_has_its_time():
     assert [(row["filters"], row["requests"]) for row in rows] == [
         (name, count) for name in FILTERS for count in (1, 3)
     ]
-    names = {"seeded", "unseeded", "sglang", "sglang one row"}
-    assert all(set(row["median_ms"]) == names for row in rows)
+    assert all(set(row["median_ms"]) > NAMES for row in rows)
     lines = table(rows).splitlines()
-    assert len(lines) == 1 + len(rows) and all(name in lines[0] for name in names)
+    assert len(lines) == 1 + len(rows) and all(name in lines[0] for name in NAMES)
 
 
-@pytest.mark.parametrize("name", FILTERS)
-def test_what_is_timed_is_a_verification_by_the_kernel(name, monkeypatch):
-    torch.manual_seed(0)
-    case = Case(3, 300, FILTERS[name], "cpu")
-    for seeded in (True, False):
-        expected = case.ours(seeded)
-        with monkeypatch.context() as patch:
-            patch.setattr(exact, "gumbel_argmax", kernel)
-            found = case.ours(seeded)
-        assert torch.equal(found.correct_drafts, expected.correct_drafts)
-        assert torch.equal(found.bonus, expected.bonus)
-    assert len(case.sglang(False)) == 3 * BLOCK and len(case.sglang(False, 1)) == 3
+def checked(*kernels: tuple[Any, str, Callable]) -> dict[str, dict[str, int]]:
+    """The check with ``kernels`` in place of operators, as if on the other device."""
+    original, cases = bench_verify.outcomes, []
+
+    def outcomes(case):
+        cases.append(case)
+        if len(cases) % 2:
+            return original(case)
+        with ExitStack() as stack:
+            for module, name, kernel in kernels:
+                stack.enter_context(mock.patch.object(module, name, kernel))
+            return original(case)
+
+    with mock.patch.object(bench_verify, "outcomes", outcomes):
+        found = check("cpu", 300, 16)
+    assert len(cases) == 2 * len(FILTERS)
+    return found
+
+
+def test_the_kernels_pass_the_check_that_comes_before_the_times():
+    """Interpreted, without a GPU."""
+    found = checked(
+        (propose, "propose_op", propose_kernel.launch),
+        (exact, "row_statistics", rows_kernel.launch),
+        (exact, "accept", accept_kernel.launch),
+        (exact, "finish", finish_kernel.launch),
+    )
+    assert set(found) == set(FILTERS)
+
+
+WRONG = {
+    "finish": (exact, "finish", lambda *a: exact.finish_reference(*a) + 1),
+    # Found as: the head of a new drafter, which adds nothing, was in no draft.
+    "head": (
+        *(propose, "propose_op"),
+        lambda ids, scores, *a: propose.propose_reference(ids, scores, *(None,) * 3, *a[3:]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_draws_something_else_does_not_pass_it(name):
+    with pytest.raises(RuntimeError, match="differ"):
+        checked(WRONG[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")

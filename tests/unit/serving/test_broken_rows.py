@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft.propose import Draws
 from sglang_hyperdflash.serving.batch import Block
-from sglang_hyperdflash.serving.verification.exact import Draws
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 
 VOCABULARY = 8
@@ -29,8 +29,13 @@ def logits_of(*tokens: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY).float()
 
 
-def greedy_rows() -> SimpleNamespace:
-    return SimpleNamespace(info=None, all_greedy=True)
+def rows_of(count: int, sampled: bool = False) -> SimpleNamespace:
+    """Requests that are greedy, or sampled at a low temperature and every other with a seed."""
+    ones = torch.ones(count)
+    top_ks = torch.full((count,), 1 << 30 if sampled else 1)
+    sampling = Sampling(0.01 * ones if sampled else ones, top_ks, ones, 0 * ones)
+    draws = Draws(torch.arange(count), torch.arange(count) % 2 == 0)
+    return SimpleNamespace(all_greedy=not sampled, sampling=sampling, draws=draws)
 
 
 def emitted(committed) -> list[list[int]]:
@@ -45,7 +50,7 @@ def test_a_block_ends_at_its_first_broken_row_and_other_requests_do_not(verifier
     logits[7, 5] = NAN  # past the end of its block
     logits[11, 0] = INFINITY  # the bonus token's row
     logits[12] = -INFINITY  # its argmax would be the draft, 0
-    found = verifier.accept(logits, None, Block(tokens, tokens, None, None), greedy_rows())
+    found, _ = verifier.accept(logits, None, Block(tokens, tokens, None, None), rows_of(5))
     assert found.accept_lens.tolist() == [2, 3, 1, 3, 1]
     assert emitted(found) == [[1, VOCABULARY], [1, 2, 3], [1], [1, 2, VOCABULARY], [VOCABULARY]]
     assert found.next_anchors.tolist() == [0, 3, 1, 0, 0], "the next round may already run"
@@ -55,12 +60,8 @@ def test_a_block_ends_at_its_first_broken_row_and_other_requests_do_not(verifier
 def test_a_round_without_drafts_ends_its_broken_rows(verifier, sampled):
     logits, tokens = logits_of(5, 2, 3), torch.tensor([[7], [7], [7]])
     logits[1, 6], logits[2] = NAN, -INFINITY
-    rows = greedy_rows()
-    rows.all_greedy = not sampled
-    ones = torch.ones(3)
-    rows.sampling = Sampling(0.01 * ones, torch.full((3,), 1 << 30), ones, 0 * ones)
-    rows.draws = Draws(torch.arange(3), torch.tensor([True, False, True]))
-    found = verifier.accept(logits, None, Block(tokens, tokens, None, None), rows)
+    rows = rows_of(3, sampled)
+    found, _ = verifier.accept(logits, None, Block(tokens, tokens, None, None), rows)
     assert emitted(found) == [[5], [VOCABULARY], [VOCABULARY]]
     assert found.next_anchors.tolist() == [5, 0, 0]
 
@@ -73,7 +74,7 @@ def test_logprobs_index_by_tokens_of_the_vocabulary(verifier, monkeypatch):
         module, "compute_spec_logprobs", lambda *given, **rest: asked.append(given[2].tolist())
     )
     tokens = torch.tensor([[1, VOCABULARY]])
-    committed = module.Committed(tokens, torch.tensor([2]), torch.tensor([0]))
+    committed = module.Committed(tokens, torch.tensor([2]), torch.tensor([0]), None)
     rows = SimpleNamespace(info=SimpleNamespace(sampling_mask_batch_indices=None))
     verifier.add_logprobs(SimpleNamespace(return_logprob=True), None, committed, rows)
     assert asked == [[1, VOCABULARY - 1]]

@@ -21,7 +21,7 @@ def worker(block: int, overlap: bool = True, one_row: bool = True) -> HyperDFlas
     found._target_worker = SimpleNamespace(model_runner=runner)
     found.block, found._width_1_allowed = block, one_row
     found._overlap, found._last_width = overlap, block
-    found.width_control = SimpleNamespace(next=lambda *classes: block)
+    found.width_control = SimpleNamespace(next=lambda *classes: block, started=lambda *round: None)
     return found
 
 

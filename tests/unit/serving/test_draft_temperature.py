@@ -7,15 +7,16 @@ import itertools
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Proposal
+from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Draws, Proposal
 from sglang_hyperdflash.serving.drafting import temperature
 from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     accepted_shares,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.verification.exact import Verdict, weights_along
+from sglang_hyperdflash.serving.verification.exact import Committed, weights_along
 from tests.unit.serving.markov import Linked, Markov, decode, one
+from triton_ops.gumbel import block_seeds, gumbel_noise
 
 SEEDS = torch.arange(500) * 7919 + 13
 
@@ -46,13 +47,14 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
     both = torch.rand(bs, drafts, 2, width, generator=g).pow(2)
     both /= both.sum(-1, keepdim=True)
     both[:9, 1, 1] = torch.eye(width)[both[:9, 1, 1].argmax(-1)]  # a point
-    choice = torch.randint(0, width, (bs, drafts, 1), generator=g)
+    choice = torch.randint(0, width, (bs, drafts), generator=g)
     found, above = accepted_shares(both, p, choice), 0
     for i, k in itertools.product(range(2), range(drafts)):
         q, expected = both[:, :, i], torch.zeros(bs, dtype=torch.float64)
         for token in range(width):
             path = choice.clone()
             path[:, k] = token
+            path = path.unsqueeze(2)
             weight = weights_along(*(each.gather(2, path).squeeze(2) for each in (p, q)))
             expected += q[:, k, token].double() * weight[:, k + 1] / weight[:, k]
         torch.testing.assert_close(found[:, k, i], expected, rtol=1e-5, atol=1e-6)
@@ -71,17 +73,22 @@ def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule(monk
     sampling.top_ks[2:4] = 1  # greedy
     ids = torch.stack([torch.randperm(9, generator=g)[:width] for _ in range(bs * drafts)])
     ids, scores = ids.view(bs, drafts, width), torch.randn(bs, drafts, width, generator=g) * 2
-    choice = torch.randint(0, width, (bs, drafts, 1), generator=g)
-    noise = torch.randn(bs, drafts, width, generator=g).double()
-    drawn = Proposal(
-        ids.gather(2, choice).squeeze(2), ids, scores.softmax(-1), choice, scores, noise
-    )
-    broken = torch.tensor([False, False, False, False, True, False])
+    choice = torch.randint(0, width, (bs, drafts), generator=g)
+    tokens = ids.gather(2, choice.unsqueeze(2)).squeeze(2)
+    drawn = Proposal(tokens, ids, scores.softmax(-1), choice, scores)
+    draws = Draws(torch.arange(bs) * 77 + 5, seeded)
+    positions = torch.arange(drafts + 1) + torch.arange(bs).unsqueeze(1) * 9
+    own = block_seeds(draws.seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
+    noise = gumbel_noise(own, positions[:, :-1].reshape(-1), ids.view(-1, width))
+    noise = noise.view(bs, drafts, width)
     p = torch.rand(bs, drafts, width, generator=g) / width
     p[1, 2] = float("nan")  # never reached
     p[5, 0] = float("nan")  # a row that says nothing
     accepted = torch.tensor([1, 0, 3, 2, 2, 1], dtype=torch.int32)
-    verdict = Verdict(accepted, torch.tensor([3, 1, 4, 1, 5, 7]), broken, p)
+    bonus = torch.tensor([3, 1, 4, 1, 9, 7])  # 9 is past the vocabulary: a broken row
+    emitted = torch.cat([tokens, torch.zeros(bs, 1, dtype=torch.long)], 1)
+    emitted.scatter_(1, accepted.long().unsqueeze(1), bonus.unsqueeze(1))
+    committed = Committed(emitted, accepted + 1, bonus, bonus)
     monkeypatch.setattr(temperature, "MEMORY", 20.0)
     learner = DraftTemperature("cpu")
     gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), torch.zeros(2)
@@ -89,28 +96,34 @@ def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule(monk
         kind = int(seeded[b])
         for k in range(int(accepted[b]) + 1):
             rows[kind] += 1
-            emitted = drawn.tokens[b, k] if k < accepted[b] else verdict.bonus[b]
             q = torch.stack([q_at(scores[b], t) for t in DRAFT_TEMPERATURES], 1)
             share = accepted_shares(q.unsqueeze(0), p[b : b + 1], choice[b : b + 1])[0, k]
             drafted = ids[b, k, (noise[b, k] + q[k].log()).argmax(-1)]
-            gains[kind] += (drafted == emitted).double() if seeded[b] else share.nan_to_num(nan=0.0)
+            same = (drafted == emitted[b, k]).double()
+            gains[kind] += same if seeded[b] else share.nan_to_num(nan=0.0)
     assert rows.tolist() == [3, 2]
     fade = torch.exp(-rows.double() / 20.0).unsqueeze(1)
     expected = learner.accepted * fade + gains
-    learner.learn(drawn, sampling, seeded, verdict)
+    round_ = drawn, p, committed, positions, sampling, draws, 9
+    learner.learn(*round_)
     torch.testing.assert_close(learner.accepted, expected, rtol=1e-5, atol=1e-6)
     # The next round teaches nothing; the one after it all again, and what was learnt fades.
-    learner.learn(drawn, sampling, seeded, verdict)
+    learner.learn(*round_)
     torch.testing.assert_close(learner.accepted, expected, rtol=1e-5, atol=1e-6)
-    learner.learn(drawn, sampling, seeded, verdict)
+    learner.learn(*round_)
     torch.testing.assert_close(learner.accepted, expected * fade + gains, rtol=1e-5, atol=1e-6)
 
 
 def test_seeded_and_unseeded_requests_have_a_temperature_each():
-    learner, seeded = DraftTemperature("cpu"), torch.tensor([False, True, False])
-    assert learner.of(seeded).tolist() == [1.0] * 3, "before the first round"
-    learner.accepted[:] = torch.tensor([[4.0, 6, 5, 5], [9, 8, 7, 6]])
-    assert learner.of(seeded).tolist() == [0.5, 0.0, 0.5]
+    """Each the best so far of its own class."""
+    learner = DraftTemperature("cpu")
+    assert learner.current.tolist() == [1.0, 1.0], "before the first round"
+    best = torch.tensor([[4.0, 600, 500, 500], [900, 800, 700, 600]])
+    learner.accepted[:] = best
+    decode(Markov(5), one(), SEEDS[:2], False, 2, learner)
+    assert learner.current.tolist() == [0.5, 0.0]
+    learner.reset()
+    assert learner.current.tolist() == [1.0, 1.0]
 
 
 def q_at(scores: torch.Tensor, t: float) -> torch.Tensor:
@@ -122,7 +135,7 @@ def q_at(scores: torch.Tensor, t: float) -> torch.Tensor:
 
 def test_the_draft_temperature_follows_the_traffic():
     """Low-entropy text is drafted by argmaxes, high-entropy text is drawn, each after a turn."""
-    learner, unseeded = DraftTemperature("cpu"), torch.zeros(60, dtype=torch.bool)
+    learner = DraftTemperature("cpu")
     models = (Markov(5, sure=0.7), Markov(5, sure=30.0, agreement=0.1))
     for turn in range(2):
         for model in models:
@@ -130,7 +143,7 @@ def test_the_draft_temperature_follows_the_traffic():
             best = max(
                 decode(model, one(), SEEDS[:60], False, 48, t)[1] for t in DRAFT_TEMPERATURES
             )
-            t = learner.of(unseeded).mean().item()
+            t = float(learner.current[0])
             assert t > 0.9 if model is models[0] else t < 0.75, (turn, t)
             assert found > 0.85 * best, (turn, t, found, best)
 

@@ -14,7 +14,7 @@ import torch
 
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, propose, propose_greedy
+from sglang_hyperdflash.draft.propose import Draws, propose, propose_greedy
 from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.drafting import candidates as candidates_module
 from sglang_hyperdflash.serving.drafting import drafter as drafter_module
@@ -26,7 +26,7 @@ from sglang_hyperdflash.serving.drafting.candidates import (
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification import verifier as verifier_module
-from sglang_hyperdflash.serving.verification.exact import Draws, weights_of
+from sglang_hyperdflash.serving.verification.exact import weights_of
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5
@@ -108,29 +108,6 @@ def test_without_a_head_greedy_drafts_are_argmaxes_the_lowest_id_among_equals():
     assert found.scores.shape == (2, 3, 8) and found.gates is None
 
 
-def test_nothing_in_a_drafted_block_waits_for_the_device(head):
-    """A CUDA graph, or a round in flight, allows no read by the host: torch's meta device has none.
-
-    Tensors without data stand for the device's; what would read one raises.
-    """
-    found = Candidates(
-        torch.zeros(3, BLOCK - 1, K, dtype=torch.int64, device="meta"),
-        torch.zeros(3, BLOCK - 1, K, device="meta"),
-        torch.zeros(3, BLOCK - 1, R, device="meta"),
-    )
-    head = head.to("meta")
-    anchor = torch.zeros(3, dtype=torch.int64, device="meta")
-    assert propose_greedy(found, anchor, head).shape == (3, BLOCK - 1)
-    ones = torch.ones(3, device="meta")
-    for filters in (False, True):
-        sampling = Sampling(ones, anchor, ones, ones, filters, filters, filters, filters)
-        positions = torch.zeros(3, BLOCK - 1, dtype=torch.int64, device="meta")
-        proposal = propose(found, anchor, head, sampling, anchor, positions, ones)
-        assert proposal.q.shape == (3, BLOCK - 1, K)
-    with pytest.raises(RuntimeError, match="meta"):
-        bool(anchor.any())
-
-
 def test_a_rank_of_many_drafts_what_one_rank_does(head, lm_head):
     """Each rank has half of the LM head and the whole tables; candidates are gathered."""
     hidden, ids = torch.randn(3 * BLOCK, D), torch.randint(0, V, (3 * BLOCK,))
@@ -183,10 +160,9 @@ def rows_of(bs: int, greedy: bool) -> SimpleNamespace:
     ones, draws = torch.ones(bs), Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
     return SimpleNamespace(
         argmax_only=greedy,
-        changes_logits=False,
+        changes=lambda: None,
         sampling=Sampling(ones, torch.full((bs,), 1 << 30), ones, torch.zeros(bs)),
         draws=draws,
-        block_draws=draws,
     )
 
 
@@ -213,11 +189,10 @@ def test_eager_rounds_draft_through_the_head(head, lm_head, greedy):
         expected = propose_greedy(candidates, anchors, head)
         assert found.proposal is None
     else:
-        before, seeds = block.positions[:, :-1], rows.draws.seeds
-        ones = torch.ones(2)
-        expected = propose(candidates, anchors, head, rows.sampling, seeds, before, ones).tokens
+        requests, ones = (rows.sampling, rows.draws), torch.ones(2)
+        expected = propose(candidates, head, block.tokens, block.positions, *requests, ones).tokens
         assert torch.equal(found.proposal.tokens, expected)
-    assert torch.equal(found.drafts, expected)
+    assert torch.equal(found.tokens[:, 1:], expected)
     assert torch.equal(found.anchors, anchors)
     # A graph's buffers give the same.
     captured = buffers(head, 2)
@@ -254,7 +229,7 @@ def test_filters_on_cuda_do_not_depend_on_the_order_of_thread_blocks(monkeypatch
     monkeypatch.setattr(verifier_module, "is_cuda", lambda: True)
     ones = torch.ones(2)
     sampling = Sampling(ones, torch.full((2,), 3), 0.5 * ones, torch.zeros(2), True, True)
-    weights_of(torch.randn(2, V), sampling, verifier_module.renorm_kernels())
+    weights_of(torch.randn(2, 3, V), sampling, verifier_module.renorm_kernels())
     assert asked == [True, True]
     monkeypatch.undo()
     assert verifier_module.renorm_kernels() is None

@@ -10,21 +10,27 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.filters import Sampling
+from sglang_hyperdflash.draft import propose as propose_module
+from sglang_hyperdflash.draft.adjust import Adjustments
 from sglang_hyperdflash.draft.propose import (
     DRAFT_TEMPERATURES,
     Candidates,
+    Draws,
     draft_distribution,
     propose,
 )
-from sglang_hyperdflash.serving import batch as batch_module
-from sglang_hyperdflash.serving.batch import BatchRequests
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
-from sglang_hyperdflash.serving.verification import exact, prefill
-from sglang_hyperdflash.serving.verification.exact import Draws, verify_block, weights_of
-from sglang_hyperdflash.serving.verification.verifier import Committed, Verifier
+from sglang_hyperdflash.serving.verification import exact
+from sglang_hyperdflash.serving.verification.exact import (
+    Committed,
+    read_rows,
+    unpack,
+    verify_block,
+    weights_of,
+)
 from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
+from triton_ops.gumbel import block_seeds, gumbel_noise
 
 COUNT = 20_000
 SEEDS = torch.arange(COUNT) * 7919 + 13
@@ -41,7 +47,7 @@ SETTINGS = {
 def p_values(tokens: torch.Tensor, model: Markov, setting: dict) -> list[float]:
     """The laws of the first token, of the first two and of the second two."""
     sampling = same(one(**setting), VOCAB)
-    step = weights_of(model.table, sampling)
+    step = weights_of(model.table.unsqueeze(1), sampling).squeeze(1)
     step = step / step.sum(-1, keepdim=True)
     first = step[0]
     pair = first.unsqueeze(1) * step
@@ -99,8 +105,8 @@ def test_a_residual_drawn_with_the_drafts_own_noise_is_caught():
         with mock.patch.object(exact, "RESIDUAL_STREAM", 0):
             return original(*inputs)
 
-    original = exact._residual_draw
-    with mock.patch.object(exact, "_residual_draw", with_drafts_noise):
+    original = exact.residual_draw
+    with mock.patch.object(exact, "residual_draw", with_drafts_noise):
         assert smallest(setting=SETTINGS["temperature 1"]) < 1e-9
 
 
@@ -140,44 +146,48 @@ def test_greedy_requests_are_argmax_beside_sampled_ones():
 
 def blocks_of(model: Markov, count: int):
     """A round without a seed: its proposal, and all that verification is given beside it."""
-    seeds, anchor = SEEDS[:count], torch.zeros(count, dtype=torch.long)
-    positions = torch.arange(DRAFTS + 1).expand(count, -1)
+    seeds, anchor = SEEDS[:count], torch.zeros(count, 1, dtype=torch.long)
+    positions = torch.arange(DRAFTS + 1).repeat(count, 1)
     sampling = same(one(), count)
-    proposal = propose(
-        *(model.candidates(anchor), anchor, model.head, sampling, seeds, positions[:, :-1]),
-        torch.ones(count),
-    )
-    logits = model.table[torch.cat([anchor.unsqueeze(1), proposal.tokens], 1)].view(-1, VOCAB)
-    weights = weights_of(logits, sampling.repeated(DRAFTS + 1))
-    draws = Draws(seeds, torch.zeros(count, dtype=torch.bool), False, True)
-    return proposal, logits, weights, sampling, draws, positions
+    draws = Draws(seeds, torch.zeros(count, dtype=torch.bool))
+    found = model.candidates(anchor.squeeze(1))
+    proposal = propose(found, model.head, anchor, positions, sampling, draws, torch.ones(2))
+    block = torch.cat([anchor, proposal.tokens], 1)
+    return proposal, model.table[block].view(-1, VOCAB), block, sampling, draws, positions
 
 
-def test_a_batch_without_greedy_requests_needs_no_argmax():
-    proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(4), 40)
-    told = replace(draws, any_greedy=False)
-    verdicts = [
-        verify_block(proposal, logits, weights, sampling, one, positions) for one in (draws, told)
-    ]
-    for name in ("correct_drafts", "bonus", "broken"):
-        assert torch.equal(*(getattr(verdict, name) for verdict in verdicts)), name
+def verified(proposal, logits, block, sampling, draws, positions) -> tuple[Committed, torch.Tensor]:
+    """The served functions between final logits and what is committed; ``p`` beside it."""
+    kept = None
+    if sampling.filters:
+        kept = weights_of(logits.view(*block.shape, -1), sampling).flatten(0, 1)
+    rows = read_rows(logits, kept, sampling, draws, positions, all_draw=False)
+    given = block, positions, proposal, sampling, draws, logits.shape[-1]
+    packed, p = verify_block(rows, *given)
+    return unpack(packed, *block.shape), p
+
+
+def committed_of(found: Committed) -> tuple[list[int], list[int]]:
+    """Accepted drafts and bonus tokens."""
+    last = (found.accept_lens.long() - 1).unsqueeze(1)
+    return (found.accept_lens - 1).tolist(), found.tokens.gather(1, last).squeeze(1).tolist()
 
 
 def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification():
-    proposal, logits, weights, sampling, _, positions = blocks_of(Markov(4), 40)
+    proposal, logits, block, sampling, _, positions = blocks_of(Markov(4), 40)
     seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
-    verdicts = [
-        verify_block(proposal, logits, weights, sampling, draws, positions)
+    found = [
+        committed_of(verified(proposal, logits, block, sampling, draws, positions)[0])
         for draws in (
             Draws(seeds, seeded),
-            Draws(seeds, torch.ones_like(seeded), True, False),
-            Draws(seeds, torch.zeros_like(seeded), False, True),
+            Draws(seeds, torch.ones_like(seeded), False),
+            Draws(seeds, torch.zeros_like(seeded)),
         )
     ]
-    for name in ("correct_drafts", "bonus"):
-        mixed, coupled, rejecting = (getattr(v, name) for v in verdicts)
-        assert torch.equal(mixed, torch.where(seeded, coupled, rejecting))
-    assert not torch.equal(verdicts[1].bonus, verdicts[2].bonus)
+    for mixed, coupled, rejecting in zip(*found, strict=True):
+        expected = [c if own else r for own, c, r in zip(seeded, coupled, rejecting, strict=True)]
+        assert mixed == expected
+    assert found[1][1] != found[2][1]
 
 
 def smallest(change=None, verify=verify_block, t=1.0, setting=None, model=None) -> float:
@@ -197,26 +207,30 @@ def test_a_q_that_was_not_truncated_as_it_was_drawn_is_caught():
 
 
 def test_a_residual_without_the_subtraction_is_caught():
-    def from_p(proposal, *inputs):
-        return original(replace(proposal, q=torch.zeros_like(proposal.q)), *inputs)
+    def from_p(p, ids, q, *inputs):
+        return original(p, ids, torch.zeros_like(q), *inputs)
 
-    original = exact._residual_draw
-    with mock.patch.object(exact, "_residual_draw", from_p):
+    original = exact.residual_draw
+    with mock.patch.object(exact, "residual_draw", from_p):
         assert smallest() < 1e-9
 
 
 def test_a_residual_that_forgets_what_the_prefix_is_worth_is_caught():
-    def of_a_coin_each(proposal, weights, worth, *inputs):
-        return original(proposal, weights, torch.ones_like(worth), *inputs)
+    def of_a_coin_each(p, ids, q, correct_drafts, worth, *inputs):
+        return original(p, ids, q, correct_drafts, torch.ones_like(worth), *inputs)
 
-    original = exact._residual_draw
-    with mock.patch.object(exact, "_residual_draw", of_a_coin_each):
+    original = exact.residual_draw
+    with mock.patch.object(exact, "residual_draw", of_a_coin_each):
         assert smallest(setting={}, model=Markov(3, agreement=0.5)) < 1e-9
 
 
 def test_noise_of_refused_drafts_that_comes_again_is_caught():
     """They decided how many were accepted: what they were drawn with is no longer random."""
-    with mock.patch.object(Draws, "of_block", lambda draws, start: draws):
+    same_noise = {"block_seeds": lambda seeds, seeded, start: seeds}
+    with (
+        mock.patch.multiple(exact, **same_noise),
+        mock.patch.multiple(propose_module, **same_noise),
+    ):
         assert smallest(setting={}, model=Markov(5, sure=0.5)) < 1e-9
     assert smallest(setting={}, model=Markov(5, sure=0.5)) > 1e-5
 
@@ -240,7 +254,7 @@ def by_the_book(p, q, tokens, coins) -> tuple[int, list[float]]:
 
 
 def test_a_block_is_verified_by_the_book():
-    proposal, logits, weights, sampling, draws, positions = blocks_of(Linked(8), 400)
+    proposal, logits, block, sampling, draws, positions = blocks_of(Linked(8), 400)
     drawn_from = []
 
     def draw(left, *_):
@@ -248,91 +262,91 @@ def test_a_block_is_verified_by_the_book():
         return left.argmax(-1)
 
     with mock.patch.object(exact, "gumbel_argmax", draw):
-        verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
+        committed, _ = verified(proposal, logits, block, sampling, draws, positions)
     q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
-    p = weights.view(400, DRAFTS + 1, VOCAB).double()
-    u = exact.coins(draws.seeds.unsqueeze(1).expand(400, DRAFTS), positions[:, :-1])
+    p = logits.view(400, DRAFTS + 1, VOCAB).double().softmax(-1)
+    own = block_seeds(draws.seeds, draws.seeded, positions[:, 0]).unsqueeze(1)
+    u = exact.coins(own.expand(400, DRAFTS), positions[:, :-1])
     found = [
         by_the_book(*(values[i].tolist() for values in (p, q, proposal.tokens, u)))
         for i in range(400)
     ]
-    assert verdict.correct_drafts.tolist() == [accepted for accepted, _ in found]
-    assert len(set(verdict.correct_drafts.tolist())) == DRAFTS + 1
+    accepted = committed_of(committed)[0]
+    assert accepted == [accepted for accepted, _ in found]
+    assert len(set(accepted)) == DRAFTS + 1
     left = torch.tensor([weights for _, weights in found], dtype=torch.float64)
     torch.testing.assert_close(drawn_from[-1].double(), left, rtol=1e-4, atol=1e-6)
 
 
 def test_a_block_is_worth_more_than_a_coin_for_each_draft():
     proposal, *given = blocks_of(Linked(8), 20_000)
-    verdict = verify_block(proposal, *given)
-    p, q = (t.gather(2, proposal.choice).squeeze(2) for t in (verdict.p, proposal.q))
+    committed, p = verified(proposal, *given)
+    p, q = (t.gather(2, proposal.choice.unsqueeze(2)).squeeze(2) for t in (p, proposal.q))
     each = (p / q).clamp(max=1.0).cumprod(1).sum(1)  # expected, without coins
-    assert verdict.correct_drafts.double().mean() > 1.03 * each.double().mean()
+    assert (committed.accept_lens - 1).double().mean() > 1.03 * each.double().mean()
 
 
 def test_coins_of_the_drafts_own_noise_are_caught():
     """The trap of coupled noise under the rejection rule."""
-    noise = []
+    drafts = []
 
     def remember(proposal):
-        drawn = proposal.noise.gather(2, proposal.choice).squeeze(2)
-        noise.append(torch.exp(-torch.exp(-drawn)))
+        drafts.append(proposal.tokens)
         return proposal
 
-    with mock.patch.object(exact, "coins", lambda seeds, positions: noise[-1]):
+    def own_noise(seeds, positions):
+        flat = seeds.reshape(-1), positions.reshape(-1), drafts[-1].reshape(-1, 1)
+        return torch.exp(-torch.exp(-gumbel_noise(*flat))).view(seeds.shape)
+
+    with mock.patch.object(exact, "coins", own_noise):
         assert smallest(remember) < 1e-9
 
 
 def test_argmax_verification_is_caught():
-    def argmax(proposal, logits, weights, sampling, draws, positions):
+    def argmax(rows, block, positions, proposal, sampling, draws, vocabulary):
         greedy = replace(sampling, top_ks=torch.ones_like(sampling.top_ks))
-        return verify_block(proposal, logits, weights, greedy, draws, positions)
+        rows = read_rows(rows.logits, rows.kept, greedy, draws, positions, all_draw=False)
+        return verify_block(rows, block, positions, proposal, greedy, draws, vocabulary)
 
     assert smallest(verify=argmax) < 1e-9
 
 
-def test_a_block_ends_at_its_first_broken_row():
-    model, sampling = Markov(2), same(one(), 6)
-    seeds, anchor = SEEDS[:6], torch.zeros(6, dtype=torch.long)
-    positions = torch.arange(DRAFTS + 1).expand(6, -1)
+def sure_blocks(scores: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, seeded: bool):
+    """Verified blocks ``[bs, D]`` of one candidate each that has all the drafter's mass."""
+    bs, drafts, _ = ids.shape
+    anchor = torch.zeros(bs, 1, dtype=torch.long)
+    positions = torch.arange(drafts + 1).repeat(bs, 1)
+    sampling, draws = same(one(), bs), Draws(SEEDS[:bs], torch.full((bs,), seeded), not seeded)
+    found = Candidates(ids, scores)
+    proposal = propose(found, None, anchor, positions, sampling, draws, torch.ones(2))
+    block = torch.cat([anchor, proposal.tokens], 1)
+    return verified(proposal, logits.flatten(0, 1), block, sampling, draws, positions)[0]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_block_ends_at_its_first_broken_row(seeded):
     sure = torch.full((6, DRAFTS, 2), -50.0)
     sure[..., 0] = 50.0
     ids = torch.tensor([3, 5]).expand(6, DRAFTS, 2).contiguous()
-    proposal = propose(
-        Candidates(ids, sure), anchor, None, sampling, seeds, positions[:, :-1], torch.ones(6)
-    )
     logits = torch.full((6, DRAFTS + 1, VOCAB), -50.0)
     logits[:, :, 3] = 50.0
     logits[1, 0, 4], logits[2, 2], logits[3, 3, 0] = float("nan"), float("-inf"), float("inf")
-    for seeded in (True, False):
-        draws = Draws(seeds, torch.full((6,), seeded), seeded, not seeded)
-        flat = logits.view(-1, VOCAB)
-        weights = weights_of(flat, sampling.repeated(DRAFTS + 1))
-        verdict = verify_block(proposal, flat, weights, sampling, draws, positions)
-        assert verdict.correct_drafts.tolist() == [3, 0, 2, 3, 3, 3]
-        assert verdict.broken.tolist() == [False, True, True, True, False, False]
-        assert verdict.bonus.tolist() == [3, 0, 0, 0, 3, 3]
-    assert model.table.isfinite().all()
+    committed = sure_blocks(sure, ids, logits, seeded)
+    accepted, bonus = committed_of(committed)
+    assert accepted == [3, 0, 2, 3, 3, 3]
+    assert bonus == [3, VOCAB, VOCAB, VOCAB, 3, 3]
+    assert committed.next_anchors.tolist() == [3, 0, 0, 0, 3, 3]
 
 
-def test_an_impossible_draft_is_never_accepted_and_a_certain_one_always():
-    ids = torch.tensor([[[1, 2]]])
-    positions, seeds = torch.tensor([[5, 6]]), torch.tensor([3])
-    anchor = torch.zeros(1, dtype=torch.long)
+@pytest.mark.parametrize("seeded", [True, False])
+def test_an_impossible_draft_is_never_accepted_and_a_certain_one_always(seeded):
     for drafted, accepted in ((1, 0), (2, 1)):
         scores = torch.tensor([[[0.0, 0.0]]])
         scores[0, 0, drafted - 1] = 60.0
-        proposal = propose(
-            Candidates(ids, scores), anchor, None, one(), seeds, positions[:, :1], torch.ones(1)
-        )
-        logits = torch.full((2, 4), float("-inf"))
-        logits[:, 2] = 0.0
-        for seeded in (True, False):
-            draws = Draws(seeds, torch.tensor([seeded]), seeded, not seeded)
-            weights = weights_of(logits, one())
-            verdict = verify_block(proposal, logits, weights, one(), draws, positions)
-            assert verdict.correct_drafts.tolist() == [accepted]
-            assert verdict.bonus.tolist() == [2]
+        logits = torch.full((1, 2, 4), float("-inf"))
+        logits[:, :, 2] = 0.0
+        committed = sure_blocks(scores, torch.tensor([[[1, 2]]]), logits, seeded)
+        assert committed_of(committed) == ([accepted], [2])
 
 
 class Broken(Markov):
@@ -351,9 +365,11 @@ class Broken(Markov):
 class BrokenHead(Linked):
     """A dependency head that gives NaN behind half of the vocabulary."""
 
-    def head(self, previous, gates, ids):
-        unusable = (previous % 2 == 0).unsqueeze(-1)
-        return super().head(previous, gates, ids).masked_fill(unusable, float("nan"))
+    @property
+    def head(self):
+        found = super().head
+        found.predecessor[::2] = float("nan")
+        return found
 
 
 @pytest.mark.parametrize(
@@ -372,43 +388,46 @@ def test_a_drafter_that_gives_nan_changes_no_law(model):
 
 
 def test_the_draft_temperature_does_not_look_past_the_first_rejection():
-    proposal, logits, weights, sampling, draws, positions = blocks_of(Markov(6), 3)
-    verdict = verify_block(proposal, logits, weights, sampling, draws, positions)
-    verdict = replace(verdict, correct_drafts=torch.tensor([0, 1, 1], dtype=torch.int32))
+    proposal, logits, block, sampling, draws, positions = blocks_of(Markov(6), 3)
+    committed, p = verified(proposal, logits, block, sampling, draws, positions)
+    committed = replace(committed, accept_lens=torch.tensor([1, 2, 2], dtype=torch.int32))
     before, after = DraftTemperature("cpu"), DraftTemperature("cpu")
-    before.learn(proposal, sampling, draws.seeded, verdict)
-    p = verdict.p.clone()
+    before.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
+    p = p.clone()
     p[0, 1:], p[1:, 2:] = 0.123, 0.456
     scores = proposal.scores.clone()
     scores[0, 1:] = 0.0
-    changed = replace(proposal, scores=scores), sampling, draws.seeded
-    after.learn(*changed, replace(verdict, p=p))
+    changed = replace(proposal, scores=scores)
+    after.learn(changed, p, committed, positions, sampling, draws, VOCAB)
     assert torch.equal(before.accepted, after.accepted)
 
 
-def test_a_head_and_an_adjustment_see_the_drafts_before_them():
-    seen = []
-
-    def head(previous, gates, ids):
-        return (ids == (previous.unsqueeze(1) + 1) % VOCAB) * 100.0
-
-    def adjust(k, ids, scores, so_far):
-        seen.append((k, so_far.tolist()))
-        return scores.masked_fill(ids == 9, float("-inf"))
-
-    ids = torch.arange(VOCAB).expand(2, DRAFTS, VOCAB)
-    candidates = Candidates(ids, torch.zeros(2, DRAFTS, VOCAB), torch.zeros(2, DRAFTS, 4))
-    anchor = torch.tensor([2, 5])
-    positions = torch.zeros(2, DRAFTS, dtype=torch.long)
-    arguments = (same(one(), 2), SEEDS[:2], positions, torch.ones(2))
-    proposal = propose(candidates, anchor, head, *arguments, adjust)
-    assert proposal.tokens.tolist() == [[3, 4, 5], [6, 7, 8]]
-    assert seen == [(0, [[], []]), (1, [[3], [6]]), (2, [[3, 4], [6, 7]])]
-    # Without either, the loop gives what the vectorised form gives.
-    looped = propose(candidates, anchor, None, *arguments, lambda k, ids, scores, so_far: scores)
-    flat = propose(candidates, anchor, None, *arguments)
-    for name in ("tokens", "q", "choice", "scores", "noise"):
-        assert torch.equal(getattr(looped, name), getattr(flat, name)), name
+def test_a_head_and_penalties_see_the_drafts_before_them():
+    ids = torch.arange(VOCAB).expand(2, DRAFTS, VOCAB).contiguous()
+    gates = torch.ones(2, DRAFTS, VOCAB)
+    candidates = Candidates(ids, torch.zeros(2, DRAFTS, VOCAB), gates)
+    after = torch.eye(VOCAB).roll(1, 1) * 100.0  # the token after the one before
+    head = SimpleNamespace(predecessor=after, successor=torch.eye(VOCAB))
+    anchor, positions = torch.tensor([[2], [5]]), torch.zeros(2, DRAFTS + 1, dtype=torch.long)
+    draws = Draws(SEEDS[:2], torch.zeros(2, dtype=torch.bool))
+    arguments = anchor, positions, same(one(), 2), draws, torch.ones(2)
+    assert propose(candidates, head, *arguments).tokens.tolist() == [[3, 4, 5], [6, 7, 8]]
+    # The second request may draft no token twice, and neither what it has generated once.
+    counts = torch.zeros(2, VOCAB, dtype=torch.int32)
+    counts[1, 9] = 1
+    penalties = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1e4, 1.0]])
+    ahead = Candidates(ids, torch.zeros(2, DRAFTS, VOCAB))
+    ahead.scores[:, :, [4, 9]] = torch.tensor([200.0, 300.0])
+    ahead.scores[:, :, 1] = 100.0
+    changes = Adjustments(counts, torch.arange(2), penalties)
+    found = propose(ahead, None, *arguments, changes)
+    assert found.tokens.tolist() == [[9, 9, 9], [4, 1, found.tokens[1, 2]]]
+    assert found.tokens[1, 2] not in (1, 4, 9)
+    # Neutral adjustments change nothing: the walk gives what the vectorised form gives.
+    neutral = Adjustments(counts, torch.arange(2), penalties[:1].repeat(2, 1))
+    walked, flat = (propose(ahead, None, *arguments, c) for c in (neutral, Adjustments()))
+    for name in ("tokens", "q", "choice", "scores"):
+        assert torch.equal(getattr(walked, name), getattr(flat, name)), name
 
 
 def test_q_is_normalised_and_a_point_where_it_must_be():
@@ -419,82 +438,3 @@ def test_q_is_normalised_and_a_point_where_it_must_be():
     torch.testing.assert_close(q.sum(-1), torch.ones(5))
     assert q.max(-1).values[[0, 3]].tolist() == [1.0, 1.0]
     assert ((q > 0).sum(-1) <= torch.tensor([1, 3, 7, 1, 2])).all()
-
-
-def sampled(monkeypatch, backend: str, **values) -> SimpleNamespace:
-    """SGLang's ``SamplingBatchInfo`` of a server with this sampling backend."""
-    kernel = SimpleNamespace(sampling_backend=backend)
-    monkeypatch.setattr(batch_module, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-    given = {
-        "is_all_greedy": False,
-        "need_top_k_sampling": True,
-        "need_top_p_sampling": True,
-        "need_min_p_sampling": False,
-        "sampling_mask_batch_indices": torch.tensor([0]),
-        "sampling_support_logprobs_capture_indices": None,
-    }
-    return SimpleNamespace(**given | values)
-
-
-def sampling_of(info: SimpleNamespace) -> Sampling:
-    """As a batch's requests have it."""
-    return BatchRequests([], [], None, False, None, None, (0, 1), info).sampling
-
-
-def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
-    """Both shares are of the whole mass; SGLang's function takes top-p of what top-k has left."""
-    info = sampled(
-        monkeypatch,
-        "pytorch",
-        temperatures=torch.ones(1, 1),
-        top_ks=torch.tensor([2]),
-        top_ps=torch.tensor([0.5]),
-        min_ps=torch.zeros(1),
-        sampling_mask_top_ks=[2],
-    )
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
-    verifier = object.__new__(Verifier)
-    verifier.vocabulary = 4
-    verifier.renorm = None
-    rows = SimpleNamespace(info=info, sampling=sampling_of(info), all_greedy=False)
-    committed = Committed(torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0]))
-    output = SimpleNamespace(next_token_logits=logits)
-    verifier.add_logprobs(SimpleNamespace(return_logprob=False), output, committed, rows)
-    mask = output.sampling_mask_output
-    drawn = weights_of(logits, rows.sampling.repeated(3))
-    assert (drawn > 0).sum(-1).tolist() == [2, 2, 2]
-    assert mask.lengths.tolist() == [[2, 2, 2]]
-    expected = torch.tensor([[4 / 7, 3 / 7, 4 / 7]]).log()
-    torch.testing.assert_close(mask.selected_logprobs, expected)
-
-
-def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(monkeypatch):
-    """SGLang's depends on another request's min-p, and its draw raises at a row of NaN."""
-    info = sampled(
-        monkeypatch,
-        "flashinfer",
-        temperatures=torch.ones(3, 1),
-        top_ks=torch.tensor([2, 4, 4]),
-        top_ps=torch.tensor([0.5, 1.0, 1.0]),
-        min_ps=torch.tensor([0.0, 0.1, 0.0]),
-        need_min_p_sampling=True,
-    )
-    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
-    probs[2] = torch.nan
-    draws, verifier = SimpleNamespace(seeds=None), object.__new__(Verifier)
-    verifier.renorm = None
-    state = SimpleNamespace(current=SimpleNamespace(draws=draws, sampling=sampling_of(info)))
-    sampler = prefill.PrefillSampler(None, state, verifier)
-    sampler._greedy = torch.zeros(3, dtype=torch.int64)
-    monkeypatch.setattr(prefill, "_sampler", sampler)
-    given = None, None, probs, info, torch.arange(3), False
-    drawn = set()
-    for seed in range(200):
-        draws.seeds = torch.tensor([seed, 1, 2])
-        tokens, mask = prefill.draw_prefill(*given)
-        drawn.add(int(tokens[0]))
-        assert (mask.weights[0] > 0).tolist() == [True, True, False, False]
-        assert mask.batch_rows.tolist() == [0]
-    assert drawn == {0, 1}
-    info.sampling_mask_batch_indices = None
-    assert prefill.draw_prefill(*given)[1] is None

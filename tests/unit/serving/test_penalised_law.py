@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang_hyperdflash.serving.batch import RequestState
-from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.draft import adjust
+from sglang_hyperdflash.draft.adjust import Adjustments
+from sglang_hyperdflash.draft.propose import Draws
+from sglang_hyperdflash.serving.batch import BatchRequests, RequestState
 from sglang_hyperdflash.serving.verification.exact import weights_of
-from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts, Penalties
-from sglang_hyperdflash.serving.verification.verifier import Verifier
+from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -23,29 +24,24 @@ SETTINGS = {"temperature 1": {}, "all filters": {"top_k": 6, "top_p": 0.9, "min_
 
 
 class Worker:
-    """The served parts' three functions, on equal requests without prompts."""
+    """The served parts' state, of equal requests without prompts."""
 
     def __init__(self, count: int) -> None:
         at = torch.arange(count)
-        values = (torch.full((count, 1), v) for v in (FREQUENCY, PRESENCE, REPETITION))
-        self.rows = SimpleNamespace(
-            penalties=Penalties(at, at, *values),
-            end_tokens=None,
-            info=SimpleNamespace(logit_bias=None),
-            contexts=None,
-        )
+        penalties = torch.tensor([FREQUENCY, PRESENCE, REPETITION]).expand(count, 3)
+        draws = Draws(at, at >= 0)
+        own = Adjustments(None, at, penalties.contiguous())
         runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
         self.request_state = RequestState(runner, 0, "cpu")
         self.request_state.counts = GeneratedCounts(count, VOCAB, "cpu")
-        self.drafter, self.verifier = object.__new__(Drafter), object.__new__(Verifier)
-        self.drafter.request_state = self.verifier.request_state = self.request_state
-        self.adjust = self.drafter._adjust_for(self.rows)
+        table, info = self.request_state.counts.table, SimpleNamespace(logit_bias=None)
+        self.requests = BatchRequests([], [], draws, False, own, (0, count), info, table)
 
-    def penalise(self, logits: torch.Tensor, drafts: torch.Tensor) -> None:
-        self.verifier.penalise(logits, drafts, self.rows)
+    def adjustments(self) -> Adjustments:
+        return self.requests.changes()
 
     def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
-        self.request_state.count(self.rows, tokens, lengths)
+        self.request_state.count(self.requests, tokens, lengths)
 
 
 def penalised(logits: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
@@ -63,7 +59,7 @@ def p_values(tokens: torch.Tensor, model: Markov, setting: dict) -> list[float]:
     def step(*before: int) -> torch.Tensor:
         logits = model.table[before[-1] if before else 0].unsqueeze(0)
         logits = penalised(logits, torch.tensor([before], dtype=torch.long))
-        weights = weights_of(logits, same(sampling, 1))[0]
+        weights = weights_of(logits.unsqueeze(1), same(sampling, 1))[0, 0]
         return weights / weights.sum()
 
     first = step()
@@ -115,9 +111,10 @@ def test_long_penalised_answers_by_seed_are_target_only(setting):
 def test_a_block_penalised_by_what_came_before_it_alone_is_caught(monkeypatch):
     """What SGLang does: one row of penalties for a whole block."""
 
-    def frozen(self, logits, counts, drafts):
-        return self.applied(logits, counts.unsqueeze(1)).to(logits.dtype)
+    def frozen(logits, counts, drafts, penalties):
+        return penalised_rows(logits, counts.unsqueeze(1), penalties).to(logits.dtype)
 
-    monkeypatch.setattr(Penalties, "apply_to_block", frozen)
+    penalised_rows = adjust.penalised
+    monkeypatch.setattr(adjust, "_penalised_block", frozen)
     tokens, _ = decode(Markov(3), one(), SEEDS, False, 3, penalties=Worker(len(SEEDS)))
     assert min(p_values(tokens, Markov(3), {})) < 1e-9

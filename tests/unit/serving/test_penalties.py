@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.verification.penalties import EndTokens, GeneratedCounts, Penalties
+from sglang_hyperdflash.draft.adjust import UNLIKELY, Adjustments, adjust_candidates, adjust_rows
+from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
+from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
 
 VOCAB, BLOCK = 20, 5
 SETTINGS = {
@@ -61,14 +63,19 @@ def sglang_logits(logits, setting, generated):
     return row[0]
 
 
-def penalties(settings) -> Penalties:
+def penalties(settings, counts: torch.Tensor) -> Adjustments:
+    """Of requests in slots 1, 2, ... of ``counts``."""
     chosen = [parameters(**s) for s in settings]
-    rows = torch.arange(len(chosen))
-    columns = (
-        torch.tensor([[getattr(p, f"{name}_penalty")] for p in chosen])
-        for name in ("frequency", "presence", "repetition")
-    )
-    return Penalties(rows, rows + 1, *columns)
+    values = [(p.frequency_penalty, p.presence_penalty, p.repetition_penalty) for p in chosen]
+    return Adjustments(counts, torch.arange(len(chosen)) + 1, torch.tensor(values))
+
+
+def adjusted(logits: torch.Tensor, drafts: torch.Tensor, changes: Adjustments) -> torch.Tensor:
+    """``logits [bs, B, V]`` of blocks of these drafts, adjusted."""
+    out, anchors = logits.clone(), torch.zeros(len(drafts), 1, dtype=torch.int64)
+    block = torch.cat([anchors, drafts], 1)
+    adjust_rows(out, block, torch.arange(block.shape[1]).repeat(len(block), 1), *changes.tensors)
+    return out
 
 
 def test_every_row_of_a_block_has_the_penalties_of_what_it_follows():
@@ -81,11 +88,15 @@ def test_every_row_of_a_block_has_the_penalties_of_what_it_follows():
     counts = GeneratedCounts(len(settings) + 1, VOCAB, "cpu")
     for i in range(len(settings)):
         counts.reset(i + 1, generated[i, :4].tolist())
-    mine = penalties(settings)
+    mine = penalties(settings, counts.table)
     counts.add(mine.slots, generated[:, 4:], torch.full((len(settings),), 5))
-    found = mine.apply_to_block(logits, counts.table[mine.slots], drafts)
-    for i, setting in enumerate(settings):
-        for k in range(BLOCK):
+    found = adjusted(logits, drafts, mine)
+    ids = torch.arange(VOCAB).repeat(len(settings), 1)
+    for k in range(BLOCK):
+        # A draft's candidates change as the target's row does.
+        scores = adjust_candidates(logits[:, k], ids, drafts[:, :k], drafts[:, 0], mine)
+        torch.testing.assert_close(scores, found[:, k])
+        for i, setting in enumerate(settings):
             before = [*generated[i].tolist(), *drafts[i, :k].tolist()]
             expected = sglang_logits(logits[i, k], setting, before)
             torch.testing.assert_close(found[i, k], expected, atol=2e-5, rtol=1e-5)
@@ -95,9 +106,8 @@ def test_a_frozen_block_would_be_wrong():
     """What SGLang does: one row's penalties for all; the test above can tell."""
     logits = torch.zeros(1, BLOCK, VOCAB)
     drafts = torch.tensor([[3, 3, 4, 5]])
-    mine = penalties([SETTINGS["frequency"]])
-    counts = torch.zeros(1, VOCAB, dtype=torch.int32)
-    found = mine.apply_to_block(logits, counts, drafts)
+    counts = torch.zeros(2, VOCAB, dtype=torch.int32)
+    found = adjusted(logits, drafts, penalties([SETTINGS["frequency"]], counts))
     assert found[0, :, 3].tolist() == pytest.approx([0.0, -0.7, -1.4, -1.4, -1.4])
     assert not torch.equal(found[:, :1].expand_as(found), found)
 
@@ -124,22 +134,64 @@ def test_a_request_that_goes_on_is_counted_without_a_wait_for_the_device(monkeyp
     assert counts.table[1, [3, 5]].tolist() == [1, 2] and int(counts.table.sum()) == 3
 
 
+PROMPTS, LENGTHS, MINIMUM = [10, 4, 6], torch.tensor([13, 9, 6]), [5, 0, 2]
+# Of the second request nothing is forbidden; the first ends with two tokens, the third with one.
+ENDS = Adjustments(
+    end_ids=torch.tensor([[2, 3], [-1, -1], [3, -1]]),
+    earliest=torch.tensor([prompt + least for prompt, least in zip(PROMPTS, MINIMUM, strict=True)]),
+)
+
+
+def expected_ends(logits: torch.Tensor, request: int, ahead: int) -> torch.Tensor:
+    """One row through SGLang's penalizer, ``ahead`` tokens after the first of its block."""
+    out = int(LENGTHS[request]) - PROMPTS[request] + ahead
+    setting = {"min_new_tokens": MINIMUM[request]}
+    found = sglang_logits(logits, setting, [11] * out)
+    if request == 2:
+        found[2] = logits[2]
+    return found
+
+
 def test_end_tokens_stay_impossible_until_enough_is_out():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, BLOCK, VOCAB, generator=generator)
     original = logits.clone()
-    prompts, contexts = [10, 4, 6], torch.tensor([13, 9, 6])
-    minimum = {0: 5, 2: 2}
-    ends = EndTokens(
-        torch.tensor([0, 2]),
-        torch.tensor(list(minimum.values())),
-        torch.tensor([prompts[i] for i in minimum]),
-        torch.tensor([[2, 3], [2, 3]]),
-    )
-    ends.forbid(logits, contexts)
+    block = torch.zeros(3, BLOCK, dtype=torch.int64)
+    # A context ends with its anchor.
+    positions = LENGTHS.unsqueeze(1) - 1 + torch.arange(BLOCK)
+    adjust_rows(logits, block, positions, *ENDS.tensors)
+    ids = torch.arange(VOCAB).repeat(3, 1)
+    forbidden = 0
     for i in range(3):
         for k in range(BLOCK):
-            setting = {"min_new_tokens": minimum.get(i, 0)}
-            out = int(contexts[i]) - prompts[i] + k
-            expected = sglang_logits(original[i, k], setting, [11] * out)
-            assert torch.equal(logits[i, k], expected), (i, k)
+            assert torch.equal(logits[i, k], expected_ends(original[i, k], i, k)), (i, k)
+            scores = adjust_candidates(original[:, k], ids, block[:, :k], positions[:, k], ENDS)[i]
+            impossible = logits[i, k].isinf()
+            assert torch.equal(scores, original[i, k].masked_fill(impossible, UNLIKELY))
+            forbidden += int(impossible.sum())
+    assert forbidden == 2 * 2 + 2
+
+
+def test_a_prefill_s_rows_are_penalised_as_a_round_s():
+    """Its lengths have the last row already, those of a round no anchor."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, VOCAB, generator=generator)
+    counts = GeneratedCounts(4, VOCAB, "cpu")
+    counts.reset(3, [4, 4, 7])
+    mine = penalties([SETTINGS[name] for name in ("none", "none", "all")], counts.table)
+    changes = Adjustments(*mine.tensors[:3], *ENDS.tensors[3:])
+    asked = []
+    requests = SimpleNamespace(
+        lengths=LENGTHS.int(), changes=lambda **a: asked.append(a) or changes
+    )
+    found = logits.clone()
+    PrefillSampler(None, SimpleNamespace(current=requests), None).penalise(found)
+    assert asked == [{"bias": False}], "SGLang adds it afterwards"
+    for i in range(3):
+        generated = [4, 4, 7] if i == 2 else []
+        expected = sglang_logits(logits[i], SETTINGS["all"] if generated else {}, generated)
+        expected[expected_ends(logits[i], i, 0).isinf()] = float("-inf")
+        torch.testing.assert_close(found[i], expected, atol=2e-5, rtol=1e-5)
+    assert found.isinf().sum(1).tolist() == [2, 0, 1]
+    none = SimpleNamespace(changes=lambda bias: None)
+    PrefillSampler(None, SimpleNamespace(current=none), None).penalise(None)

@@ -100,16 +100,19 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert not batch.same(requests[::-1], places_of(requests[::-1], [5, 2, 7]))
     assert not batch.same(requests[:2], places_of(requests[:2], [5, 2]))
     assert batch.draws.seeded.tolist() == [False, False, True]
-    assert (batch.draws.any_seeded, batch.draws.any_unseeded) == (True, True)
-    assert batch.draws.any_greedy
-    assert not gather(requests[1:], [2, 7], Seeds(0)).draws.any_greedy
-    assert batch.penalties.rows.tolist() == [1]
-    assert batch.penalties.slots.tolist() == [2]
-    assert batch.penalties.presence.tolist() == [[-1.0]]
-    assert batch.end_tokens.rows.tolist() == [2]
-    assert batch.end_tokens.ids.tolist() == [[2, 5, 9]]
-    assert batch.end_tokens.prompts.tolist() == [8]
+    assert batch.draws.any_unseeded
+    # Of the requests that sample: the first has no seed, but is greedy.
+    assert not gather(requests[::2], [5, 7], Seeds(0)).draws.any_unseeded
+    changes = batch.adjustments
+    assert changes.slots.tolist() == [5, 2, 7]
+    assert changes.penalties.tolist() == [[0.0, 0.0, 1.0], [0.5, -1.0, 1.0], [0.0, 0.0, 1.0]]
+    assert changes.end_ids.tolist() == [[-1, -1, -1], [-1, -1, -1], [2, 5, 9]]
+    assert changes.earliest.tolist()[2] == 8 + 6
     assert not batch.argmax_only
+    # What nobody has is not there.
+    assert gather(requests[:1], [5], Seeds(0)).adjustments.tensors == (None,) * 6
+    assert gather(requests[1:2], [2], Seeds(0)).adjustments.end_ids is None
+    assert gather(requests[2:], [7], Seeds(0)).adjustments.penalties is None
     assert gather(requests[:1], [5], Seeds(0)).argmax_only
     # A greedy request's penalties make its block more than an argmax.
     penalised = [Request("d", top_k=1, repetition_penalty=1.1)]
@@ -125,15 +128,15 @@ def test_end_tokens_are_those_that_sglang_forbids():
 
 def test_stop_ids_outside_the_vocabulary_have_no_logit_to_forbid(deterministic):
     assert end_tokens(Request(stop_token_ids={11, -1, 30, 10_000_000})) == {2, 5, 11}
-    ends = gather([Request(min_new_tokens=1 << 70)], [1], Seeds(0)).end_tokens
-    assert ends.minimum.tolist() == [batch_module.LONGEST]
+    changes = gather([Request(min_new_tokens=1 << 70)], [1], Seeds(0)).adjustments
+    assert changes.earliest.tolist() == [3 + batch_module.LONGEST]
 
 
 class Counts:
     """Which slots were reset, and what was counted."""
 
     def __init__(self) -> None:
-        self.resets, self.added = [], []
+        self.resets, self.added, self.table = [], [], object()
 
     def reset(self, slot: int, generated) -> None:
         self.resets.append((slot, list(generated)))
@@ -179,20 +182,44 @@ def test_a_prefill_restarts_its_requests_and_lets_decoding_ones_go_on(tracked):
     batch = batch_of([running, new, plain], [1, 2, 3], decoding_reqs=[running])
     rows = tracked.begin(batch, prefill=True)
     assert tracked.counts.resets == [(1, []), (2, [])]
-    assert rows.contexts.tolist() == [4, 3, 3], "a prefill's lengths have its rows already"
+    assert rows.lengths.tolist() == [4, 3, 3], "a prefill's lengths have its rows already"
     tracked.begin(batch_of([running], [1]), prefill=True)
     assert tracked.counts.resets[2:] == [(1, [4])], "after a retraction it has generated these"
 
 
-def test_only_penalised_rows_are_counted_and_broken_ones_stay_inside_the_table(tracked):
+def test_penalised_batches_are_counted_and_broken_rows_stay_inside_the_table(tracked):
+    """A slot's count is read by a request with penalties alone, and starts anew with each."""
     reqs = [Request("a"), Request("b", frequency_penalty=0.5)]
     rows = tracked.begin(batch_of(reqs, [5, 6]))
-    assert rows.contexts.tolist() == [4, 4], "the anchor is not in a round's lengths"
+    assert rows.counts is tracked.counts.table
     tracked.count(rows, torch.tensor([[1, 2], [3, 30]]), torch.tensor([1, 2]))
-    assert tracked.counts.added == [([6], [[3, 29]], [2])]
+    assert tracked.counts.added == [([5, 6], [[1, 2], [3, 29]], [1, 2])]
     rows = tracked.begin(batch_of(reqs[:1], [5]))
+    assert rows.counts is None
     tracked.count(rows, torch.tensor([[1, 2]]), torch.tensor([1]))
     assert len(tracked.counts.added) == 1
+    tracked.begin(batch_of([Request("c", presence_penalty=1.0)], [5]))
+    assert tracked.counts.resets == [(6, []), (5, [])]
+
+
+def test_what_changes_from_round_to_round_is_read_anew(tracked):
+    """A batch's tensors are kept; its bias, its counts and SGLang's own parameters are not."""
+    penalised, waiting, plain = Request("a", frequency_penalty=0.5), Request("b"), Request("c")
+    waiting.sampling_params.min_new_tokens = 4
+    bias = torch.ones(1, 30)
+    for reqs in ([penalised], [waiting], [penalised, waiting]):
+        rows = tracked.begin(batch_of(reqs, range(len(reqs))))
+        own = rows.adjustments.tensors
+        assert rows.changes().tensors == (rows.counts, *own[1:])
+        rows.info.logit_bias = bias
+        assert rows.changes().tensors == (rows.counts, *own[1:-1], bias)
+        assert rows.changes(bias=False).tensors == (rows.counts, *own[1:])
+        again = tracked.begin(batch_of(reqs, range(len(reqs))))
+        assert again.adjustments is rows.adjustments and again.changes().bias is None
+    rows = tracked.begin(batch_of([plain], [3]))
+    assert rows.changes() is None
+    rows.info.logit_bias = bias
+    assert rows.changes().tensors == (*(None,) * 5, bias) and rows.changes(bias=False) is None
 
 
 def test_a_batch_that_samples_nothing_has_no_rows(tracked):

@@ -13,10 +13,12 @@ from scipy import stats
 
 from tests.unit.statistics_help import chi_square_p_value
 from triton_ops.gumbel import (
+    BLOCK_STREAM,
     COIN_STREAM,
     RESIDUAL_STREAM,
+    block_seeds,
     coins,
-    gumbel_argmax_reference,
+    gumbel_argmax,
     gumbel_noise,
     hash32,
 )
@@ -62,7 +64,7 @@ def test_draws_are_those_of_sglangs_seeded_sampler(sglang_hash):
     original = sampler.multinomial_with_seed._torchdynamo_orig_callable
     with mock.patch.object(sampler, "murmur_hash32", sglang_hash):
         expected = original(probs.log(), SEEDS, POSITIONS)
-    assert torch.equal(gumbel_argmax_reference(probs, SEEDS, POSITIONS), expected.squeeze(1))
+    assert torch.equal(gumbel_argmax(probs, SEEDS, POSITIONS), expected.squeeze(1))
 
 
 def test_the_noise_at_the_hashs_ends_is_finite():
@@ -85,15 +87,15 @@ def test_draws_follow_their_weights_over_seeds_and_over_positions():
     count, distribution = 40_000, weights[0] / weights.sum()
     step = torch.arange(count)
     for seeds, positions in ((step, torch.full_like(step, 3)), (torch.full_like(step, 3), step)):
-        draws = gumbel_argmax_reference(weights.expand(count, -1), seeds, positions)
+        draws = gumbel_argmax(weights.expand(count, -1), seeds, positions)
         assert chi_square_p_value(draws, distribution) > 1e-4
 
 
 def test_neighbouring_positions_are_independent():
     weights = torch.full((40_000, 4), 0.25)
     seeds, zero = torch.arange(40_000), torch.zeros(40_000, dtype=torch.long)
-    pair = 4 * gumbel_argmax_reference(weights, seeds, zero)
-    pair += gumbel_argmax_reference(weights, seeds, zero + 1)
+    pair = 4 * gumbel_argmax(weights, seeds, zero)
+    pair += gumbel_argmax(weights, seeds, zero + 1)
     assert chi_square_p_value(pair, torch.full((16,), 1 / 16)) > 1e-4
 
 
@@ -103,15 +105,23 @@ def test_coins_are_uniform_and_independent_of_the_draws():
     assert float(u.min()) >= 0.0 and float(u.max()) < 1.0
     assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-4
     weights = torch.full((40_000, 4), 0.25)
-    drawn = gumbel_argmax_reference(weights, seeds, positions)
-    residual = gumbel_argmax_reference(weights, seeds ^ RESIDUAL_STREAM, positions)
+    drawn = gumbel_argmax(weights, seeds, positions)
+    residual = gumbel_argmax(weights, seeds ^ RESIDUAL_STREAM, positions)
     cells = (drawn * 4 + residual) * 4 + (u * 4).long()
     assert chi_square_p_value(cells, torch.full((64,), 1 / 64)) > 1e-4
     assert COIN_STREAM != RESIDUAL_STREAM
 
 
-def test_rows_choose_what_is_drawn_from():
-    weights = torch.eye(3)
-    rows = torch.tensor([2, 0, 2, 1])
-    found = gumbel_argmax_reference(weights, SEEDS[:4], POSITIONS[:4], rows)
-    assert found.tolist() == [2, 0, 2, 1]
+def test_blocks_of_a_seed_have_noise_of_their_own_unless_it_is_the_client_s():
+    count = 40_000
+    seeds, start = torch.full((count,), 2**63 - 5), torch.arange(count)
+    own = block_seeds(seeds, torch.zeros(count, dtype=torch.bool), start)
+    assert len(own.unique()) == count
+    assert torch.equal(block_seeds(seeds, torch.ones(count, dtype=torch.bool), start), seeds)
+    wrapped = (2**63 - 5 + 3 * BLOCK_STREAM + 2**63) % 2**64 - 2**63
+    assert BLOCK_STREAM % 2 == 1 and int(own[2]) == wrapped
+    # Two blocks that overlap draw at one position independently.
+    weights, position = torch.full((count, 4), 0.25), start + 1
+    pair = 4 * gumbel_argmax(weights, own, position)
+    pair += gumbel_argmax(weights, block_seeds(seeds, seeds < 0, start - 1), position)
+    assert chi_square_p_value(pair, torch.full((16,), 1 / 16)) > 1e-4

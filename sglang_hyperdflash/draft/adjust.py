@@ -1,0 +1,155 @@
+"""Penalties, ``min_new_tokens`` and bias, exact inside a block.
+
+Source: SGLang's ``sampling/penaltylib``: with ``c`` the times a token was generated,
+
+    x = x - frequency * c - presence * [c > 0]
+    x = x * repetition if x < 0 else x / repetition          # where c > 0
+
+and end tokens are impossible until ``min_new_tokens`` are out; then the bias is added. Row k of a
+block follows k drafts that are not generated yet, so its counts are the request's own and those
+drafts'. SGLang computes one row of penalties a round and uses it for the whole block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ops.operator import define
+
+# For a drafter's candidates: impossible, yet a row of nothing else stays a distribution.
+UNLIKELY = -1e30
+NEUTRAL = (0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """What changes the logits of a batch's bs requests; None what none of them has.
+
+    Attributes:
+        counts: ``[slots, V]`` int32, times each token was generated; with ``penalties`` only.
+        slots: ``[bs]`` int64, the requests' rows of it.
+        penalties: ``[bs, 3]`` fp32, frequency, presence and repetition; ``NEUTRAL`` without.
+        end_ids: ``[bs, E]`` int64, each request's end tokens, -1 for none.
+        earliest: ``[bs]`` int64, tokens of a context before an end token may come.
+        bias: ``[bs, V]``, added in the logits' dtype.
+    """
+
+    counts: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    penalties: torch.Tensor | None = None
+    end_ids: torch.Tensor | None = None
+    earliest: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """As the operators take them."""
+        return self.counts, self.slots, self.penalties, self.end_ids, self.earliest, self.bias
+
+
+def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """``[n, ...]`` fp32 of ``logits [n, ...]`` whose tokens were generated ``counts`` times.
+
+    Args:
+        penalties: ``[n, 3]``.
+    """
+    shape = (-1, *[1] * (logits.ndim - 1))
+    frequency, presence, repetition = (values.reshape(shape) for values in penalties.T)
+    seen = counts > 0
+    x = logits.float() - frequency * counts
+    # In place from here: a block of a large batch has gigabytes of logits.
+    x -= presence * seen
+    scaled = x / repetition
+    torch.where(x < 0, x * repetition, scaled, out=scaled)
+    return torch.where(seen, scaled, x, out=scaled)
+
+
+def adjust_candidates(
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    drafts: torch.Tensor,
+    positions: torch.Tensor,
+    adjustments: Adjustments,
+) -> torch.Tensor:
+    """Scores ``[bs, K]`` of the next draft's candidates ``ids [bs, K]``.
+
+    Args:
+        drafts: ``[bs, k]`` int64, drafted so far; positions: ``[bs]``, of the token before.
+    """
+    counts, slots, penalties, end_ids, earliest, bias = adjustments.tensors
+    if counts is not None:
+        times = counts[slots.unsqueeze(1), ids]
+        times = times + (ids.unsqueeze(2) == drafts.unsqueeze(1)).sum(-1)
+        scores = penalised(scores, times, penalties)
+    if end_ids is not None:
+        is_end = (ids.unsqueeze(2) == end_ids.unsqueeze(1)).any(-1)
+        early = (positions + 1 < earliest).unsqueeze(1)
+        scores = scores.masked_fill(is_end & early, UNLIKELY)
+    if bias is not None:
+        scores = scores + bias.gather(1, ids).float()
+    return scores
+
+
+def adjust_rows_reference(
+    logits: torch.Tensor,
+    block_tokens: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    penalties: torch.Tensor | None,
+    end_ids: torch.Tensor | None,
+    earliest: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Adjust the rows of blocks in place: ``hyperdflash::adjust_rows``.
+
+    Rows of requests that change nothing are not touched.
+
+    Args:
+        logits: ``[bs, B, V]``; block_tokens: ``[bs, B]`` int64, the anchor, then the drafts.
+        positions: ``[bs, B]`` int64; others: :class:`Adjustments`.
+    """
+    if counts is not None:
+        at = (penalties != penalties.new_tensor(NEUTRAL)).any(1).nonzero().squeeze(-1)
+        drafts = block_tokens[at, 1:]
+        logits[at] = _penalised_block(logits[at], counts[slots[at]], drafts, penalties[at])
+    if end_ids is not None:
+        request, which = (end_ids >= 0).nonzero(as_tuple=True)
+        early = (positions[request] + 1 < earliest[request].unsqueeze(1)).nonzero(as_tuple=True)
+        logits[request[early[0]], early[1], end_ids[request, which][early[0]]] = float("-inf")
+    if bias is not None:
+        logits.add_(bias.unsqueeze(1).to(logits.dtype))
+
+
+def _penalised_block(
+    logits: torch.Tensor, counts: torch.Tensor, drafts: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    """Penalised rows ``[n, B, V]`` of ``logits [n, B, V]`` that follow ``drafts [n, B - 1]``."""
+    n, block, _ = logits.shape
+    out = penalised(logits, counts.unsqueeze(1), penalties).to(logits.dtype)
+    # Only the drafts' own entries differ from row to row; every entry is computed whole, so a draft
+    # that occurs twice writes one value twice.
+    at = drafts.unsqueeze(1).expand(n, block, block - 1)
+    order = torch.arange(block, device=drafts.device)
+    before = order.unsqueeze(1) > order[:-1]  # [B, B - 1]: draft i comes before row k
+    equal = drafts.unsqueeze(2) == drafts.unsqueeze(1)  # [n, j, i]
+    extra = (equal.unsqueeze(1) & before.view(1, block, 1, block - 1)).sum(-1)
+    times = counts.gather(1, drafts).unsqueeze(1) + extra
+    exact = penalised(logits.gather(2, at), times, penalties)
+    return out.scatter(2, at, exact.to(out.dtype))
+
+
+ADJUSTMENTS = (
+    "Tensor? counts, Tensor? slots, Tensor? penalties, Tensor? end_ids, Tensor? earliest,"
+    " Tensor? bias"
+)
+adjust_rows = define(
+    "adjust_rows(Tensor(a!) logits, Tensor block_tokens, Tensor positions, "
+    + ADJUSTMENTS
+    + ") -> ()",
+    adjust_rows_reference,
+    "triton_ops.adjust_kernel:launch",
+    lambda *arguments: None,
+)

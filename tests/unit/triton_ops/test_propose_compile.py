@@ -1,0 +1,67 @@
+"""The kernels of a draft block are compiled once: any batch runs what the start has compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+# In a process of its own: in the tests' the kernels may be interpreted.
+SPECIALISED = """
+import itertools, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from triton_ops import adjust_kernel, propose_kernel
+
+backend, found = make_backend(GPUTarget("cuda", 90, 32)), {}
+
+
+def record(name, kernel):
+    binder, kinds = create_function_from_signature(kernel.signature, kernel.params, backend), set()
+    found[name] = kinds
+
+    def run(*args, grid, warmup, **options):
+        kinds.add(str(binder(*args, **options)[1:]))
+
+    kernel.run = run
+
+
+record("propose", propose_kernel._propose_kernel)
+record("greedy", propose_kernel._greedy_kernel)
+record("adjust", adjust_kernel._adjust_kernel)
+DRAFTS, WIDTH, RANK, VOCABULARY, LONG = 3, 64, 16, 12_928, torch.int64
+table, counts = torch.empty(VOCABULARY, RANK), torch.empty(100, VOCABULARY, dtype=torch.int32)
+
+for bs, skipped, ends in itertools.product((1, 2, 7, 16, 100, 257), (0, 1), (1, 2, 16)):
+    def new(*shape, dtype=torch.float32):  # a view whose alignment is that of nothing
+        return torch.empty(bs + skipped, *shape, dtype=dtype)[skipped:]
+
+    candidates = new(DRAFTS, WIDTH, dtype=LONG), new(DRAFTS, WIDTH), new(DRAFTS, RANK), table, table
+    block_tokens = torch.empty(bs, 4 + ends + skipped, dtype=LONG)[:, skipped:]
+    positions, bias = new(DRAFTS + 1, dtype=LONG), torch.empty(bs, VOCABULARY)
+    changes = counts, new(dtype=LONG), new(3), new(ends, dtype=LONG), new(dtype=LONG), bias
+    propose_kernel.launch(
+        *candidates, block_tokens, new(dtype=LONG), new(dtype=torch.bool), positions, new(),
+        new(dtype=torch.int32), new(), new(), torch.empty(2), True, True, *changes,
+    )
+    propose_kernel.launch_greedy(*candidates, block_tokens[:, 0])
+    for rows in (1, 2, 16):
+        logits = torch.empty(bs, rows, VOCABULARY, dtype=torch.bfloat16, device="meta")
+        adjust_kernel.launch(logits, new(rows, dtype=LONG), new(rows, dtype=LONG), *changes)
+print(json.dumps({name: len(kinds) for name, kinds in found.items()}))
+"""
+
+
+def test_no_batch_needs_a_compilation_of_its_own():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-c", SPECIALISED],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"propose": 1, "greedy": 1, "adjust": 1}

@@ -1,0 +1,124 @@
+"""Penalties, end tokens and bias of a batch's logits, in place and in one launch.
+
+Arguments and formulas: ``sglang_hyperdflash.draft.adjust``, whose reference this kernel follows bit
+by bit: fp32 in the reference's order of operations, rounded to the logits' dtype after the
+penalties and again after the bias. A program takes a tile of the vocabulary and walks the rows of
+one request's block, so it reads the counts once; the block's own drafts are counted on the way.
+
+What it moves: every row of a request with penalties, and with a bias every row of the batch, is
+read and written once. Of a request with nothing but end tokens only their entries are written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_ops.propose_kernel import is_end_token, penalised
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """fp32 ``x`` in another dtype, to nearest, ties to even."""
+    if dtype == tl.bfloat16:
+        # As a cast on CUDA; Triton's interpreter would cut the low bits off.
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+        out = tl.where(x != x, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        out = x.to(dtype)
+    return out
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["block_ptr", "positions_ptr", "slots_ptr", "penalties_ptr",
+                               "end_ids_ptr", "earliest_ptr", "rows", "ends"])
+def _adjust_kernel(
+    logits_ptr, block_ptr, positions_ptr, counts_ptr, slots_ptr, penalties_ptr, end_ids_ptr,
+    earliest_ptr, bias_ptr, vocabulary, row_stride, rows, ends, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    b = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocabulary
+    penalise = tl.full([], bias_ptr is not None, tl.int1)
+    whole = penalise  # the rows are read and written, not end tokens alone
+    if counts_ptr is not None:
+        frequency = tl.load(penalties_ptr + b * 3)
+        presence = tl.load(penalties_ptr + b * 3 + 1)
+        repetition = tl.load(penalties_ptr + b * 3 + 2)
+        penalise = (frequency != 0) | (presence != 0) | (repetition != 1)
+        whole = whole | penalise
+        counts = tl.zeros([BLOCK], tl.int32)
+        if penalise:
+            slot = tl.load(slots_ptr + b)
+            counts = tl.load(counts_ptr + slot * vocabulary + ids, mask=inside, other=0)
+    forbidden = ids < 0
+    if end_ids_ptr is not None:
+        end = is_end_token(ids, end_ids_ptr + b * ends, ends)
+        earliest = tl.load(earliest_ptr + b)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + b * vocabulary + ids, mask=inside, other=0.0).to(tl.float32)
+        bias = _narrowed(bias, dtype).to(tl.float32)
+    for k in range(rows):
+        row = b * rows + k
+        at = logits_ptr + row * row_stride + ids
+        if end_ids_ptr is not None:
+            forbidden = end & (tl.load(positions_ptr + row) + 1 < earliest)
+        if whole:
+            x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            if counts_ptr is not None:
+                changed = penalised(x, counts, frequency, presence, repetition)
+                x = tl.where(penalise, _narrowed(changed, dtype).to(tl.float32), x)
+                # Row k + 1 follows one draft more.
+                draft = tl.load(block_ptr + row + 1, mask=k + 1 < rows, other=-1)
+                counts += (ids == draft).to(tl.int32)
+            x = tl.where(forbidden, float("-inf"), x)
+            if bias_ptr is not None:
+                x = x + bias
+            tl.store(at, _narrowed(x, dtype), mask=inside)
+        else:
+            lowest = tl.full([BLOCK], float("-inf"), tl.float32)
+            tl.store(at, _narrowed(lowest, dtype), mask=inside & forbidden)
+
+
+def launch(
+    logits: torch.Tensor,
+    block_tokens: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    penalties: torch.Tensor | None,
+    end_ids: torch.Tensor | None,
+    earliest: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Adjust ``logits [bs, B, V]`` in place; as ``draft.adjust.adjust_rows_reference``."""
+    bs, rows, vocabulary = logits.shape
+    if logits.numel() == 0:
+        return
+    for table in (counts, bias):
+        if table is not None and table.shape[-1] != vocabulary:
+            raise ValueError(f"expected rows of {vocabulary} tokens, found {tuple(table.shape)}")
+    _adjust_kernel[(bs, triton.cdiv(vocabulary, BLOCK))](
+        logits,
+        block_tokens,
+        positions,
+        counts,
+        slots,
+        penalties,
+        end_ids,
+        earliest,
+        bias,
+        vocabulary,
+        logits.stride(1),  # more than the vocabulary where the LM head's is padded
+        rows,
+        0 if end_ids is None else end_ids.shape[-1],
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )

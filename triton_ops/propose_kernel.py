@@ -1,0 +1,275 @@
+"""The drafts of a block in one launch: a program walks one request's drafts, one after the other.
+
+Arguments and formulas: ``sglang_hyperdflash.draft.propose``, whose references these kernels
+follow. D drafts, K candidates of each, rank r of the dependency head, V vocabulary:
+
+    s      = scores + sum_j (A[x_{k-1}, j] * gates[j]) * B[ids, j]       # fp32; x_0 the anchor
+    s      = penalties, end tokens and bias at the candidates            # fp32, every step rounded
+    q_k    = filter(softmax(s / (T t)))                                  # fp32
+    x_k    = ids[argmax_c(g(seed, position_k, ids_c) + log q_k[c])]      # fp64, first among ties
+
+Sums over r, K and the sorted candidates run in another order than torch's, so ``s`` with a head and
+``q`` differ from the references' in their last bits; the rest has their bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_ops.distribution_kernel import draft_distribution, drawn, first_largest
+from triton_ops.gumbel_kernel import block_seed, divided, noise, row_hash
+
+UNLIKELY = tl.constexpr(-1e30)
+_NO_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+# Entries of the successor table that a program holds at a time.
+_TILE = 16_384
+# Their number, stride or alignment differs from batch to batch; no batch may need a compilation.
+_PER_BATCH = [
+    "ids_ptr",
+    "scores_ptr",
+    "gates_ptr",
+    "block_ptr",
+    "seeds_ptr",
+    "seeded_ptr",
+    "positions_ptr",
+    "temperatures_ptr",
+    "top_ks_ptr",
+    "top_ps_ptr",
+    "min_ps_ptr",
+    "draft_ptr",
+    "slots_ptr",
+    "penalties_ptr",
+    "end_ids_ptr",
+    "earliest_ptr",
+    "bias_ptr",
+    "ends",
+    "block_stride",
+    "position_stride",
+]
+_PER_GREEDY_BATCH = ["ids_ptr", "scores_ptr", "gates_ptr", "anchors_ptr", "anchor_stride"]
+
+
+@triton.jit
+def _head(previous, ids, inside, gates_ptr, predecessor_ptr, successor_ptr,
+          RANK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """What the dependency head adds to candidates ``ids`` after the token ``previous``."""
+    total = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, RANK, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        real = j < RANK
+        at = ids[:, None] * RANK + j[None, :]
+        successors = tl.load(successor_ptr + at, mask=inside[:, None] & real[None, :], other=0.0)
+        state = tl.load(predecessor_ptr + previous * RANK + j, mask=real, other=0.0)
+        state = state.to(tl.float32) * tl.load(gates_ptr + j, mask=real, other=0.0)
+        total += tl.sum(successors.to(tl.float32) * state[None, :], 1)
+    return total
+
+
+@triton.jit
+def penalised(x, counts, frequency, presence, repetition):
+    """fp32 ``x`` whose tokens were generated ``counts`` (int32) times; see ``draft.adjust``."""
+    seen = counts > 0
+    x = x - frequency * counts.to(tl.float32)
+    x = x - presence * seen.to(tl.float32)
+    scaled = tl.where(x < 0, x * repetition, divided(x, repetition))
+    return tl.where(seen, scaled, x)
+
+
+@triton.jit
+def is_end_token(ids, end_ids_ptr, ends):
+    """Which of ``ids`` are among a request's ``ends`` end tokens."""
+    found = ids < 0
+    for e in range(ends):
+        found = found | (ids == tl.load(end_ids_ptr + e))
+    return found
+
+
+# fmt: off
+@triton.jit(do_not_specialize=_PER_BATCH)
+def _propose_kernel(
+    ids_ptr, scores_ptr, gates_ptr, predecessor_ptr, successor_ptr, block_ptr,
+    seeds_ptr, seeded_ptr, positions_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
+    draft_ptr, counts_ptr, slots_ptr, penalties_ptr, end_ids_ptr, earliest_ptr, bias_ptr,
+    tokens_ptr, q_ptr, choice_ptr, adjusted_ptr,
+    block_stride, position_stride, vocabulary, ends,
+    FILTERS: tl.constexpr, SEQUENTIAL: tl.constexpr, D: tl.constexpr, DRAFTS: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+):
+    # fmt: on
+    b = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < K
+    order = tl.arange(0, DRAFTS)
+    drafted = tl.full([DRAFTS], -1, tl.int64)
+    positions_ptr += b * position_stride
+    seeded = tl.load(seeded_ptr + b)
+    seed = block_seed(tl.load(seeds_ptr + b), seeded, tl.load(positions_ptr))
+    top_k = tl.load(top_ks_ptr + b)
+    t = tl.load(draft_ptr + seeded.to(tl.int32))
+    argmax = (t <= 0) | (top_k <= 1)
+    temperature = tl.where(argmax, 1.0, tl.load(temperatures_ptr + b) * t)
+    previous = tl.load(block_ptr + b * block_stride)
+    for k in range(D):
+        row = b * D + k
+        ids = tl.load(ids_ptr + row * K + at, mask=inside, other=0)
+        s = tl.load(scores_ptr + row * K + at, mask=inside, other=0.0)
+        position = tl.load(positions_ptr + k)
+        if gates_ptr is not None:
+            s += _head(previous, ids, inside, gates_ptr + row * RANK, predecessor_ptr,
+                       successor_ptr, RANK, CHUNK, WIDTH)  # fmt: skip
+        if counts_ptr is not None:
+            frequency = tl.load(penalties_ptr + b * 3)
+            presence = tl.load(penalties_ptr + b * 3 + 1)
+            repetition = tl.load(penalties_ptr + b * 3 + 2)
+            counts_row = counts_ptr + tl.load(slots_ptr + b) * vocabulary
+            counts = tl.load(counts_row + ids, mask=inside, other=0)
+            for j in range(k):
+                draft = tl.sum(tl.where(order == j, drafted, 0), 0)
+                counts += (ids == draft).to(tl.int32)
+            s = penalised(s, counts, frequency, presence, repetition)
+        if end_ids_ptr is not None:
+            early = position + 1 < tl.load(earliest_ptr + b)
+            s = tl.where(early & is_end_token(ids, end_ids_ptr + b * ends, ends), UNLIKELY, s)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + b * vocabulary + ids, mask=inside, other=0.0)
+            s += bias.to(tl.float32)
+        s = tl.where(inside, s, float("-inf"))
+
+        q, choice = draft_distribution(s, at, inside, temperature, argmax, top_k, top_ps_ptr + b,
+                                       min_ps_ptr + b, FILTERS, SEQUENTIAL, K, WIDTH)  # fmt: skip
+        if argmax == 0:
+            g = noise(row_hash(seed, position), ids.to(tl.uint32))
+            choice = drawn(q, g, at, WIDTH)
+        previous = tl.sum(tl.where(at == choice, ids, 0), 0)
+        drafted = tl.where(order == k, previous, drafted)
+        tl.store(tokens_ptr + row, previous)
+        tl.store(choice_ptr + row, choice.to(tl.int64))
+        tl.store(q_ptr + row * K + at, q, mask=inside)
+        tl.store(adjusted_ptr + row * K + at, s, mask=inside)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=_PER_GREEDY_BATCH)
+def _greedy_kernel(
+    ids_ptr, scores_ptr, gates_ptr, predecessor_ptr, successor_ptr, anchors_ptr, tokens_ptr,
+    anchor_stride, D: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    # fmt: on
+    b = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < K
+    previous = tl.load(anchors_ptr + b * anchor_stride)
+    for k in range(D):
+        row = b * D + k
+        ids = tl.load(ids_ptr + row * K + at, mask=inside, other=0)
+        s = tl.load(scores_ptr + row * K + at, mask=inside, other=float("-inf"))
+        if gates_ptr is not None:
+            s += _head(previous, ids, inside, gates_ptr + row * RANK, predecessor_ptr,
+                       successor_ptr, RANK, CHUNK, WIDTH)  # fmt: skip
+            choice = first_largest(s, at, inside, WIDTH)
+            previous = tl.sum(tl.where(at == choice, ids, 0), 0)
+        else:  # as an argmax over the vocabulary: the lowest id among equals
+            nan = s != s
+            broken = tl.max(nan.to(tl.int32), 0)
+            largest = (s == tl.max(tl.where(nan, float("-inf"), s), 0)) | (broken > 0)
+            previous = tl.min(tl.where(largest & inside, ids, _NO_KEY), 0)
+        tl.store(tokens_ptr + row, previous)
+
+
+def shape(candidates: int, gates: torch.Tensor | None) -> tuple[dict[str, int], int]:
+    """Compile-time sizes of K ``candidates`` and a head's ``gates``, and warps of a program."""
+    width, rank = max(2, triton.next_power_of_2(candidates)), 1
+    if gates is not None:
+        rank = gates.shape[-1]
+    chunk = min(triton.next_power_of_2(rank), max(1, _TILE // width))
+    # 64 entries of a tile for each thread, or 32 of the pairs of 64 candidates.
+    tile = width * chunk if gates is not None else 0
+    warps = min(16, max(1, tile // 2048, width // 16))
+    return {"K": candidates, "WIDTH": width, "RANK": rank, "CHUNK": chunk}, warps
+
+
+def launch(
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    gates: torch.Tensor | None,
+    predecessor: torch.Tensor | None,
+    successor: torch.Tensor | None,
+    block_tokens: torch.Tensor,
+    seeds: torch.Tensor,
+    seeded: torch.Tensor,
+    positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    draft_temperatures: torch.Tensor,
+    filters: bool,
+    sequential: bool,
+    counts: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    penalties: torch.Tensor | None,
+    end_ids: torch.Tensor | None,
+    earliest: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Drafts, ``q``, choices and adjusted scores; as ``draft.propose.propose_reference``."""
+    bs, drafts, candidates = ids.shape
+    tokens, choice = ids.new_empty(bs, drafts), ids.new_empty(bs, drafts)
+    q, adjusted = torch.empty_like(scores), torch.empty_like(scores)
+    if tokens.numel() == 0:
+        return tokens, q, choice, adjusted
+    sizes, warps = shape(candidates, gates)
+    wide = counts if counts is not None else bias
+    if counts is not None and bias is not None and counts.shape[-1] != bias.shape[-1]:
+        raise ValueError(f"counts are {tuple(counts.shape)}, bias is {tuple(bias.shape)}")
+    _propose_kernel[(bs,)](
+        *(ids, scores, gates, predecessor, successor, block_tokens, seeds, seeded, positions),
+        *(temperatures, top_ks, top_ps, min_ps, draft_temperatures),
+        *(counts, slots, penalties, end_ids, earliest, bias, tokens, q, choice, adjusted),
+        block_tokens.stride(0),
+        positions.stride(0),
+        0 if wide is None else wide.shape[-1],
+        0 if end_ids is None else end_ids.shape[-1],
+        FILTERS=filters,
+        SEQUENTIAL=sequential,
+        D=drafts,
+        DRAFTS=triton.next_power_of_2(drafts),
+        **sizes,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return tokens, q, choice, adjusted
+
+
+def launch_greedy(
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    gates: torch.Tensor | None,
+    predecessor: torch.Tensor | None,
+    successor: torch.Tensor | None,
+    anchors: torch.Tensor,
+) -> torch.Tensor:
+    """Drafts of greedy requests; as ``draft.propose.propose_greedy_reference``."""
+    bs, drafts, candidates = ids.shape
+    tokens = ids.new_empty(bs, drafts)
+    if tokens.numel() == 0:
+        return tokens
+    sizes, warps = shape(candidates, gates)
+    _greedy_kernel[(bs,)](
+        ids,
+        scores,
+        gates,
+        predecessor,
+        successor,
+        anchors,
+        tokens,
+        anchors.stride(0),
+        D=drafts,
+        **sizes,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return tokens

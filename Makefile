@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What make test runs; each of the others has a target of its own.
 FAST := not gpu and not slow and not faults and not disaggregation and not replicas and not v4
 
-.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench retrain eval-tiny figures reference
+.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench launches retrain eval-tiny figures reference
 
 # A folder with benchmarks/*.jsonl; see docs/results.md.
 DATA ?= data
@@ -56,7 +56,7 @@ router-test: setup
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest tests/unit/triton_ops/test_gate_kernels.py tests/unit/triton_ops/test_gumbel_kernel.py
+	$(BIN)/python -m pytest tests/unit/triton_ops/test_*_kernel*.py
 
 # The first visit to a GPU: 1M context x 256 requests first, the GPU tests last; one JSON.
 gpu-visit: setup
@@ -65,6 +65,10 @@ gpu-visit: setup
 bench: setup
 	$(BIN)/python -m triton_ops.bench --out eval/results/kernels
 	$(BIN)/python -m tests.gpu.bench_verify --out eval/results/kernels
+
+# Launches, bytes and memory of every kind of round, counted without a GPU; seconds.
+launches: setup
+	$(BIN)/python -m tests.launches
 
 # Under 45 minutes on two idle cores; fails when the new drafter is worse than the committed one.
 retrain: setup

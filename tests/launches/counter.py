@@ -1,0 +1,261 @@
+"""Counts what code would do on CUDA, on a machine without it.
+
+:class:`FakeCuda` gives fake tensors that say they are on CUDA and hold nothing. Inside of
+:meth:`FakeCuda.count` every operation on them is counted, and refused where it
+
+- waits for the device: ``.item()``, ``nonzero``, indexing by a mask, a copy that blocks;
+- mixes tensors of the host and of the device;
+- is an operator of ours whose CUDA implementation returns other shapes, dtypes or devices than the
+  fake that is registered for it.
+
+Operators of ours run their CUDA implementation, with Triton's launches caught on the way: a kernel
+then counts as one launch and does nothing. SGLang's own kernels are caught the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter as Multiset
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from inspect import isfunction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from tests.launches import cuda_ops
+from tests.launches.cuda_ops import name_of, tensors
+from triton_ops.traffic import RULES, Rule, kernel_bytes
+
+CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+# An H200, which kernels ask for their number of programs.
+DEVICE = SimpleNamespace(multi_processor_count=132)
+HOST_VALUE = {torch.int32: 1, torch.int64: 1, torch.float32: 1.0, torch.bool: False}
+LIBRARIES = {"torch", "triton"}
+INSTRUMENT = {Path(__file__), Path(__file__).with_name("server.py")}
+# SGLang's kernels of a round: they read a few entries of a large table.
+SGLANG_RULES: dict[str, dict[str, Rule]] = {
+    "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform": {
+        "req_to_token": lambda a: a["out_cache_loc"].numel() * a["req_to_token"].element_size()
+    }
+}
+
+
+class WaitsForDeviceError(AssertionError):
+    """The host would wait for the device."""
+
+
+class MixesDevicesError(AssertionError):
+    """Tensors of the host and of the device in one operation."""
+
+
+class WrongResultError(AssertionError):
+    """A CUDA implementation and its registered fake disagree."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Work of the device: ``launches`` kernels of one operation, at one place of our code."""
+
+    phase: str
+    name: str
+    place: str
+    moved: int
+    launches: int = 1
+
+
+@dataclass
+class Memory:
+    """Bytes of storages that were made since counting began and still live."""
+
+    live: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    # Storages that were there before. Weak references keep an address from being used again.
+    before: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    def given(self, arguments: Any) -> None:
+        """What an operation gets has been there before, unless it is known."""
+        for tensor in tensors(arguments):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.live and storage._cdata not in self.before:
+                self.before[storage._cdata] = StorageWeakRef(storage)
+
+    def made(self, results: Any) -> int:
+        """Take in an operation's results; bytes that live now."""
+        self.live = {key: found for key, found in self.live.items() if not found[0].expired()}
+        for tensor in tensors(results):
+            storage = tensor.untyped_storage()
+            known = storage._cdata in self.live or storage._cdata in self.before
+            if not known and tensor.device.type == "cuda":
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return sum(size for _, size in self.live.values())
+
+
+class Counter(TorchDispatchMode):
+    """Counts and refuses; see the module.
+
+    Attributes:
+        found: all that was launched; peaks: of each phase, bytes that lived at once.
+    """
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase, self.found, self.peaks = phase, [], Multiset()
+        self.memory = Memory()
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count under another name."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def forget(self) -> None:
+        """What lives by now was there before."""
+        self.memory = Memory()
+
+    def launch(self, name: str, moved: int, launches: int = 1) -> None:
+        """Something was launched."""
+        self.found.append(Launch(self.phase, name, place(), moved, launches))
+
+    def kernel(self, kernel: Any, args: tuple, kwargs: dict) -> None:
+        """A Triton kernel was launched."""
+        function = kernel.fn
+        while not isfunction(function):
+            function = function.fn
+        name = f"{function.__module__}.{function.__name__}"
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        for given in tensors(arguments):
+            if given.device.type != "cuda":
+                raise MixesDevicesError(f"{name} gets a tensor of the host, at {place()}")
+        self.launch(name, kernel_bytes(name, arguments, RULES | SGLANG_RULES))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func.namespace == "hyperdflash":
+            return self._operator(func, args, kwargs)
+        if _decomposes(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        self._check(func, args, kwargs)
+        if name_of(func) == "_local_scalar_dense":
+            return HOST_VALUE[args[0].dtype]  # of the host's own: any will do
+        self.memory.given([args, kwargs])
+        result = func(*args, **kwargs)
+        live = self.memory.made(result)
+        self.peaks[self.phase] = max(self.peaks[self.phase], live)
+        if any(t.device.type == "cuda" for t in tensors([args, kwargs, result])):
+            count = cuda_ops.launches(func, args)
+            if count:
+                self.launch(name_of(func), cuda_ops.moved(func, args, kwargs, result), count)
+        return result
+
+    def _operator(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run the CUDA implementation; its results must be those of the registered fake."""
+        expected = func(*args, **kwargs)
+        with self:
+            found = func.redispatch(CUDA, *args, **kwargs)
+        shapes = [[(t.shape, t.dtype, t.device) for t in tensors(r)] for r in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise WrongResultError(f"{func}: the fake has {shapes[0]}, the kernel {shapes[1]}")
+        return found
+
+    def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Refuse what waits for the device, or mixes devices."""
+        name, given = name_of(func), list(tensors([args, kwargs]))
+        devices = {tensor.device.type for tensor in given}
+        on_device = "cuda" in devices
+        if on_device and cuda_ops.waits(func, args, kwargs):
+            raise WaitsForDeviceError(f"{func} at {place()}")
+        if name in ("copy_", "_to_copy"):
+            if kwargs.get("device") is not None:
+                devices.add(torch.device(kwargs["device"]).type)
+            later = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            if len(devices) > 1 and not later:
+                raise WaitsForDeviceError(f"a copy between host and device, at {place()}")
+            return
+        # A single value of the host travels with a launch, but not as an index.
+        indices = args[1] if name.rstrip("_") in ("index", "index_put") else ()
+        host = [t for t in given if t.ndim > 0] + list(tensors(indices))
+        if on_device and any(tensor.device.type == "cpu" for tensor in host):
+            raise MixesDevicesError(f"{func} at {place()}")
+
+
+class FakeCuda:
+    """A machine with a CUDA device, of which nothing exists but shapes.
+
+    Everything in a ``with`` block runs under fake tensors in inference mode, as serving does.
+    """
+
+    def __init__(self) -> None:
+        self.counter: Counter | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> FakeCuda:
+        enter = self._stack.enter_context
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+            if self.counter is not None:
+                self.counter.kernel(kernel, args, kwargs)
+
+        for kind in (JITFunction, InterpretedFunction, Autotuner):
+            enter(mock.patch.object(kind, "run", run))
+        enter(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
+        enter(mock.patch.object(torch.cuda, "current_stream", lambda *device: None))
+        enter(mock.patch.object(torch.cuda, "get_device_properties", lambda device: DEVICE))
+        enter(FakeTensorMode())
+        enter(torch.inference_mode())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @contextmanager
+    def count(self, phase: str = "") -> Iterator[Counter]:
+        """Count what runs in the block."""
+        with Counter(phase) as counter:
+            self.counter = counter
+            try:
+                yield counter
+            finally:
+                self.counter = None
+
+    def async_h2d(self, values: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """SGLang's ``async_h2d``: the host's values, through pinned memory."""
+        found = torch.empty(torch.tensor(values).shape, dtype=dtype, device=device)
+        if self.counter is not None:
+            self.counter.launch("async_h2d", found.nbytes)
+        return found
+
+
+def place() -> str:
+    """The innermost line that is neither torch's, nor Triton's, nor a stub's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if not LIBRARIES & set(path.parts) and path not in INSTRUMENT:
+            return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+def _decomposes(func: Any) -> bool:
+    """Whether torch makes the operation of others on every device."""
+
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+    return has("CompositeImplicitAutograd") and not has("CUDA")

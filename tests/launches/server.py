@@ -1,0 +1,429 @@
+"""A server of DeepSeek-V4-Flash's sizes with everything of ours, and stubs where models would run.
+
+:meth:`FakeServer.round` is ``HyperDFlashWorker.decode`` itself. What it calls of ours, of SGLang's
+worker, its plan of K/V slots and its groups runs on fake tensors; the passes of the target and of
+the drafter give tensors of their sizes, and FlashInfer's filters count what their sources launch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.mem_cache.kv_loc_plan import IdSpace, IdSpaceKind
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+
+from sglang_hyperdflash.draft.dependency import DependencyHead
+from sglang_hyperdflash.draft.reducer import HCGateReducer
+from sglang_hyperdflash.serving import batch as batch_module
+from sglang_hyperdflash.serving import worker as worker_module
+from sglang_hyperdflash.serving.batch import RequestState
+from sglang_hyperdflash.serving.draft_kv import draft_kv as draft_kv_module
+from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
+from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
+from sglang_hyperdflash.serving.drafting import candidates as candidates_module
+from sglang_hyperdflash.serving.drafting import drafter as drafter_module
+from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.verification import penalties as penalties_module
+from sglang_hyperdflash.serving.verification import verifier as verifier_module
+from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
+from sglang_hyperdflash.serving.verification.verifier import Verifier
+from sglang_hyperdflash.serving.width.lanes import Lane
+from sglang_hyperdflash.serving.worker import HyperDFlashWorker
+from tests.launches.counter import Counter, FakeCuda
+
+VOCABULARY, WIDTH, PATHS, CANDIDATES, RANK, BLOCK = 129_280, 4096, 4, 64, 256, 7
+WINDOW, CONTEXT, SLOTS, TOKENS = 1024, 65_536, 512, 1 << 20
+NO_TOP_K = 1 << 30
+MASK_TOKEN = 128_815
+DEVICE = "cuda"
+# Phases of a round; those before the first of ROUND and after its last have rows of their own.
+ROUND = ("drafting", "logits", "verification", "learning", "commit")
+PHASES = (
+    *("new batch", "block", "window", "draft input", "draft graph"),
+    *ROUND,
+    *("draft K/V", "counting", "prefill"),
+)
+
+
+class Request:
+    """What a round reads of SGLang's request."""
+
+    eos_token_ids, vocab_size, tokenizer, retraction_count = (1, 2), VOCABULARY, None, 0
+
+    def __init__(self, number: int, parameters: dict[str, Any]) -> None:
+        self.rid, self.origin_input_ids, self.output_ids = str(number), [0] * 100, [0] * 20
+        self.kv = SimpleNamespace(
+            req_pool_idx=number, kv_committed_len=120, kv_allocated_len=120 + BLOCK
+        )
+        self.sampling_params = SimpleNamespace(
+            **{
+                "top_k": 1,
+                "sampling_seed": None,
+                "frequency_penalty": 0.0,
+                "presence_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "min_new_tokens": 0,
+                "stop_token_ids": (7,),
+            }
+            | parameters
+        )
+
+
+class Group:
+    """A tensor-parallel group whose broadcasts are counted."""
+
+    rank_in_group = 0
+
+    def __init__(self, cuda: FakeCuda, size: int) -> None:
+        self.cuda, self.world_size = cuda, size
+
+    def broadcast(self, values: torch.Tensor, src: int) -> None:
+        assert values.is_cuda and values.is_contiguous()  # or NCCL refuses it
+        if self.cuda.counter is not None:
+            self.cuda.counter.launch("broadcast", values.nbytes)
+
+
+class Filters:
+    """FlashInfer's kernels, as ``flashinfer/topk.cuh`` and ``air_top_p.cuh`` launch them."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def top_k(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """Rows are read once into shared memory, and once more to be scaled."""
+        assert limits.dtype == torch.int32
+        return self._run("top_k_renorm_probs", probs, limits, launches=1, passes=3)
+
+    def top_p(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """Counters; a pass for each 11 bits, the last over what is left; the rows again."""
+        assert limits.dtype == torch.float32
+        # Counters, two histograms of 2048 buckets, two buffers of a 32nd of the row.
+        room = len(probs) * (384 + 2048 * (8 + 4) + 2 * 4 * probs.shape[1] // 32)
+        _workspace = torch.empty(room, dtype=torch.uint8, device=DEVICE)
+        return self._run("top_p_renorm_probs", probs, limits, launches=5, passes=4)
+
+    def _run(self, name, probs, limits, launches, passes):
+        assert probs.dtype == torch.float32 and probs.ndim == 2 and probs.is_contiguous()
+        assert limits.shape == probs.shape[:1]
+        if self.cuda.counter is not None:
+            self.cuda.counter.launch(name, passes * probs.nbytes + limits.nbytes, launches)
+        return torch.empty_like(probs)
+
+
+class Worker(HyperDFlashWorker):
+    """The served worker around a target and a drafter that only have sizes."""
+
+    target_worker = model_runner = draft_model_runner = draft_model = None
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server, self.device, self.block = server, DEVICE, BLOCK
+        self.draft_parallel_layout = SimpleNamespace(tp_group=None)
+        self._mask_token_id, self._full_embed_gpu, self.lilicorr = MASK_TOKEN, None, None
+        self._use_fused_kv_materialize, self._fused_kv_helper = True, object()
+        self._width_1_allowed, self._overlap = True, True
+        self._tp_sync = SpecTpSync(Group(server.cuda, server.ranks))
+        self._target_logits_processor = server.logits_processor
+        self.width_control = SimpleNamespace(setting=SimpleNamespace(fixed=True))
+
+    def _choose_width(self, requests: Any) -> int:
+        return self.server.width
+
+    def _can_skip_verify_logits(self, batch: Any, info: Any) -> bool:
+        return True
+
+    def _append_target_hidden_fused(self, ctx_hidden, ctx_cache_loc, **others) -> None:
+        """SGLang's write, not ours."""
+        rows = self.server.bs * self.server.width
+        assert ctx_hidden.shape == (rows, WIDTH) and ctx_hidden.dtype == torch.bfloat16
+        assert ctx_cache_loc.shape == (rows,) and ctx_cache_loc.dtype == torch.int64
+
+
+class FakeServer:
+    """One batch of equal or alternating requests on one server.
+
+    Args:
+        requests: parameters by name, of each request in turn: SGLang's of ``SamplingParams``, and
+            ``top_p``, ``min_p``, ``bias``.
+        width: rows of a block; head: a drafter with a dependency head; window: a windowed one.
+        ranks: tensor-parallel ones; sharded: logits stay in their vocabulary shards.
+        graph: the draft's CUDA graph holds the candidates.
+    """
+
+    def __init__(
+        self,
+        cuda: FakeCuda,
+        bs: int,
+        *requests: dict[str, Any],
+        width: int = BLOCK,
+        head: bool = True,
+        window: bool = False,
+        ranks: int = 1,
+        sharded: bool = False,
+        graph: bool = True,
+        host_lengths: bool = False,
+    ) -> None:
+        self.cuda, self.bs, self.width, self.ranks, self.graph = cuda, bs, width, ranks, graph
+        self.host_lengths = host_lengths
+        self.parameters = [requests[i % len(requests)] for i in range(bs)]
+        self.logits_processor = SimpleNamespace(
+            is_deferred_shard=lambda logits: sharded,
+            deferred_argmax=lambda logits: logits.new_zeros(len(logits), dtype=torch.int64),
+            finish_deferred_gather=lambda logits: logits,
+        )
+        with self.patched():
+            self._build(head, window)
+
+    def patched(self) -> ExitStack:
+        """SGLang's settings and functions of CUDA, while the server is built and runs."""
+        stack = ExitStack()
+        settings = SimpleNamespace(
+            kernel=SimpleNamespace(sampling_backend="flashinfer"),
+            deterministic=SimpleNamespace(enable_deterministic_inference=False),
+        )
+        alone = SimpleNamespace(attn_dp_enabled=False, tp_size=1, attn_dcp_size=1)
+        locations = "sglang.kernels.ops.speculative.cache_locs._is_cuda"
+        stack.enter_context(mock.patch(locations, True))
+        for module, name, value in (
+            (batch_module, "get_exec", lambda: settings),
+            (verifier_module, "get_parallel", lambda: alone),
+            (drafter_module, "enable_num_token_non_padded", lambda: False),
+            (drafter_module, "unwrap_lora_layer", lambda layer: layer),
+            (batch_module, "async_h2d", self.cuda.async_h2d),
+            (draft_kv_module, "async_h2d", self.cuda.async_h2d),
+            (penalties_module, "async_h2d", self.cuda.async_h2d),
+            (candidates_module, "candidate_topk", self._candidate_topk),
+            (DFlashVerifyInput, "prepare_for_verify", self._prepare_for_verify),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        return stack
+
+    # Building.
+
+    def _build(self, head: bool, window: bool) -> None:
+        worker = self.worker = Worker(self)
+        table = torch.empty(SLOTS, CONTEXT, dtype=torch.int32, device=DEVICE)
+        lm_head = SimpleNamespace(
+            weight=torch.empty(1, dtype=torch.bfloat16),
+            shard_indices=SimpleNamespace(num_org_elements=VOCABULARY),
+        )
+        embedding = torch.empty(VOCABULARY, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+        target = self._runner(table, lambda *given: None)
+        target.model = SimpleNamespace(
+            lm_head=lm_head,
+            get_input_embeddings=lambda: lambda ids: torch.nn.functional.embedding(ids, embedding),
+        )
+        target.model_config = SimpleNamespace(vocab_size=VOCABULARY, context_len=CONTEXT)
+        own = torch.empty(SLOTS, WINDOW + BLOCK, dtype=torch.int32, device=DEVICE)
+        worker.model_runner = target
+        worker.target_worker = SimpleNamespace(
+            model_runner=target, forward_batch_generation=self._target_pass
+        )
+        worker.draft_model_runner = self._runner(own if window else table, self._draft_pass)
+        worker.draft_model = self._drafter(head)
+        worker.request_state = RequestState(target, 0, DEVICE)
+        state = (worker.request_state,)  # of which older versions wanted to know
+        worker.drafter = Drafter(*(worker, *state)[: _arguments(Drafter)])
+        worker.verifier = Verifier(*(worker, *state)[: _arguments(Verifier)])
+        filters = Filters(self.cuda)
+        worker.verifier.renorm = filters.top_k, filters.top_p
+        worker.draft_kv = (WindowedDraftKV if window else DraftKV)(worker)
+        if window:
+            self._window()
+        # Sums over many rounds begin before any of them is counted.
+        buffers = worker.drafter.buffers(self.width, self.bs) if self.width > 1 else None
+        self.lane = Lane(self.width, None, buffers if self.graph else None)
+        worker.lanes = SimpleNamespace(activate=lambda width: self.lane)
+        self._tensors()
+
+    def _runner(self, table: torch.Tensor, forward: Any) -> SimpleNamespace:
+        translator = KVIndexTranslator(
+            req_to_token=table,
+            token_to_kv_pool_allocator=None,
+            token_to_kv_pool=None,
+            page_size=1,
+            device=DEVICE,
+        )
+        return SimpleNamespace(
+            device=DEVICE,
+            kv_index_translator=translator,
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+            attn_backend=SimpleNamespace(needs_cpu_seq_lens=self.host_lengths),
+            forward=forward,
+        )
+
+    def _drafter(self, head: bool) -> SimpleNamespace:
+        """A drafter's modules that a round runs outside its layers; bf16, the gates fp32."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(DEVICE):
+                found = DependencyHead(VOCABULARY, WIDTH, RANK, "residual") if head else None
+                reducer = HCGateReducer(PATHS, WIDTH, rms_eps=1e-6, hc_eps=1e-6)
+                norm = torch.ones(WIDTH)
+        finally:
+            torch.set_default_dtype(default)
+        return SimpleNamespace(
+            dependency=found,
+            hyperdflash_config=SimpleNamespace(candidates=CANDIDATES),
+            project_target_hidden=lambda hidden: reducer(hidden, norm),
+        )
+
+    def _window(self) -> None:
+        kv = self.worker.draft_kv
+        kv.window = DraftWindow(
+            tokens=TOKENS, ring=TOKENS // 4, window=WINDOW, block=BLOCK, batch=256, device=DEVICE
+        )
+        spaces = self.worker.draft_model_runner.kv_index_translator._spaces
+        spaces[IdSpaceKind.FULL] = IdSpace(key="window", write=kv.window.block_slots)
+
+    def _tensors(self) -> None:
+        """The batch, and what the passes of both models leave."""
+        bs, rows = self.bs, self.bs * self.width
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+        def needs(name: str, off: float) -> bool:
+            return any(p.get(name, off) not in (off, 1) for p in self.parameters)
+
+        bias = any("bias" in p for p in self.parameters)
+        info = SimpleNamespace(
+            temperatures=new(bs, 1),
+            top_ks=new(bs, dtype=torch.int32),
+            top_ps=new(bs),
+            min_ps=new(bs),
+            need_top_k_sampling=needs("top_k", NO_TOP_K),
+            need_top_p_sampling=needs("top_p", 1.0),
+            need_min_p_sampling=needs("min_p", 0.0),
+            logit_bias=new(bs, VOCABULARY) if bias else None,
+            has_custom_logit_processor=False,
+            sampling_mask_batch_indices=None,
+        )
+        lengths = new(bs, dtype=torch.int64)
+        lengths.record_stream = lambda stream: None
+        self.batch = SimpleNamespace(
+            reqs=[Request(number, given) for number, given in enumerate(self.parameters)],
+            sampling_info=info,
+            decoding_reqs=None,
+            forward_mode=ForwardMode.DECODE,
+            is_extend_in_batch=False,
+            has_grammar=False,
+            return_logprob=False,
+            can_run_decode_cuda_graph=True,
+            req_pool_indices=new(bs, dtype=torch.int64),
+            seq_lens=lengths,
+            seq_lens_cpu=torch.empty(bs, dtype=torch.int64),
+            seq_lens_sum=0,
+            spec_info=SimpleNamespace(
+                bonus_tokens=new(bs, dtype=torch.int64),
+                nxt_kv_lens_cpu=torch.empty(bs, dtype=torch.int64),
+            ),
+        )
+        self.hidden = new(rows, WIDTH, dtype=torch.bfloat16)
+        self.logits = new(rows, VOCABULARY)
+        self.residual = new(rows, PATHS * WIDTH, dtype=torch.bfloat16)
+        self.candidates = (
+            new(rows - bs, CANDIDATES, dtype=torch.int64),
+            new(rows - bs, CANDIDATES),
+        )
+
+    # Passes of the models.
+
+    def _candidate_topk(self, rows: torch.Tensor, lm_head: Any, k: int) -> tuple:
+        return *self.candidates, None
+
+    def _draft_pass(self, forward_batch: Any) -> SimpleNamespace:
+        """The drafter's pass; a graph's replay writes the candidates, too."""
+        rows = self.bs * self.width
+        assert forward_batch.input_embeds.shape == (rows, WIDTH)
+        assert forward_batch.out_cache_loc.shape == forward_batch.positions.shape == (rows,)
+        if self.graph:
+            with self.counter.during("draft graph"):
+                self.lane.candidates(self.hidden, forward_batch.input_ids)
+        output = SimpleNamespace(hidden_states=self.hidden)
+        return SimpleNamespace(can_run_graph=self.graph, logits_output=output)
+
+    def _prepare_for_verify(self, batch: Any, target: Any, **given: Any) -> tuple:
+        """SGLang's input of the target's pass, which needs nothing of ours but the slots."""
+        assert batch.out_cache_loc.shape == (self.bs * self.width,)
+        return None, None
+
+    def _target_pass(self, **given: Any) -> SimpleNamespace:
+        output = SimpleNamespace(next_token_logits=self.logits, hidden_states=self.residual)
+        return SimpleNamespace(
+            logits_output=output,
+            can_run_cuda_graph=True,
+            routed_experts_output=None,
+            indexer_topk_output=None,
+        )
+
+    # A round.
+
+    def round(self) -> tuple[Counter, Any]:
+        """One round of a new batch; its result is SGLang's ``GenerationBatchResult``."""
+        worker, state = self.worker, self.worker.request_state
+        with self.patched() as stack:
+            assert state.counts.table.is_cuda  # made once, for the first request with penalties
+            counter = self.counter = stack.enter_context(self.cuda.count("new batch"))
+            state.begin(self.batch)
+            counter.forget()
+            with ExitStack() as calls, counter.during("commit"):
+                for owner, name, phase in (
+                    (worker_module, "prepare_block", "block"),
+                    (worker.draft_kv, "context", "window"),
+                    (worker.drafter, "draft", "drafting"),
+                    (worker.drafter, "_forward", "draft input"),
+                    (worker.verifier, "finish_logits", "logits"),
+                    (worker.verifier, "accept", "verification"),
+                    (worker.drafter, "learn", "learning"),
+                    (worker.draft_kv, "write", "draft K/V"),
+                    (state, "count", "counting"),
+                ):
+                    called = _during(counter, phase, getattr(owner, name))
+                    calls.enter_context(mock.patch.object(owner, name, called))
+                forward = worker.verifier.forward
+
+                def verify(batch: Any, block: Any) -> Any:
+                    self.block = block  # with its drafts
+                    return forward(batch, block)
+
+                calls.enter_context(mock.patch.object(worker.verifier, "forward", verify))
+                result = worker.decode(self.batch, None, None)
+            counter.forget()
+            with counter.during("prefill"):
+                self._prefill()
+            return counter, result
+
+    def _prefill(self) -> None:
+        """What ``verification.prefill``'s hooks do when the same requests get their first token."""
+        requests = self.worker.request_state.current
+        sampler = PrefillSampler(
+            self.worker.model_runner, self.worker.request_state, self.worker.verifier
+        )
+        sampler.penalise(self.logits[: self.bs])
+        sampler.read(self.logits[: self.bs], sampled=not requests.all_greedy)
+        tokens = self.batch.req_pool_indices  # of a greedy batch, SGLang's argmax
+        if not requests.all_greedy:
+            tokens, _ = sampler.draw(self.logits[: self.bs], self.batch.seq_lens)
+        tokens = sampler.end(tokens)
+        assert tokens.shape == (self.bs,) and tokens.dtype == torch.int64
+
+
+def _arguments(kind: type) -> int:
+    return len(inspect.signature(kind).parameters)
+
+
+def _during(counter: Counter, phase: str, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with counter.during(phase):
+            return function(*args, **kwargs)
+
+    return call

@@ -1,4 +1,4 @@
-"""The kernels of a draft block are compiled once: any batch runs what the start has compiled."""
+"""Kernels that draft and learn are compiled once: any batch runs what the start has compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import itertools, json, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from triton_ops import adjust_kernel, propose_kernel
+from triton_ops import adjust_kernel, learn_kernel, propose_kernel
 
 backend, found = make_backend(GPUTarget("cuda", 90, 32)), {}
 
@@ -31,8 +31,11 @@ def record(name, kernel):
 record("propose", propose_kernel._propose_kernel)
 record("greedy", propose_kernel._greedy_kernel)
 record("adjust", adjust_kernel._adjust_kernel)
+record("learn", learn_kernel._request_kernel)
+record("sum", learn_kernel._sum_kernel)
 DRAFTS, WIDTH, RANK, VOCABULARY, LONG = 3, 64, 16, 12_928, torch.int64
 table, counts = torch.empty(VOCABULARY, RANK), torch.empty(100, VOCABULARY, dtype=torch.int32)
+learnt = torch.empty(4), torch.empty(2, 4, dtype=torch.float64), torch.empty(2), VOCABULARY, 1e3
 
 for bs, skipped, ends in itertools.product((1, 2, 7, 16, 100, 257), (0, 1), (1, 2, 16)):
     def new(*shape, dtype=torch.float32):  # a view whose alignment is that of nothing
@@ -47,6 +50,11 @@ for bs, skipped, ends in itertools.product((1, 2, 7, 16, 100, 257), (0, 1), (1, 
         new(dtype=torch.int32), new(), new(), torch.empty(2), True, True, *changes,
     )
     propose_kernel.launch_greedy(*candidates, block_tokens[:, 0])
+    learn_kernel.launch(
+        *candidates[:2], new(DRAFTS, dtype=LONG), new(DRAFTS, WIDTH), block_tokens,
+        new(dtype=torch.int32), new(), new(dtype=torch.int32), new(), new(),
+        new(dtype=torch.bool), new(dtype=LONG), positions, True, True, *learnt,
+    )
     for rows in (1, 2, 16):
         logits = torch.empty(bs, rows, VOCABULARY, dtype=torch.bfloat16, device="meta")
         adjust_kernel.launch(logits, new(rows, dtype=LONG), new(rows, dtype=LONG), *changes)
@@ -64,4 +72,5 @@ def test_no_batch_needs_a_compilation_of_its_own():
         env=environment,
     )
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == {"propose": 1, "greedy": 1, "adjust": 1}
+    names = "propose", "greedy", "adjust", "learn", "sum"
+    assert json.loads(ended.stdout) == dict.fromkeys(names, 1)

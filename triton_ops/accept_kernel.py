@@ -1,6 +1,6 @@
 """How many drafts of each block are accepted, in one launch: a program takes one request.
 
-Formulas: ``sglang_hyperdflash.serving.verification.exact``, whose ``accept_reference`` this kernel
+Formulas: ``triton_ops.verification``, whose ``accept_reference`` this kernel
 follows. bs requests, B = D + 1 rows of each, N = bs * B, vocabulary V, K candidates of a draft:
 
     argument      shape       dtype

@@ -1,6 +1,6 @@
 """The token after each block's accepted drafts and what a round commits, in one or two launches.
 
-Formulas: ``sglang_hyperdflash.serving.verification.exact``, whose ``finish_reference`` these
+Formulas: ``triton_ops.verification``, whose ``finish_reference`` these
 kernels follow. Arguments are those of :mod:`triton_ops.accept_kernel`, without ``choice``, and
 
     argument        shape  dtype
@@ -34,6 +34,7 @@ import triton.language as tl
 
 from triton_ops.accept_kernel import scaled
 from triton_ops.gumbel_kernel import RESIDUAL_STREAM, block_seed, divided, noise, row_hash
+from triton_ops.verification import packed_size, unpacked
 
 BLOCK, WARPS = 1024, 8
 # Programs wanted in flight: about eight for each of an H200's 132 multiprocessors.
@@ -237,7 +238,7 @@ def launch(
 ) -> torch.Tensor:
     """Run the kernels; the module says what is packed."""
     bs, block = block_tokens.shape
-    packed = row_tokens.new_empty(bs * (block + 1) + (bs + 1) // 2)
+    packed = row_tokens.new_empty(packed_size(bs, block))
     if bs == 0:
         return packed
     # Without draws nothing of these is read.
@@ -263,7 +264,7 @@ def launch(
         )
     _commit_kernel[(bs,)](
         *(row_tokens, block_tokens, correct_drafts, top_ks, seeded, scores, best_ids),
-        *(packed, packed[bs * (block + 1) :].view(torch.int32)),
+        *(packed, unpacked(packed, bs, block)[1]),
         *(block_tokens.stride(0), parts, vocabulary),
         D=block - 1,
         DRAWS=draws,

@@ -10,7 +10,7 @@ Source: SGLang's seeded sampler (``layers/sampler.py: multinomial_with_seed`` an
 batch filters; here it is the vocabulary id always, so a draw does not depend on its batchmates.
 
 Every kernel of ``triton_ops`` computes the same noise (``gumbel_kernel``), and rows and blocks draw
-from it: ``rows``, ``draft.propose``, ``serving.verification.exact``.
+from it: ``verification``, ``draft.propose``.
 """
 
 from __future__ import annotations

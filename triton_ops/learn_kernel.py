@@ -14,13 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_ops.accept_kernel import LEAST
 from triton_ops.distribution_kernel import draft_distribution, drawn
 from triton_ops.gumbel_kernel import block_seed, noise, row_hash
 
 # Requests that the last program adds up at a time.
 REQUESTS = 256
-# Below this a q is taken as this: the smallest normal fp32.
-LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Their number, stride or alignment differs from batch to batch; no batch may need a compilation.
 _PER_BATCH = [
     "ids_ptr", "scores_ptr", "choice_ptr", "p_ptr", "tokens_ptr", "lens_ptr", "temperatures_ptr",
@@ -40,7 +39,7 @@ def _gain(
     at = tl.arange(0, WIDTH)
     inside = at < K
     gain = tl.full([], 0.0, tl.float64)
-    # exact.weights_along: the sum of logarithms so far, and the largest so far.
+    # verification.weights_along: the sum of logarithms so far, and the largest so far.
     walk = tl.full([], 0.0, tl.float64)
     highest = tl.full([], 0.0, tl.float64)
     for k in range(reached):

@@ -4,7 +4,7 @@ A program takes one row's share of the vocabulary, so a single row still fills t
 kernel takes the best of the shares. Each lane keeps a running maximum with a sum relative to it,
 which costs one exponential an element; noise, two fp64 logarithms an element, is computed by
 programs whose row draws. Ties go to the lower id, as ``torch.argmax`` on a CPU has it. Arguments
-and results: :mod:`triton_ops.rows`.
+and results: :mod:`triton_ops.verification`.
 
 What a share leaves, ``[N, parts]``:
 
@@ -170,7 +170,7 @@ def launch(
     kept: torch.Tensor | None,
     all_draw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run both kernels; ``(tokens, largest, total)`` as :mod:`triton_ops.rows` has them."""
+    """Run both kernels; ``(tokens, largest, total)`` as :mod:`triton_ops.verification` has them."""
     count, vocabulary = logits.shape
     tokens = logits.new_empty(count, dtype=torch.int64)
     largest = logits.new_empty(count, dtype=torch.float32)

@@ -20,10 +20,11 @@ from sglang_hyperdflash.draft.propose import (
     Proposal,
     draft_distribution,
 )
-from sglang_hyperdflash.serving.verification.exact import Committed, weights_along
+from sglang_hyperdflash.serving.verification.exact import Committed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.operator import define
+from triton_ops.verification import weights_along
 
 DRAFT_TEMPERATURE = "HYPERDFLASH_DRAFT_TEMPERATURE"
 # Learnt rows after which a row's weight has fallen to 1/e.
@@ -165,7 +166,7 @@ def learn_reference(
 def accepted_shares(q: torch.Tensor, p: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     """The mean share of a prefix's weight that its next draft keeps.
 
-        sum_c min(w p(c), q(c)) / w       # w: exact.prefix_weights of the prefix under the same q
+        sum_c min(w p(c), q(c)) / w       # w: weights_along the prefix under the same q
 
     That is the overlap of p and q after a prefix of weight one, and more after a lighter one, which
     a flat enough q makes up for. After a prefix that q never drafts w is one.

@@ -74,7 +74,7 @@ def test_logprobs_index_by_tokens_of_the_vocabulary(verifier, monkeypatch):
         module, "compute_spec_logprobs", lambda *given, **rest: asked.append(given[2].tolist())
     )
     tokens = torch.tensor([[1, VOCABULARY]])
-    committed = module.Committed(tokens, torch.tensor([2]), torch.tensor([0]), None)
+    committed = module.Committed(tokens, torch.tensor([2]), torch.tensor([0]))
     rows = SimpleNamespace(info=SimpleNamespace(sampling_mask_batch_indices=None))
     verifier.add_logprobs(SimpleNamespace(return_logprob=True), None, committed, rows)
     assert asked == [[1, VOCABULARY - 1]]

@@ -14,9 +14,10 @@ from sglang_hyperdflash.serving.drafting.temperature import (
     accepted_shares,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.verification.exact import Committed, weights_along
+from sglang_hyperdflash.serving.verification.exact import Committed
 from tests.unit.serving.markov import Linked, Markov, decode, one
 from triton_ops.gumbel import block_seeds, gumbel_noise
+from triton_ops.verification import weights_along
 
 SEEDS = torch.arange(500) * 7919 + 13
 
@@ -88,7 +89,7 @@ def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule(monk
     bonus = torch.tensor([3, 1, 4, 1, 9, 7])  # 9 is past the vocabulary: a broken row
     emitted = torch.cat([tokens, torch.zeros(bs, 1, dtype=torch.long)], 1)
     emitted.scatter_(1, accepted.long().unsqueeze(1), bonus.unsqueeze(1))
-    committed = Committed(emitted, accepted + 1, bonus, bonus)
+    committed = Committed(emitted, accepted + 1, bonus)
     monkeypatch.setattr(temperature, "MEMORY", 20.0)
     learner = DraftTemperature("cpu")
     gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), torch.zeros(2)

@@ -20,7 +20,6 @@ from sglang_hyperdflash.draft.propose import (
     propose,
 )
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
-from sglang_hyperdflash.serving.verification import exact
 from sglang_hyperdflash.serving.verification.exact import (
     Committed,
     read_rows,
@@ -30,6 +29,7 @@ from sglang_hyperdflash.serving.verification.exact import (
 )
 from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Linked, Markov, alone, decode, one, same
 from tests.unit.statistics_help import chi_square_p_value
+from triton_ops import verification
 from triton_ops.gumbel import block_seeds, gumbel_noise
 
 COUNT = 20_000
@@ -102,11 +102,11 @@ def test_a_residual_drawn_with_the_drafts_own_noise_is_caught():
     """The control: a token drawn with what has decided the draft that it replaces is biased."""
 
     def with_drafts_noise(*inputs):
-        with mock.patch.object(exact, "RESIDUAL_STREAM", 0):
+        with mock.patch.object(verification, "RESIDUAL_STREAM", 0):
             return original(*inputs)
 
-    original = exact.residual_draw
-    with mock.patch.object(exact, "residual_draw", with_drafts_noise):
+    original = verification.residual_draw
+    with mock.patch.object(verification, "residual_draw", with_drafts_noise):
         assert smallest(setting=SETTINGS["temperature 1"]) < 1e-9
 
 
@@ -210,8 +210,8 @@ def test_a_residual_without_the_subtraction_is_caught():
     def from_p(p, ids, q, *inputs):
         return original(p, ids, torch.zeros_like(q), *inputs)
 
-    original = exact.residual_draw
-    with mock.patch.object(exact, "residual_draw", from_p):
+    original = verification.residual_draw
+    with mock.patch.object(verification, "residual_draw", from_p):
         assert smallest() < 1e-9
 
 
@@ -219,8 +219,8 @@ def test_a_residual_that_forgets_what_the_prefix_is_worth_is_caught():
     def of_a_coin_each(p, ids, q, correct_drafts, worth, *inputs):
         return original(p, ids, q, correct_drafts, torch.ones_like(worth), *inputs)
 
-    original = exact.residual_draw
-    with mock.patch.object(exact, "residual_draw", of_a_coin_each):
+    original = verification.residual_draw
+    with mock.patch.object(verification, "residual_draw", of_a_coin_each):
         assert smallest(setting={}, model=Markov(3, agreement=0.5)) < 1e-9
 
 
@@ -228,7 +228,7 @@ def test_noise_of_refused_drafts_that_comes_again_is_caught():
     """They decided how many were accepted: what they were drawn with is no longer random."""
     same_noise = {"block_seeds": lambda seeds, seeded, start: seeds}
     with (
-        mock.patch.multiple(exact, **same_noise),
+        mock.patch.multiple(verification, **same_noise),
         mock.patch.multiple(propose_module, **same_noise),
     ):
         assert smallest(setting={}, model=Markov(5, sure=0.5)) < 1e-9
@@ -261,12 +261,12 @@ def test_a_block_is_verified_by_the_book():
         drawn_from.append(left.clone())
         return left.argmax(-1)
 
-    with mock.patch.object(exact, "gumbel_argmax", draw):
+    with mock.patch.object(verification, "gumbel_argmax", draw):
         committed, _ = verified(proposal, logits, block, sampling, draws, positions)
     q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
     p = logits.view(400, DRAFTS + 1, VOCAB).double().softmax(-1)
     own = block_seeds(draws.seeds, draws.seeded, positions[:, 0]).unsqueeze(1)
-    u = exact.coins(own.expand(400, DRAFTS), positions[:, :-1])
+    u = verification.coins(own.expand(400, DRAFTS), positions[:, :-1])
     found = [
         by_the_book(*(values[i].tolist() for values in (p, q, proposal.tokens, u)))
         for i in range(400)
@@ -298,7 +298,7 @@ def test_coins_of_the_drafts_own_noise_are_caught():
         flat = seeds.reshape(-1), positions.reshape(-1), drafts[-1].reshape(-1, 1)
         return torch.exp(-torch.exp(-gumbel_noise(*flat))).view(seeds.shape)
 
-    with mock.patch.object(exact, "coins", own_noise):
+    with mock.patch.object(verification, "coins", own_noise):
         assert smallest(remember) < 1e-9
 
 

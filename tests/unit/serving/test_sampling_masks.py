@@ -52,7 +52,7 @@ def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
     verifier.renorm = None
     rows = SimpleNamespace(info=info, sampling=sampling_of(info), all_greedy=False)
     given = torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0])
-    committed = Committed(*given, torch.empty(0))
+    committed = Committed(*given)
     output = SimpleNamespace(next_token_logits=logits)
     verifier.add_logprobs(SimpleNamespace(return_logprob=False), output, committed, rows)
     mask = output.sampling_mask_output

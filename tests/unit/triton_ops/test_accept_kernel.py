@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.verification.exact import accept_reference
 from tests.unit.triton_ops.verify_help import (
     DEVICE,
     GREEDY,
@@ -18,6 +17,7 @@ from tests.unit.triton_ops.verify_help import (
     smallest_margin,
 )
 from triton_ops import accept_kernel
+from triton_ops.verification import accept_reference
 
 
 def check(given: Round, margin: float = 1e-6) -> torch.Tensor:

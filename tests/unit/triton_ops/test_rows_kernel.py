@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from triton_ops import rows_kernel
-from triton_ops.rows import row_statistics, row_statistics_reference
+from triton_ops.verification import row_statistics, row_statistics_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURES = (1.0, 1e-5, 10.0, 0.6, 0.01)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from sglang_hyperdflash.serving.verification import exact
+from triton_ops import verification
 from triton_ops.gumbel import block_seeds, coins
-from triton_ops.rows import row_statistics_reference
+from triton_ops.verification import row_statistics_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY, SEEDED, UNSEEDED = range(3)
@@ -127,8 +127,8 @@ def smallest_margin(given: Round, p: torch.Tensor) -> float:
     at = given.by_block
     if given.ids is None or not at.any():
         return 1.0
-    w = exact.prefix_weights(p, given.q, given.choice)
-    h = exact.accept_probabilities(p, given.q, w)
+    w = verification.prefix_weights(p, given.q, given.choice)
+    h = verification.accept_probabilities(p, given.q, w)
     own = block_seeds(given.seeds, given.seeded, given.positions[:, 0])
     u = coins(own.unsqueeze(1).expand_as(h), given.positions[:, :-1])
     return float((u - h)[at].abs().min())

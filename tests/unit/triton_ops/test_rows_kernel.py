@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.unit.triton_ops.specialised import compilations
 from triton_ops import rows_kernel
 from triton_ops.verification import row_statistics, row_statistics_reference
 
@@ -203,42 +199,22 @@ def test_the_operator_fakes_and_dispatches():
         torch.library.opcheck(row_statistics.default, arguments)
 
 
-# In a process of its own: in the tests' the kernels may be interpreted.
-SPECIALISED = """
-import json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
-from triton_ops import rows_kernel as r
+LAUNCHES = """
+from triton_ops import rows_kernel
 
-backend, V = make_backend(GPUTarget("cuda", 90, 32)), 129_280
-t, found = torch.empty(64), []
-for kernel in (r._share_kernel, r._best_kernel):
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    kinds = set()
-    for rows in (1, 7, 64, 100, 448, 700, 1024, 1792):
-        parts, share = r.shares(rows, V)
-        for block, offset in ((1, 0), (7, 1), (16, 2)):
-            own = [t[offset:]] * 5  # a batch's tensors may start anywhere
-            if kernel is r._share_kernel:
-                bound = binder(t, t, *own, t, t, t, V, V, share, block, HAS_KEPT=False,
-                               ALL_DRAW=False, BLOCK=r.BLOCK, UNROLL=r.UNROLL)
-            else:
-                bound = binder(t, t, t, t, t, t, V, parts, PARTS=r.MAX_SHARES)
-            kinds.add(str(bound[1]))
-    found.append(len(kinds))
-print(json.dumps(found))
+record("share", rows_kernel._share_kernel)
+record("best", rows_kernel._best_kernel)
+for bs, (block, skipped) in itertools.product(
+    (1, 7, 64, 100, 256, 448, 700, 1792), ((1, 0), (7, 1), (16, 2))
+):
+    def new(*shape, dtype=torch.float32):  # a batch's tensors may start anywhere
+        return torch.empty(bs + skipped, *shape, dtype=dtype)[skipped:]
+
+    logits = torch.empty(bs * block, 129_280, device="meta")
+    requests = new(), new(dtype=torch.int32), new(dtype=torch.bool), new(dtype=torch.int64)
+    rows_kernel.launch(logits, *requests, new(block, dtype=torch.int64), None, False)
 """
 
 
 def test_no_batch_size_needs_a_compilation_of_its_own():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    ended = subprocess.run(
-        [sys.executable, "-c", SPECIALISED],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == [1, 1]
+    assert compilations(LAUNCHES) == {"share": 1, "best": 1}

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from tests.unit.triton_ops.specialised import compilations
 
-# In a process of its own: in the tests' the kernels may be interpreted.
-SPECIALISED = """
-import json, torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
+LAUNCHES = """
 from triton_ops import accept_kernel, finish_kernel
-
-backend, found = make_backend(GPUTarget("cuda", 90, 32)), {}
-
-
-def record(name, kernel):
-    binder, kinds = create_function_from_signature(kernel.signature, kernel.params, backend), set()
-    found[name] = kinds
-
-    def run(*args, grid, warmup, **options):
-        kinds.add(str(binder(*args, **options)[1:]))
-
-    kernel.run = run
-
 
 record("accept", accept_kernel._accept_kernel)
 record("share", finish_kernel._share_kernel)
@@ -60,19 +39,9 @@ for bs in (1, 2, 7, 16, 64, 100, 256, 448):
             accept, finish = arguments(bs, skipped, proposal, known)
             accept_kernel.launch(*accept)
             finish_kernel.launch(*finish)
-print(json.dumps({name: len(kinds) for name, kinds in found.items()}))
 """
 
 
 def test_no_batch_needs_a_compilation_of_its_own():
     """With a proposal there is one, and without another, whatever is known of the rows."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    ended = subprocess.run(
-        [sys.executable, "-c", SPECIALISED],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == {"accept": 2, "share": 1, "commit": 2}
+    assert compilations(LAUNCHES) == {"accept": 2, "share": 1, "commit": 2}

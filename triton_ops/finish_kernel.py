@@ -34,16 +34,14 @@ import triton.language as tl
 
 from triton_ops.accept_kernel import scaled
 from triton_ops.gumbel_kernel import RESIDUAL_STREAM, block_seed, divided, noise, row_hash
+from triton_ops.rows_kernel import NONE, shares
 from triton_ops.verification import packed_size, unpacked
 
 BLOCK, WARPS = 1024, 8
-# Programs wanted in flight: about eight for each of an H200's 132 multiprocessors.
-PROGRAMS = 1024
 # Of one row, besides that of the candidates.
 MAX_SHARES = 127
 MAX_PARTS = MAX_SHARES + 1
 
-NONE = tl.constexpr(0x7FFFFFFF)
 # Their number, stride or alignment differs from batch to batch; no batch may need a compilation.
 _PER_BATCH = (
     "row_tokens_ptr",
@@ -209,14 +207,6 @@ def _commit_kernel(
 # fmt: on
 
 
-def shares(rows: int, vocabulary: int) -> tuple[int, int]:
-    """How many programs share a row, and how many tiles each of them takes."""
-    tiles = -(-vocabulary // BLOCK)
-    wanted = max(1, min(tiles, MAX_SHARES, -(-PROGRAMS // max(rows, 1))))
-    each = -(-tiles // wanted)
-    return -(-tiles // each), each
-
-
 def launch(
     logits: torch.Tensor | None,
     kept: torch.Tensor | None,
@@ -244,7 +234,7 @@ def launch(
     # Without draws nothing of these is read.
     parts, scores, best_ids = 0, packed, packed
     if draws:
-        count, tiles = shares(bs, vocabulary)
+        count, tiles = shares(bs, vocabulary, BLOCK, MAX_SHARES)
         parts, width = count + 1, ids.shape[2]
         scores = weight.new_empty(bs, parts, 2)
         best_ids = correct_drafts.new_empty(bs, parts, 2)

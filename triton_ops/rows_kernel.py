@@ -152,12 +152,12 @@ def _best_kernel(
 # fmt: on
 
 
-def shares(rows: int, vocabulary: int) -> tuple[int, int]:
-    """How many programs share a row, and how many ids each of them takes."""
-    tiles = -(-vocabulary // TILE)
-    wanted = max(1, min(tiles, MAX_SHARES, -(-PROGRAMS // max(rows, 1))))
-    share = -(-tiles // wanted) * TILE
-    return -(-vocabulary // share), share
+def shares(rows: int, vocabulary: int, tile: int = TILE, most: int = MAX_SHARES) -> tuple[int, int]:
+    """How many programs share a row, and how many tiles of ids each of them takes."""
+    tiles = -(-vocabulary // tile)
+    wanted = max(1, min(tiles, most, -(-PROGRAMS // max(rows, 1))))
+    each = -(-tiles // wanted)
+    return -(-tiles // each), each
 
 
 def launch(
@@ -177,7 +177,7 @@ def launch(
     total = torch.empty_like(largest)
     if count == 0:
         return tokens, largest, total
-    parts, share = shares(count, vocabulary)
+    parts, tiles = shares(count, vocabulary)
     scores = logits.new_empty(count, parts, dtype=torch.float64)
     ids = logits.new_empty(count, parts, dtype=torch.int32)
     sums = logits.new_empty(3, count, parts, dtype=torch.float32)
@@ -185,7 +185,7 @@ def launch(
         logits,
         logits if kept is None else kept,
         *(temperatures, top_ks, seeded, seeds, positions, scores, ids, sums),
-        *(vocabulary, logits.stride(0), share, positions.shape[1]),
+        *(vocabulary, logits.stride(0), tiles * TILE, positions.shape[1]),
         HAS_KEPT=kept is not None,
         ALL_DRAW=all_draw,
         BLOCK=BLOCK,

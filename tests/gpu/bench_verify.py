@@ -5,7 +5,7 @@ Rows are those of a verified round, seven a request. Contenders:
 ``propose``, ``rows``, ``accept``, ``finish``, ``learn``: the operators of a round by themselves.
 ``seeded``, ``unseeded``: from logits to what is committed, and the learning, as a server runs it.
 ``selector``: SGLang's walk of a dependency head's candidates (``models/dflash.py``), with its table
-of all transitions and without its projection: what ``propose`` stands beside.
+of all transitions and without its projection: what ``propose`` is compared with.
 ``softmax``: torch's, of the rows. ``sglang``, ``sglang seeded``: SGLang's own sampler on as many
 rows: it draws, and verifies nothing. ``sglang one row``: one row a request, as the baseline's.
 

@@ -62,7 +62,7 @@ def name_of(func: Any) -> str:
 
 
 def is_view(func: Any) -> bool:
-    """Whether the results look at an argument's memory, written by nobody."""
+    """Whether the results look at an argument's memory, and nothing is written."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 

@@ -166,7 +166,7 @@ def test_forbidding_an_end_token_copies_no_logits():
     changes = Adjustments(end_ids=ends, earliest=torch.full((BATCH,), 3 + 9))
     expected = logits.clone()
     for row, chosen in enumerate(ends.tolist()):
-        # 2 tokens are out, and 8 behind the last row.
+        # 2 tokens are out, and 8 after the last row.
         expected[row, :, [i for i in chosen if i >= 0]] = float("-inf")
     found = peak_bytes(lambda: adjust_rows(logits, block, positions, *changes.tensors))
     assert torch.equal(logits, expected)

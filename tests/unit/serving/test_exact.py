@@ -145,7 +145,7 @@ def test_greedy_requests_are_argmax_beside_sampled_ones():
 
 
 def blocks_of(model: Markov, count: int):
-    """A round without a seed: its proposal, and all that verification is given beside it."""
+    """A round without a seed: its proposal, and all that verification is given with it."""
     seeds, anchor = SEEDS[:count], torch.zeros(count, 1, dtype=torch.long)
     positions = torch.arange(DRAFTS + 1).repeat(count, 1)
     sampling = same(one(), count)
@@ -157,7 +157,7 @@ def blocks_of(model: Markov, count: int):
 
 
 def verified(proposal, logits, block, sampling, draws, positions) -> tuple[Committed, torch.Tensor]:
-    """The served functions between final logits and what is committed; ``p`` beside it."""
+    """The served functions between final logits and what is committed; ``p`` with it."""
     kept = None
     if sampling.filters:
         kept = weights_of(logits.view(*block.shape, -1), sampling).flatten(0, 1)
@@ -363,7 +363,7 @@ class Broken(Markov):
 
 
 class BrokenHead(Linked):
-    """A dependency head that gives NaN behind half of the vocabulary."""
+    """A dependency head that gives NaN after half of the vocabulary."""
 
     @property
     def head(self):

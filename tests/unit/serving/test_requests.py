@@ -109,7 +109,7 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert changes.end_ids.tolist() == [[-1, -1, -1], [-1, -1, -1], [2, 5, 9]]
     assert changes.earliest.tolist()[2] == 8 + 6
     assert not batch.argmax_only
-    # What nobody has is not there.
+    # What no request has is not there.
     assert gather(requests[:1], [5], Seeds(0)).adjustments.tensors == (None,) * 6
     assert gather(requests[1:2], [2], Seeds(0)).adjustments.end_ids is None
     assert gather(requests[2:], [7], Seeds(0)).adjustments.penalties is None

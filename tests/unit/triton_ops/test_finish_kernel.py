@@ -17,7 +17,7 @@ from tests.unit.triton_ops.verify_help import (
     Round,
     make_round,
 )
-from triton_ops import finish_kernel, verification
+from triton_ops import finish_kernel, rows_kernel, verification
 from triton_ops.gumbel import gumbel_argmax, gumbel_noise
 
 
@@ -101,7 +101,7 @@ def test_logits_of_every_type_with_and_without_filters(dtype, filtered):
 @pytest.mark.parametrize("programs", [1, 8, 10_000])
 def test_any_number_of_shares_draws_the_same(programs, monkeypatch):
     """Also where a share has several tiles, and one candidate is the first or last of a tile."""
-    monkeypatch.setattr(finish_kernel, "PROGRAMS", programs)
+    monkeypatch.setattr(rows_kernel, "PROGRAMS", programs)
     given = make_round(3, 2, 5, 5 * 1024 + 17, seed=4, kinds=(UNSEEDED,))
     given.ids[:, :, :] = torch.tensor([0, 1023, 1024, 5 * 1024 - 1, 5 * 1024 + 16])
     # They have most of the mass, so what is left of them decides.
@@ -212,7 +212,8 @@ def test_blocks_may_be_rows_of_a_wider_tensor():
 def test_every_id_lies_in_exactly_one_share():
     for rows in (1, 7, 64, 448, 1792):
         for vocabulary in (1, 1024, 2048, 129_280, 151_936):
-            parts, tiles = finish_kernel.shares(rows, vocabulary)
+            sizes = finish_kernel.BLOCK, finish_kernel.MAX_SHARES
+            parts, tiles = finish_kernel.shares(rows, vocabulary, *sizes)
             share = tiles * finish_kernel.BLOCK
             assert parts < finish_kernel.MAX_PARTS
             assert (parts - 1) * share < vocabulary <= parts * share

@@ -119,7 +119,7 @@ def gaps(values: torch.Tensor) -> torch.Tensor:
     return between.masked_fill(between == 0, INFINITE)
 
 
-def doubtful(known: dict[str, Any], expected: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def undecided(known: dict[str, Any], expected: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """``[bs, D]`` bool: rows that another order of sums may decide another way."""
     _, q, _, scores = expected
     ids, top_ps, min_ps = known["ids"], known["top_ps"].double(), known["min_ps"].double()
@@ -154,11 +154,11 @@ def check(known: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     found = tuple(t.cpu() for t in propose_kernel.launch(*on_device(known)))
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-    # Drafts after a doubtful one may follow another.
-    doubt = doubtful(known, expected).cumsum(1) > 0
-    assert doubt.sum() <= 1 + 0.05 * doubt.numel()
+    # Drafts after an undecided one may follow another.
+    near = undecided(known, expected).cumsum(1) > 0
+    assert near.sum() <= 1 + 0.05 * near.numel()
     (tokens, q, choice, scores), (tokens_, q_, choice_, scores_) = (
-        [t[~doubt] for t in results] for results in (found, expected)
+        [t[~near] for t in results] for results in (found, expected)
     )
     assert torch.equal(tokens, tokens_)
     assert torch.equal(choice, choice_)

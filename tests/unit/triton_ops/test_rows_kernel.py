@@ -175,7 +175,7 @@ def test_only_who_draws_gets_a_token():
     assert int(check(inputs)[0][0]) != int(drawn[0])
 
 
-def test_nobody_asks():
+def test_no_request_asks():
     inputs = batch(1, 2, 40)
     empty = [t[:0] for t in inputs]
     assert [len(t) for t in rows_kernel.launch(*empty, None, True)] == [0, 0, 0]
@@ -184,7 +184,8 @@ def test_nobody_asks():
 def test_every_id_lies_in_exactly_one_share():
     for rows in (1, 7, 448, 1792):
         for vocabulary in (1, 1024, 2048, 129_280, 151_936):
-            parts, share = rows_kernel.shares(rows, vocabulary)
+            parts, tiles = rows_kernel.shares(rows, vocabulary)
+            share = tiles * rows_kernel.TILE
             assert parts <= rows_kernel.MAX_SHARES
             assert (parts - 1) * share < vocabulary <= parts * share
 

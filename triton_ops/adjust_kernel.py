@@ -99,6 +99,8 @@ def launch(
 ) -> None:
     """Adjust ``logits [bs, B, V]`` in place; as ``draft.adjust.adjust_rows_reference``."""
     bs, rows, vocabulary = logits.shape
+    if logits.stride(-1) != 1:
+        raise ValueError(f"logits must have unit column stride, found {logits.stride()}")
     if logits.numel() == 0:
         return
     for table in (counts, bias):

@@ -172,6 +172,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run both kernels; ``(tokens, largest, total)`` as :mod:`triton_ops.verification` has them."""
     count, vocabulary = logits.shape
+    if logits.stride(-1) != 1:
+        raise ValueError(f"logits must have unit column stride, found {logits.stride()}")
     tokens = logits.new_empty(count, dtype=torch.int64)
     largest = logits.new_empty(count, dtype=torch.float32)
     total = torch.empty_like(largest)

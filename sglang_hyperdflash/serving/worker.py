@@ -311,7 +311,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
     def prewarm_sampling(self):
         """Build the kernels; ``HyperDFlashConfigError`` where the largest batch does not fit."""
         if is_cuda() and not self._prefills_only:
-            drafter, widths = self.drafter, self.width_control.setting.built(self.block)
+            # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
+            drafter, widths = self.drafter, {1, *self.width_control.setting.built(self.block)}
             vocabulary = self.verifier.vocabulary
             with torch.inference_mode():
                 compile_kernels(drafter.head, drafter.candidates, vocabulary, widths, self.device)

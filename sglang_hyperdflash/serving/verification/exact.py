@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -124,6 +125,16 @@ def _renormed(
         floor = sampling.min_ps.view(-1, 1, 1) * weights.amax(-1, keepdim=True)
         weights.masked_fill_(weights < floor, 0.0)
     return weights
+
+
+def lay_out_rows(output: Any) -> None:
+    """Make the logits of ``output`` rows in memory, as kernels read and adjust them.
+
+    Seam: ``LogitsProcessor._gather_attn_tp_logits`` gives columns where the ranks' number does not
+    divide the vocabulary.
+    """
+    if output.next_token_logits.stride(-1) != 1:
+        output.next_token_logits = output.next_token_logits.contiguous()
 
 
 def read_rows(

@@ -15,6 +15,7 @@ import torch
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.seams import after, around
+from sglang_hyperdflash.serving.verification.exact import lay_out_rows
 
 # The PrefillSampler of this process.
 _sampler: PrefillSampler | None = None
@@ -97,6 +98,7 @@ def without_penalties(original, self, vocab_size, batch, penalizers):
 def penalise_prefill(original, self, logits_output, sampling_info, observer=None):
     """Apply a prefill's penalties and ``min_new_tokens`` before grammar and bias."""
     if _samples(self):
+        lay_out_rows(logits_output)
         _sampler.penalise(logits_output.next_token_logits)
     if observer is None:
         return original(self, logits_output, sampling_info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
@@ -53,7 +53,7 @@ def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tenso
 
 
 def compile_kernels(
-    head: Any, candidates: int, vocabulary: int, widths: Sequence[int], device: torch.device | str
+    head: Any, candidates: int, vocabulary: int, widths: Iterable[int], device: torch.device | str
 ) -> None:
     """Run each operator of a round once for every kind of batch: none compiles while serving.
 

@@ -27,6 +27,7 @@ from sglang_hyperdflash.serving.verification.exact import (
     Committed,
     Rows,
     filtered,
+    lay_out_rows,
     read_rows,
     unpack,
     verify_block,
@@ -117,6 +118,7 @@ class Verifier:
                 output.next_token_logits = None
                 return argmaxes
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
+        lay_out_rows(output)
         logits = output.next_token_logits
         if tree is not None:
             mask = build_grammar_vocab_mask(

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.adjust import UNLIKELY, Adjustments, adjust_candidates, adjust_rows
+from sglang_hyperdflash.serving.verification import exact, prefill
 from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
+from sglang_hyperdflash.serving.verification.verifier import Verifier
 
 VOCAB, BLOCK = 20, 5
 SETTINGS = {
@@ -195,3 +197,33 @@ def test_a_prefill_s_rows_are_penalised_as_a_round_s():
     assert found.isinf().sum(1).tolist() == [2, 0, 1]
     none = SimpleNamespace(changes=lambda bias: None)
     PrefillSampler(None, SimpleNamespace(current=none), None).penalise(None)
+
+
+def columns(logits: torch.Tensor) -> torch.Tensor:
+    """As ``LogitsProcessor._gather_attn_tp_logits`` gives them to ranks that share unevenly."""
+    return logits.T.contiguous().T
+
+
+def test_logits_that_lie_in_columns_are_rows_before_anything_reads_them(monkeypatch):
+    """Kernels read rows: a batch's final logits, and a prefill's before its penalties."""
+    logits = torch.randn(4, VOCAB)
+    output = SimpleNamespace(next_token_logits=columns(logits))
+    info = SimpleNamespace(has_custom_logit_processor=False)
+    requests = SimpleNamespace(changes=lambda: None, info=info)
+    verifier = object.__new__(Verifier)
+    verifier.worker = SimpleNamespace(_target_logits_processor=None)
+    block = SimpleNamespace(tokens=torch.zeros(2, 2))
+    assert verifier.finish_logits(None, output, block, requests, None, None) is None
+    seen = [output.next_token_logits]
+
+    requests.changes = lambda bias: seen.append(bias)
+    state = SimpleNamespace(current=requests)
+    monkeypatch.setattr(prefill, "_sampler", PrefillSampler(None, state, None))
+    output = SimpleNamespace(next_token_logits=columns(logits))
+    prefill.penalise_prefill(lambda self, output, info: seen.append(output), None, output, None)
+    assert seen[1:] == [False, output]
+    for found in (seen[0], output.next_token_logits):
+        assert torch.equal(found, logits) and found.is_contiguous()
+    rows = SimpleNamespace(next_token_logits=logits)
+    exact.lay_out_rows(rows)
+    assert rows.next_token_logits is logits, "no copy of what are rows already"

@@ -166,6 +166,13 @@ def test_rows_of_a_padded_vocabulary_are_adjusted_where_they_lie():
     assert (padded[..., 57:] == 7.0).all()
 
 
+def test_logits_in_columns_are_refused():
+    given = arguments(2, 3, 5)
+    columns = given["logits"].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="unit column stride"):
+        adjust_kernel.launch(columns, *list(given.values())[1:])
+
+
 def test_tables_of_another_vocabulary_are_refused():
     given = arguments(2, 2, 50) | {"bias": torch.zeros(2, 64, device=DEVICE)}
     with pytest.raises(ValueError, match=r"expected rows of 50 tokens, found \(2, 64\)"):

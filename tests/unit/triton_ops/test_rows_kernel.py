@@ -181,6 +181,12 @@ def test_no_request_asks():
     assert [len(t) for t in rows_kernel.launch(*empty, None, True)] == [0, 0, 0]
 
 
+def test_logits_in_columns_are_refused():
+    logits, *rest = batch(2, 3, 40)
+    with pytest.raises(ValueError, match="unit column stride"):
+        rows_kernel.launch(logits.T.contiguous().T, *rest, None, True)
+
+
 def test_every_id_lies_in_exactly_one_share():
     for rows in (1, 7, 448, 1792):
         for vocabulary in (1, 1024, 2048, 129_280, 151_936):

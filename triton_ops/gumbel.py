@@ -29,17 +29,18 @@ RESIDUAL_STREAM = 0x2545F4914F6CDD1D
 BLOCK_STREAM = -0x61C8864680B583EB
 
 
-def _rotate(x: torch.Tensor, r: int) -> torch.Tensor:
-    return ((x << r) | (x >> (32 - r))) & _MASK
+def _rotated(x: torch.Tensor, r: int) -> torch.Tensor:
+    """``x`` rotated in its low 32 bits; what is above them is the caller's to cut."""
+    return (x << r).bitwise_or_(x >> (32 - r))
 
 
 def _scramble(k: torch.Tensor) -> torch.Tensor:
     # int64 products wrap; their low 32 bits are those of the 32-bit product.
-    return (_rotate((k * _C1) & _MASK, 15) * _C2) & _MASK
+    return _rotated((k * _C1).bitwise_and_(_MASK), 15).mul_(_C2).bitwise_and_(_MASK)
 
 
-def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return (_rotate(h ^ _scramble(k), 13) * _M + _N) & _MASK
+def _mixed(h: torch.Tensor) -> torch.Tensor:
+    return _rotated(h, 13).mul_(_M).add_(_N).bitwise_and_(_MASK)
 
 
 def hash32(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -50,13 +51,11 @@ def hash32(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> t
         ids: ``[K]``, the same for every row, or ``[N, K]``.
     """
     seeds, positions, ids = seeds.long(), positions.long(), ids.long()
-    h = _mix(torch.zeros_like(seeds), seeds & _MASK)
-    h = _mix(h, (seeds >> 32) & _MASK)
-    h = _mix(h, positions & _MASK)
-    # In place from here: a batch's rows over a vocabulary.
-    h = h.unsqueeze(1) ^ _scramble(ids & _MASK)
-    high = h >> (32 - 13)
-    h.bitwise_left_shift_(13).bitwise_or_(high).mul_(_M).add_(_N).bitwise_and_(_MASK)
+    words = _scramble(torch.stack([seeds, seeds >> 32, positions]).bitwise_and_(_MASK))
+    h = _mixed(words[0])
+    h = _mixed(h ^ words[1])
+    h = _mixed(h ^ words[2])
+    h = _mixed(h.unsqueeze(1) ^ _scramble(ids & _MASK))
     h.bitwise_xor_(_WORDS_BYTES)
     for shift, factor in ((16, _F1), (13, _F2)):
         h.bitwise_xor_(h >> shift).mul_(factor).bitwise_and_(_MASK)

@@ -72,23 +72,32 @@ class Proposal:
     scores: torch.Tensor
 
 
+def draft_scale(
+    sampling: Sampling, draft_temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What divides the scores of rows at ``t [N]``; which rows draft the argmax, ``[N]`` bool."""
+    argmax = (draft_temperature <= 0) | sampling.greedy
+    return (sampling.temperatures * draft_temperature).masked_fill(argmax, 1.0), argmax
+
+
 def draft_distribution(
-    scores: torch.Tensor, sampling: Sampling, draft_temperature: torch.Tensor
+    scores: torch.Tensor, sampling: Sampling, temperature: torch.Tensor, argmax: torch.Tensor
 ) -> torch.Tensor:
     """``q [N, K]`` fp32 of candidate ``scores [N, K]``, normalised whatever the drafter gives.
 
     A row with a NaN, or without a possible candidate, is one-hot at the candidate that is drafted.
 
     Args:
-        draft_temperature: ``[N]``, ``t`` of each row.
+        temperature, argmax: ``[N]`` of :func:`draft_scale`.
     """
-    argmax = (draft_temperature <= 0) | sampling.greedy
-    temperature = (sampling.temperatures * draft_temperature).masked_fill(argmax, 1.0)
     q = torch.softmax(scores / temperature.unsqueeze(-1), dim=-1)
     q = filter_candidates(q, sampling)
-    first = torch.zeros_like(q).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     # Softmax and filters spread one NaN over its row.
-    return torch.where((argmax | q[:, 0].isnan()).unsqueeze(-1), first, q)
+    argmax = argmax | q[:, 0].isnan()
+    if not argmax.any():
+        return q
+    first = torch.zeros_like(q).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return torch.where(argmax.unsqueeze(-1), first, q)
 
 
 def propose_greedy(
@@ -188,13 +197,13 @@ def propose_reference(
     noise = gumbel_noise(own, positions[:, :drafts].reshape(-1), ids.view(-1, width))
     noise = noise.view(bs, drafts, width)
     if gates is None and not changed:
-        flat = scores.reshape(-1, width)
-        q = draft_distribution(flat, sampling.repeated(drafts), t.repeat_interleave(drafts))
+        flat, each = scores.reshape(-1, width), sampling.repeated(drafts)
+        q = draft_distribution(flat, each, *draft_scale(each, t.repeat_interleave(drafts)))
         q = q.view(bs, drafts, width)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
         return ids.gather(-1, choice).squeeze(-1), q, choice.squeeze(-1), scores.clone()
     steps: list[tuple[torch.Tensor, ...]] = []
-    tokens = ids.new_empty(bs, 0)
+    tokens, scale = ids.new_empty(bs, 0), draft_scale(sampling, t)
     for k in range(drafts):
         at, s = ids[:, k], scores[:, k]
         if gates is not None:
@@ -202,7 +211,7 @@ def propose_reference(
             s = s + dependency_scores(predecessor, successor, previous, gates[:, k], at)
         if changed:
             s = adjust_candidates(s, at, tokens, positions[:, k], adjustments)
-        q = draft_distribution(s, sampling, t)
+        q = draft_distribution(s, sampling, *scale)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, at.gather(-1, choice)], 1)
         steps.append((q, choice.squeeze(-1), s))

@@ -19,6 +19,7 @@ from sglang_hyperdflash.draft.propose import (
     Draws,
     Proposal,
     draft_distribution,
+    draft_scale,
 )
 from sglang_hyperdflash.serving.verification.exact import Committed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -142,7 +143,8 @@ def learn_reference(
     sampling = Sampling(temperatures, top_ks, top_ps, min_ps, filters, filters, filters, sequential)
     # q of every draft at every t, [bs, D, T, K].
     each = scores.unsqueeze(2).expand(-1, -1, tried, -1).reshape(-1, width)
-    q = draft_distribution(each, sampling.repeated(drafts * tried), values.repeat(bs * drafts))
+    repeated = sampling.repeated(drafts * tried)
+    q = draft_distribution(each, repeated, *draft_scale(repeated, values.repeat(bs * drafts)))
     q = q.view(bs, drafts, tried, width)
     last = (accept_lens - 1).long().unsqueeze(1)
     broken = tokens.gather(1, last) == vocabulary

@@ -17,6 +17,7 @@ from sglang_hyperdflash.draft.propose import (
     Candidates,
     Draws,
     draft_distribution,
+    draft_scale,
     propose,
 )
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
@@ -434,7 +435,8 @@ def test_q_is_normalised_and_a_point_where_it_must_be():
     scores = torch.randn(5, 7)
     sampling = replace(same(one(top_p=0.9), 5), top_ks=torch.tensor([1, 3, 1 << 30, 9, 2]))
     sampling = replace(sampling, need_top_k=True)
-    q = draft_distribution(scores, sampling, torch.tensor([1.0, 1.0, 0.5, 0.0, 0.7]))
+    scale = draft_scale(sampling, torch.tensor([1.0, 1.0, 0.5, 0.0, 0.7]))
+    q = draft_distribution(scores, sampling, *scale)
     torch.testing.assert_close(q.sum(-1), torch.ones(5))
     assert q.max(-1).values[[0, 3]].tolist() == [1.0, 1.0]
     assert ((q > 0).sum(-1) <= torch.tensor([1, 3, 7, 1, 2])).all()

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from transformers import AutoTokenizer
 
 from own_answers import PER_KIND, TARGET, answers, chosen_prompts, write_answers
+from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.training.conversations import load_samples
@@ -37,12 +37,12 @@ def compare(out: Path) -> dict[str, dict[str, float]]:
 
     More held-out prompts of each kind than the checkpoints were chosen by, answered greedily.
     """
-    target, tokenizer = LocalTarget(TARGET), AutoTokenizer.from_pretrained(TARGET)
+    target, chats = LocalTarget(TARGET), load_chats(str(TARGET))
     held_out = {}
     for kind, prompts in chosen_prompts(0, COMPARED)["held_out"].items():
         path = out / f"compared_{kind}.jsonl"
         write_text(path, "".join(f"{line}\n" for line in answers(target, prompts, 0.0)))
-        held_out[kind] = FeatureCache(target, load_samples([path], tokenizer, MAX_LENGTH).samples)
+        held_out[kind] = FeatureCache(target, load_samples([path], chats, MAX_LENGTH).samples)
     found = {}
     for name, folder in (("retrained", out / "trained"), ("committed", COMMITTED)):
         replay = Replay(Drafter.load(folder), target)

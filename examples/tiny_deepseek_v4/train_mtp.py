@@ -19,10 +19,11 @@ from statistics import mean
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from cpu_engine.portable.weights import NEXTN_PREFIX
 from cpu_engine.rivals.nextn_core import NextNCore
+from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.losses import row_losses
@@ -145,10 +146,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    tokenizer, target = AutoTokenizer.from_pretrained(TARGET), LocalTarget(TARGET)
+    chats, target = load_chats(str(TARGET)), LocalTarget(TARGET)
 
     def cache(*paths: Path) -> FeatureCache:
-        return FeatureCache(target, load_samples(paths, tokenizer, MAX_LENGTH).samples)
+        return FeatureCache(target, load_samples(paths, chats, MAX_LENGTH).samples)
 
     @torch.no_grad()
     def accuracy(source: FeatureCache) -> float:

@@ -1,31 +1,30 @@
 """Commands that answer prompts: how a server is asked, and an output that is its own resume state.
 
-Refused prompts are listed in ``OUTPUT.skipped.jsonl``; the next run asks them again.
+Neither the prompts nor the answers are kept in memory. Refused prompts are listed in
+``OUTPUT.skipped.jsonl``; the next run asks them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import requests
+from tqdm import tqdm
 
+from sglang_hyperdflash.commands.pool import Pool, Refused
+from sglang_hyperdflash.targets.chats import Chat, ChatRefused, Chats, Message, arguments_of
 from sglang_hyperdflash.tools.atomic import write_text
-from sglang_hyperdflash.tools.chat_template import TemplateRefused, render
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, ServerFailed
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
-from sglang_hyperdflash.tools.server_process import reason_of
-from sglang_hyperdflash.training.conversations import Messages
 
 SHOWN = 5  # printed lines of a list; the rest is in its file
-ATTEMPTS, PAUSE = 3, 2.0  # seconds before the second attempt, doubled for each further one
 
 
 @dataclass(frozen=True)
@@ -34,105 +33,67 @@ class Conversation:
 
     Attributes:
         index: its number in the input. digest: a hash of it. where: its ``file:line``.
-        steps: lists of messages; after each of them the target answers.
+        steps: lists of messages; after each of them the target answers. A step of tool results
+            begins with the message that called the tools.
         text: a raw prompt instead of messages; ``steps`` is then one empty list.
+        chat: its tools and options, without messages.
     """
 
     index: int
     digest: str
     where: str
-    steps: list[Messages]
+    steps: list[list[Message]]
     text: str | None = None
-
-
-class Refused(Exception):
-    """The server refuses a prompt; the text gives the reason."""
-
-
-def server_info(url: str) -> dict[str, Any]:
-    """A running server's ``/server_info``; raises ``ServerFailed`` where nothing answers."""
-    try:
-        answer = requests.get(f"{url}/server_info", timeout=60)
-        answer.raise_for_status()
-        return answer.json()
-    except (requests.RequestException, ValueError) as error:
-        raise ServerFailed(
-            f"no SGLang server answers at {url}: {error!r}. Start one with "
-            "`python -m sglang.launch_server --model-path TARGET`."
-        ) from error
-
-
-async def ask(url: str, **payload: Any) -> dict[str, Any]:
-    """The answer to one ``/generate`` request; a busy server is asked again.
-
-    Raises:
-        Refused: the server does not take it. ServerFailed: no answer after ``ATTEMPTS``.
-    """
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-                session.post(f"{url}/generate", json=payload) as reply,
-            ):
-                if reply.status == 400:
-                    raise Refused(reason_of(await reply.text()))
-                reply.raise_for_status()
-                return await reply.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            failure = error
-    raise ServerFailed(
-        f"{url} failed {ATTEMPTS} times: {failure!r}. What is finished is kept; run the same "
-        "command again to resume."
-    ) from failure
+    chat: Chat = field(default_factory=lambda: Chat([]))
 
 
 @dataclass(frozen=True)
 class Asker:
-    """Asks a server whole conversations.
+    """Asks servers whole conversations.
 
     Attributes:
-        limit: the server's ``max_req_input_len``: the most tokens of a prompt, plus one; it leaves
-            out what SGLang reserves of the context and of the K/V pool.
+        limit: the servers' smallest ``max_req_input_len``: the most tokens of a prompt, plus one;
+            it leaves out what SGLang reserves of the context and of the K/V pool.
         sampling: SGLang's parameters; ``max_new_tokens`` is cut to what ``limit`` leaves.
-        template: arguments of the chat template.
+        options: those of every conversation that does not have its own.
     """
 
-    url: str
+    pool: Pool
     limit: int
-    tokenizer: Any
+    chats: Chats
     sampling: Mapping[str, Any]
-    template: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     async def converse(
         self, asked: Conversation
-    ) -> tuple[Messages, list[dict[str, Any]], str | None]:
+    ) -> tuple[list[Message], list[dict[str, Any]], str | None]:
         """Ask the steps in order, each after the answers before it.
 
         Returns:
             The messages with their answers, the server's replies, each with its ``input_ids``, and
             why the conversation ends early, or None.
         """
-        messages: Messages = []
+        chat = Chat([], asked.chat.tools, {**self.options, **asked.chat.options})
         replies: list[dict[str, Any]] = []
         for number, step in enumerate(asked.steps, 1):
+            following = chat.with_messages(_continued(chat.messages, step))
             try:
-                tokens = self._tokens(asked, [*messages, *step])
+                tokens = self._tokens(asked, following)
                 reply = await self._generate(tokens)
-            except (Refused, TemplateRefused) as error:
+            except (Refused, ChatRefused) as error:
                 turn = f"turn {number}: " if asked.text is None else ""
-                return messages, replies, f"{turn}{getattr(error, 'reason', error)}"
-            messages += [*step, {"role": "assistant", "content": reply["text"]}]
+                return chat.messages, replies, f"{turn}{getattr(error, 'reason', error)}"
+            if asked.text is None:
+                answer = self.chats.message(following, reply)
+                chat = chat.with_messages([*following.messages, answer])
             replies.append(reply | {"input_ids": tokens})
-        return messages, replies, None
+        return chat.messages, replies, None if asked.steps else "it has no turn of a user"
 
-    def _tokens(self, asked: Conversation, messages: Messages) -> list[int]:
+    def _tokens(self, asked: Conversation, chat: Chat) -> list[int]:
         """The prompt of the next answer."""
         if asked.text is not None:
-            return self.tokenizer.encode(asked.text, add_special_tokens=True)
-        text = render(self.tokenizer, messages, prompt=True, where=asked.where, **self.template)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+            return self.chats.tokenizer.encode(asked.text, add_special_tokens=True)
+        return self.chats.prompt(chat, asked.where)
 
     async def _generate(self, tokens: list[int]) -> dict[str, Any]:
         room = self.limit - len(tokens)
@@ -142,7 +103,26 @@ class Asker:
             )
         new = min(self.sampling["max_new_tokens"], room)
         sampling = {**self.sampling, "max_new_tokens": new}
-        return await ask(self.url, input_ids=tokens, sampling_params=sampling)
+        return await self.pool.ask(input_ids=tokens, sampling_params=sampling)
+
+
+def _continued(messages: list[Message], step: list[Message]) -> list[Message]:
+    """The messages of the next prompt.
+
+    The results of tools belong to the calls of the data set. Where the target has made the same
+    calls its own message stays, else theirs takes its place.
+    """
+    if not (messages and step and step[0]["role"] == "assistant"):
+        return [*messages, *step]
+    called = step[0].get("tool_calls") or []
+    if called and _calls(messages[-1]) == _calls(step[0]):
+        return [*messages[:-1], messages[-1] | {"tool_calls": called}, *step[1:]]
+    return [*messages[:-1], *step]
+
+
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    calls = message.get("tool_calls") or ()
+    return [(call["function"]["name"], arguments_of(call)) for call in calls]
 
 
 def write_skipped(path: Path, entries: Sequence[Mapping[str, Any]], word: str) -> None:
@@ -165,25 +145,33 @@ class Answers:
     """An output file that this run holds.
 
     Attributes:
-        done: the records that it held, by the index of their prompt.
+        asked: all prompts, read again by every iteration. count: how many.
+        done: the indices of those that the file answers. served: the names of the models that
+            answered them.
         noun: what the prompts are called, ``prompts``.
     """
 
     path: Path
     writer: ResumableWriter
-    done: dict[int, dict[str, Any]]
+    asked: Iterable[Conversation]
+    count: int
+    done: frozenset[int]
+    served: frozenset[str]
     noun: str
 
-    def waiting(self, asked: Collection[Conversation]) -> list[Conversation]:
-        """The prompts without an answer; prints how many are done."""
-        print(f"{len(asked)} {self.noun}, {len(self.done)} already answered in {self.path}")
-        return [one for one in asked if one.index not in self.done]
+    @property
+    def left(self) -> int:
+        """How many prompts have no answer."""
+        return self.count - len(self.done)
+
+    def waiting(self) -> Iterator[Conversation]:
+        """The prompts without an answer, read one by one."""
+        return (one for one in self.asked if one.index not in self.done)
 
     async def add_all(
         self,
-        waiting: Sequence[Conversation],
         asker: Asker,
-        fields: Callable[[Messages, list[dict[str, Any]]], dict[str, Any]],
+        fields: Callable[[list[Message], list[dict[str, Any]]], dict[str, Any]],
         concurrency: int,
     ) -> int:
         """Keep ``concurrency`` conversations in flight; write each record as it comes.
@@ -198,11 +186,9 @@ class Answers:
         Raises:
             HyperDFlashConfigError: everything was refused.
         """
-        from tqdm import tqdm
-
-        queue, written, refused = iter(waiting), 0, []
+        queue, written, refused = self.waiting(), 0, []
         done = len(self.done)
-        bar = tqdm(total=len(waiting) + done, initial=done, unit="prompt", dynamic_ncols=True)
+        bar = tqdm(total=self.count, initial=done, unit="prompt", dynamic_ncols=True)
 
         async def worker() -> None:
             nonlocal written
@@ -218,7 +204,8 @@ class Answers:
                 bar.update(1)
 
         with bar:
-            await asyncio.gather(*(worker() for _ in range(min(concurrency, len(waiting)))))
+            async with asker.pool:
+                await asyncio.gather(*(worker() for _ in range(min(concurrency, self.left))))
         if refused and not done + written:
             raise HyperDFlashConfigError(
                 f"the target refused all {self.noun}: {refused[0]['where']}: "
@@ -235,37 +222,53 @@ def skipped_path(output: Path) -> Path:
 
 @contextmanager
 def hold_answers(
-    output: Path, kind: str, settings: Mapping[str, Any], asked: Sequence[Conversation], noun: str
+    output: Path, kind: str, settings: Mapping[str, Any], asked: Iterable[Conversation], noun: str
 ) -> Iterator[Answers]:
-    """Hold an output file whose records have ``index`` and ``digest``.
+    """Hold an output file whose records have ``index`` and ``digest``; print how many are done.
 
     The prompt of a last line that a kill cut is asked again.
 
     Args:
-        settings: everything that affects an answer.
+        settings: everything that affects an answer. asked: numbered from 0, in order; iterated
+            more than once.
 
     Raises:
         NotOurs: the file is something else, or answers with other settings. InUse: another run
             writes it. HyperDFlashConfigError: it answers another input, or is damaged.
         JsonlError: a line inside it is damaged.
     """
+    digests = array("Q", (int(one.digest, 16) for one in asked))
     listed = skipped_path(output)
     if check(output, kind, settings, is_file=True) is None and listed.exists():
         raise NotOurs(
             f"{listed} is there, but no run of these settings in {output}: it is not this run's "
             "list. Nothing was written. Choose another --output, or remove it."
         )
-    digests = {one.index: one.digest for one in asked}
-    with claim(output, kind, settings, is_file=True), ResumableWriter(output) as writer:
+    done: set[int] = set()
+    served: set[str] = set()
+
+    def see(record: dict[str, Any]) -> None:
+        index, digest = record.get("index"), record.get("digest")
+        if not isinstance(index, int) or index < 0 or not _is_of(digests, index, digest):
+            raise HyperDFlashConfigError(
+                f"--output {output} holds answers to another input, or is damaged (index "
+                f"{index}). Choose another --output, or remove {output} and run again."
+            )
+        if index < len(digests):
+            done.add(index)
+        served.add(record.get("served", ""))
+
+    with claim(output, kind, settings, is_file=True), ResumableWriter(output, see) as writer:
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
-        done = {record.get("index"): record for record in writer.records}
-        for index, record in done.items():
-            digest = record.get("digest")
-            if index is None or digest != digests.get(index, digest):
-                raise HyperDFlashConfigError(
-                    f"--output {output} holds answers to another input, or is damaged (index "
-                    f"{index}). Choose another --output, or remove {output} and run again."
-                )
-        done = {index: done[index] for index in done if index in digests}
-        yield Answers(output, writer, done, noun)
+        print(f"{len(digests)} {noun}, {len(done)} already answered in {output}")
+        held = frozenset(done), frozenset(served - {""})
+        yield Answers(output, writer, asked, len(digests), *held, noun)
+
+
+def _is_of(digests: array[int], index: int, digest: Any) -> bool:
+    """Whether a record answers the prompt of its index; beyond ``--limit`` any may."""
+    try:
+        return index >= len(digests) or digests[index] == int(digest, 16)
+    except (TypeError, ValueError):
+        return False

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from sglang_hyperdflash.commands.answers import ask, server_info, write_skipped
+from sglang_hyperdflash.commands.answers import write_skipped
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import own_server
+from sglang_hyperdflash.commands.pool import ask, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer, model_dtype
+from sglang_hyperdflash.targets.chats import load_chats
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     settings |= engine_settings(args)
     settings |= {"target": location(args.model), "data": list(map(content_hash, args.data))}
     with claim(args.out, KIND, settings):
-        loaded = load_samples(args.data, load_tokenizer(args.model), limit)
+        loaded = load_samples(args.data, load_chats(args.model), limit)
         print(loaded)
         entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
         entries += [(where, "no answer") for where in loaded.without_answer]

@@ -18,25 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands.answers import (
-    Answers,
-    Asker,
-    Conversation,
-    hold_answers,
-    server_info,
-)
+from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, hold_answers
 from sglang_hyperdflash.commands.own_server import own_server
+from sglang_hyperdflash.commands.pool import Pool, server_info
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.targets.files import load_tokenizer
+from sglang_hyperdflash.targets.chats import Chats, Message, load_chats
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
-from sglang_hyperdflash.tools.chat_template import check_template
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.training.conversations import Messages
 
 KIND = "hyperdflash generate"
 # Server arguments that --engine-args may not set, and what to do instead.
@@ -219,11 +212,11 @@ def run(args: argparse.Namespace) -> int:
     settings = sampling | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     with hold_answers(args.output, KIND, settings, prompts, "prompts") as answers:
-        waiting = answers.waiting(prompts)
-        if any(prompt.text is None for prompt in waiting):
-            check_template(load_tokenizer(args.model))  # before the model is loaded
-        if waiting:
-            _with_server(arguments, sampling, args, waiting, answers)
+        if answers.left:
+            chats = load_chats(args.model)
+            if any(prompt.text is None for prompt in prompts):
+                chats.check({})  # before the model is loaded
+            _with_server(arguments, sampling, args, answers, chats)
     return 0
 
 
@@ -231,13 +224,12 @@ def _with_server(
     arguments: dict[str, Any],
     sampling: dict[str, Any],
     args: argparse.Namespace,
-    waiting: list[Conversation],
     answers: Answers,
+    chats: Chats,
 ) -> None:
-    tokenizer = load_tokenizer(args.model)
     totals: Counter[str] = Counter()
 
-    def fields(_messages: Messages, replies: list[dict[str, Any]]) -> dict[str, Any]:
+    def fields(_messages: list[Message], replies: list[dict[str, Any]]) -> dict[str, Any]:
         metas = [reply["meta_info"] for reply in replies]
         counts = {
             "completion_tokens": sum(int(meta["completion_tokens"]) for meta in metas),
@@ -250,9 +242,9 @@ def _with_server(
 
     with own_server(arguments, verbose=args.verbose) as server:
         limit = int(server_info(server.url)["max_req_input_len"])
-        asker = Asker(server.url, limit, tokenizer, sampling)
+        asker = Asker(Pool([server.url]), limit, chats, sampling)
         started = time.monotonic()
-        written = asyncio.run(answers.add_all(waiting, asker, fields, args.concurrency))
+        written = asyncio.run(answers.add_all(asker, fields, args.concurrency))
         print(summary(written, totals, time.monotonic() - started))
 
 

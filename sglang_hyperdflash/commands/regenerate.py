@@ -3,84 +3,112 @@
 A drafter learns its target's answers, so a data set's own are dropped and every user turn is asked
 again, after the target's answers to earlier turns. The exact tokens are kept: tokenising the text
 again may give others. One output line a conversation,
-``{"index", "digest", "messages", "samples": [{"tokens", "spans"}]}`` with one sample an answer;
-the file is its own resume state.
+``{"index", "digest", "messages", "samples": [{"tokens", "spans"}]}``, in one sample with a span for
+each answer as long as the conversation only grows; the file is its own resume state.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_hyperdflash.commands.answers import (
-    Answers,
-    Asker,
-    Conversation,
-    hold_answers,
-    server_info,
-)
+from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, hold_answers
 from sglang_hyperdflash.commands.generate import SAMPLING, add_sampling, json_option
+from sglang_hyperdflash.commands.pool import MOST_IN_FLIGHT, Pool, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
-from sglang_hyperdflash.targets.files import TargetFiles, load_tokenizer
-from sglang_hyperdflash.tools.chat_template import check_template
+from sglang_hyperdflash.targets.chats import Message, load_chats
+from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.command_line import COUNT
+from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.training.conversations import Messages, read_conversations
+from sglang_hyperdflash.training.conversations import joined, read_conversations
 
 KIND = "hyperdflash regenerate"
 
 
-def read_tasks(paths: list[str], limit: int | None) -> list[Conversation]:
-    """The user and system turns of every conversation, in order; each user turn is answered."""
-    tasks: list[Conversation] = []
-    for path in paths:
-        for messages, where in read_conversations(path):
-            if limit is not None and len(tasks) == limit:
-                return tasks
-            steps: list[Messages] = [[]]
-            prompts = [m for m in messages if m["role"] != "assistant"]
-            for message in prompts:
-                steps[-1].append(message)
-                if message["role"] == "user":
-                    steps.append([])
-            tasks.append(Conversation(len(tasks), short_hash(prompts), where, steps[:-1]))
-    return tasks
+@dataclass(frozen=True)
+class Tasks:
+    """The conversations of some data, read again by every iteration; each user turn is answered.
+
+    Attributes:
+        limit: the most conversations, or None.
+    """
+
+    paths: Sequence[str]
+    limit: int | None
+
+    def __iter__(self) -> Iterator[Conversation]:
+        every = (found for path in self.paths for found in read_conversations(path))
+        for index, (chat, where) in enumerate(islice(every, self.limit)):
+            steps = steps_of(chat.messages)
+            digest = short_hash([steps, chat.tools, dict(chat.options)])
+            yield Conversation(index, digest, where, steps, chat=chat.with_messages([]))
+
+
+def steps_of(messages: Sequence[Message]) -> list[list[Message]]:
+    """What is asked: all but the answers, up to each user message or last result of tools.
+
+    An answer that calls tools stays, before their results.
+    """
+    steps: list[list[Message]] = [[]]
+    for message, following in zip_longest(messages, messages[1:], fillvalue={}):
+        role, before_results = message["role"], following.get("role") == "tool"
+        if role != "assistant" or before_results:
+            steps[-1].append(message)
+        if role == "user" or (role == "tool" and not before_results):
+            steps.append([])
+    return steps[:-1]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running server at ``url``; ``model`` is its ``--model-path``, as it was given."""
+    """A running server.
+
+    Attributes:
+        model: its ``--model-path``, as it was given. limit: its ``max_req_input_len``.
+    """
 
     url: str
     model: str
+
+    limit: int
+
+    @classmethod
+    def at(cls, url: str) -> Served:
+        """What serves at an address; raises ``ServerFailed`` where nothing answers."""
+        info = server_info(url)
+        return cls(url, str(info["model_path"]), int(info["max_req_input_len"]))
 
     @property
     def name(self) -> str:
         """The last part of ``model``: the same for different spellings of a path."""
         return self.model.rstrip("/").rpartition("/")[-1]
 
-    def check(self, target: str, answers: Answers) -> None:
-        """Refuse a model that is certainly not ``target``, or not that of earlier answers.
+    def check(self, target: str, holders: Mapping[str, str]) -> None:
+        """Refuse a model that is certainly not ``target``, or not that of other answers.
 
         That is a local folder with another final norm. A relative path, a path of another
         machine, a hub id and a copy of the target, quantised or not, may be the target.
 
+        Args:
+            holders: names of models, and where each is from.
+
         Raises:
             HyperDFlashConfigError: the server serves another model.
         """
-        for record in answers.done.values():
-            if record.get("served", self.name) != self.name:
+        for name, holder in holders.items():
+            if name != self.name:
                 raise HyperDFlashConfigError(
-                    f"{answers.path} holds answers of {record['served']}, and the server at "
-                    f"{self.url} serves {self.model}. Start the server of those answers, or choose "
-                    "another --output."
+                    f"{holder} {name}, and the server at {self.url} serves {self.model}. Start "
+                    "servers of one model, or choose another --output."
                 )
         here = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
         if not here or not Path(self.model).is_absolute():
@@ -112,12 +140,15 @@ def add_parser(commands) -> None:
         "the exact tokens: training data for `hyperdflash train`. Run again to resume.",
     )
     add = parser.add_argument
-    add("--server", required=True, help="address of a running SGLang server, http://HOST:PORT")
+    text = "address of a running SGLang server, http://HOST:PORT; repeat it to spread the requests"
+    add("--server", required=True, action="append", help=text)
     add("--target", required=True, help="folder or hub id of the target's tokenizer")
     add("--input", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
     add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
     add_sampling(parser, max_new_tokens=2048, temperature=0.7, top_p=0.8, top_k=20)
-    add("--concurrency", type=COUNT, default=32, help="conversations in flight")
+    most = number(int, f"from 1 to {MOST_IN_FLIGHT}", lambda n: 1 <= n <= MOST_IN_FLIGHT)
+    text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
+    add("--concurrency", type=most, default=32, help=text)
     add("--limit", type=COUNT, help="most conversations to answer (default: all)")
     text = "arguments of the chat template as JSON, for example '{\"thinking\": true}'"
     add("--template-args", default="{}", help=text)
@@ -127,33 +158,39 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
     sampling = {name: getattr(args, name) for name in SAMPLING if name != "min_p"}
-    template = json_option("--template-args", args.template_args)
+    options = json_option("--template-args", args.template_args)
     for name in args.input:
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
-    tokenizer = load_tokenizer(args.target)
-    check_template(tokenizer)
-    settings = sampling | {"target": location(args.target), "template": template}
-    tasks = read_tasks(args.input, args.limit)
+    chats = load_chats(args.target)
+    chats.check(options)
+    settings = sampling | {"target": location(args.target), "template": options}
+    tasks = Tasks(args.input, args.limit)
     with hold_answers(args.output, KIND, settings, tasks, "conversations") as answers:
-        waiting = answers.waiting(tasks)
-        if waiting:
-            url = args.server.rstrip("/")
-            info = server_info(url)
-            served = Served(url, str(info["model_path"]))
-            served.check(args.target, answers)
-            print(f"{url} serves {served.model}")
-            asker = Asker(url, int(info["max_req_input_len"]), tokenizer, sampling, template)
-            fields = partial(record_fields, served.name)
-            answered = asyncio.run(answers.add_all(waiting, asker, fields, args.concurrency))
+        if answers.left:
+            servers = check_servers(args, answers)
+            limit = min(server.limit for server in servers)
+            asker = Asker(Pool(s.url for s in servers), limit, chats, sampling, options)
+            fields = partial(record_fields, servers[0].name)
+            answered = asyncio.run(answers.add_all(asker, fields, args.concurrency))
             print(f"{answered} conversations answered")
     return 0
 
 
-def record_fields(served: str, messages: Messages, replies: list[dict[str, Any]]) -> dict[str, Any]:
-    """A conversation's record, with one training sample an answer."""
-    samples = []
-    for reply in replies:
-        prompt, output = reply["input_ids"], reply["output_ids"]
-        tokens = prompt + output
-        samples.append({"tokens": tokens, "spans": [[len(prompt), len(tokens)]]})
-    return {"served": served, "messages": messages, "samples": samples}
+def check_servers(args: argparse.Namespace, answers: Answers) -> list[Served]:
+    """The servers, which all serve the target; raises as :meth:`Served.check`, ``ServerFailed``."""
+    servers = [Served.at(url) for url in dict.fromkeys(u.rstrip("/") for u in args.server)]
+    holders = {name: f"{answers.path} holds answers of" for name in answers.served}
+    for server in servers:
+        server.check(args.target, holders)
+        holders.setdefault(server.name, f"the server at {server.url} serves")
+        print(f"{server.url} serves {server.model}")
+    return servers
+
+
+def record_fields(
+    served: str, messages: list[Message], replies: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A conversation's record, with its training samples."""
+    samples = joined((reply["input_ids"], reply["output_ids"]) for reply in replies)
+    entries = [{"tokens": s.tokens, "spans": list(map(list, s.spans))} for s in samples]
+    return {"served": served, "messages": messages, "samples": entries}

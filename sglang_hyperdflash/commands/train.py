@@ -16,7 +16,8 @@ import torch
 
 from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
+from sglang_hyperdflash.targets.chats import load_chats
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -118,7 +119,7 @@ def train(
     """
     target, drafter = load_pair(schedule)
     captures = schedule.features == "captured"
-    tokenizer = None if captures else load_tokenizer(schedule.target)
+    chats = None if captures else load_chats(schedule.target)
     target.to(device)
 
     def say(line: str) -> None:
@@ -128,7 +129,7 @@ def train(
     def source(files: tuple[str, ...], title: str) -> Source:
         if captures:
             return captured(files, drafter.config, target.norm)
-        loaded = load_samples(files, tokenizer, schedule.max_length)
+        loaded = load_samples(files, chats, schedule.max_length)
         say(f"{title}: {loaded}")
         layer_ids = drafter.config.captured_layers
         if states is not None:

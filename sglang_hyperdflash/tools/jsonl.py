@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_hyperdflash.tools.atomic import write_bytes, write_failed
+from sglang_hyperdflash.tools.atomic import write_failed
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 
@@ -69,26 +69,35 @@ class ResumableWriter:
     A last line without a newline was cut by a kill: it is dropped. A damaged byte elsewhere is
     noticed only where it breaks the JSON. Two processes must be kept apart by ``ownership``.
 
+    Args:
+        see: called with each record that the file holds; none is kept in memory.
+
     Attributes:
-        records: what the file held. torn: the number of the line that was cut, or None.
+        torn: the number of the line that was cut, or None.
 
     Raises:
         JsonlError: a line inside the file is not a JSON object.
         WriteFailed: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, see: Callable[[dict[str, Any]], None]) -> None:
         self.path = path
-        content = path.read_bytes() if path.is_file() else b""
-        *lines, torn = content.split(b"\n")
-        whole = ((f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip())
-        self.records: list[dict[str, Any]] = [parse(line, where) for where, line in whole]
-        self.torn = len(lines) + 1 if torn else None
-        if torn:
-            write_bytes(path, content[: -len(torn)])
+        self.torn: int | None = None
+        whole = 0
+        if path.is_file():
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n"):
+                        self.torn = number
+                        break
+                    if line.strip():
+                        see(parse(line, f"{path}:{number}"))
+                    whole += len(line)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
+            if self.torn:
+                os.ftruncate(self._file.fileno(), whole)
         except OSError as error:
             raise write_failed(path, error) from error
 

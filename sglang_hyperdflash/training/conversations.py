@@ -1,32 +1,35 @@
-"""Chat data to samples: several JSONL forms, the target's chat template, assistant-only masks.
+"""Chat data to samples: several JSONL forms, the target's own encoding, the answers as spans.
 
 Forms, told apart by their fields: ``{"messages": [{"role", "content"}]}``; ShareGPT's
 ``{"conversations": [{"from", "value"}]}`` (or, as in EagleChat, with role and content);
 ``{"instruction", "output"}`` (Evol-CodeAlpaca); ``{"turns": [...]}``, user turns without answers,
 for ``hyperdflash regenerate``, whose own lines hold ``samples`` with the target's exact tokens.
+The first two may have ``tools`` and ``chat_template_kwargs``, as a request to a server has.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hyperdflash.tools.chat_template import render
+from sglang_hyperdflash.targets.chats import Chat, Chats, Message
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.training.samples import Sample
 
-Messages = list[dict[str, str]]
-_ROLES = {"system": "system", "user": "user", "human": "user"}
-_ROLES |= {"assistant": "assistant", "gpt": "assistant"}
+_ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+_ROLES |= {"human": "user", "gpt": "assistant"}
+# What a message may hold besides its role and content.
+_MORE = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 HUB = "hub:"
 
 
-def read_conversations(path: str | Path) -> Iterator[tuple[Messages, str]]:
-    """Conversations of a file, each a list of ``{"role", "content"}``, and its place."""
+def read_conversations(path: str | Path) -> Iterator[tuple[Chat, str]]:
+    """Conversations of a file, each with its place."""
     for record, where in read_records(path):
         yield parse_conversation(record, where), where
 
@@ -64,7 +67,7 @@ def _hub_rows(name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield row, f"{HUB}{name}, row {number}"
 
 
-def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
+def parse_conversation(record: Mapping[str, Any], where: str) -> Chat:
     """One line's object in any of the forms; ``where`` names it in errors."""
     listed = next((name for name in ("messages", "conversations") if name in record), None)
     if listed is not None:
@@ -84,20 +87,52 @@ def parse_conversation(record: Mapping[str, Any], where: str) -> Messages:
             f"{', '.join(map(repr, record)) or 'nothing'}."
         )
     for message in messages:
+        if message["content"] is None and message.get("tool_calls"):
+            continue
         if not isinstance(message["content"], str):
             raise HyperDFlashConfigError(
                 f"{where}: every message must be text, found {shown(message['content'])} of the "
                 f"{message['role']}. Fix or remove this line."
             )
-    return messages
+    options = record.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise HyperDFlashConfigError(
+            f"{where}: chat_template_kwargs must be an object, found {shown(options)}. Fix or "
+            "remove this line."
+        )
+    return Chat(messages, _tools(record.get("tools"), where), options)
 
 
-def line_samples(tokenizer, record: Mapping[str, Any], where: str) -> list[Sample]:
-    """The samples of one line: regenerated tokens as they are, else its conversation's one."""
+def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
+    """The tools of a line; data sets of the hub hold them as a text of JSON."""
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given else given
+    except ValueError:
+        tools = [given]
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise HyperDFlashConfigError(
+            f"{where}: tools must be a list of objects with a function, as OpenAI's API has them, "
+            f"found {shown(given)}. Fix or remove this line."
+        )
+    return [{**_given(tool), "function": _given(tool["function"])} for tool in tools]
+
+
+def _is_tool(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("function"), Mapping)
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a table of the hub fills with null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def line_samples(chats: Chats, record: Mapping[str, Any], where: str) -> list[Sample]:
+    """The samples of one line: regenerated tokens as they are, else its conversation's."""
     if "samples" in record:
         return [_regenerated(entry, where) for entry in _list(record, "samples", where)]
-    sample = to_sample(tokenizer, parse_conversation(record, where), where)
-    return [] if sample is None else [sample]
+    return chat_samples(chats, parse_conversation(record, where), where)
 
 
 def _regenerated(entry: Any, where: str) -> Sample:
@@ -125,10 +160,10 @@ def _list(record: Mapping[str, Any], name: str, where: str) -> list:
     return value
 
 
-def _message(entry: Any, where: str) -> dict[str, str]:
+def _message(entry: Any, where: str) -> Message:
     fields = entry if isinstance(entry, Mapping) else {}
     for role, content in (("role", "content"), ("from", "value")):
-        if role in fields and content in fields:
+        if role in fields and (content in fields or fields.get("tool_calls")):
             break
     else:
         raise HyperDFlashConfigError(
@@ -138,50 +173,66 @@ def _message(entry: Any, where: str) -> dict[str, str]:
         raise HyperDFlashConfigError(
             f"{where}: role {fields[role]!r} is not one of {', '.join(_ROLES)}."
         )
-    return {"role": _ROLES[fields[role]], "content": fields[content]}
+    message = {"role": _ROLES[fields[role]], "content": fields.get(content)}
+    message |= {name: fields[name] for name in _MORE if fields.get(name) is not None}
+    try:
+        named = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    except (TypeError, KeyError):
+        named = [None]
+    if not all(isinstance(name, str) for name in named):
+        raise HyperDFlashConfigError(
+            f"{where}: every tool call must have a function with a name and arguments, found "
+            f"{shown(message['tool_calls'])}. Fix or remove this line."
+        )
+    return message
 
 
-def to_sample(tokenizer, messages: Messages, where: str = "a conversation") -> Sample | None:
-    """Tokens of a whole conversation, its assistant answers (end tokens included) as spans.
+def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
+    """The samples of a whole conversation: see :func:`joined`. None of one without an answer.
 
-    The template is rendered up to every answer and after it; what an answer adds is its span. That
-    works with any template that only appends. None without an answer.
+    Unless its options say otherwise, the target thinks if an answer holds reasoning.
 
     Raises:
-        HyperDFlashConfigError: the template rewrites earlier turns, or an answer adds no token.
+        HyperDFlashConfigError: the target's encoding refuses it, or an answer adds no token.
     """
-    spans: list[tuple[int, int]] = []
-    tokens: list[int] = []
-    for i, message in enumerate(messages):
+    if any(message.get("reasoning_content") for message in chat.messages):
+        chat = Chat(chat.messages, chat.tools, {"thinking": True, **chat.options})
+    turns = []
+    for i, message in enumerate(chat.messages):
         if message["role"] != "assistant":
             continue
-        before = render(tokenizer, messages[:i], prompt=True, where=where)
-        after = render(tokenizer, messages[: i + 1], prompt=False, where=where)
-        if not after.startswith(before):
-            raise HyperDFlashConfigError(
-                f"{where}: the chat template renders an answer differently once it is there, so "
-                "its tokens cannot be told apart. Use a template that only appends."
-            )
-        start = tokenizer(before, add_special_tokens=False)["input_ids"]
-        answer = tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
-        if tokens and start[: len(tokens)] != tokens:
-            raise HyperDFlashConfigError(
-                f"{where}: the chat template rewrites earlier turns (it may drop reasoning). "
-                "Split the conversation into one line for each answer."
-            )
+        prompt = chats.prompt(chat.with_messages(chat.messages[:i]), where)
+        answer = chats.answer(chat.with_messages(chat.messages[: i + 1]), where)
         if not answer:
             raise HyperDFlashConfigError(
-                f"{where}: the chat template yields no tokens for answer {len(spans) + 1}."
+                f"{where}: the target's encoding yields no tokens for answer {len(turns) + 1}."
             )
-        spans.append((len(start), len(start) + len(answer)))
-        tokens = start + answer
-    return Sample(tokens, tuple(spans)) if spans else None
+        turns.append((prompt, answer))
+    return joined(turns)
+
+
+def joined(turns: Iterable[tuple[list[int], list[int]]]) -> list[Sample]:
+    """Samples of prompts and their answers, which become spans.
+
+    A prompt that continues the tokens before it belongs to their sample: one sample for a
+    conversation that only grows. Where earlier turns are rewritten (reasoning that is dropped,
+    tokens that are not their text's usual ones), the served sequence is another one, and so is the
+    sample.
+    """
+    samples: list[Sample] = []
+    for prompt, answer in turns:
+        tokens, start = prompt + answer, len(prompt)
+        spans: tuple[tuple[int, int], ...] = ()
+        if samples and prompt[: len(samples[-1].tokens)] == samples[-1].tokens:
+            spans = samples.pop().spans
+        samples.append(Sample(tokens, (*spans, (start, len(tokens)))))
+    return samples
 
 
 @dataclass(frozen=True)
 class Loaded:
     """Samples, and the ``file:line`` of each, of each conversation without an answer, and of each
-    sample over the length limit.
+    sample whose first answer is over the length limit.
     """
 
     samples: list[Sample]
@@ -197,8 +248,8 @@ class Loaded:
         )
 
 
-def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loaded:
-    """Samples of JSONL files, in order; conversations over ``max_length`` tokens are left out.
+def load_samples(paths: Iterable[str | Path], chats: Chats, max_length: int) -> Loaded:
+    """Samples of JSONL files, in order; answers that end after ``max_length`` tokens are left out.
 
     Raises:
         HyperDFlashConfigError: a bad line, or nothing left to train on (and why).
@@ -206,11 +257,12 @@ def load_samples(paths: Iterable[str | Path], tokenizer, max_length: int) -> Loa
     loaded, paths = Loaded([], [], [], []), list(paths)
     for path in paths:
         for record, where in read_records(path):
-            found = line_samples(tokenizer, record, where)
+            found = line_samples(chats, record, where)
             if not found:
                 loaded.without_answer.append(where)
             for sample in found:
-                if len(sample.tokens) > max_length:
+                sample = sample.cut(max_length)
+                if not sample.spans:
                     loaded.too_long.append(where)
                     continue
                 loaded.samples.append(sample)

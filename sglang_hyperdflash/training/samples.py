@@ -33,6 +33,13 @@ class Sample:
         """A prompt and one answer that runs to the end."""
         return cls(tokens, ((prompt_length, len(tokens)),))
 
+    def cut(self, length: int) -> Sample:
+        """The same up to its last answer that ends within ``length`` tokens."""
+        if len(self.tokens) <= length:
+            return self
+        spans = tuple(span for span in self.spans if span[1] <= length)
+        return Sample(self.tokens[: spans[-1][1]] if spans else [], spans)
+
     @property
     def answer_tokens(self) -> int:
         """Tokens inside the spans."""

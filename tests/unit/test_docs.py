@@ -218,7 +218,8 @@ def test_the_commands_read_the_examples_prompts():
 
     turns, chats = EXAMPLE / "turns.jsonl", EXAMPLE / "prompts.jsonl"
     assert len(load(ROOT, [str(turns)], 4)["turns"]) == 4
-    assert len(generate.read_prompts(turns)) == len(regenerate.read_tasks([str(chats)], None)) == 12
+    assert len(generate.read_prompts(turns)) == 12
+    assert sum(1 for _ in regenerate.Tasks([str(chats)], None)) == 12
 
 
 # --- names in the prose --------------------------------------------------------------------------

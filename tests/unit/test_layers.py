@@ -87,11 +87,14 @@ def test_only_the_demo_imports_eval_and_only_when_it_runs():
 
 # What each folder may import besides the standard library; the last rows may use all of it.
 LIBRARIES = {
-    "tools": {"filelock", "jinja2", "pydantic", "requests", "torch"},
+    "tools": {"filelock", "pydantic", "requests", "torch"},
     "seams.py": {"sglang"},
     "triton_ops": {"matplotlib", "sglang", "torch", "triton"},
     "draft": {"pydantic", "torch"},
-    "targets": {"fsspec", "huggingface_hub", "safetensors", "sglang", "torch", "transformers"},
+    "targets": {
+        *("deepseek_recipe", "fsspec", "huggingface_hub", "jinja2", "safetensors", "sglang"),
+        *("torch", "transformers"),
+    },
     "portable": {"numba", "sglang", "torch"},
     "serving": {"numpy", "prometheus_client", "safetensors", "sglang", "torch"},
     "training": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,11 +14,13 @@ class Answers(ThreadingHTTPServer):
     """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
 
     ``context``, ``model``: what ``/server_info`` says. ``refuses``: prompts of so many
-    tokens get 400.
+    tokens get 400. ``answer``: other output ids, from a prompt's. ``connections``: accepted so far.
 
     Args:
         delay: seconds of each answer.
     """
+
+    request_queue_size = 1024
 
     def __init__(self, delay: float = 0.0) -> None:
         self.prompts: list[dict] = []
@@ -26,12 +29,20 @@ class Answers(ThreadingHTTPServer):
         self.model = "owner/target"
         self.hold: threading.Event | None = None
         self.delay = delay
+        self.answer: Callable[[list[int]], list[int]] = lambda ids: [len(ids)] * 3
+        self.connections = 0
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
+    def process_request(self, request, client_address) -> None:
+        self.connections += 1
+        super().process_request(request, client_address)
+
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections, as SGLang's server does
+
     def log_message(self, *_):
         pass
 
@@ -40,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        with suppress(BrokenPipeError):  # a client that was killed
+        with suppress(OSError):  # a client that was killed
             self.wfile.write(data)
 
     def do_GET(self):
@@ -60,4 +71,6 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(400, {"error": {"message": "no such prompt"}})
             return
         time.sleep(self.server.delay)
-        self.reply(200, {"output_ids": [n] * 3, "text": f"answer {n}"})
+        output = self.server.answer(request["input_ids"])
+        meta = {"finish_reason": {"type": "stop", "matched": output[-1]}}
+        self.reply(200, {"output_ids": output, "text": f"answer {n}", "meta_info": meta})

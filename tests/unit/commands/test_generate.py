@@ -152,8 +152,9 @@ def test_engine_arguments_that_shape_an_answer_are_settings(
     command = ["generate", "--model", str(target_dir), "--input", str(source)]
     command += ["--output", str(output)]
 
-    def one(_arguments, _sampling, _args, waiting, answers):
-        answers.writer.append({"index": 0, "digest": waiting[0].digest, "outputs": ["x"]})
+    def one(_arguments, _sampling, _args, answers, _chats):
+        first = next(answers.waiting())
+        answers.writer.append({"index": 0, "digest": first.digest, "outputs": ["x"]})
 
     monkeypatch.setattr(generate, "_with_server", one)
 

@@ -10,8 +10,9 @@ import pytest
 from jinja2 import TemplateError
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import answers, generate, own_server
-from sglang_hyperdflash.commands.answers import Refused
+from sglang_hyperdflash.commands import generate, own_server
+from sglang_hyperdflash.commands.pool import Pool, Refused
+from sglang_hyperdflash.targets.chats import TemplateChats
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -55,12 +56,12 @@ def run(tmp_path, monkeypatch, target_dir):
     def generated(server, lines, *options: str) -> int:
         if server is not None:
             server.chat_template = "x"
-            monkeypatch.setattr(generate, "load_tokenizer", lambda _: server)
+            monkeypatch.setattr(generate, "load_chats", lambda _: TemplateChats(server))
         monkeypatch.setattr(generate, "own_server", lambda *_, **__: nullcontext(server))
         if server is not None:
             info = {"max_req_input_len": server.limit}
             monkeypatch.setattr(generate, "server_info", lambda _url: info)
-            monkeypatch.setattr(answers, "ask", lambda _url, **asked: server.ask(**asked))
+            monkeypatch.setattr(Pool, "ask", lambda _pool, **asked: server.ask(**asked))
         source = tmp_path / "in.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
         command = ["generate", "--model", str(target_dir), "--input", str(source)]

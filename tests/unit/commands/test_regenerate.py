@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,13 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import answers, regenerate
+from sglang_hyperdflash.commands import pool, regenerate
+from sglang_hyperdflash.targets.chats import Chat, load_chats
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
 from tests.unit.commands.native_server import Answers
-
-# An output without an answer yet.
-NONE = SimpleNamespace(done={})
+from tests.unit.targets.published_v4 import published_v4
 
 
 @pytest.fixture
@@ -68,7 +66,89 @@ def test_every_user_turn_is_answered_by_the_target(server, target_dir, data, tmp
     assert f"answer {first_length}" in tokenizer.decode(tokens[:start])
     expected = {"temperature": 0.5, "top_p": 0.8, "top_k": 20, "max_new_tokens": 2048}
     assert all(p["sampling_params"] == expected for p in server.prompts)
-    assert len(load_samples([out], tokenizer, 512).samples) == 4
+    assert len(load_samples([out], load_chats(str(target_dir)), 512).samples) == 4
+
+
+def test_a_conversation_of_many_turns_is_stored_once(server, target_dir, tmp_path):
+    """Found as: every turn was stored with all before it, (T + 1) / 2 times the tokens."""
+    chats = load_chats(str(target_dir))
+    end = chats.tokenizer.eos_token_id
+    server.answer = lambda ids: [*chats.tokenizer.encode(f"answer {len(ids)}"), end]
+    turns = [f"Question {i}?" for i in range(6)]
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text(json.dumps({"turns": turns}))
+    assert call(server, target_dir, data, out) == 0
+    (record,) = records_of(out)
+    last = server.prompts[-1]["input_ids"]
+    (stored,) = record["samples"]
+    assert stored["tokens"] == [*last, *server.answer(last)]
+    said = [chats.tokenizer.decode(stored["tokens"][a:b]) for a, b in stored["spans"]]
+    lengths = [len(prompt["input_ids"]) for prompt in server.prompts]
+    assert said == [f"answer {n}{chats.tokenizer.eos_token}" for n in lengths]
+
+
+def test_a_published_v4_is_asked_as_it_is_served(server, target_dir, tmp_path, capsys):
+    """Found as: no chat template, and a refusal of the ``tool`` role."""
+    folder = published_v4(tmp_path / "v4", target_dir)
+    chats, out = load_chats(str(folder)), tmp_path / "out.jsonl"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    made = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    thought = {"role": "assistant", "content": None, "reasoning_content": "I add."}
+    calls = thought | {"tool_calls": [made]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    users = [{"role": "user", "content": f"{n}?"} for n in ("One", "Two")]
+    asked = [users[0], {"role": "assistant", "content": "x"} | calls, result, users[1]]
+    thinking = {"thinking": True}
+    with_tools = Chat(asked, [tool], thinking)
+    call_tokens = chats.answer(with_tools.with_messages(asked[:2]), "here")
+    word = {"role": "assistant", "content": "Done.", "reasoning_content": "I am told."}
+    word_tokens = chats.answer(Chat([users[0], word], None, thinking), "here")
+
+    def answer(ids):  # the call to the first prompt that has tools, words to all others
+        first = chats.prompt(with_tools.with_messages(asked[:1]), "here")
+        return call_tokens if ids == first else word_tokens
+
+    server.answer = answer
+    data = tmp_path / "data.jsonl"
+    lines = [{"messages": asked, "tools": [tool]}, {"turns": ["One?", "Two?"]}]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--concurrency", "1", "--template-args", '{"thinking": true}']
+    assert call(server, folder, data, out, *options) == 0
+
+    history = [users[0], calls, result, word, users[1]]
+    expected = [Chat(history[:n], [tool], thinking) for n in (1, 3, 5)]
+    expected += [Chat(m, None, thinking) for m in (users[:1], [users[0], word, users[1]])]
+    prompts = [chats.prompt(chat, "here") for chat in expected]
+    assert [prompt["input_ids"] for prompt in server.prompts] == prompts
+    first, second = records_of(out)
+    (stored,) = first["samples"]  # with tools no reasoning is dropped
+    assert stored["tokens"] == prompts[2] + word_tokens and len(stored["spans"]) == 3
+    assert [s["tokens"] for s in second["samples"]] == [p + word_tokens for p in prompts[3:]]
+    assert "I am told." not in chats.tokenizer.decode(prompts[4])
+    assert first["messages"] == [*history[:1], calls | {"content": ""}, *history[2:], word]
+    assert call(server, folder, data, tmp_path / "b", "--template-args", '{"think": 1}') == 2
+    assert "found think" in capsys.readouterr().err
+
+
+def test_results_of_calls_that_the_target_did_not_make_follow_those_of_the_data(
+    server, target_dir, tmp_path
+):
+    folder = published_v4(tmp_path / "v4", target_dir)
+    chats, out, data = load_chats(str(folder)), tmp_path / "out.jsonl", tmp_path / "data.jsonl"
+    made = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    words = chats.answer(Chat([asked[0], {"role": "assistant", "content": "Two."}]), "here")
+    server.answer = lambda ids: words
+    data.write_text(json.dumps({"messages": asked}))
+    assert call(server, folder, data, out) == 0
+    prompts = [chats.prompt(Chat(asked[:n]), "here") for n in (1, 3)]
+    assert [prompt["input_ids"] for prompt in server.prompts] == prompts
+    (record,) = records_of(out)
+    assert [s["tokens"] for s in record["samples"]] == [prompt + words for prompt in prompts]
 
 
 def test_it_resumes_and_drops_a_cut_line(server, target_dir, data, tmp_path, capsys):
@@ -88,7 +168,7 @@ def test_it_resumes_and_drops_a_cut_line(server, target_dir, data, tmp_path, cap
 def test_a_busy_server_is_asked_again_and_a_dead_one_named(
     server, target_dir, data, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(answers, "PAUSE", 0)
+    monkeypatch.setattr(pool, "PAUSE", 0)
     server.failures = [503, 503]
     assert call(server, target_dir, data, tmp_path / "a.jsonl", "--concurrency", "1") == 0
     server.failures = [500] * 100
@@ -168,7 +248,7 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     assert records_of(out)[0]["messages"][-1]["role"] == "assistant"
     assert records_of(tmp_path / "out.skipped.jsonl")[0]["index"] == 0
     assert records_of(out)[0]["refused"] == "turn 2: no such prompt"
-    assert len(load_samples([out], AutoTokenizer.from_pretrained(target_dir), 512).samples) == 3
+    assert len(load_samples([out], load_chats(str(target_dir)), 512).samples) == 3
 
 
 def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):
@@ -264,9 +344,9 @@ def test_only_what_is_surely_another_model_is_refused(
     save_file({"model.norm.weight": torch.ones(256)}, other / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HyperDFlashConfigError, match="final norms differ"):
-        regenerate.Served("http://localhost:1", str(other)).check(str(target_dir), NONE)
+        regenerate.Served("http://localhost:1", str(other), 9).check(str(target_dir), {})
     served = model.format(other=other, tmp_path=tmp_path)
-    regenerate.Served(url, served).check(str(target_dir), NONE)
+    regenerate.Served(url, served, 9).check(str(target_dir), {})
 
 
 def test_a_folder_that_may_not_be_read_is_not_judged(monkeypatch):
@@ -276,7 +356,7 @@ def test_a_folder_that_may_not_be_read_is_not_judged(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_dir", refused)
-    regenerate.Served("http://localhost:1", "/srv/v4").check("/here/v4", NONE)
+    regenerate.Served("http://localhost:1", "/srv/v4", 9).check("/here/v4", {})
 
 
 def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):
@@ -314,7 +394,8 @@ def test_bad_options_are_named(server, target_dir, data, tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--concurrency", "0"], "--concurrency: must be at least 1, found 0"),
+        (["--concurrency", "0"], "--concurrency: must be from 1 to 1024, found 0"),
+        (["--concurrency", "1025"], "--concurrency: must be from 1 to 1024, found 1025"),
         (["--limit", "-1"], "--limit: must be at least 1, found -1"),
         (["--top-p", "0"], "--top-p: must be above 0 and at most 1, found 0"),
         (["--top-k", "many"], "--top-k: invalid int value: 'many'"),

@@ -1,0 +1,176 @@
+"""Many requests at several servers: who is asked, over how many connections, in what memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+
+import pytest
+
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.commands import pool
+from sglang_hyperdflash.commands.answers import hold_answers
+from sglang_hyperdflash.commands.regenerate import KIND, Tasks
+from tests.unit.commands.native_server import Answers
+
+
+@pytest.fixture
+def servers():
+    found = [Answers(), Answers()]
+    yield found
+    for server in found:
+        server.shutdown()
+
+
+def write(path, count, size=1):
+    lines = ({"turns": [f"Number {i} " * size]} for i in range(count))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def arguments(servers, target_dir, data, out, *options: str) -> list[str]:
+    named = [word for server in servers for word in ("--server", server.url)]
+    files = ["--target", str(target_dir), "--input", str(data), "--output", str(out)]
+    return ["regenerate", *named, *files, *options]
+
+
+def indices(out) -> list[int]:
+    return sorted(json.loads(line)["index"] for line in out.read_text().splitlines())
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_less_busy_server_gets_more(servers, target_dir, tmp_path):
+    fast, slow = servers
+    slow.delay = 0.2
+    data, out = write(tmp_path / "data.jsonl", 60), tmp_path / "out.jsonl"
+    assert main(arguments(servers, target_dir, data, out, "--concurrency", "4")) == 0
+    assert indices(out) == list(range(60))
+    assert len(fast.prompts) > 3 * len(slow.prompts) > 0
+    assert max(fast.connections, slow.connections) <= 2 + 4, "connections are kept"
+
+
+def test_a_server_that_dies_is_reported_and_the_other_answers(
+    servers, target_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(pool, "PAUSE", 0.01)
+    alive, dead = servers
+    dead.failures = [500] * 1000
+    data, out = write(tmp_path / "data.jsonl", 20), tmp_path / "out.jsonl"
+    assert main(arguments(servers, target_dir, data, out, "--concurrency", "8")) == 0
+    assert indices(out) == list(range(20)) and len(alive.prompts) == 20
+    said = capsys.readouterr().out
+    assert said.count(f"{dead.url} failed 3 times: ") == 1
+    assert f"asking {alive.url} instead" in said
+
+
+def test_a_server_whose_connection_breaks_is_left_too(
+    servers, target_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(pool, "PAUSE", 0.01)
+    dead = servers[1]
+
+    def die(ids):
+        raise ConnectionAbortedError
+
+    dead.answer, dead.handle_error = die, lambda *_: None
+    data, out = write(tmp_path / "data.jsonl", 20), tmp_path / "out.jsonl"
+    assert main(arguments(servers, target_dir, data, out)) == 0
+    assert indices(out) == list(range(20))
+    assert f"{dead.url} failed 3 times: ServerDisconnected" in capsys.readouterr().out
+
+
+def test_servers_of_two_models_and_the_last_one_s_death_are_errors(
+    servers, target_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(pool, "PAUSE", 0.01)
+    first, second = servers
+    data, out = write(tmp_path / "data.jsonl", 8), tmp_path / "out.jsonl"
+    second.model = "owner/other"
+    assert main(arguments(servers, target_dir, data, out)) == 2
+    said = capsys.readouterr().err
+    assert f"the server at {first.url} serves target, and the server at {second.url} serves" in said
+    assert not first.prompts
+    second.model = first.model
+    first.failures, second.failures = [500] * 1000, [500] * 1000
+    assert main(arguments(servers, target_dir, data, out)) == 2
+    assert "run the same command again to resume" in capsys.readouterr().err
+
+
+def test_a_thousand_are_in_flight_at_once_where_few_files_may_be_open(
+    servers, target_dir, tmp_path
+):
+    """The soft limit of open files is often 1,024, and aiohttp's own of connections 100."""
+    data, out = write(tmp_path / "data.jsonl", 1024), tmp_path / "out.jsonl"
+    for server in servers:
+        server.hold = threading.Event()
+    options = ["--concurrency", "1024", "--max-new-tokens", "4"]
+    command = arguments(servers, target_dir, data, out, *options)
+    limit = "import resource, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+    limit += "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); "
+    limit += "from sglang_hyperdflash.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen([sys.executable, "-c", limit, *command])
+    try:
+        until(lambda: process.poll() is not None or sum(len(s.prompts) for s in servers) == 1024)
+        assert [len(s.prompts) for s in servers] == [512, 512]
+    finally:
+        for server in servers:
+            server.hold.set()
+        assert process.wait(120) == 0
+    assert indices(out) == list(range(1024))
+
+
+def test_a_killed_run_is_resumed_without_asking_twice(servers, target_dir, tmp_path):
+    data, out = write(tmp_path / "data.jsonl", 40), tmp_path / "out.jsonl"
+    for server in servers:
+        server.delay = 0.1
+    command = arguments(servers, target_dir, data, out, "--concurrency", "4")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang_hyperdflash.cli", *command], start_new_session=True
+    )
+    until(lambda: process.poll() is not None or (out.is_file() and len(indices(out)) >= 12))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
+    assert 12 <= len(done) < 40
+    for server in servers:
+        server.prompts.clear()
+    assert main(command) == 0
+    assert indices(out) == list(range(40))
+    answered = {tuple(record["samples"][0]["tokens"][:-3]) for record in done}
+    again = [tuple(prompt["input_ids"]) for server in servers for prompt in server.prompts]
+    assert len(again) == 40 - len(done) and not answered & set(again)
+
+
+def test_neither_prompts_nor_answers_stay_in_memory(tmp_path):
+    """Found as: 40 bytes a token of all earlier answers, and every prompt, for the whole run."""
+    count = 400
+    data, out = write(tmp_path / "data.jsonl", count, size=400), tmp_path / "out.jsonl"
+    tasks = Tasks([str(data)], None)
+    with hold_answers(out, KIND, {}, tasks, "conversations") as answers:
+        for one in tasks:
+            if one.index % 2:
+                samples = [{"tokens": list(range(5000)), "spans": [[1, 5000]]}]
+                record = {"index": one.index, "digest": one.digest, "samples": samples}
+                answers.writer.append(record)
+    assert out.stat().st_size > 5e6 and data.stat().st_size > 1.5e6
+    tracemalloc.start()
+    try:
+        with hold_answers(out, KIND, {}, tasks, "conversations") as answers:
+            waiting = answers.waiting()
+            assert sum(1 for _ in waiting) == answers.left == count / 2
+            _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1e6, f"{peak / 1e6:.1f} MB"

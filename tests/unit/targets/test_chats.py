@@ -1,0 +1,182 @@
+"""Conversations against SGLang's own chat endpoint, token by token."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from sglang.srt.entrypoints.openai import serving_chat, serving_deepseek_recipe
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from transformers import AutoTokenizer
+
+from sglang_hyperdflash.targets.chats import Chat, ChatRefused, DeepSeekChats, load_chats
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from tests.unit.targets.published_v4 import published_v4
+
+V41 = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}},
+        },
+    }
+]
+
+
+def called(name: str, arguments: str) -> dict:
+    return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "reasoning_content": "I must add.",
+    "tool_calls": [called("one", '{"a": 1}'), called("two", '{"b": "x y", "a": 2}')],
+}
+USERS = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "What is <think> 2 + 2?"},
+    {"role": "assistant", "content": "It is 4.", "reasoning_content": "Two and two."},
+    {"role": "user", "content": "And 1 + 2?"},
+]
+RESULTS = [
+    {"role": "tool", "tool_call_id": "two", "content": "second"},
+    {"role": "tool", "tool_call_id": "one", "content": "first"},
+]
+LATER = [
+    {"role": "assistant", "content": "It is 3.", "reasoning_content": "They say so."},
+    {"role": "user", "content": "Thanks"},
+]
+WITH_TOOLS = [*USERS, CALL, *RESULTS, *LATER]
+
+
+@pytest.fixture(scope="module")
+def folders(target_dir, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    v4 = published_v4(root / "v4", target_dir)
+    return {"v4": v4, "v41": published_v4(root / "v41", target_dir, V41), "tiny": target_dir}
+
+
+def served(folder, chat: Chat) -> list[int]:
+    """What SGLang's chat endpoint makes of a request with this conversation."""
+    config = json.loads((folder / "config.json").read_text())
+    fields = {"architectures": config["architectures"], "model_type": config["model_type"]}
+    manager = SimpleNamespace(
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        server_args=None,
+        config_value=lambda name: None,
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(**fields), get_default_sampling_params=dict
+        ),
+        model_path=str(folder),
+    )
+    template = SimpleNamespace(
+        chat_template_name=None,
+        jinja_template_content_format="string",
+        jinja_template_may_reorder_tool_results=False,
+        python_chat_template=None,
+        reasoning_config=None,
+    )
+    runtime = SimpleNamespace(default_chat_template_kwargs=None)
+    options = dict(chat.options)
+    effort = options.pop("reasoning_effort", None)
+    body = {"model": "m", "messages": chat.messages, "chat_template_kwargs": options}
+    body |= {"tools": chat.tools} if chat.tools else {}
+    body |= {"reasoning_effort": effort} if effort is not None else {}
+    with (
+        mock.patch.object(serving_chat, "get_serving", lambda: runtime),
+        mock.patch.object(serving_chat, "get_model", lambda: SimpleNamespace(revision=None)),
+        mock.patch.object(serving_deepseek_recipe, "get_serving", lambda: runtime),
+    ):
+        serving = serving_chat.OpenAIServingChat(manager, template)
+        request = ChatCompletionRequest(**json.loads(json.dumps(body)))
+        return serving._process_messages(request, is_multimodal=False).prompt_ids
+
+
+@pytest.mark.parametrize("target", ["v4", "v41", "tiny"])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    "messages, tools",
+    [
+        (USERS[1:2], None),
+        (USERS, None),
+        (USERS, TOOLS),
+        (WITH_TOOLS, TOOLS),
+        (WITH_TOOLS[:-1][:-1], TOOLS),
+        (WITH_TOOLS, None),
+        ([*USERS, {"role": "developer", "content": "Hurry."}, USERS[1]], None),
+    ],
+)
+def test_a_prompt_is_what_the_server_tokenizes(folders, target, thinking, messages, tools):
+    chat = Chat(messages, tools, {"thinking": thinking})
+    found = load_chats(str(folders[target])).prompt(chat, "here")
+    assert found == served(folders[target], chat)
+
+
+@pytest.mark.parametrize("target, effort", [("v4", "max"), ("v4", "none"), ("v41", "high")])
+def test_an_effort_is_what_the_server_makes_of_it(folders, target, effort):
+    chat = Chat(USERS, None, {"reasoning_effort": effort})
+    assert load_chats(str(folders[target])).prompt(chat, "here") == served(folders[target], chat)
+
+
+def test_a_template_in_the_folder_of_a_v4_is_ignored_as_the_server_ignores_it(tmp_path, target_dir):
+    folder = published_v4(tmp_path / "v4", target_dir)
+    (folder / "chat_template.jinja").write_text("{{ 'mine' }}")
+    chat = Chat(USERS)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == "{{ 'mine' }}"
+    assert load_chats(str(folder)).prompt(chat, "here") == served(folder, chat)
+
+
+@pytest.mark.parametrize("target", ["v4", "v41"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_an_answer_is_what_later_prompts_hold_of_it(folders, target, thinking):
+    """With tools nothing is dropped, so every answer stands in the last prompt as it was given."""
+    chats = load_chats(str(folders[target]))
+    whole = chats.prompt(Chat(WITH_TOOLS, TOOLS, {"thinking": thinking}), "here")
+    for i, message in enumerate(WITH_TOOLS):
+        if message["role"] == "assistant":
+            chat = Chat(WITH_TOOLS[: i + 1], TOOLS, {"thinking": thinking})
+            before = chats.prompt(chat.with_messages(WITH_TOOLS[:i]), "here")
+            tokens = before + chats.answer(chat, "here")
+            assert tokens[-1] == chats.tokenizer.eos_token_id
+            assert whole[: len(tokens)] == tokens
+
+
+@pytest.mark.parametrize("target", ["v4", "v41"])
+def test_a_reply_becomes_the_message_that_it_is(folders, target):
+    chats = load_chats(str(folders[target]))
+    for thinking in (False, True):
+        for message in (CALL, LATER[0]):
+            chat = Chat([*USERS, message], TOOLS, {"thinking": thinking})
+            tokens = chats.answer(chat, "here")
+            stop = {"type": "stop", "matched": tokens[-1]}
+            reply = {"output_ids": tokens, "meta_info": {"finish_reason": stop}}
+            found = chats.message(chat.with_messages(USERS), reply)
+            assert found["content"] == (message["content"] or "")
+            assert found.get("reasoning_content") == (
+                message["reasoning_content"] if thinking else None
+            )
+            calls = [c["function"]["name"] for c in message.get("tool_calls", ())]
+            assert [c["function"]["name"] for c in found.get("tool_calls", ())] == calls
+            assert chats.answer(chat.with_messages([*USERS, found]), "here") == tokens
+
+
+def test_what_no_server_takes_is_refused(folders, target_dir, tmp_path):
+    chats = load_chats(str(folders["v4"]))
+    result = {"role": "tool", "content": "a result of nothing"}
+    with pytest.raises(ChatRefused, match=r"^data:3: DeepSeek-V4's encoder .*tool_call_id.* Fix"):
+        chats.prompt(Chat([*USERS, result]), "data:3")
+    with pytest.raises(HyperDFlashConfigError, match=r"expected thinking or .* found enable_think"):
+        chats.check({"enable_thinking": True})
+    for effort in ("great", 50):
+        with pytest.raises(HyperDFlashConfigError, match=r"the chat options: .* Fix"):
+            chats.check({"reasoning_effort": effort})
+    chats.check({"thinking": True, "reasoning_effort": "max"})
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    with pytest.raises(HyperDFlashConfigError, match=r"cannot encode DeepSeek-V4's .*<think>"):
+        DeepSeekChats("dsv4", tokenizer).prompt(Chat(USERS), "here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ from sglang_hyperdflash.tools.server_process import reason_of
 ATTEMPTS, PAUSE = 3, 2.0  # seconds before the second attempt, doubled for each further one
 MOST_IN_FLIGHT = 1024
 SPARE_FILES = 512  # open files besides the connections
+# Seconds of silence before the first probe, and between the probes; how many go unanswered.
+PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 
 
 class Refused(Exception):
@@ -57,7 +60,8 @@ class Pool:
     async def __aenter__(self) -> Pool:
         _allow_connections()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the commands limit what is in flight
+            # The commands limit what is in flight.
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
         )
         return self
@@ -110,6 +114,16 @@ class Pool:
         del self.in_flight[url]
         others = ", ".join(self.in_flight)
         tqdm.write(f"{url} failed {ATTEMPTS} times: {error.__cause__!r}; asking {others} instead")
+
+
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose peer is probed while it computes: a host that is gone would never answer."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 def _allow_connections() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,27 @@ def test_a_thousand_are_in_flight_at_once_where_few_files_may_be_open(
             server.hold.set()
         assert process.wait(120) == 0
     assert indices(out) == list(range(1024))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="the kernel lists no sockets")
+def test_a_silent_server_is_probed(servers, target_dir, tmp_path):
+    """A host that loses its power closes no connection: without probes a run waits for ever."""
+    server = servers[0]
+    server.hold = threading.Event()
+    data, out = write(tmp_path / "data.jsonl", 2), tmp_path / "out.jsonl"
+    command = arguments([server], target_dir, data, out)
+    run = threading.Thread(target=main, args=(command,))
+    run.start()
+    try:
+        until(lambda: len(server.prompts) == 2)
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        timers = [row[5] for row in rows if row[2].endswith(f":{server.server_port:04X}")]
+        probing = [timer for timer in timers if timer.startswith("02:")]
+        assert len(probing) == 2, timers
+        assert all(0 < int(timer[3:], 16) <= 6100 for timer in probing), "within a minute"
+    finally:
+        server.hold.set()
+        run.join()
 
 
 def test_a_killed_run_is_resumed_without_asking_twice(servers, target_dir, tmp_path):

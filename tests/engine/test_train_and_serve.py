@@ -161,9 +161,10 @@ def test_regenerated_answers_are_the_targets_own(
     options = ["--temperature", "0", "--max-new-tokens", "24"]
     assert main(["regenerate", *arguments, "--output", str(out), *options]) == 0
     record = json.loads(out.read_text())
-    assert len(record["samples"]) == turns
-    for i, sample in enumerate(record["samples"]):
-        (start, end), tokens = sample["spans"][0], sample["tokens"]
+    (sample,) = record["samples"]
+    tokens = sample["tokens"]
+    assert len(sample["spans"]) == turns
+    for i, (start, end) in enumerate(sample["spans"]):
         assert tokens[:start] == chat_ids(tokenizer, record["messages"][: 2 * i + 1])
         plain = target_server.generate(
             input_ids=tokens[:start], sampling_params={"temperature": 0, "max_new_tokens": 24}

@@ -56,7 +56,10 @@ def losses(
     core: NextNCore, target: LocalTarget, source: Source, indices: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some samples and the share of correct answer tokens."""
-    rows, states = collate([source.samples[i] for i in indices]), source.states(indices)
+    rows, states = (
+        collate([source.samples[i] for i in indices]),
+        source.states(indices).to(target.device),
+    )
     b, n = rows.tokens.shape[0], rows.tokens.shape[1] - 1
     after = rows.tokens[:, 1:].reshape(-1)
     attend = target.new_cache(b, n).attend(torch.zeros(b, dtype=torch.long), n, target.scaling)
@@ -70,7 +73,7 @@ def losses(
         rows.tokens[:, 2:][wanted],
         target.lm_head,
         early=torch.ones(int(wanted.sum()), dtype=torch.bool),
-        teacher=states.final[:, 1:-1][wanted],
+        teacher=target.final(states.residual[:, 1:-1][wanted]),
         temperature=1.0,
     )
     return ce.mean() + ALPHA * kl.mean(), hits.float().mean()
@@ -93,7 +96,7 @@ def train(
         return cosine * min(1.0, (step + 1) / WARMUP_STEPS)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    passes = Passes(len(source.samples), batch, seed=0)
+    passes = Passes(source.lengths, batch, seed=0)
     for step in range(steps):
         loss, _ = losses(core, target, source, passes.batch(step))
         optimizer.zero_grad()

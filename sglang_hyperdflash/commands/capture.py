@@ -1,8 +1,8 @@
 """``hyperdflash capture``: the target's states of a data set, through an SGLang server.
 
 For targets too large for one process (DeepSeek-V4): every conversation is prefilled
-once, and a hook in the scheduler writes its pre-collapse residual to disk. The final-norm state is
-computed from the residual with the target's ``hc_head``, or its mean, and norm.
+once, and a hook in the scheduler hands out its pre-collapse residual. Several engines may write to
+one store at once, each a share of the shards.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +27,32 @@ from sglang_hyperdflash.commands.pool import ask, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
+from sglang_hyperdflash.targets.final_state import FinalState
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
+from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
-from sglang_hyperdflash.tools.ownership import claim, keep_apart, location
-from sglang_hyperdflash.tools.server_process import Server
-from sglang_hyperdflash.training.captured import (
-    CaptureIdentity,
-    CaptureWriter,
-    bytes_of,
+from sglang_hyperdflash.tools.ownership import keep_apart, location
+from sglang_hyperdflash.training.conversations import Loaded, load_samples
+from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.manifest import (
+    SHARDS,
+    Data,
+    Identity,
     content_hash,
     data_digest,
+)
+from sglang_hyperdflash.training.store.writer import (
+    Range,
+    StoreWriter,
+    bytes_of,
+    open_writer,
     shard_ranges,
 )
-from sglang_hyperdflash.training.conversations import Loaded, load_samples
-from sglang_hyperdflash.training.samples import Sample, States
 
 KIND = "hyperdflash capture"
-LEFT_OUT = "left_out.jsonl"
+# Being prefilled or written.
+SHARDS_IN_MEMORY = 4
 # A prefix-cache hit would leave rows out; all must be computed.
 FIXED = {"enable_return_hidden_states": True, "disable_radix_cache": True}
 NO_DRAFTER = "Leave it out: a capture runs the target alone."
@@ -59,43 +69,30 @@ CAPTURE_OWN = OWN | {
 KEPT = 7
 
 
-class FinalState:
-    """From a captured residual to the target's final-norm state."""
-
-    def __init__(self, files: TargetFiles, facts: TargetFacts) -> None:
-        self.facts = facts
-        m, d = facts.hc_mult, facts.hidden_size
-        self.gate = files.hc_head(m, d)
-        if self.gate is None:
-            raise HyperDFlashConfigError(
-                f"target {files.name} ({files.kind.name}) has no hc_head, so its final state "
-                "cannot be computed from the residual; capture is for targets with an hc_head."
-            )
-        self.fingerprint = self.gate.fingerprint()
-        self.norm = files.tensor("norm")
-
-    def states(self, residual: torch.Tensor) -> States:
-        """States of one sample from its residual ``[S, m*d]``, in the residual's dtype."""
-        f = self.facts
-        eps = {"rms_eps": f.rms_norm_eps, "hc_eps": f.hc_eps}
-        y = self.gate.collapse(residual, **eps).float()
-        final = torch.nn.functional.rms_norm(y, self.norm.shape, self.norm, f.rms_norm_eps)
-        return States.without_layers(residual.unsqueeze(0), final.to(residual.dtype).unsqueeze(0))
-
-
 def add_parser(commands) -> None:
     """Register ``capture`` and its arguments."""
     parser = commands.add_parser(
         "capture",
         help="write the target's states of a data set, through SGLang",
         description="Prefill every conversation with an SGLang server and keep the pre-collapse "
-        "residual and the final-norm state, as shards for `hyperdflash train` (features = "
-        '"captured"). Run again to resume.',
+        'residual, in a store for `hyperdflash train` (features = "captured"). Run again to '
+        "resume. Several engines fill one store, each run with its own --share.",
     )
     add = parser.add_argument
     add("--target", dest="model", required=True, help="target folder or hub id")
     add("--data", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
-    add("--out", type=Path, required=True, help="folder for the shards")
+    add("--out", type=Path, required=True, help="folder of the store")
+    add(
+        "--share",
+        type=share,
+        default="1/1",
+        metavar="I/N",
+        help="capture the I-th of N parts of the data, while others capture the rest",
+    )
+    add(
+        "--writer",
+        help="name of this run in the store (default: its share); another data set needs another",
+    )
     add(
         "--max-length",
         type=COUNT,
@@ -140,51 +137,65 @@ def run(args: argparse.Namespace) -> int:
             f"--max-length {args.max_length} is cut to {limit}: the context is {context} tokens, "
             f"of which SGLang keeps {KEPT}"
         )
-    settings = {"max_length": limit, "shard_mib": args.shard_mib}
+    settings = {"max_length": limit, "shard_mib": args.shard_mib, "share": list(args.share)}
     settings |= engine_settings(args)
     settings |= {"target": location(args.model), "data": list(map(content_hash, args.data))}
-    with claim(args.out, KIND, settings):
+    name = args.writer or "capture-{}-of-{}".format(*args.share)
+    identity = identity_of(files, arguments["dtype"])
+    with open_writer(args.out, identity, name, KIND, settings) as writer:
         loaded = load_samples(args.data, load_chats(args.model), limit)
         print(loaded)
         entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
         entries += [(where, "no answer") for where in loaded.without_answer]
         skipped = [{"where": where, "reason": reason} for where, reason in entries]
-        write_skipped(args.out / LEFT_OUT, skipped, "left out")
-        return _capture(args, arguments, files, facts, loaded)
+        write_skipped(args.out / f"{name}.left_out.jsonl", skipped, "left out")
+        return _capture(args, arguments, writer, loaded)
+
+
+def identity_of(files: TargetFiles, dtype: str) -> Identity:
+    """Whose states a server of the target gives.
+
+    Raises:
+        HyperDFlashConfigError: no drafter can be trained from the residual alone.
+    """
+    facts = TargetFacts.from_config(files.config())
+    final, gate = FinalState.of(files), files.hc_head(facts.hc_mult, facts.hidden_size)
+    return Identity(
+        target_architecture=facts.architecture,
+        hc_head_fingerprint=None if gate is None else gate.fingerprint(),
+        norm_fingerprint=tensors_fingerprint(final.norm),
+        hc_mult=facts.hc_mult,
+        hidden_size=facts.hidden_size,
+        dtype=dtype,
+    )
+
+
+def share(text: str) -> tuple[int, int]:
+    """``I/N`` of the command line, from ``1/N`` to ``N/N``."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, found {text}")
+    return int(part), int(parts)
 
 
 def _capture(
-    args: argparse.Namespace,
-    arguments: dict[str, Any],
-    files: TargetFiles,
-    facts: TargetFacts,
-    loaded: Loaded,
+    args: argparse.Namespace, arguments: dict[str, Any], writer: StoreWriter, loaded: Loaded
 ) -> int:
-    final_state = FinalState(files, facts)
-    m, d = facts.hc_mult, facts.hidden_size
-    dtype = arguments["dtype"]
-    itemsize = getattr(torch, dtype).itemsize
-    identity = CaptureIdentity(
-        facts.architecture,
-        final_state.fingerprint,
-        tensors_fingerprint(final_state.norm),
-        m,
-        d,
-        dtype,
-        data_digest(loaded.samples),
-    )
-    writer = CaptureWriter(args.out, identity)
     for name in writer.damaged:
-        print(f"{args.out / name} is damaged: it is captured again")
-    ranges = shard_ranges(loaded.samples, m, d, itemsize, args.shard_mib << 20)
-    waiting = [r for r in ranges if not writer.has(*r)]
+        print(f"{args.out / SHARDS / name} is missing or damaged: it is captured again")
+    data = Data(data_digest(loaded.samples), len(loaded.samples), args.shard_mib << 20)
+    writer.begin(data)
+    part, parts = args.share
+    ranges = shard_ranges(loaded.samples, writer.identity, data.shard_bytes)[part - 1 :: parts]
+    waiting = writer.missing(ranges)
     print(f"{_shards(len(ranges))}, {len(ranges) - len(waiting)} already in {args.out}")
     if waiting:
         left = [s for start, end in waiting for s in loaded.samples[start:end]]
-        check_space(args.out, sum(bytes_of(s, m, d, itemsize) for s in left))
-        with _scratch(args.out) as scratch:
-            _with_server(arguments, scratch, args, loaded, waiting, final_state, writer)
-    print(f"{len(loaded.samples)} samples in {_shards(len(ranges))} ({args.out})")
+        check_space(args.out, sum(bytes_of(s, writer.identity) for s in left))
+        with _scratch(args.out, writer.name) as scratch:
+            _with_server(arguments, scratch, args, loaded, waiting, writer)
+    count = sum(end - start for start, end in ranges)
+    print(f"{count} samples in {_shards(len(ranges))} ({args.out})")
     return 0
 
 
@@ -193,9 +204,12 @@ def _shards(count: int) -> str:
 
 
 @contextmanager
-def _scratch(out: Path) -> Iterator[Path]:
-    """A folder for rows before they are in a shard, emptied of a killed run's."""
-    folder = out / ".scratch"
+def _scratch(out: Path, name: str) -> Iterator[Path]:
+    """A folder for rows before they are in a shard, emptied of a killed run's.
+
+    It is local: rows that are read and removed within seconds need not reach a shared disk.
+    """
+    folder = Path(tempfile.gettempdir()) / f"hyperdflash-{short_hash([location(out), name])}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -204,17 +218,41 @@ def _scratch(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _with_server(arguments, scratch: Path, args, loaded, waiting, final_state, writer) -> None:
-    from tqdm import tqdm
-
+def _with_server(arguments, scratch: Path, args, loaded, waiting, writer) -> None:
     environment = {CAPTURE_FOLDER: str(scratch.resolve())}
     starting = own_server(arguments | FIXED, verbose=args.verbose, environment=environment)
     with starting as server:
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
-        for start, end in tqdm(waiting, unit="shard"):
-            chosen = loaded.samples[start:end]
-            residuals = asyncio.run(prefill_all(server, scratch, chosen, start, args.concurrency))
-            writer.add(start, chosen, [final_state.states(rows) for rows in residuals])
+        prefill = Prefill(server.url, scratch, asyncio.Semaphore(args.concurrency))
+        asyncio.run(capture_shards(prefill, loaded.samples, waiting, writer))
+
+
+async def capture_shards(
+    prefill: Prefill, samples: list[Sample], waiting: list[Range], writer: StoreWriter
+) -> None:
+    """Prefill and add every range; while some shards are written, the next is prefilled."""
+    from tqdm import tqdm
+
+    async def one(start: int, end: int) -> None:
+        chosen = samples[start:end]
+        rows = await asyncio.gather(*map(prefill, range(start, end), chosen))
+        await asyncio.to_thread(writer.add, start, chosen, [(each,) for each in rows])
+        bar.update(1)
+
+    pending: set[asyncio.Task] = set()
+
+    async def until(most: int) -> None:
+        nonlocal pending
+        while len(pending) > most:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    with tqdm(total=len(waiting), unit="shard") as bar:
+        for start, end in waiting:
+            await until(SHARDS_IN_MEMORY - 1)
+            pending.add(asyncio.create_task(one(start, end)))
+        await until(0)
 
 
 def check_fits(loaded: Loaded, limit: int) -> None:
@@ -236,32 +274,33 @@ def check_fits(loaded: Loaded, limit: int) -> None:
         )
 
 
-async def prefill_all(
-    server: Server, scratch: Path, samples: list[Sample], start: int, concurrency: int
-) -> list[torch.Tensor]:
-    """The residual ``[S, m*d]`` of every sample, ``concurrency`` requests in flight."""
-    in_flight = asyncio.Semaphore(concurrency)
+@dataclass(frozen=True)
+class Prefill:
+    """Has conversations prefilled by a server, so many at once."""
 
-    async def one(index: int, sample: Sample) -> torch.Tensor:
+    url: str
+    scratch: Path
+    in_flight: asyncio.Semaphore
+
+    async def __call__(self, index: int, sample: Sample) -> torch.Tensor:
+        """The residual ``[S, m*d]`` of a sample, in the server's dtype."""
         rid = f"{REQUEST_PREFIX}{index}"
-        async with in_flight:
+        async with self.in_flight:
             await ask(
-                server.url,
+                self.url,
                 input_ids=sample.tokens,
                 sampling_params={"temperature": 0, "max_new_tokens": 1},
                 return_hidden_states=True,
                 rid=rid,
             )
-        rows = take_rows(scratch, rid)
+            rows = await asyncio.to_thread(take_rows, self.scratch, rid)
         found = 0 if rows is None else len(rows)
         if found != len(sample.tokens):
-            free = shutil.disk_usage(scratch).free / 2**20
+            free = shutil.disk_usage(self.scratch).free / 2**20
             raise HyperDFlashError(
-                f"expected {len(sample.tokens)} residual rows of a conversation in {scratch}, "
-                f"found {found}; {free:.0f} MiB are free there. On a full disk, free space and run "
-                "the same command again: finished shards are kept. Else SGLang's hidden-state seam "
-                "has changed: run `hyperdflash check`."
+                f"expected {len(sample.tokens)} residual rows of a conversation in {self.scratch}, "
+                f"found {found}; {free:.0f} MiB are free there. On a full disk, free space or set "
+                "TMPDIR, and run the same command again: finished shards are kept. Else SGLang's "
+                "hidden-state seam has changed: run `hyperdflash check`."
             )
         return rows
-
-    return await asyncio.gather(*(one(start + i, sample) for i, sample in enumerate(samples)))

@@ -36,7 +36,9 @@ def write_prefill_residual(original, self, *args, **kwargs):
     end = start + kwargs["extend_input_len"]
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().tp_rank == 0:
+    parallel = get_parallel()
+    # Under DP attention every group of attention ranks has requests of its own.
+    if parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0:
         rows = kwargs["logits_output"].hidden_states[start:end]
         append_rows(Path(os.environ[CAPTURE_FOLDER]), req.rid, rows)
     return end

@@ -22,16 +22,17 @@ from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
-from sglang_hyperdflash.training.captured import CapturedFeatures, content_hash
+from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.kept_states import kept_states
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
-from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, Source
+from sglang_hyperdflash.training.samples import OnlineFeatures, Source
+from sglang_hyperdflash.training.store.manifest import content_hash
+from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.trainer import STATE, Trainer
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
@@ -115,7 +116,7 @@ def train(
     """Run every stage; finished ones are skipped, an interrupted one resumes.
 
     Args:
-        states: where the target's states are kept for other runs; None for memory alone.
+        states: where the target's states are kept for other runs; None for the working folder.
     """
     target, drafter = load_pair(schedule)
     captures = schedule.features == "captured"
@@ -128,14 +129,13 @@ def train(
 
     def source(files: tuple[str, ...], title: str) -> Source:
         if captures:
-            return captured(files, drafter.config, target.norm)
+            return captured(files, drafter.config, target.final.norm)
         loaded = load_samples(files, chats, schedule.max_length)
         say(f"{title}: {loaded}")
         layer_ids = drafter.config.captured_layers
-        if states is not None:
-            return kept_states(states, target, loaded.samples, layer_ids, world)
-        kind = FeatureCache if schedule.features == "cache" else OnlineFeatures
-        return kind(target, loaded.samples, layer_ids=layer_ids)
+        if schedule.features == "online":
+            return OnlineFeatures(target, loaded.samples, layer_ids)
+        return cached(states or work / "states", target, loaded.samples, layer_ids, world)
 
     held_out: dict[str, Source] = {}
     for kind, file in schedule.held_out.items():
@@ -192,13 +192,13 @@ def publish(best: Path, out: Path) -> None:
 
 def captured(
     folders: tuple[Path | str, ...], config: HyperDFlashConfig, norm: torch.Tensor
-) -> CapturedFeatures:
-    """A stage's capture; it must be of the drafter's target.
+) -> StoreReader:
+    """A stage's store; it must be of the drafter's target.
 
     Args:
         config: the drafter's. norm: ``[d]``, the target's final norm.
     """
-    features = CapturedFeatures(folders[0])
+    features = StoreReader(folders[0])
     expected = {
         "hc_mult": config.hc_mult,
         "hidden_size": config.hidden_size,
@@ -232,7 +232,7 @@ def add_parser(commands) -> None:
         type=Path,
         metavar="FOLDER",
         help="folder that keeps the target's states for later runs on the same samples "
-        "(default: in memory)",
+        "(default: WORK/states)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument(

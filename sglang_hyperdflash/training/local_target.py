@@ -16,6 +16,7 @@ from cpu_engine.portable.core import DeepseekV4Core, softmax_with_sinks
 from cpu_engine.portable.weights import load_core
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.final_state import FinalState
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -69,6 +70,8 @@ class LocalTarget(nn.Module):
         self.requires_grad_(False)
         self.eval()
         self.scaling = self.config.head_dim**-0.5
+        epsilons = {"rms_eps": self.core.rms_eps, "hc_eps": self.core.hc_eps}
+        self.final = FinalState(self.hc_head, self.core.norm, **epsilons)
 
     @property
     def hc_head(self) -> HcHead:
@@ -122,7 +125,7 @@ class LocalTarget(nn.Module):
 
 
 class BorrowedTarget(nn.Module):
-    """``embed_tokens``, ``lm_head`` and final ``norm`` of a target whose states are on disk, fp32,
+    """``embed_tokens``, ``lm_head`` and the collapse of a target whose states are on disk, fp32,
     frozen: about 1 GB of a checkpoint that no trainer could load (DeepSeek-V4-Flash).
 
     Raises:
@@ -145,5 +148,5 @@ class BorrowedTarget(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding)
         self.lm_head = nn.Linear(*reversed(shape), bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(head)
-        self.norm = nn.Parameter(files.tensor("norm"))
+        self.final = FinalState.of(files)
         self.requires_grad_(False)

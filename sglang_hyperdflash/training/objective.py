@@ -159,7 +159,7 @@ def sums(
         blocks.labels[supervised],
         target.lm_head,
         early=taught[supervised],
-        teacher=blocks.before(states.final, taught),
+        teacher=target.final(blocks.before(states.residual, taught)),
         temperature=objective.T if objective.loss == "ce_kl" else 1.0,
         chunk=objective.chunk,
         term=objective.term,

@@ -96,7 +96,7 @@ class Replay:
         with device:
             hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)[blocks.keep]
         previous = blocks.previous(rows.tokens)[blocks.keep]
-        taught = blocks.before(states.final, blocks.keep)
+        taught = blocks.before(states.residual, blocks.keep)
         parts = []
         for first in range(0, len(hidden), BLOCKS):
             part = slice(first, first + BLOCKS)
@@ -106,7 +106,8 @@ class Replay:
                 head, shape = self.drafter.dependency, scores.shape
                 flat = (previous[part], found.gates, found.ids)
                 scores = scores + head(*(x.flatten(0, 1) for x in flat)).view(shape)
-            p = torch.softmax(self.target.lm_head(taught[part]).float(), -1).gather(-1, found.ids)
+            teacher = self.target.final(taught[part])
+            p = torch.softmax(self.target.lm_head(teacher).float(), -1).gather(-1, found.ids)
             parts.append(torch.minimum(p, torch.softmax(scores, -1)).sum(-1))
         result[keep.cpu()] = torch.cat(parts).cpu()
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -17,15 +17,19 @@ class Tensors:
     """A dataclass of tensors that moves between devices as one."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
-        return type(self)(*(getattr(self, f.name).to(device) for f in fields(self)))
+        """The same on another device; a copy from pinned memory does not wait."""
+        moved = (getattr(self, f.name).to(device, non_blocking=True) for f in fields(self))
+        return type(self)(*moved)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens of a conversation and the spans ``[start, end)`` that the target answered."""
+    """Tokens of a conversation and the spans ``[start, end)`` that the target answered.
 
-    tokens: list[int]
+    The tokens of a store's samples are a tensor, int32.
+    """
+
+    tokens: list[int] | torch.Tensor
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -56,30 +60,52 @@ class Rows(Tensors):
 
 @dataclass(frozen=True)
 class States(Tensors):
-    """The target's states of some rows, fp32, zero in the padding.
+    """The target's states of some rows, zero in the padding, in the dtype that they are kept in.
 
-    residual: ``[b, S, m*d]`` (pre-collapse). final: ``[b, S, d]`` (after the final norm: the true
-    gated collapse). layers: ``[b, S, len(layer_ids) * d]``, the paths' means after chosen layers,
-    zero columns wide when none are.
+    residual: ``[b, S, m*d]``, before the collapse. layers: ``[b, S, len(layer_ids) * d]``, the
+    paths' means after chosen layers, zero columns wide when none are.
     """
 
     residual: torch.Tensor
-    final: torch.Tensor
     layers: torch.Tensor
 
     @classmethod
-    def without_layers(cls, residual: torch.Tensor, final: torch.Tensor) -> States:
+    def without_layers(cls, residual: torch.Tensor) -> States:
         """States without chosen layers."""
-        return cls(residual, final, residual.new_zeros(*residual.shape[:-1], 0))
+        return cls(residual, residual.new_zeros(*residual.shape[:-1], 0))
+
+    def to(self, device: torch.device) -> Self:
+        """On the device that computes with them, in fp32."""
+        moved = super().to(device)
+        return type(self)(moved.residual.float(), moved.layers.float())
 
 
 class Source(Protocol):
-    """A trainer's source of samples and their states."""
+    """A trainer's source of samples and their states.
 
-    samples: list[Sample]
+    Attributes:
+        lengths: tokens of every sample, int64.
+    """
+
+    samples: Sequence[Sample]
+    lengths: torch.Tensor
+
+    def prefetch(self, indices: list[int]) -> None:
+        """Begin to read what :meth:`states` will be asked for, if that takes time."""
 
     def states(self, indices: list[int]) -> States:
         """The target's states of the samples at ``indices``, padded like :func:`collate`."""
+
+
+class InMemory:
+    """A :class:`Source` whose samples are in memory."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+        self.lengths = torch.tensor([len(sample.tokens) for sample in samples])
+
+    def prefetch(self, indices: list[int]) -> None:
+        """There is nothing to wait for."""
 
 
 def generator_seed(number: int) -> int:
@@ -94,12 +120,20 @@ def generator_seed(number: int) -> int:
 class Passes:
     """The samples of every step: passes over the data, each in its own order.
 
-    A step's samples depend on its number and the seed alone.
+    A step's samples depend on its number, the seed and the lengths alone. Samples of one batch have
+    similar lengths: windows of up to ``WINDOW`` batches of a random order are sorted by length, and
+    their batches shuffled. Data of less than eight batches stay in random order.
+
+    Args:
+        lengths: tokens of every sample.
     """
 
-    def __init__(self, count: int, batch: int, seed: int) -> None:
-        self.count, self.batch_size, self.seed = count, batch, seed
-        self._drawn: tuple[int, list[int]] = (-1, [])
+    WINDOW = 50
+
+    def __init__(self, lengths: torch.Tensor, batch: int, seed: int) -> None:
+        self.lengths, self.batch_size, self.seed = lengths, batch, seed
+        self.count = len(lengths)
+        self._drawn: dict[int, list[int]] = {}
 
     def batch(self, step: int) -> list[int]:
         """Indices of the global batch of a step."""
@@ -110,14 +144,28 @@ class Passes:
         ]
 
     def _order(self, epoch: int) -> list[int]:
-        if self._drawn[0] != epoch:
+        if epoch not in self._drawn:
             seed = generator_seed(self.seed * 1_000_003 + epoch)
             generator = torch.Generator().manual_seed(seed)
-            self._drawn = (epoch, torch.randperm(self.count, generator=generator).tolist())
-        return self._drawn[1]
+            order = torch.randperm(self.count, generator=generator)
+            # Steps are looked at ahead of time: an epoch's first before the last of the one before.
+            self._drawn = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
+            self._drawn[epoch] = self._bucketed(order, generator).tolist()
+        return self._drawn[epoch]
+
+    def _bucketed(self, order: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        batches = min(self.WINDOW, self.count // (4 * self.batch_size))
+        if batches < 2:
+            return order
+        parts: list[torch.Tensor] = []
+        for window in order.split(batches * self.batch_size):
+            alike = window[self.lengths[window].argsort(stable=True)].split(self.batch_size)
+            shuffled = torch.randperm(len(alike), generator=generator).tolist()
+            parts += [alike[i] for i in shuffled]
+        return torch.cat(parts)
 
 
-def collate(samples: list[Sample]) -> Rows:
+def collate(samples: Sequence[Sample]) -> Rows:
     """Right-pad samples; padding is outside the loss mask."""
     tokens = pad([sample.tokens for sample in samples])
     loss_mask = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -127,10 +175,10 @@ def collate(samples: list[Sample]) -> Rows:
     return Rows(tokens, loss_mask)
 
 
-class FeatureCache:
+class FeatureCache(InMemory):
     """The target's states of every sample, computed once and kept in memory.
 
-    Stored in ``dtype`` (bf16 by default): ``(m + 1 + len(layer_ids)) * d`` numbers a token.
+    Stored in ``dtype`` (bf16 by default): ``(m + len(layer_ids)) * d`` numbers a token.
     """
 
     def __init__(
@@ -142,26 +190,25 @@ class FeatureCache:
         dtype: torch.dtype = torch.bfloat16,
         layer_ids: tuple[int, ...] = (),
     ) -> None:
-        self.samples = samples
+        super().__init__(samples)
         self._kept: list[tuple[torch.Tensor, ...]] = [()] * len(samples)
         for i, *states in computed(target, samples, batch, layer_ids, dtype):
             self._kept[i] = tuple(rows.clone() for rows in states)
 
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
-        return States(
-            *(pad_states(rows) for rows in zip(*(self._kept[i] for i in indices), strict=True))
-        )
+        parts = zip(*(self._kept[i] for i in indices), strict=True)
+        return States(*(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in parts))
 
 
 def computed(
     target,
-    samples: list[Sample],
+    samples: Sequence[Sample],
     batch: int,
     layer_ids: tuple[int, ...],
     dtype: torch.dtype = torch.bfloat16,
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A sample's index and its residual, final and layers' states ``[tokens, .]``, on the CPU.
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """A sample's index and its residual and layers' states ``[tokens, .]``, on the CPU.
 
     Samples of nearly one length run together, the shortest first.
     """
@@ -169,38 +216,33 @@ def computed(
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
         tokens = pad([samples[i].tokens for i in chosen])
-        final, residual, layers = target.features(tokens, layer_ids)
+        _, residual, layers = target.features(tokens, layer_ids)
         for row, i in enumerate(chosen):
             n = len(samples[i].tokens)
-            parts = (part[row, :n].to(dtype).cpu() for part in (residual, final, layers))
+            parts = (part[row, :n].to(dtype).cpu() for part in (residual, layers))
             yield (i, *parts)
 
 
-class OnlineFeatures:
+class OnlineFeatures(InMemory):
     """The target's states, recomputed for each batch."""
 
     def __init__(self, target, samples: list[Sample], layer_ids: tuple[int, ...] = ()) -> None:
-        self.target, self.samples, self.layer_ids = target, samples, layer_ids
+        super().__init__(samples)
+        self.target, self.layer_ids = target, layer_ids
 
     def states(self, indices: list[int]) -> States:
         """See :class:`Source`."""
         rows = collate([self.samples[i] for i in indices])
-        final, residual, layers = self.target.features(rows.tokens, self.layer_ids)
-        lengths = torch.tensor([len(self.samples[i].tokens) for i in indices])
-        real = (torch.arange(rows.tokens.shape[1]) < lengths.unsqueeze(1)).unsqueeze(-1)
+        _, residual, layers = self.target.features(rows.tokens, self.layer_ids)
+        real = torch.arange(rows.tokens.shape[1]) < self.lengths[indices].unsqueeze(1)
+        real = real.unsqueeze(-1).to(residual.device)
         # Clones: the target ran in inference mode, whose tensors autograd cannot save.
-        real = real.to(final.device)
-        return States(*((x.float() * real).clone() for x in (residual, final, layers)))
+        return States(*((x.float() * real).clone() for x in (residual, layers)))
 
 
-def pad(rows: list[list[int]]) -> torch.Tensor:
+def pad(rows: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:
     """Right-pad token rows with 0 to ``[b, S]`` int64."""
     out = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row)
+        out[i, : len(row)] = torch.as_tensor(row)
     return out
-
-
-def pad_states(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Right-pad rows ``[n, width]`` with zeros to ``[b, S, width]`` fp32."""
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).float()

@@ -28,6 +28,8 @@ from sglang_hyperdflash.training.samples import (
 )
 
 STATE, LOG = "state.pt", "training_log.jsonl"
+# Steps whose states are read while one computes.
+AHEAD = 2
 
 
 class Trainer:
@@ -62,24 +64,33 @@ class Trainer:
         self.records: list[dict[str, Any]] = []
         # The best one's record, with the drafter's served tensors under "tensors".
         self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
-        self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
+        self.passes = Passes(train.lengths, recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
         self._check_processes()
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step in micro batches, with anchors drawn."""
-        indices = self.passes.batch(step)
         first = (self.recipe.seed + 1) * 2**40 + step * 2**16
-        seeds = [generator_seed(first + i) for i in range(len(indices))]
-        share = list(zip(indices, seeds, strict=True))[self.world.rank :: self.world.size]
         block, parts = self.drafter.config.block_size, []
-        for start in range(0, len(share), self.recipe.micro_batch):
-            ids, part_seeds = zip(*share[start : start + self.recipe.micro_batch], strict=True)
+        for share in self._shares(step):
+            places, ids = map(list, zip(*share, strict=True))
             rows = collate([self.train.samples[i] for i in ids])
-            blocks = Blocks.draw(rows, self.recipe.anchors, block, list(part_seeds))
-            parts.append((list(ids), rows, blocks))
+            seeds = [generator_seed(first + place) for place in places]
+            parts.append((ids, rows, Blocks.draw(rows, self.recipe.anchors, block, seeds)))
         return parts
+
+    def _shares(self, step: int) -> list[list[tuple[int, int]]]:
+        """This process's micro batches: every sample's place in the global batch, and its index."""
+        share = list(enumerate(self.passes.batch(step)))[self.world.rank :: self.world.size]
+        size = self.recipe.micro_batch
+        return [share[start : start + size] for start in range(0, len(share), size)]
+
+    def _prefetch(self, step: int) -> None:
+        """Let the next steps' states be read while this one computes."""
+        for ahead in range(step, step + AHEAD + 1):
+            for share in self._shares(ahead):
+                self.train.prefetch([i for _, i in share])
 
     def accumulate(self, step: int) -> dict[str, Any]:
         """Gradients of one global batch, summed over micro batches and processes, and its report.
@@ -88,6 +99,7 @@ class Trainer:
             FloatingPointError: the loss is not finite; no weight was changed.
         """
         objective, term = self.objective, self.objective.term
+        self._prefetch(step)
         parts = self.micro_batches(step)
         divide = sum((denominators(objective, part[-1]) for part in parts), torch.zeros(3))
         divide = self.world.sum(divide.to(self.device)).clamp(min=1e-9)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 
 from sglang_hyperdflash.commands.train import captured
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
-from sglang_hyperdflash.training.captured import CapturedFeatures
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.samples import OnlineFeatures
+from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.conftest import EXAMPLE
 from tests.warm_start.client import run_command
 
@@ -35,9 +36,9 @@ def data(tmp_path_factory):
     return path
 
 
-def capture(target_dir, data, out) -> str:
-    command = ["capture", "--target", target_dir, "--data", data, "--out", out]
-    command += ["--dtype", "float32", "--shard-mib", 4, "--engine-args", json.dumps(ENGINE)]
+def capture(target_dir, data, out, share: str) -> str:
+    command = ["capture", "--target", target_dir, "--data", data, "--out", out, "--share", share]
+    command += ["--dtype", "float32", "--shard-mib", 1, "--engine-args", json.dumps(ENGINE)]
     # Without --verbose its processes start another environment than the template has.
     ended = run_command(*command, "--verbose", timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -45,41 +46,44 @@ def capture(target_dir, data, out) -> str:
 
 
 def test_captured_states_are_the_targets_own(target_dir, data, tmp_path):
+    """Two engines fill one store at the same time."""
     out = tmp_path / "states"
-    first = capture(target_dir, data, out)
-    assert "GiB to write" in first
-    source, target = CapturedFeatures(out), LocalTarget(target_dir)
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(partial(capture, target_dir, data, out), ("1/2", "2/2")))
+    assert all("GiB to write" in each for each in said)
+    source, target = StoreReader(out), LocalTarget(target_dir)
     online = OnlineFeatures(target, source.samples)
     assert [len(s.spans) for s in source.samples] == [1, 2, 1, 2, 1, 2]
     assert max(len(s.tokens) for s in source.samples) > 2 * ENGINE["chunked_prefill_size"]
     for i in range(len(source.samples)):
-        ours, expected = source.states([i]), online.states([i])
-        for name in ("residual", "final"):
-            found, wanted = getattr(ours, name), getattr(expected, name)
-            assert found.shape == wanted.shape
-            # Relative to their size: residuals reach the hundreds.
-            assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max(), name
-    shards = sorted(out.glob("*.safetensors"))
+        found, wanted = source.states([i]).residual, online.states([i]).residual
+        assert found.shape == wanted.shape
+        # Relative to their size: residuals reach the hundreds.
+        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    shards = sorted((out / "shards").iterdir())
     assert len(shards) > 1
-    names = [".hyperdflash.json", "index.json", *(p.name for p in shards)]
+    names = [".hyperdflash.json", "manifests", "shards", "verified"]
     assert sorted(p.name for p in out.iterdir()) == names
-    assert f"6 samples in {len(shards)} shards ({out})" in first
+    counts = [len([p for p in shards if p.name.startswith(f"capture-{i}-of-2")]) for i in (1, 2)]
+    assert min(counts) >= 1 and sum(counts) == len(shards)
+    assert f" in {'1 shard' if counts[1] == 1 else f'{counts[1]} shards'} ({out})" in said[1]
 
     before = {p: p.stat().st_mtime_ns for p in shards}
-    content = shards[1].read_bytes()
-    shards[1].unlink()
-    assert f"{len(shards)} shards, {len(shards) - 1} already" in capture(target_dir, data, out)
-    changed = [p for p in shards if p.stat().st_mtime_ns != before[p]]
-    assert changed == [shards[1]]
-    again = CapturedFeatures(out).states([len(source.samples) - 1])
-    torch.testing.assert_close(again.residual, source.states([5]).residual)
-    assert len(shards[1].read_bytes()) == len(content)
+    last = shards[-1]
+    size = last.stat().st_size
+    last.unlink()
+    assert f", {counts[1] - 1} already in {out}" in capture(target_dir, data, out, "2/2")
+    assert [p for p in shards if p.stat().st_mtime_ns != before[p]] == [last]
+    again = StoreReader(out).states([len(source.samples) - 1])
+    wanted = online.states([len(source.samples) - 1]).residual  # other batches, other last bits
+    assert (again.residual - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert last.stat().st_size == size
 
     config, norm = (
         load_config(EXAMPLE / "drafter"),
-        BorrowedTarget(TargetFiles(str(target_dir))).norm,
+        BorrowedTarget(TargetFiles(str(target_dir))).final.norm,
     )
-    assert captured((out,), config, norm).samples == source.samples
+    assert len(captured((out,), config, norm).samples) == len(source.samples)
     with pytest.raises(ValueError, match="from another target: its norm_fingerprint is"):
         captured((out,), config, norm + 1)
     other = replace(config, target=replace(config.target, hc_head_fingerprint="other"))

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.capture import FinalState
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.samples import Sample, States
 from tests.conftest import EXAMPLE, ROOT
 from tests.engine import exposed_plugin
 from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
@@ -96,7 +95,6 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     """And what is drafted in every round is what the residual of a whole prefill leads to."""
     files, prompts, blocks = TargetFiles(str(target)), own_prompts[:6], tmp_path / "blocks.jsonl"
     borrowed = BorrowedTarget(files)
-    final_state = FinalState(files, TargetFacts.from_config(files.config()))
     replay = Replay(Drafter.load(drafter).eval(), borrowed)
     dense = renamed(target, tmp_path / "target")
     source = Path(exposed_plugin.__file__).read_text()
@@ -110,8 +108,8 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     for tokens in whole:
         residual, token = captured_prefill(plain, tokens, tmp_path)
         assert residual.shape[1] == 4 * SIZES["hidden_size"]
-        states.append(final_state.states(residual))
-        assert int(borrowed.lm_head(states[-1].final[0, -1]).argmax()) == token
+        states.append(States.without_layers(residual.unsqueeze(0)))
+        assert int(borrowed.lm_head(borrowed.final(residual[-1])).argmax()) == token
     servers.stop("hy-v4")
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
     environment |= install_plugin(tmp_path, "recorder", RECORDER)
@@ -133,7 +131,8 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     assert_varied(compared)
     # Control: the same paths in another order lead to other blocks.
     paths = residual.unflatten(-1, (4, -1)).roll(1, dims=-2).flatten(-2)
-    wrong = replayed(replay, sample, final_state.states(paths), [at for at, _ in found])
+    known = States.without_layers(paths.unsqueeze(0))
+    wrong = replayed(replay, sample, known, [at for at, _ in found])
     assert sum(a != b for a, b in zip(ours, wrong, strict=True)) > len(found) // 2
 
 

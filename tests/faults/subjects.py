@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import EVAL, Subject
 from tests.unit.commands.native_server import Answers
@@ -222,10 +223,13 @@ def capturing(shared: Path) -> Subject:
     def result(folder: Path) -> list[Any]:
         found = shards(folder)
         assert len(found) == SHARDS, f"expected {SHARDS} shards, found {len(found)}"
-        return [(path.name, path.read_bytes()) for path in found]
+        source = StoreReader(folder / "states")
+        states = (source.states([i]).residual.numpy().tobytes() for i in range(len(source.samples)))
+        samples = [(s.tokens.tolist(), s.spans) for s in source.samples]
+        return list(zip(samples, states, strict=True))
 
     def shards(folder: Path) -> list[Path]:
-        return sorted((folder / "states").glob("*.safetensors"))
+        return sorted((folder / "states" / "shards").glob("*.safetensors"))
 
     return Subject(
         name="capture",
@@ -233,7 +237,7 @@ def capturing(shared: Path) -> Subject:
         units=SHARDS,
         done=lambda folder: len(shards(folder)),
         result=result,
-        lines=None,
+        lines=lambda folder: folder / "states" / "manifests" / "capture-1-of-1.jsonl",
         data=lambda folder: shards(folder)[0],
         kill_helper=kill_scheduler,
     )

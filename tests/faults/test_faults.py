@@ -27,8 +27,8 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
 }
 # Forked from a process that has done the imports: what every run of the tests can afford.
 WARM = {"train-warm": lambda shared: subjects.training(shared, start=client.start)}
-# One process has no helper; these two write no file of lines.
-CANNOT = {("train", "helper dies"), ("eval-run", "torn last line"), ("capture", "torn last line")}
+# One process has no helper; a comparison writes no file of lines.
+CANNOT = {("train", "helper dies"), ("eval-run", "torn last line")}
 
 
 def cells() -> Iterator[Any]:

@@ -19,13 +19,14 @@ from sglang_hyperdflash.commands.train import load_pair
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.captured import CaptureIdentity, CaptureWriter, data_digest
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import Recipe, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
 from sglang_hyperdflash.training.samples import OnlineFeatures, Sample, collate
+from sglang_hyperdflash.training.store.manifest import Data, Identity, data_digest
+from sglang_hyperdflash.training.store.writer import open_writer
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.conftest import EXAMPLE
 
@@ -445,10 +446,11 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     samples = [Sample.continuation(row, 6) for row in rows]
     online = OnlineFeatures(target, samples)
     fingerprint = target.hc_head.fingerprint()
-    norm = tensors_fingerprint(BorrowedTarget(TargetFiles(str(target_dir))).norm)
-    identity = CaptureIdentity("any", fingerprint, norm, 4, 256, "float32", data_digest(samples))
-    states = [online.states([i]) for i in range(3)]
-    CaptureWriter(tmp_path / "states", identity).add(0, samples, states)
+    norm = tensors_fingerprint(BorrowedTarget(TargetFiles(str(target_dir))).final.norm)
+    identity = Identity("any", fingerprint, norm, 4, 256, "float32")
+    with open_writer(tmp_path / "states", identity, "one", "hyperdflash capture", {}) as writer:
+        writer.begin(Data(data_digest(samples), len(samples), 2**30))
+        writer.add(0, samples, [(online.states([i]).residual[0],) for i in range(3)])
     options = (
         "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64 --dependency-rank 0"
     )

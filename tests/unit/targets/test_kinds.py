@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.capture import FinalState
+from sglang_hyperdflash.commands.capture import identity_of
 from sglang_hyperdflash.draft.config import check_fingerprint, load_config
-from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.draft.hc_head import HcHead, tensors_fingerprint
 from sglang_hyperdflash.draft.reducer import HCGateReducer
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.targets.final_state import FinalState
 from sglang_hyperdflash.targets.kinds import (
     DEEPSEEK_V4,
     DEEPSEEK_V41,
@@ -130,6 +131,7 @@ def deepseek_v41(folder: Path, target_dir: Path, *, whole: bool = True) -> Path:
     for layer in (0, last) if whole else (0,):
         for part, shape in (("fn", (size, m * d)), ("base", (size,)), ("scale", (3,))):
             tensors[f"layers.{layer}.hc_ffn_{part}"] = torch.randn(shape, generator=g)
+    tensors["norm.weight"] = torch.rand(d, generator=g)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -243,14 +245,31 @@ def test_the_gate_is_the_collapse_of_the_target_itself(tmp_path, folders, kind, 
 
 @pytest.mark.parametrize("kind", [DEEPSEEK_V4, HY_V4], ids=lambda kind: kind.name)
 def test_a_captured_residual_becomes_the_final_state(folders, kind):
-    """The one thing that capture computes itself, against transformers' own forward pass."""
+    """What the trainer computes itself, against transformers' own forward pass."""
     files = TargetFiles(str(folders[kind.name]))
-    final_state = FinalState(files, TargetFacts.from_config(files.config()))
     target = TransformersTarget(str(folders[kind.name]))
     final, residual, _ = target.features(torch.arange(5, 14)[None])
-    found = final_state.states(residual[0]).final
+    found = FinalState.of(files)(residual)
     torch.testing.assert_close(found, final, rtol=1e-4, atol=1e-4)
-    assert final_state.fingerprint == files.hc_head(M, found.shape[-1]).fingerprint()
+
+
+def test_v41_s_final_state_is_by_its_lagged_gate(tmp_path, folders, target_dir):
+    """Found as: V4.1 could not be captured, because the state of its LM head was stored."""
+    from sglang.kernels.ops.layernorm.mhc import _mhc_pre_torch
+
+    files = TargetFiles(str(deepseek_v41(tmp_path / "target", target_dir)))
+    identity = identity_of(files, "bfloat16")
+    assert identity.hc_head_fingerprint is None and identity.hc_mult == 4
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    norm = tensors["norm.weight"]
+    assert identity.norm_fingerprint == tensors_fingerprint(norm)
+    fn, base, scale = (tensors[f"layers.7.hc_ffn_{p}"] for p in ("fn", "base", "scale"))
+    paths = torch.randn(9, 4, len(norm), generator=torch.Generator().manual_seed(2)) * 3
+    gated = _mhc_pre_torch(paths, fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 1)[2]
+    expected = F.rms_norm(gated.float(), norm.shape, norm, 1e-6)
+    assert_same(FinalState.of(files)(paths.flatten(1)), expected)
+    with pytest.raises(HyperDFlashConfigError, match=r"Qwen4-exp.*expected a gate per residual"):
+        identity_of(TargetFiles(str(folders[QWEN4_EXP.name])), "bfloat16")
 
 
 @pytest.mark.parametrize("spelling", ["checkpoint", "sglang", "transformers", "saved"])

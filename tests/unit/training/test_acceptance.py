@@ -260,7 +260,7 @@ def test_the_expected_tau_is_the_sum_of_products_of_overlaps(target, target_dir,
                 before = torch.tensor([tokens[anchor + k]])
                 extra = drafter.dependency.over_vocabulary(before, hidden[k : k + 1])[0]
                 q = (own + extra)[ids].softmax(-1)
-                p = target.lm_head(states.final[0, anchor + k]).softmax(-1)[ids]
+                p = target.lm_head(target.final(states.residual[0, anchor + k])).softmax(-1)[ids]
                 reach *= float(torch.minimum(p, q).sum())
                 tau += reach
             total, count = total + tau, count + 1
@@ -300,7 +300,7 @@ def test_the_sums_are_the_weighted_rows(target, target_dir, source):
                 before = torch.tensor([tokens[anchor + k]])
                 extra = drafter.dependency.over_vocabulary(before, h.unsqueeze(0))[0]
                 q = (target.lm_head(h) + extra).softmax(-1)
-                p = target.lm_head(states.final[row, anchor + k]).softmax(-1)
+                p = target.lm_head(target.final(states.residual[row, anchor + k])).softmax(-1)
                 label = tokens[anchor + k + 1]
                 u = target.lm_head(h).log_softmax(-1)
                 costs.append((float((p - q).abs().sum()), -math.log(q[label]), -float(u[label])))

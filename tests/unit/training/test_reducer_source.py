@@ -60,7 +60,7 @@ def test_a_drafter_of_layers_trains(target, samples, tmp_path):
 
 def test_states_without_the_asked_layers_are_refused(target):
     drafter = new_drafter(target, reducer="fc", layer_ids=LAYERS)
-    states = States.without_layers(torch.zeros(1, 3, 1024), torch.zeros(1, 3, 256))
+    states = States.without_layers(torch.zeros(1, 3, 1024))
     with pytest.raises(HyperDFlashConfigError, match=r"reads layers \[1, 3\] \(512 columns\)"):
         reducer_source(drafter.config, states.residual, states.layers)
 

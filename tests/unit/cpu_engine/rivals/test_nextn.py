@@ -122,7 +122,7 @@ def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, tar
         if p + 2 < sample.spans[0][0]:
             continue
         q = target.lm_head(hidden[p].float()).log_softmax(-1)
-        teacher = target.lm_head(states.final[0, p + 1]).log_softmax(-1)
+        teacher = target.lm_head(target.final(states.residual[0, p + 1])).log_softmax(-1)
         ce -= q[tokens[p + 2]].item()
         kl += (teacher.exp() * (teacher - q)).sum().item()
         rows += 1

@@ -1,130 +1,34 @@
-"""Captured states on disk: shards are whole or absent, checked, streamed and resumed."""
+"""``hyperdflash capture`` without an engine: what it refuses, and how rows become shards."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import capture
+from sglang_hyperdflash.commands import capture, capture_rows
 from sglang_hyperdflash.commands.capture_rows import append_rows, take_rows
-from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
-from sglang_hyperdflash.training import captured
-from sglang_hyperdflash.training.captured import (
-    CapturedFeatures,
-    CaptureIdentity,
-    CaptureWriter,
-    bytes_of,
-    data_digest,
-    shard_ranges,
-)
 from sglang_hyperdflash.training.conversations import Loaded
-from sglang_hyperdflash.training.samples import Sample, States
+from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.manifest import Data
+from sglang_hyperdflash.training.store.reader import StoreReader
+from sglang_hyperdflash.training.store.writer import open_writer
+from tests.unit.training.store import small
 
-M, D = 2, 8
 SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
-IDENTITY = CaptureIdentity("Target", "abc", "def", M, D, "auto", data_digest(SAMPLES))
 
 
-def states(sample: Sample) -> States:
-    g = torch.Generator().manual_seed(len(sample.tokens))
-    n = len(sample.tokens)
-    residual = torch.randn(1, n, M * D, generator=g).bfloat16()
-    return States.without_layers(residual, torch.randn(1, n, D, generator=g).bfloat16())
-
-
-def write(folder, ranges=((0, 2), (2, 4))) -> CaptureWriter:
-    writer = CaptureWriter(folder, IDENTITY)
-    for start, end in ranges:
-        writer.add(start, SAMPLES[start:end], [states(s) for s in SAMPLES[start:end]])
-    return writer
-
-
-def test_what_was_written_is_read_padded(tmp_path):
-    write(tmp_path)
-    source = CapturedFeatures(tmp_path)
-    assert source.samples == SAMPLES
-    found = source.states([3, 0])
-    assert found.residual.dtype == torch.float32
-    assert found.residual.shape == (2, 7, M * D)
-    assert torch.equal(found.residual[0], states(SAMPLES[3]).residual[0].float())
-    assert torch.equal(found.final[1, :5], states(SAMPLES[0]).final[0].float())
-    assert not found.final[1, 5:].any()
-
-
-def test_ranges_follow_the_size_limit():
-    size = bytes_of(SAMPLES[0], M, D, 2)
-    assert size == 5 * ((M + 1) * D * 2 + 4)
-    assert shard_ranges(SAMPLES, M, D, 2, 10**9) == [(0, 4)]
-    assert shard_ranges(SAMPLES, M, D, 2, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert shard_ranges(SAMPLES, M, D, 2, 14 * (3 * D * 2 + 4)) == [(0, 2), (2, 4)]
-    assert shard_ranges([], M, D, 2, 1) == []
-
-
-def test_a_capture_resumes_with_what_is_missing(tmp_path):
-    write(tmp_path, [(2, 4)])
-    writer = CaptureWriter(tmp_path, IDENTITY)
-    assert writer.has(2, 4)
-    assert not writer.has(0, 2)
-    with pytest.raises(HyperDFlashConfigError, match="2 samples, not all of the data"):
-        CapturedFeatures(tmp_path)
-    write(tmp_path, [(0, 2)])
-    assert CapturedFeatures(tmp_path).samples == SAMPLES
-    (tmp_path / "states-00000002.safetensors").unlink()
-    with pytest.raises(HyperDFlashConfigError, match=r"shard .* is missing. Run"):
-        CapturedFeatures(tmp_path)
-    assert not CaptureWriter(tmp_path, IDENTITY).has(2, 4)
-
-
-def test_a_corrupt_shard_is_named(tmp_path):
-    write(tmp_path)
-    shard = tmp_path / "states-00000000.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-3] ^= 1
-    shard.write_bytes(bytes(data))
-    with pytest.raises(HyperDFlashConfigError, match=r"states-00000000.safetensors is corrupt"):
-        CapturedFeatures(tmp_path)
-    again = CaptureWriter(tmp_path, IDENTITY)
-    assert again.damaged == ["states-00000000.safetensors"]
-    assert [again.has(0, 2), again.has(2, 4)] == [False, True]
-    write(tmp_path, [(0, 2)])
-    assert CapturedFeatures(tmp_path).samples == SAMPLES
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    write(tmp_path)
-    other = CaptureIdentity("Target", "abc", "def", M, D, "auto", data_digest(SAMPLES[:1]))
-    with pytest.raises(HyperDFlashConfigError, match="holds a capture of another target"):
-        CaptureWriter(tmp_path, other)
-    for damage in ("{", "[]", (tmp_path / "index.json").read_text().replace("spans", "spins")):
-        (tmp_path / "index.json").write_text(damage)
-        with pytest.raises(HyperDFlashConfigError, match=r"index.json is damaged .* Run `hyperd"):
-            CapturedFeatures(tmp_path)
-        again = CaptureWriter(tmp_path, IDENTITY)
-        assert again.damaged == ["index.json"] and not again.has(0, 2)
-    with pytest.raises(FileNotFoundError, match="holds no capture"):
-        CapturedFeatures(tmp_path / "nowhere")
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
-    write(tmp_path, [(0, 2)])
-
-    def run_out_of_space(_tensors, path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(captured, "save_file", run_out_of_space)
-    with pytest.raises(WriteFailed, match=r"states-00000002.safetensors: No space left .* Free"):
-        write(tmp_path, [(2, 4)])
-    names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["index.json", "states-00000000.safetensors"]
-    assert len(json.loads((tmp_path / "index.json").read_text())["shards"]) == 1
+def prefill(folder: Path, concurrency: int = 4) -> capture.Prefill:
+    return capture.Prefill("http://nowhere", folder, asyncio.Semaphore(concurrency))
 
 
 def test_too_little_space_is_said_before_it_starts(tmp_path, capsys):
@@ -153,7 +57,7 @@ def test_rows_that_found_no_space_end_the_command_with_one_line(tmp_path, monkey
         append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
     monkeypatch.setattr(capture, "ask", mock.AsyncMock())
     with pytest.raises(HyperDFlashError, match=r"expected 5 residual rows .* found 0; \d+ MiB"):
-        asyncio.run(capture.prefill_all(mock.Mock(), tmp_path, SAMPLES[:1], 0, 1))
+        asyncio.run(prefill(tmp_path)(0, SAMPLES[0]))
 
 
 def test_a_capture_refuses_what_is_not_its_own_before_any_model(
@@ -183,8 +87,12 @@ def test_a_capture_refuses_what_is_not_its_own_before_any_model(
 
     monkeypatch.setattr(capture, "_capture", second)
     assert "stop here" in run(tmp_path / "out")
-    (tmp_path / "out" / "shard").write_text("x")
+    manifest = tmp_path / "out" / "manifests" / "capture-1-of-1.jsonl"
+    manifest.write_text('{"data": {"digest": "a", "samples": 1, "shard_bytes": 1}}\n')
     assert "shard_mib was 1024, now 1" in run(tmp_path / "out", "--shard-mib", "1")
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path / "out", "--share", "3/2")
+    assert "expected I/N with I from 1 to N, found 3/2" in capsys.readouterr().err
 
 
 def test_a_capture_is_of_what_its_options_say(tmp_path, target_dir, capsys, monkeypatch):
@@ -192,12 +100,12 @@ def test_a_capture_is_of_what_its_options_say(tmp_path, target_dir, capsys, monk
     data, found = tmp_path / "data.jsonl", []
     data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
 
-    def stop(_folder, identity):
-        found.append(identity.dtype)
-        (tmp_path / "out" / "shard").write_text("x")
+    def stop(_arguments, _options, writer, _loaded):
+        found.append(writer.identity.dtype)
+        writer.begin(Data("digest", 1, 1))
         raise HyperDFlashConfigError("stop here")
 
-    monkeypatch.setattr(capture, "CaptureWriter", stop)
+    monkeypatch.setattr(capture, "_capture", stop)
     command = ["capture", "--target", str(target_dir), "--data", str(data)]
     command += ["--out", str(tmp_path / "out")]
 
@@ -219,7 +127,7 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     tmp_path, target_dir, capsys, monkeypatch
 ):
     """Found as: 4,096 tokens asked of a target of 2,048, and a count without any line."""
-    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data, out, listed = tmp_path / "data.jsonl", tmp_path / "out", "capture-1-of-1.left_out.jsonl"
     lines = [{"instruction": "Count", "output": "7 " * n} for n in (9, 3000)]
     lines.append({"messages": [{"role": "user", "content": "Four?"}]})
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -229,9 +137,9 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     said = capsys.readouterr().out
     assert "--max-length 4096 is cut to 2041: the context is 2048 tokens" in said
     assert f"left out {data}:2: over 2041 tokens" in said
-    assert f"2 left out: listed in {out / 'left_out.jsonl'}" in said
-    listed = [json.loads(line) for line in (out / "left_out.jsonl").read_text().splitlines()]
-    assert [entry["where"] for entry in listed] == [f"{data}:2", f"{data}:3"]
+    assert f"2 left out: listed in {out / listed}" in said
+    entries = [json.loads(line) for line in (out / listed).read_text().splitlines()]
+    assert [entry["where"] for entry in entries] == [f"{data}:2", f"{data}:3"]
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--max-length", "0"])
     loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [], [])
@@ -252,15 +160,100 @@ def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
     data.write_text(json.dumps({"instruction": "Count", "output": "1 2 3"}) + "\n")
     monkeypatch.setattr(capture, "_with_server", lambda arguments, *_: found.append(arguments))
     monkeypatch.setattr(capture, "check_space", lambda _, needed: found.append(needed))
-    whole = capture.CaptureWriter
-    write = lambda folder, identity: found.append(identity.dtype) or whole(folder, identity)  # noqa: E731
-    monkeypatch.setattr(capture, "CaptureWriter", write)
+    whole = capture.identity_of
+    monkeypatch.setattr(
+        capture, "identity_of", lambda files, dtype: found.append(dtype) or whole(files, dtype)
+    )
     config = json.loads((target_dir / "config.json").read_text()) | {"dtype": "bfloat16"}
     monkeypatch.setattr(capture.TargetFiles, "config", lambda _: config)
     command = ["capture", "--target", str(target_dir), "--data", str(data)]
     assert main([*command, "--out", str(tmp_path / "out"), "--dtype", asked]) == 0
     label, needed, arguments = found
     assert (label, arguments["dtype"]) == (dtype, dtype)
-    assert needed % (5 * 256 * itemsize + 4) == 0
+    assert needed % (4 * 256 * itemsize + 4) == 0
     assert main([*command, "--out", str(tmp_path / "new"), "--dtype", "int8"]) == 2
     assert not (tmp_path / "new").exists()
+
+
+def test_every_share_is_captured_once_and_all_together(tmp_path, monkeypatch):
+    """Found as: one engine, one writer, one folder of a capture."""
+
+    async def answered(_url, *, rid, input_ids, **_options) -> None:
+        sample = next(s for s in small.SAMPLES if s.tokens == input_ids)
+        append_rows(tmp_path, rid, small.residual(sample))
+
+    monkeypatch.setattr(capture, "ask", answered)
+    for part in (2, 1):
+        with open_writer(tmp_path / "store", small.IDENTITY, f"{part}", small.KIND, {}) as writer:
+            writer.begin(small.DATA)
+            waiting = writer.missing(small.RANGES[part - 1 :: 2])
+            asyncio.run(capture.capture_shards(prefill(tmp_path), small.SAMPLES, waiting, writer))
+    source = StoreReader(tmp_path / "store")
+    assert small.found(source) == small.EXPECTED
+    for i, sample in enumerate(small.SAMPLES):
+        assert torch.equal(source.states([i]).residual[0], small.residual(sample))
+
+
+def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, monkeypatch):
+    """Found as: prefill, write, hash and index, one after another for every shard."""
+    asked, begun = threading.Event(), []
+
+    async def answered(_url, *, rid, input_ids, **_options) -> None:
+        append_rows(tmp_path, rid, torch.ones(len(input_ids), 4))
+        if rid.endswith("-1"):
+            asked.set()
+
+    class Slow:
+        def add(self, start, *_):
+            begun.append(start)
+            assert start or asked.wait(30), "the second shard waited for the first to be written"
+
+    monkeypatch.setattr(capture, "ask", answered)
+    ranges = [(i, i + 1) for i in range(len(SAMPLES))]
+    asyncio.run(capture.capture_shards(prefill(tmp_path, 1), SAMPLES, ranges, Slow()))
+    assert sorted(begun) == [0, 1, 2, 3]
+
+
+def test_a_shard_that_cannot_be_written_ends_the_capture(tmp_path, monkeypatch):
+    async def answered(_url, *, rid, input_ids, **_options) -> None:
+        append_rows(tmp_path, rid, torch.ones(len(input_ids), 4))
+        asked.append(rid)
+
+    class Full:
+        def add(self, *_):
+            raise HyperDFlashError("cannot write")
+
+    asked: list[str] = []
+    monkeypatch.setattr(capture, "ask", answered)
+    many = SAMPLES * 20
+    ranges = [(i, i + 1) for i in range(len(many))]
+    with pytest.raises(HyperDFlashError, match="cannot write"):
+        asyncio.run(capture.capture_shards(prefill(tmp_path, 1), many, ranges, Full()))
+    assert len(asked) < len(many) / 2
+
+
+def test_rows_of_every_attention_group_are_kept(tmp_path, monkeypatch):
+    """Found as: under DP attention only the first group's requests had rows."""
+    monkeypatch.setenv("HYPERDFLASH_CAPTURE_FOLDER", str(tmp_path))
+
+    def run(rid: str, **ranks: int) -> torch.Tensor | None:
+        parallel = {"tp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0} | ranks
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(**parallel))
+        output = SimpleNamespace(hidden_states=torch.arange(12.0).view(6, 2))
+        end = capture_rows.write_prefill_residual(
+            None,
+            None,
+            req=SimpleNamespace(rid=rid),
+            logits_output=output,
+            hidden_state_offset=1,
+            extend_input_len=4,
+        )
+        assert end == 5
+        return take_rows(tmp_path, rid)
+
+    name = capture_rows.REQUEST_PREFIX + "0"
+    wanted = torch.arange(2.0, 10.0).view(4, 2)
+    assert torch.equal(run(name), wanted)
+    assert torch.equal(run(name, tp_rank=4), wanted)
+    assert run(name, tp_rank=5, attn_tp_rank=1) is None
+    assert run(name, tp_rank=6, attn_cp_rank=1) is None

@@ -1,0 +1,228 @@
+"""What a store's manifests say: whose states it holds, and the samples of every shard."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash, short_hash
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.jsonl import parse
+from sglang_hyperdflash.tools.ownership import MANIFEST
+from sglang_hyperdflash.training.conversations import HUB
+from sglang_hyperdflash.training.samples import Sample
+
+KIND = "hyperdflash store"
+MANIFESTS, SHARDS, VERIFIED = "manifests", "shards", "verified"
+REPEAT = "Run the same command again that wrote it: only this shard is repeated."
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose states a store holds; it never mixes two targets, dtypes or choices of layers.
+
+    Attributes:
+        hc_head_fingerprint: None for a target without ``hc_head``, which its norm identifies.
+        layer_ids: layers whose paths' means are stored next to the residual.
+        dtype: of the states, ``bfloat16``.
+    """
+
+    target_architecture: str
+    hc_head_fingerprint: str | None
+    norm_fingerprint: str
+    hc_mult: int
+    hidden_size: int
+    dtype: str
+    layer_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Data:
+    """A finite data set that one or more writers put into a store, each a part of its shards.
+
+    Attributes:
+        digest: of tokens and spans. samples: their number. shard_bytes: what a shard holds at most:
+            writers of one data set cut it into the same shards.
+    """
+
+    digest: str
+    samples: int
+    shard_bytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A manifest's line.
+
+    Attributes:
+        file: its name in ``shards``. sha256, size, modified: of the file; its time in ns.
+        data: digest of its data set. start: its first sample's position in that.
+        lengths: tokens of each sample. spans: of each sample.
+    """
+
+    file: str
+    sha256: str
+    size: int
+    modified: int
+    data: str
+    start: int
+    lengths: list[int]
+    spans: list[list[Sequence[int]]]
+
+    @property
+    def end(self) -> int:
+        """One past its last sample's position."""
+        return self.start + len(self.lengths)
+
+    def untouched(self, folder: Path) -> bool:
+        """Whether the file has the size and time that it was written with."""
+        try:
+            found = (folder / SHARDS / self.file).stat()
+        except OSError:
+            return False
+        return (found.st_size, found.st_mtime_ns) == (self.size, self.modified)
+
+    def intact(self, folder: Path) -> bool:
+        """Whether the file is as it was written; hashed only where size or time differ."""
+        path = folder / SHARDS / self.file
+        return self.untouched(folder) or (path.is_file() and file_hash(path) == self.sha256)
+
+
+class Manifest:
+    """One writer's lines so far; a last line that is not whole yet is left out.
+
+    Attributes:
+        data: what it writes, or None for an endless stream. shards: by start; a repeated shard's
+            last line counts. dropped: starts of shards that its writer has removed.
+    """
+
+    def __init__(self, records: list[dict[str, Any]], path: Path) -> None:
+        self.path = path
+        self.data: Data | None = None
+        self.shards: dict[int, Shard] = {}
+        try:
+            for record in records:
+                self._add(record)
+        except (KeyError, TypeError) as error:
+            raise HyperDFlashConfigError(
+                f"{path}: expected the manifest of a store's writer, found a line without "
+                f"{error}. Remove {path} and run the same command again."
+            ) from error
+
+    def _add(self, record: dict[str, Any]) -> None:
+        if "data" in record:
+            self.data = Data(**record["data"])
+        elif "dropped" in record:
+            self.shards.pop(record["dropped"])
+        else:
+            shard = Shard(**record["shard"])
+            self.shards[shard.start] = shard
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Of a file that its writer may be appending to."""
+        lines = path.read_bytes().split(b"\n")[:-1]
+        return cls([parse(line, f"{path}:{n}") for n, line in enumerate(lines, 1)], path)
+
+
+def manifests(folder: Path) -> list[Manifest]:
+    """Of all writers, by name."""
+    return [Manifest.read(path) for path in sorted((folder / MANIFESTS).glob("*.jsonl"))]
+
+
+def shard_files(folder: Path) -> set[str]:
+    """Names of the shards that are there: one listing, where thousands of stats would take long."""
+    with suppress(FileNotFoundError):
+        return set(os.listdir(folder / SHARDS))
+    return set()
+
+
+def read_identity(folder: Path) -> Identity:
+    """Whose states a store holds.
+
+    Raises:
+        FileNotFoundError: there is no store. HyperDFlashConfigError: it is of another version.
+    """
+    try:
+        found = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        found = {}
+    if found.get("kind") != KIND:
+        raise FileNotFoundError(
+            f"{folder} is no store: expected the output of `hyperdflash capture`."
+        )
+    try:
+        settings = found["settings"]
+        return Identity(**settings | {"layer_ids": tuple(settings["layer_ids"])})
+    except (KeyError, TypeError) as error:
+        raise HyperDFlashConfigError(
+            f"{folder / MANIFEST} is damaged or of another version ({error}). Run `hyperdflash "
+            "capture` into a new folder."
+        ) from error
+
+
+def settings_of(identity: Identity) -> dict[str, Any]:
+    """The identity as the settings of an owned folder."""
+    return asdict(identity)
+
+
+def read_shards(folder: Path) -> list[Shard]:
+    """Every shard of a store once, by data set and position.
+
+    A shard that two writers wrote counts once.
+
+    Raises:
+        HyperDFlashConfigError: a shard is missing, a data set is not whole, or a line is damaged.
+    """
+    found: dict[tuple[str, int], Shard] = {}
+    wanted: dict[str, int] = {}
+    there = shard_files(folder)
+    for manifest in manifests(folder):
+        if manifest.data is not None:
+            wanted[manifest.data.digest] = manifest.data.samples
+        for shard in manifest.shards.values():
+            known = found.get((shard.data, shard.start))
+            if known is None or known.file not in there:
+                found[shard.data, shard.start] = shard
+    shards = [found[key] for key in sorted(found)]
+    for shard in shards:
+        if shard.file not in there:
+            raise HyperDFlashConfigError(
+                f"shard {folder / SHARDS / shard.file} is missing. {REPEAT}"
+            )
+    for digest, samples in wanted.items():
+        held = sum(len(shard.lengths) for shard in shards if shard.data == digest)
+        if held != samples:
+            raise HyperDFlashConfigError(
+                f"{folder} holds {held} samples, not all of the {samples} to be captured. Run the "
+                "same `hyperdflash capture` again to finish it, with every --share that it had."
+            )
+    return shards
+
+
+def data_digest(samples: Sequence[Sample]) -> str:
+    """A short hash of tokens and spans, in order."""
+    return bytes_hash(json.dumps([list(s.tokens), s.spans]).encode() for s in samples)
+
+
+def content_hash(place: str | Path) -> str:
+    """16 hex digits that stand for a file's bytes, or a store's samples; a hub name as it is.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+    """
+    if str(place).startswith(HUB):
+        return str(place)
+    path = Path(place)
+    if path.is_dir():
+        identity = read_identity(path)
+        lines = [[shard.data, shard.start, shard.sha256] for shard in read_shards(path)]
+        return short_hash([settings_of(identity), lines])
+    if not path.is_file():
+        raise FileNotFoundError(f"file {path} does not exist.")
+    return file_hash(path)[:16]

@@ -1,0 +1,200 @@
+"""Reading a store: a trainer's source whose samples and states stay on disk until they are used."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from sglang_hyperdflash.tools.atomic import WriteFailed, write_text
+from sglang_hyperdflash.tools.checksum import file_hash
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.samples import States
+from sglang_hyperdflash.training.store.manifest import (
+    REPEAT,
+    SHARDS,
+    VERIFIED,
+    Shard,
+    read_identity,
+    read_shards,
+)
+from sglang_hyperdflash.training.store.shard import OpenShard
+
+THREADS = 8
+OPEN_SHARDS = 256
+
+
+class StoredSample:
+    """As :class:`~sglang_hyperdflash.training.samples.Sample`; its tokens are mapped on demand."""
+
+    __slots__ = ("_index", "_reader")
+
+    def __init__(self, reader: StoreReader, index: int) -> None:
+        self._reader, self._index = reader, index
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """``[S]`` int32."""
+        shard, rows = self._reader.place(self._index)
+        return self._reader.opened(shard).tokens[rows]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        return self._reader.spans(self._index)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens inside the spans."""
+        return sum(end - start for start, end in self.spans)
+
+
+class StoredSamples(Sequence):
+    """The samples of a store."""
+
+    def __init__(self, reader: StoreReader) -> None:
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return len(self._reader.lengths)
+
+    def __getitem__(self, index: int) -> StoredSample:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return StoredSample(self._reader, index % len(self))
+
+    def __iter__(self) -> Iterator[StoredSample]:
+        return (StoredSample(self._reader, i) for i in range(len(self)))
+
+
+class StoreReader:
+    """A :class:`~sglang_hyperdflash.training.samples.Source` over a store as it is now.
+
+    A process keeps some 50 bytes a sample in memory. A shard's checksum is verified when it is
+    first opened, once per store: a stamp tells other readers.
+
+    Attributes:
+        lengths: tokens of every sample, int64.
+
+    Raises:
+        FileNotFoundError: there is no store. HyperDFlashConfigError: it is not whole, or a shard is
+            missing; when it is used: a shard is corrupt.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.identity = read_identity(self.folder)
+        shards = read_shards(self.folder)
+        self._index(shards)
+        self.samples = StoredSamples(self)
+        self._open: OrderedDict[str, OpenShard] = OrderedDict()
+        self._opening = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, "store")
+        self._begun: dict[tuple[int, ...], tuple[States, list[Future]]] = {}
+
+    def _index(self, shards: list[Shard]) -> None:
+        # The lists of a million samples' spans would be a GB in every process.
+        self._shards = [(s.file, s.sha256) for s in shards]
+        flat = chain.from_iterable
+        counts = torch.tensor([len(s.lengths) for s in shards], dtype=torch.int64)
+        self.lengths = torch.tensor(list(flat(s.lengths for s in shards)), dtype=torch.int64)
+        self._shard_of = torch.repeat_interleave(torch.arange(len(shards)), counts)
+        before = self.lengths.cumsum(0) - self.lengths
+        firsts = (counts.cumsum(0) - counts)[self._shard_of]
+        self._row = before - before[firsts]
+        spans = list(flat(s.spans for s in shards))
+        self._span_at = torch.tensor([0, *map(len, spans)]).cumsum(0)
+        self._spans = torch.tensor(list(flat(spans)), dtype=torch.int32).view(-1, 2)
+
+    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
+        """The answers' spans of a sample."""
+        first, last = self._span_at[index : index + 2].tolist()
+        return tuple(map(tuple, self._spans[first:last].tolist()))
+
+    def place(self, index: int) -> tuple[int, slice]:
+        """The number of a sample's shard, and its rows there."""
+        row = int(self._row[index])
+        return int(self._shard_of[index]), slice(row, row + int(self.lengths[index]))
+
+    def opened(self, number: int) -> OpenShard:
+        """A shard, verified. At most ``OPEN_SHARDS`` stay open."""
+        file, sha256 = self._shards[number]
+        with self._opening:
+            if found := self._open.get(file):
+                self._open.move_to_end(file)
+                return found
+        verify(self.folder, file, sha256)  # outside the lock: it reads the whole shard
+        with self._opening:
+            if file not in self._open:
+                self._open[file] = OpenShard(self.folder / SHARDS / file)
+            while len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)  # closed by its last user
+            return self._open[file]
+
+    def prefetch(self, indices: list[int]) -> None:
+        """Begin to read the states of samples; :meth:`states` of the same list takes them."""
+        if tuple(indices) not in self._begun:
+            self._begun[tuple(indices)] = self._begin(indices)
+
+    def states(self, indices: list[int]) -> States:
+        """See :class:`~sglang_hyperdflash.training.samples.Source`; pinned where there is a GPU."""
+        states, reads = self._begun.pop(tuple(indices), None) or self._begin(indices)
+        for read in reads:
+            read.result()
+        return states
+
+    def _begin(self, indices: list[int]) -> tuple[States, list[Future]]:
+        identity, longest = self.identity, int(self.lengths[indices].max())
+        columns = {"residual": identity.hc_mult, "layers": len(identity.layer_ids)}
+        options = {
+            "dtype": getattr(torch, identity.dtype),
+            "pin_memory": torch.cuda.is_available(),
+        }
+        size = (len(indices), longest)
+        states = States(
+            **{
+                name: torch.empty(*size, count * identity.hidden_size, **options)
+                for name, count in columns.items()
+            }
+        )
+        reads = [self._pool.submit(self._fill, states, row, i) for row, i in enumerate(indices)]
+        return states, reads
+
+    def _fill(self, states: States, row: int, index: int) -> None:
+        number, rows = self.place(index)
+        shard, n = self.opened(number), rows.stop - rows.start
+        for name in ("residual", "layers"):
+            out = getattr(states, name)[row]
+            if out.shape[-1]:
+                shard.read(name, rows.start, out[:n])
+                out[n:] = 0
+        # The batch is collated in another thread, which then finds the tokens in the page cache.
+        shard.tokens[rows].sum()
+
+
+def verify(folder: Path, file: str, sha256: str) -> None:
+    """Check a shard's checksum, unless a stamp says that this very file has been checked.
+
+    Raises:
+        HyperDFlashConfigError: it differs, or the file is missing.
+    """
+    path, stamp = folder / SHARDS / file, folder / VERIFIED / file
+    try:
+        found = path.stat()
+        text = f"{sha256} {found.st_size} {found.st_mtime_ns}\n"
+        if stamp.is_file() and stamp.read_text() == text:
+            return
+        right = file_hash(path) == sha256
+    except FileNotFoundError as error:
+        raise HyperDFlashConfigError(f"shard {path} is missing. {REPEAT}") from error
+    if not right:
+        raise HyperDFlashConfigError(
+            f"shard {path} is corrupt: its SHA-256 is not the manifest's. Remove it. {REPEAT}"
+        )
+    with suppress(WriteFailed):  # a store that may only be read: every process verifies it
+        write_text(stamp, text)

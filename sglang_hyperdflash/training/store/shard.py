@@ -1,0 +1,105 @@
+"""A shard: a safetensors file with the rows of its samples, one sample after another.
+
+``tokens [T]`` int32 come first, then ``residual [T, m, d]`` and, where layers were chosen,
+``layers [T, n, d]``.
+
+It is written in one pass with its checksum, and rows are read into memory of the caller's choice
+(pinned, padded). safetensors' own functions copy every tensor twice on either way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from sglang_hyperdflash.tools.atomic import replacing
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+CODES = {torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def _raw(rows: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    return memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> str:
+    """Write a shard, whole or not at all.
+
+    Args:
+        tensors: by name, tokens first; each as the rows of every sample, ``[S, ...]`` on the CPU.
+
+    Returns:
+        The SHA-256 of the file, in hex.
+
+    Raises:
+        WriteFailed: the disk is full or cannot be written.
+    """
+    header, at = {}, 0
+    for name, parts in tensors.items():
+        shape = [sum(map(len, parts)), *parts[0].shape[1:]]
+        size = sum(rows.nbytes for rows in parts)
+        kind = CODES[parts[0].dtype]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little")
+        yield text
+        for parts in tensors.values():
+            for rows in parts:
+                yield _raw(rows)
+
+    with replacing(path) as partial, partial.open("wb") as file:
+        for piece in pieces():
+            file.write(piece)
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+class OpenShard:
+    """A shard to read from: its tokens mapped into memory, other rows read when asked for.
+
+    Attributes:
+        tokens: ``[T]`` int32.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        size = int.from_bytes(self._file.read(8), "little")
+        self._offsets = {
+            name: entry["data_offsets"] for name, entry in json.loads(self._file.read(size)).items()
+        }
+        self._base = 8 + size
+        begin, end = (self._base + at for at in self._offsets["tokens"])
+        # Tokens come first, so little is mapped. Private: torch wants memory that it may write to.
+        mapped = mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_COPY)
+        count = (end - begin) // 4
+        self.tokens = torch.frombuffer(mapped, dtype=torch.int32, offset=begin, count=count)
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out [n, ...]`` with rows from ``start`` on; other threads run meanwhile.
+
+        Raises:
+            HyperDFlashConfigError: the file ends too early.
+        """
+        view = _raw(out)
+        at = self._base + self._offsets[name][0] + start * (len(view) // max(len(out), 1))
+        while view:
+            count = os.preadv(self._file.fileno(), [view], at)
+            if not count:
+                raise HyperDFlashConfigError(
+                    f"shard {self.path} is cut short. Remove it and run the command again that "
+                    "wrote it: only this shard is repeated."
+                )
+            view, at = view[count:], at + count

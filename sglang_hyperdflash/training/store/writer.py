@@ -1,0 +1,163 @@
+"""Adding shards to a store: one writer, its manifest and its part of a data set."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.jsonl import ResumableWriter
+from sglang_hyperdflash.tools.ownership import InUse, claim
+from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.manifest import (
+    KIND,
+    MANIFESTS,
+    SHARDS,
+    Data,
+    Identity,
+    Manifest,
+    Shard,
+    manifests,
+    settings_of,
+    shard_files,
+)
+from sglang_hyperdflash.training.store.shard import write_shard
+
+Range = tuple[int, int]
+
+
+def bytes_of(sample: Sample, identity: Identity) -> int:
+    """Disk bytes of one sample."""
+    columns = (identity.hc_mult + len(identity.layer_ids)) * identity.hidden_size
+    return len(sample.tokens) * (columns * getattr(torch, identity.dtype).itemsize + 4)
+
+
+def shard_ranges(samples: Sequence[Sample], identity: Identity, limit: int) -> list[Range]:
+    """Consecutive ranges ``[start, end)`` of samples of up to ``limit`` bytes, one at least."""
+    ranges, start, size = [], 0, 0
+    for i, sample in enumerate(samples):
+        more = bytes_of(sample, identity)
+        if i > start and size + more > limit:
+            ranges.append((start, i))
+            start, size = i, 0
+        size += more
+    return [*ranges, (start, len(samples))] if samples else []
+
+
+class StoreWriter:
+    """Adds shards; made by :func:`open_writer`. Threads may add at once.
+
+    Attributes:
+        damaged: names of its shards that are missing or are not as they were written.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, name: str, lines: ResumableWriter) -> None:
+        self.folder, self.identity, self.name, self._lines = folder, identity, name, lines
+        self._own = Manifest(lines.records, lines.path)
+        self._adding = threading.Lock()
+        shards = self._own.shards.values()
+        self.damaged = [shard.file for shard in shards if not shard.intact(folder)]
+
+    def begin(self, data: Data) -> None:
+        """Say which data set this writer adds a part of, before its first shard.
+
+        Raises:
+            HyperDFlashConfigError: it began another one, or another writer cuts this one otherwise.
+        """
+        for found in (self._own, *manifests(self.folder)):
+            known = found.data
+            own = found.path == self._own.path
+            if known not in (None, data) and (own or known.digest == data.digest):
+                raise HyperDFlashConfigError(
+                    f"{found.path}: expected the manifest of {data.samples} samples in shards of "
+                    f"{data.shard_bytes} bytes, found {known.samples} in shards of "
+                    f"{known.shard_bytes}, or other ones. Repeat with the data and --shard-mib of "
+                    "before, or give another store."
+                )
+        if self._own.data is None:
+            self._lines.append({"data": vars(data)})
+            self._own.data = data
+
+    def missing(self, ranges: Sequence[Range]) -> list[Range]:
+        """The ranges of its data set that no writer has added yet, damaged ones included."""
+        digest, done = self._own.data.digest, set()
+        whole = shard_files(self.folder).difference(self.damaged)
+        for found in manifests(self.folder):
+            for shard in found.shards.values():
+                if shard.data == digest and shard.file in whole:
+                    done.add((shard.start, shard.end))
+        return [each for each in ranges if each not in done]
+
+    def add(
+        self, start: int, samples: Sequence[Sample], states: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        """Write one shard, and then its line.
+
+        Args:
+            start: the first sample's position in the data set. states: of every sample, residual
+                ``[S, m*d]`` and, where the store has layers, ``[S, n*d]``.
+
+        Raises:
+            WriteFailed: the disk is full; earlier shards are whole, nothing half-written stays.
+        """
+        file, dtype = f"{self.name}-{start:08d}.safetensors", getattr(torch, self.identity.dtype)
+        tensors = {"tokens": [torch.as_tensor(s.tokens, dtype=torch.int32) for s in samples]}
+        for name, parts in zip(("residual", "layers"), zip(*states, strict=True), strict=False):
+            if parts[0].shape[-1]:
+                shape = (-1, self.identity.hidden_size)
+                tensors[name] = [rows.to("cpu", dtype).unflatten(-1, shape) for rows in parts]
+        path = self.folder / SHARDS / file
+        digest = write_shard(path, tensors)
+        found = path.stat()
+        shard = Shard(
+            file=file,
+            sha256=digest,
+            size=found.st_size,
+            modified=found.st_mtime_ns,
+            data=self._own.data.digest,
+            start=start,
+            lengths=[len(sample.tokens) for sample in samples],
+            spans=[sample.spans for sample in samples],
+        )
+        with self._adding:
+            self._lines.append({"shard": vars(shard)})
+            self._own.shards[start] = shard
+
+
+@contextmanager
+def open_writer(
+    folder: Path, identity: Identity, name: str, kind: str, settings: Mapping[str, Any]
+) -> Iterator[StoreWriter]:
+    """Hold one writer of a store, which is made where there is none.
+
+    Args:
+        name: of the writer: of its manifest and its shards.
+        kind, settings: of the command, as :func:`~sglang_hyperdflash.tools.ownership.claim` takes
+            them: what must not change when it resumes.
+
+    Raises:
+        NotOurs: the folder holds something else or states of another target, or the writer began
+            with other settings. InUse: the same writer runs. WriteFailed: it cannot be written.
+    """
+    _claim_store(folder, identity)
+    path = folder / MANIFESTS / f"{name}.jsonl"
+    with claim(path, kind, settings, is_file=True), ResumableWriter(path) as lines:
+        yield StoreWriter(folder, identity, name, lines)
+
+
+def _claim_store(folder: Path, identity: Identity) -> None:
+    """Make the folder a store of this identity, or check that it is one."""
+    for attempt in range(100):
+        try:
+            with claim(folder, KIND, settings_of(identity)):
+                return
+        except InUse:  # another writer is just doing this
+            if attempt == 99:
+                raise
+            time.sleep(0.1)

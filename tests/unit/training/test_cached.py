@@ -1,0 +1,128 @@
+"""States that stay on disk: computed once by all processes together, refused to another target."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from sglang_hyperdflash.tools import ownership
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training import cached as cached_module
+from sglang_hyperdflash.training.cached import cached
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
+
+SAMPLES = [Sample.continuation([5, 9, 7, 11, 4, 8, 6][:n], 2) for n in (7, 3, 5, 7)]
+
+
+class Counting:
+    """A target that counts the rows it computes."""
+
+    def __init__(self, target: LocalTarget, scale: float = 1.0) -> None:
+        self.target, self.scale, self.rows = target, scale, 0
+        self.hc_head, self.final, self.config = target.hc_head, target.final, target.config
+
+    def features(self, tokens, layer_ids):
+        self.rows += len(tokens)
+        return tuple(self.scale * x for x in self.target.features(tokens, layer_ids))
+
+
+@pytest.mark.parametrize("layer_ids", [(), (1, 3)])
+def test_they_are_the_cache_s_and_are_computed_once(target, tmp_path, layer_ids):
+    counting, world = Counting(target), ProcessGroup()
+    expected = FeatureCache(target, SAMPLES, layer_ids=layer_ids)
+    for rows in (len(SAMPLES) + 1, 1):  # one more, to know the target by
+        counting.rows = 0
+        kept = cached(tmp_path / "states", counting, SAMPLES, layer_ids, world)
+        assert counting.rows == rows
+        assert [s.tokens.tolist() for s in kept.samples] == [s.tokens for s in SAMPLES]
+        for indices in ([0, 1, 2, 3], [2], [3, 1]):
+            found, wanted = kept.states(indices), expected.states(indices)
+            for name in ("residual", "layers"):
+                one, other = getattr(found, name), getattr(wanted, name)
+                assert one.dtype == torch.bfloat16 and one.shape == other.shape
+                torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_processes_share_the_work_and_the_states(target, tmp_path, monkeypatch):
+    """Found as: N processes computed everything N times, and each kept all of it."""
+    monkeypatch.setattr(cached_module, "SHARD_BYTES", 1)  # a shard for every sample
+    together, found = threading.Barrier(2), {}
+
+    class OneOfTwo(ProcessGroup):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, 2
+
+        def on_main(self, action) -> None:
+            together.wait(60)
+
+    def run(rank: int) -> None:
+        counting = Counting(target)
+        kept = cached(tmp_path, counting, SAMPLES, (), OneOfTwo(rank))
+        found[rank] = counting.rows - 1, kept.states([0, 1, 2, 3]).residual
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[rank][0] for rank in range(2)] == [2, 2]
+    assert torch.equal(found[0][1], found[1][1])
+    stored = list(tmp_path.glob("*/shards/*"))
+    assert len(stored) == len(SAMPLES)
+
+
+def test_other_samples_or_layers_have_a_store_of_their_own(target, tmp_path):
+    world = ProcessGroup()
+    for samples, layer_ids in ((SAMPLES, ()), (SAMPLES[:2], ()), (SAMPLES, (2,))):
+        cached(tmp_path, target, samples, layer_ids, world)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_another_target_is_refused(target, tmp_path):
+    cached(tmp_path, target, SAMPLES, (), ProcessGroup())
+    with pytest.raises(HyperDFlashConfigError, match=r"another target.* differ by 50%"):
+        cached(tmp_path, Counting(target, 2.0), SAMPLES, (), ProcessGroup())
+
+
+def test_a_cut_computation_keeps_whole_shards_and_resumes(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(cached_module, "SHARD_BYTES", 1)
+
+    class Stopped(Counting):
+        def features(self, tokens, layer_ids):
+            if self.rows == 2:
+                raise KeyboardInterrupt
+            return super().features(tokens, layer_ids)
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path, Stopped(target), SAMPLES, (), ProcessGroup())
+    counting = Counting(target)
+    kept = cached(tmp_path, counting, SAMPLES, (), ProcessGroup())
+    assert counting.rows == 2 + 1
+    assert kept.lengths.tolist() == [7, 3, 5, 7]
+
+
+def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkeypatch):
+    """Found as: two runs of a study began at once, and wrote to one partial file."""
+    world, waited = ProcessGroup(), []
+    cached(tmp_path, target, SAMPLES, (), world)
+    (store,) = tmp_path.iterdir()
+    manifest = store / "manifests" / "rank-0.jsonl"
+    lines = manifest.read_bytes().splitlines(keepends=True)
+    manifest.write_bytes(lines[0])
+    other = ownership.claim(manifest, cached_module.KIND, {}, is_file=True)
+    other.__enter__()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 2:  # the other run is killed: this one computes
+            other.__exit__(None, None, None)
+
+    monkeypatch.setattr(cached_module.time, "sleep", sleep)
+    counting = Counting(target)
+    kept = cached(tmp_path, counting, SAMPLES, (), world)
+    assert len(waited) == 2 and counting.rows == len(SAMPLES) + 1
+    assert kept.states([1]).residual.shape[1] == 3

@@ -98,13 +98,15 @@ class Manifest:
 
     Attributes:
         data: what it writes, or None for an endless stream. shards: by start; a repeated shard's
-            last line counts. dropped: starts of shards that its writer has removed.
+            last line counts. What its writer has removed is not among them. end: one past the last
+            sample that was ever in them.
     """
 
     def __init__(self, records: list[dict[str, Any]], path: Path) -> None:
         self.path = path
         self.data: Data | None = None
         self.shards: dict[int, Shard] = {}
+        self.end = 0
         try:
             for record in records:
                 self._add(record)
@@ -120,8 +122,12 @@ class Manifest:
         elif "dropped" in record:
             self.shards.pop(record["dropped"])
         else:
-            shard = Shard(**record["shard"])
-            self.shards[shard.start] = shard
+            self.add(Shard(**record["shard"]))
+
+    def add(self, shard: Shard) -> None:
+        """Take in a shard's line."""
+        self.shards[shard.start] = shard
+        self.end = max(self.end, shard.end)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

@@ -19,6 +19,7 @@ from sglang_hyperdflash.training.store.manifest import (
     KIND,
     MANIFESTS,
     SHARDS,
+    VERIFIED,
     Data,
     Identity,
     Manifest,
@@ -27,6 +28,7 @@ from sglang_hyperdflash.training.store.manifest import (
     settings_of,
     shard_files,
 )
+from sglang_hyperdflash.training.store.retention import surplus
 from sglang_hyperdflash.training.store.shard import write_shard
 
 Range = tuple[int, int]
@@ -66,6 +68,8 @@ class StoreWriter:
 
     def begin(self, data: Data) -> None:
         """Say which data set this writer adds a part of, before its first shard.
+
+        Without this it writes a stream without an end.
 
         Raises:
             HyperDFlashConfigError: it began another one, or another writer cuts this one otherwise.
@@ -120,14 +124,40 @@ class StoreWriter:
             sha256=digest,
             size=found.st_size,
             modified=found.st_mtime_ns,
-            data=self._own.data.digest,
+            data=self._own.data.digest if self._own.data else self.name,
             start=start,
             lengths=[len(sample.tokens) for sample in samples],
             spans=[sample.spans for sample in samples],
         )
         with self._adding:
             self._lines.append({"shard": vars(shard)})
-            self._own.shards[start] = shard
+            self._own.add(shard)
+
+    @property
+    def position(self) -> int:
+        """Where a stream goes on: one past its last sample."""
+        return self._own.end
+
+    def retain(self, budget: int, reservoir: float) -> None:
+        """Remove shards of a stream beyond a budget of bytes (:func:`~.retention.surplus`).
+
+        A reader that was opened before misses them: it is told which shard, and reopened.
+
+        Args:
+            reservoir: share of the budget for a sample of all older shards, 0 to 1.
+
+        Raises:
+            WriteFailed: the manifest cannot be written.
+        """
+        shards = [self._own.shards[start] for start in sorted(self._own.shards)]
+        for shard in surplus(shards, budget, reservoir):
+            self._lines.append({"dropped": shard.start})
+            del self._own.shards[shard.start]
+        kept = {shard.file for shard in self._own.shards.values()}
+        for file in shard_files(self.folder) - kept:  # also those that a kill left over
+            if file.rpartition("-")[0] == self.name:
+                (self.folder / SHARDS / file).unlink(missing_ok=True)
+                (self.folder / VERIFIED / file).unlink(missing_ok=True)
 
 
 @contextmanager

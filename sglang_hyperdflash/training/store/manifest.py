@@ -205,8 +205,8 @@ def read_shards(folder: Path) -> list[Shard]:
         held = sum(len(shard.lengths) for shard in shards if shard.data == digest)
         if held != samples:
             raise HyperDFlashConfigError(
-                f"{folder} holds {held} samples, not all of the {samples} to be captured. Run the "
-                "same `hyperdflash capture` again to finish it, with every --share that it had."
+                f"{folder} holds {held} of {samples} samples, not all of the data to be captured. "
+                "Run the same `hyperdflash capture` again to finish it, with every --share of it."
             )
     return shards
 

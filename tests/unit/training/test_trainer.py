@@ -28,6 +28,7 @@ from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import (
     FeatureCache,
     OnlineFeatures,
+    Passes,
     Sample,
     collate,
     generator_seed,
@@ -141,6 +142,45 @@ def test_every_sample_comes_once_in_a_pass(target, cache, tmp_path):
     trainer = new_trainer(target, cache, tmp_path, batch=3)
     seen = [i for step in range(5) for i in trainer.passes.batch(step)]
     assert [sorted(seen[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_batches_hold_samples_of_similar_length():
+    """Found as: every batch was padded to its longest sample, twice the tokens there are."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 2000, (1000,), generator=g)
+    passes = Passes(lengths, 10, seed=3)
+    batches = [passes.batch(step) for step in range(200)]
+    for epoch in (batches[:100], batches[100:]):
+        assert sorted(i for batch in epoch for i in batch) == list(range(1000))
+    padded = sum(10 * int(lengths[batch].max()) for batch in batches)
+    assert padded < 1.15 * 2 * int(lengths.sum())
+    firsts = [int(lengths[batch].max()) for batch in batches[:100]]
+    assert firsts != sorted(firsts) and batches[0] != batches[100]
+    assert Passes(lengths, 10, seed=3).batch(150) == batches[150]  # as after a restart
+
+
+def test_the_next_steps_are_read_while_one_computes(target, cache, tmp_path):
+    """Found as: every micro batch was read when it was needed, and nothing meanwhile."""
+    asked, missed = [], []
+
+    class Watched:
+        samples, lengths = cache.samples, cache.lengths
+
+        def prefetch(self, indices):
+            asked.append(indices)
+
+        def states(self, indices):
+            later = [i for step in (now[0] + 1, now[0] + 2) for i in trainer.passes.batch(step)]
+            if indices not in asked or not set(later) <= {i for each in asked for i in each}:
+                missed.append(indices)
+            return cache.states(indices)
+
+    trainer = new_trainer(target, Watched(), tmp_path, batch=2, micro_batch=1)
+    now = [0]
+    for now[0] in range(3):
+        asked.clear()
+        trainer.step()
+    assert not missed and trainer.state["step"] == 3
 
 
 def test_anchors_stay_inside_one_answer(samples):

@@ -122,7 +122,7 @@ def test_prefetched_states_are_the_same_and_read_while_nobody_waits(tmp_path, mo
 
 def test_an_unfinished_data_set_is_refused_and_resumed(tmp_path):
     write(tmp_path, [(2, 4)])
-    with pytest.raises(HyperDFlashConfigError, match="2 samples, not all of the 4 to be captured"):
+    with pytest.raises(HyperDFlashConfigError, match="2 of 4 samples, not all of the data"):
         StoreReader(tmp_path)
     with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
         writer.begin(DATA)

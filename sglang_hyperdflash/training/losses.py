@@ -20,8 +20,8 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def position_weights(num_drafts: int, gamma: float) -> torch.Tensor:
-    """``w_k = exp(-(k-1) / gamma)`` for k = 1..num_drafts, ``[num_drafts]``."""
-    return torch.exp(-torch.arange(num_drafts, dtype=torch.float32) / gamma)
+    """``w_k = exp(-(k-1) / gamma)`` for k = 1..num_drafts, ``[num_drafts]``, on the CPU."""
+    return torch.exp(-torch.arange(num_drafts, dtype=torch.float32, device="cpu") / gamma)
 
 
 class RowLosses(NamedTuple):
@@ -57,7 +57,8 @@ def row_losses(
 
     Args:
         hidden: draft states ``[M, d]``; labels: ``[M]``; head: states to logits ``[., V]``.
-        early: ``[M]`` bool, the rows that are distilled; teacher: their target states ``[K, d]``.
+        early: ``[M]`` bool, the rows that are distilled, best on the CPU: its counts are needed
+            there; teacher: their target states ``[K, d]``.
         temperature: T of eq. 2, for both distributions.
         chunk: rows whose logits are in memory at a time; the backward recomputes them.
         term: the distance, one of :data:`TERMS`.
@@ -70,10 +71,15 @@ def row_losses(
     options |= {"temperature": temperature, "top_k": top_k}
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        count = int(early[rows].sum())
+        chosen = early[rows].nonzero().squeeze(1)
+        count = len(chosen)
         before = None if previous is None else previous[rows]
-        inputs = (hidden[rows], labels[rows], before, early[rows], teacher[at : at + count])
-        parts.append(checkpoint(_chunk, *inputs, **options, use_reentrant=False))
+        inputs = (hidden[rows], labels[rows], before, chosen.to(hidden.device))
+        inputs += (teacher[at : at + count],)
+        # Nothing in a chunk is random.
+        parts.append(
+            checkpoint(_chunk, *inputs, **options, use_reentrant=False, preserve_rng_state=False)
+        )
         at += count
     if not parts:
         none = hidden.new_zeros(0, dtype=torch.float32)
@@ -95,7 +101,7 @@ def _chunk(
         log_p = F.log_softmax(head(teacher).float() / temperature, dim=-1)
     alone = F.cross_entropy(u, labels, reduction="none") if own else none
     ce = F.cross_entropy(logits, labels, reduction="none")
-    log_q = F.log_softmax(logits[early] / temperature, dim=-1)
+    log_q = F.log_softmax(logits.index_select(0, early) / temperature, dim=-1)
     return ce, TERMS[term](log_p, log_q), logits.argmax(-1) == labels, alone
 
 

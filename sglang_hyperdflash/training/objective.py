@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Annotated, Literal
 
 import pydantic
@@ -15,6 +16,7 @@ from sglang_hyperdflash.tools.fields import CLOSED
 from sglang_hyperdflash.training.anchors import anchor_positions, block_labels, sample_anchors
 from sglang_hyperdflash.training.losses import position_weights, row_losses
 from sglang_hyperdflash.training.samples import Rows, States, Tensors
+from sglang_hyperdflash.training.vocabulary import vocabulary_logits
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -115,9 +117,10 @@ class Blocks(Tensors):
 
     def before(self, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """``states [b, S, d]`` of the token before each draft, for chosen blocks or drafts."""
-        at = self.anchors.unsqueeze(-1) + torch.arange(self.labels.shape[-1], device=states.device)
-        row = torch.arange(len(at), device=states.device).view(-1, 1, 1).expand_as(at)
-        return states[row[chosen], at.clamp(max=states.shape[1] - 1)[chosen]]
+        at = self.anchors.unsqueeze(-1) + torch.arange(self.labels.shape[-1], device=chosen.device)
+        row = torch.arange(len(at), device=chosen.device).view(-1, 1, 1).expand_as(at)
+        at = at.clamp(max=states.shape[1] - 1)[chosen]
+        return states[row[chosen].to(states.device), at.to(states.device)]
 
 
 def denominators(objective: Objective, blocks: Blocks) -> torch.Tensor:
@@ -147,33 +150,37 @@ def sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weighted sums of the drafts' states ``hidden [b, n, B-1, d]``.
 
+    Args:
+        rows, blocks: on the CPU, where the rows to compute are chosen: a GPU would be waited for.
+        states: on ``hidden``'s device.
+
     Returns:
         What :func:`denominators` divide, with gradient, ``[3]``; correct drafts and supervised
         drafts of each position, ``[B-1]`` each.
     """
-    supervised, drafts = blocks.supervised, blocks.labels.shape[-1]
+    device, supervised, drafts = hidden.device, blocks.supervised, blocks.labels.shape[-1]
     count = drafts if objective.taught is None else objective.taught
-    taught = supervised & (torch.arange(drafts) < count)
+    taught = supervised & (torch.arange(drafts, device="cpu") < count)
+    chosen = supervised.flatten().nonzero().squeeze(1).to(device)
     ce, distance, hits, own = row_losses(
-        hidden[supervised].float(),
-        blocks.labels[supervised],
-        target.lm_head,
+        hidden.flatten(0, 2).index_select(0, chosen).float(),
+        blocks.labels[supervised].to(device),
+        partial(vocabulary_logits, target.lm_head),
         early=taught[supervised],
         teacher=target.final(blocks.before(states.residual, taught)),
         temperature=objective.T if objective.loss == "ce_kl" else 1.0,
         chunk=objective.chunk,
         term=objective.term,
         dependency=drafter.dependency,
-        previous=blocks.previous(rows.tokens)[supervised],
+        previous=blocks.previous(rows.tokens)[supervised].to(device),
         top_k=drafter.config.candidates,
         own=objective.candidates > 0,
     )
-    weights = _weights(objective, blocks)
-    correct = torch.zeros(supervised.shape, dtype=torch.bool)
-    correct[supervised] = hits
+    weights = _weights(objective, blocks).to(device)
+    correct = torch.zeros(supervised.numel(), device=device).index_copy(0, chosen, hits.float())
     if objective.taught is None:
         distance = (weights * distance).sum()
     else:
         distance = objective.T**2 / objective.P * distance.sum()
     terms = torch.stack([(weights * ce).sum(), distance, (weights[: len(own)] * own).sum()])
-    return terms, correct.sum((0, 1)), supervised.sum((0, 1))
+    return terms, correct.view_as(supervised).sum((0, 1)), supervised.sum((0, 1)).to(device)

@@ -26,6 +26,7 @@ from sglang_hyperdflash.training.samples import (
     collate,
     generator_seed,
 )
+from sglang_hyperdflash.training.vocabulary import bf16_products
 
 STATE, LOG = "state.pt", "training_log.jsonl"
 # Steps whose states are read while one computes.
@@ -129,12 +130,14 @@ class Trainer:
         return {"loss": loss, "ce": ce, term: distance, "own": own, "hits": hits, "rows": rows}
 
     def _sums(self, rows: Rows, states: States, blocks: Blocks):
-        rows, states, blocks = (x.to(self.device) for x in (rows, states, blocks))
-        kind = self.device.type
+        placed, states = rows.to(self.device), states.to(self.device)
+        anchors, keep = blocks.anchors.to(self.device), blocks.keep.to(self.device)
+        kind, bf16 = self.device.type, self.recipe.bf16
         with self.device:  # new tensors are made there too
-            with torch.autocast(kind, dtype=torch.bfloat16, enabled=self.recipe.bf16):
-                hidden = self.replay.draft_states(rows, states, blocks.anchors, blocks.keep)
-            return sums(self.objective, self.target, rows, states, blocks, hidden, self.drafter)
+            with torch.autocast(kind, torch.bfloat16, enabled=bf16):
+                hidden = self.replay.draft_states(placed, states, anchors, keep)
+            with bf16_products(self.device, bf16):
+                return sums(self.objective, self.target, rows, states, blocks, hidden, self.drafter)
 
     def progress(self) -> float:
         """Share of the stage that is done, 0 to 1."""

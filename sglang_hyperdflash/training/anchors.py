@@ -8,7 +8,10 @@ in a causal block itself and the rows before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 def sample_anchors(
@@ -58,7 +61,7 @@ def block_labels(
     return labels, supervised.int().cumprod(-1).bool()
 
 
-def block_mask(
+def visible(
     anchors: torch.Tensor,
     keep: torch.Tensor,
     context: int,
@@ -66,24 +69,51 @@ def block_mask(
     window: int | None = None,
     *,
     causal: bool = False,
-) -> torch.Tensor:
-    """``[b, n*B, context + n*B]`` bool, True where a block row may attend.
+) -> Callable[..., torch.Tensor]:
+    """Whether block row ``q`` of batch row ``b`` may attend key ``k``, as FlexAttention asks it:
+    ``(b, head, q, k)``, integer tensors that broadcast, to bool.
 
     Args:
-        anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S.
+        anchors: ``[b, n]``; keep: ``[b, n]`` bool; context: number of context features S, which
+            come before the blocks' own n*B rows among the keys.
         window: context features visible to a block at most, its last ones; None for all.
         causal: whether a row sees no later row of its block.
     """
-    b, n = anchors.shape
-    before = torch.arange(context) < anchors.unsqueeze(-1)  # [b, n, S]
-    if window is not None:
-        before &= torch.arange(context) >= anchors.unsqueeze(-1) - window
-    before = before.unsqueeze(2).expand(b, n, block_size, context).reshape(b, -1, context)
-    owner = torch.arange(n).repeat_interleave(block_size)
-    own = owner[:, None] == owner[None, :]
-    if causal:
-        own = own.tril()
-    own = own.expand(b, -1, -1)
-    rows = keep.repeat_interleave(block_size, dim=1).unsqueeze(-1)
-    # Padding blocks keep their own block visible: a row without any key would be NaN.
-    return torch.cat([before & rows, own], dim=-1)
+    # Tensors, not numbers: a compiled kernel is made again for every new number.
+    anchors = anchors.masked_fill(~keep, 0)  # padding blocks see no context
+    first = torch.full((), context, device=anchors.device)
+
+    def may_attend(b, _head, q, k):
+        own, anchor = k - first, anchors[b, q // block_size]
+        before = k < anchor
+        if window is not None:
+            before = before & (k >= anchor - window)
+        # Padding blocks keep their own block visible: a row without any key would be NaN.
+        inside = (own >= 0) & (own // block_size == q // block_size)
+        if causal:
+            inside = inside & (own <= q)
+        return before | inside
+
+    return may_attend
+
+
+def dense_mask(may_attend, batch: int, queries: int, keys: int, device) -> torch.Tensor:
+    """``[batch, queries, keys]`` bool of :func:`visible`."""
+    b, q, k = (torch.arange(n, device=device) for n in (batch, queries, keys))
+    return may_attend(b.view(-1, 1, 1), None, q.view(-1, 1), k)
+
+
+def block_mask(
+    anchors: torch.Tensor, keep: torch.Tensor, context: int, block_size: int, *args, **options
+) -> torch.Tensor | BlockMask:
+    """The mask of ``n*B`` block rows over ``context + n*B`` keys; arguments of :func:`visible`.
+
+    Dense on a CPU, ``[b, n*B, context + n*B]`` bool. On a GPU the tiles that hold a visible pair:
+    anchors are in order, so with a window few of a block's tiles do.
+    """
+    may_attend = visible(anchors, keep, context, block_size, *args, **options)
+    (batch, blocks), device = anchors.shape, anchors.device
+    queries, keys = blocks * block_size, context + blocks * block_size
+    if device.type == "cuda":
+        return create_block_mask(may_attend, batch, None, queries, keys, device)
+    return dense_mask(may_attend, batch, queries, keys, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
 from sglang_hyperdflash.draft.config import (
@@ -173,6 +175,24 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return (x.float() * cos + rotated * sin).to(x.dtype)
 
 
+@cache
+def compiled_flex():
+    """FlexAttention as one kernel for all shapes; uncompiled it holds every score."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def attend(q, k, v, mask: torch.Tensor | BlockMask) -> torch.Tensor:
+    """``q [b, heads, n, dim]`` over ``k, v [b, K/V heads, keys, dim]``, with a mask of
+    ``anchors.block_mask``.
+    """
+    if isinstance(mask, BlockMask):
+        flex = flex_attention if q.device.type == "cpu" else compiled_flex()
+        return flex(q, k, v, block_mask=mask, enable_gqa=True)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
+
+
 class DraftAttention(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -196,11 +216,8 @@ class DraftAttention(nn.Module):
             k = self.k_norm(self._heads(self.k_proj(source), self.kv_heads))
             keys.append(apply_rope(k, *rope))
             values.append(self._heads(self.v_proj(source), self.kv_heads))
-        k, v = torch.cat(keys, dim=2), torch.cat(values, dim=2)
-        repeat = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        output = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
-        return self.o_proj(output.transpose(1, 2).flatten(2))
+        k, v = torch.cat(keys, dim=2).to(q.dtype), torch.cat(values, dim=2).to(q.dtype)
+        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class DraftMLP(nn.Module):
@@ -265,19 +282,19 @@ class Drafter(nn.Module):
         context: torch.Tensor,
         block_embeddings: torch.Tensor,
         anchors: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | BlockMask,
     ) -> torch.Tensor:
         """Draft every block in one pass: hidden states ``[b, n, B, d]`` after the final norm, of
         which row k drafts the token at a+k.
 
         Args:
             context: ``[b, S, d]`` reduced features; block_embeddings: ``[b, n, B, d]``.
-            anchors: ``[b, n]`` positions in their samples; mask: ``[b, n*B, S + n*B]`` bool.
+            anchors: ``[b, n]`` positions in their samples; mask: of ``anchors.block_mask``.
         """
         b, n, block = block_embeddings.shape[:3]
         rope_block = self._rope((anchors.unsqueeze(-1) + torch.arange(block)).flatten(1))
         rope_context = self._rope(torch.arange(context.shape[1]).unsqueeze(0))
-        x, mask = block_embeddings.flatten(1, 2), mask.unsqueeze(1)
+        x = block_embeddings.flatten(1, 2)
         for layer in self.layers:
             x = layer(x, context, rope_context, rope_block, mask)
         return self.norm(x).view(b, n, block, -1)

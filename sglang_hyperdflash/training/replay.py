@@ -14,10 +14,13 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.anchors import block_mask
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks
+from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Rows, Sample, Source, States, collate
+from sglang_hyperdflash.training.vocabulary import bf16_products, vocabulary_logits
 
-# Blocks whose logits are in memory at a time.
-BLOCKS = 256
+# Blocks whose logits are in memory at a time, and blocks of an answer that attend at a time: memory
+# grows with an answer's length, not with its square.
+BLOCKS, ANCHORS = 256, 128
 
 
 def check_whole_blocks(samples: Sequence[Sample], block_size: int, name: str) -> None:
@@ -39,10 +42,14 @@ def check_whole_blocks(samples: Sequence[Sample], block_size: int, name: str) ->
 
 
 class Replay:
-    """A drafter with the target's embedding and LM head."""
+    """A drafter with the target's embedding and LM head.
 
-    def __init__(self, drafter: Drafter, target) -> None:
-        self.drafter, self.target = drafter, target
+    Args:
+        bf16: whether held-out answers are replayed in bf16 on a GPU, as they are served.
+    """
+
+    def __init__(self, drafter: Drafter, target, bf16: bool = False) -> None:
+        self.drafter, self.target, self.bf16 = drafter, target, bf16
         self.block = drafter.config.block_size
         self.mask_embedding = target.embed_tokens.weight[drafter.config.mask_token_id].float()
 
@@ -52,15 +59,45 @@ class Replay:
         masks = self.mask_embedding.expand(*anchors.shape, self.block - 1, -1)
         return torch.cat([first.unsqueeze(2), masks], dim=2)
 
+    def context(self, states: States) -> torch.Tensor:
+        """Context features ``[b, S, d]``."""
+        source = reducer_source(self.drafter.config, states.residual, states.layers)
+        return self.drafter.reduce(source)
+
     def draft_states(
-        self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
+        self,
+        rows: Rows,
+        states: States,
+        anchors: torch.Tensor,
+        keep: torch.Tensor,
+        context: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``."""
+        """Hidden states ``[b, n, B-1, d]`` of the drafts of the blocks at ``anchors [b, n]``.
+
+        Args:
+            context: of :meth:`context`, computed here by default.
+        """
         config, tokens = self.drafter.config, rows.tokens.shape[1]
         mask = block_mask(anchors, keep, tokens, self.block, config.window, causal=config.causal)
-        context = self.drafter.reduce(reducer_source(config, states.residual, states.layers))
+        context = self.context(states) if context is None else context
         embeddings = self.block_embeddings(rows.tokens, anchors)
         return self.drafter(context, embeddings, anchors, mask)[:, :, 1:]
+
+    def _kept_blocks(
+        self, rows: Rows, states: States, anchors: torch.Tensor, keep: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of some kept blocks at a time: where they are in ``[b, n]``, as two indices on the CPU,
+        and their drafts' hidden states ``[N, B-1, d]``.
+        """
+        device = self.mask_embedding.device
+        placed, states = rows.to(device), states.to(device)
+        context = self.context(states)
+        for start in range(0, keep.shape[1], ANCHORS):
+            part = slice(start, start + ANCHORS)
+            group = (x[:, part].to(device) for x in (anchors, keep))
+            hidden = self.draft_states(placed, states, *group, context)
+            for row, at in (i.unbind(1) for i in keep[:, part].nonzero().split(BLOCKS)):
+                yield row, at + start, hidden[row.to(device), at.to(device)]
 
     @torch.no_grad()
     def draft(
@@ -70,17 +107,12 @@ class Replay:
 
         Each follows the drafts before it, as when serving; zeros where ``keep`` is False.
         """
-        device = self.mask_embedding.device
-        rows, states, anchors, kept = (x.to(device) for x in (rows, states, anchors, keep))
-        with device:
-            hidden = self.draft_states(rows, states, anchors, kept)[kept]
-        first = rows.tokens.gather(1, anchors)[kept]
-        parts = [
-            propose_greedy(self._candidates(h), a, self.drafter.dependency)
-            for h, a in zip(hidden.split(BLOCKS), first.split(BLOCKS), strict=True)
-        ]
         drafts = torch.zeros(*keep.shape, self.block - 1, dtype=torch.long)
-        drafts[keep.cpu()] = torch.cat(parts).cpu()
+        first, device = rows.tokens.gather(1, anchors), self.mask_embedding.device
+        with device, bf16_products(device, self.bf16):
+            for row, at, hidden in self._kept_blocks(rows, states, anchors, keep):
+                found, anchor = self._candidates(hidden), first[row, at].to(device)
+                drafts[row, at] = propose_greedy(found, anchor, self.drafter.dependency).cpu()
         return drafts
 
     @torch.no_grad()
@@ -88,85 +120,102 @@ class Replay:
         """``sum min(p, q)`` of every draft at temperature 1, ``[b, n, B-1]`` fp32, on the CPU.
 
         This is the probability that p/q rejection accepts it, given that the text before it was
-        accepted; q covers the candidates, as when serving. Zeros where nothing is supervised.
+        accepted; q covers the candidates, as when serving. Zeros where ``keep`` is False.
         """
-        result = torch.zeros(blocks.labels.shape)
-        device, keep = self.mask_embedding.device, blocks.keep
-        rows, states, blocks = (x.to(device) for x in (rows, states, blocks))
-        with device:
-            hidden = self.draft_states(rows, states, blocks.anchors, blocks.keep)[blocks.keep]
-        previous = blocks.previous(rows.tokens)[blocks.keep]
-        taught = blocks.before(states.residual, blocks.keep)
-        parts = []
-        for first in range(0, len(hidden), BLOCKS):
-            part = slice(first, first + BLOCKS)
-            found = self._candidates(hidden[part], self.drafter.config.candidates)
-            scores = found.scores
-            if self.drafter.dependency is not None:
-                head, shape = self.drafter.dependency, scores.shape
-                flat = (previous[part], found.gates, found.ids)
-                scores = scores + head(*(x.flatten(0, 1) for x in flat)).view(shape)
-            teacher = self.target.final(taught[part])
-            p = torch.softmax(self.target.lm_head(teacher).float(), -1).gather(-1, found.ids)
-            parts.append(torch.minimum(p, torch.softmax(scores, -1)).sum(-1))
-        result[keep.cpu()] = torch.cat(parts).cpu()
+        result, device = torch.zeros(blocks.labels.shape), self.mask_embedding.device
+        previous, head = blocks.previous(rows.tokens), self.drafter.dependency
+        at_draft = blocks.anchors.unsqueeze(-1) + torch.arange(self.block - 1)
+        at_draft = at_draft.clamp(max=rows.tokens.shape[1] - 1).to(states.residual.device)
+        with device, bf16_products(device, self.bf16):
+            for row, at, hidden in self._kept_blocks(rows, states, blocks.anchors, blocks.keep):
+                found = self._candidates(hidden, self.drafter.config.candidates)
+                scores = found.scores
+                if head is not None:
+                    before = previous[row, at].to(device)
+                    flat = (x.flatten(0, 1) for x in (before, found.gates, found.ids))
+                    scores = scores + head(*flat).view(scores.shape)
+                row, at = row.to(at_draft.device), at.to(at_draft.device)
+                taught = states.residual[row.unsqueeze(-1), at_draft[row, at]].to(device)
+                p = torch.softmax(self._logits(self.target.final(taught)), -1).gather(-1, found.ids)
+                result[row, at] = torch.minimum(p, torch.softmax(scores, -1)).sum(-1).cpu()
         return result
 
-    def _candidates(self, hidden: torch.Tensor, k: int | None = None) -> Candidates:
-        return self.drafter.candidates(self.target.lm_head(hidden), hidden, k)
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        return vocabulary_logits(self.target.lm_head, states)
 
-    def evaluate(self, source: Source, *, sampled: bool = False) -> dict[str, Any]:
+    def _candidates(self, hidden: torch.Tensor, k: int | None = None) -> Candidates:
+        return self.drafter.candidates(self._logits(hidden), hidden, k)
+
+    def evaluate(
+        self, source: Source, *, sampled: bool = False, world: ProcessGroup | None = None
+    ) -> dict[str, Any]:
         """Simulated tau (bonus included) and per-position acceptance on held-out answers.
 
         Args:
             sampled: measure ``tau_sampled`` too, the expected tau at temperature 1 under p/q
                 rejection; preferably on answers sampled the same way.
+            world: processes that share the answers, each of which must call this; all return the
+                same.
         """
         self.drafter.eval()
-        histogram = self.acceptance(source)
+        histogram = self.acceptance(source, world=world)
         accepted = sum(i * n for i, n in enumerate(histogram))
         found = {
             "tau": accept_length(accepted, max(sum(histogram), 1)),
             "position_acceptance": position_acceptance(histogram, self.block - 1),
         }
         if sampled:
-            found["tau_sampled"] = self.expected_tau(source)
+            found["tau_sampled"] = self.expected_tau(source, world=world)
         self.drafter.train()
         return found
 
     @torch.no_grad()
-    def acceptance(self, source: Source, batch: int = 8) -> list[int]:
+    def acceptance(
+        self, source: Source, batch: int = 8, world: ProcessGroup | None = None
+    ) -> list[int]:
         """Replay the answers as a server would: a histogram of accepted drafts."""
         histogram = [0] * self.block
-        for rows, states, blocks in self._everywhere(source, batch):
+        for rows, states, blocks in _everywhere(source, self.block, batch, world):
             drafts = self.draft(rows, states, blocks.anchors, blocks.keep)
             accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
             for row in range(len(accepted)):
                 for taken in _rounds(accepted[row], blocks, row):
                     histogram[taken] += 1
-        return histogram
+        return [int(count) for count in self._summed(histogram, world)]
 
     @torch.no_grad()
-    def expected_tau(self, source: Source, batch: int = 8) -> float:
+    def expected_tau(
+        self, source: Source, batch: int = 8, world: ProcessGroup | None = None
+    ) -> float:
         """``1 + sum_k prod_{i <= k} overlap_i``, the mean over every whole block of the answers."""
         total, count = 0.0, 0
-        for rows, states, blocks in self._everywhere(source, batch):
+        for rows, states, blocks in _everywhere(source, self.block, batch, world):
             whole = blocks.keep & blocks.supervised.all(-1)
             if bool(whole.any()):
                 reach = self.overlap(rows, states, blocks)[whole].cumprod(-1).sum(-1)
                 total += float(reach.double().sum())
                 count += len(reach)
+        total, count = self._summed([total, count], world)
         return 1.0 + total / max(count, 1)
 
-    def _everywhere(self, source: Source, batch: int) -> Iterator[tuple[Rows, States, Blocks]]:
-        """A block at every position of the answers, a few answers at a time."""
-        for start in range(0, len(source.samples), batch):
-            indices = list(range(start, min(start + batch, len(source.samples))))
-            rows = collate([source.samples[i] for i in indices])
-            every = rows.tokens.shape[1]
-            blocks = Blocks.draw(rows, every, self.block, [0] * len(indices))
-            if bool(blocks.keep.any()):
-                yield rows, source.states(indices), blocks
+    def _summed(self, numbers: list[float], world: ProcessGroup | None) -> list[float]:
+        if world is None:
+            return numbers
+        device = self.mask_embedding.device
+        return world.sum(torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()
+
+
+def _everywhere(
+    source: Source, block: int, batch: int, world: ProcessGroup | None
+) -> Iterator[tuple[Rows, States, Blocks]]:
+    """A block at every position of the answers, a few answers at a time; this process's share."""
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    for start in range(rank * batch, len(source.samples), size * batch):
+        indices = list(range(start, min(start + batch, len(source.samples))))
+        rows = collate([source.samples[i] for i in indices])
+        blocks = Blocks.draw(rows, rows.tokens.shape[1], block, [0] * len(indices))
+        if bool(blocks.keep.any()):
+            yield rows, source.states(indices), blocks
 
 
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):
@@ -175,14 +224,14 @@ def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):
     A block cut short by an answer's end is not counted, and ends its answer.
     """
     starts = blocks.anchors[row][blocks.keep[row]].tolist()
-    next_start = 0
+    places, next_start = set(starts), 0
     for at, anchor in enumerate(starts):
         if anchor < next_start:
             continue
         if not bool(blocks.supervised[row, at].all()):
             # Skip the rest of this answer: the anchors up to the next gap.
             next_start = anchor + 1
-            while next_start in starts[at + 1 :]:
+            while next_start in places:
                 next_start += 1
             continue
         taken = int(accepted[at])

@@ -59,7 +59,7 @@ class Trainer:
         self.train, self.held_out, self.folder = train, held_out, folder
         self.world = world or ProcessGroup()
         self.device = next(drafter.parameters()).device
-        self.replay = Replay(drafter, target)
+        self.replay = Replay(drafter, target, recipe.bf16)
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0}
         self.records: list[dict[str, Any]] = []
@@ -178,11 +178,11 @@ class Trainer:
             if display is not None:
                 display(self, reports[-1])
             if self.progress() >= 1.0 or self.state["step"] % self.recipe.every == 0:
-                self.world.on_main(lambda: self._checkpoint(out, reports))
+                record = self._record(reports)  # all processes replay held-out answers
+                self.world.on_main(lambda record=record: self._checkpoint(out, record))
                 reports.clear()
 
-    def _checkpoint(self, out: Path, reports: list[dict[str, Any]]) -> None:
-        record = self._record(reports)
+    def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
         self.records.append(record)
         if record["score"] is None or record["score"] > self.best["score"]:
             self.best = record | {"tensors": self.drafter.served_tensors()}
@@ -198,7 +198,10 @@ class Trainer:
         record |= {k: sum(r[k] for r in reports) / len(reports) for k in self.losses}
         record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
         sampled = self.drafter.dependency is not None
-        found = {k: self.replay.evaluate(s, sampled=sampled) for k, s in self.held_out.items()}
+        found = {
+            name: self.replay.evaluate(source, sampled=sampled, world=self.world)
+            for name, source in self.held_out.items()
+        }
         means = {
             name: sum(result[name] for result in found.values()) / len(found)
             for name in ("tau", *(["tau_sampled"] if sampled else []))

@@ -1,0 +1,159 @@
+"""Held-out replay: in chunks, over processes; and block attention, dense and by FlexAttention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.training import replay as replay_module
+from sglang_hyperdflash.training.anchors import dense_mask, visible
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, attend, draft_config
+from sglang_hyperdflash.training.replay import Replay
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
+
+SHAPE = DrafterShape(
+    layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64, dependency_rank=4
+)
+
+
+def samples_of(*lengths: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(10, 1300, (n,), generator=generator).tolist() for n in lengths]
+    return [Sample.continuation(row, 6) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def replay(target) -> Replay:
+    torch.manual_seed(0)
+    facts = TargetFacts.from_config(target.config.to_dict())
+    drafter = Drafter(draft_config(facts, target.hc_head, SHAPE, 4))
+    drafter.inherit(target.hc_head)
+    with torch.no_grad():
+        drafter.dependency.successor.normal_()
+    return Replay(drafter.eval(), target)
+
+
+class Share:
+    """One of several processes; what each would add is kept."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.given = rank, size, []
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.given.append(tensor.clone())
+        return tensor
+
+
+def test_chunks_change_neither_tau(target, replay, monkeypatch):
+    source = FeatureCache(target, samples_of(40, 33, 61), dtype=torch.float32)
+    monkeypatch.setattr(replay_module, "ANCHORS", 1000)
+    whole = replay.evaluate(source, sampled=True)
+    monkeypatch.setattr(replay_module, "ANCHORS", 7)
+    monkeypatch.setattr(replay_module, "BLOCKS", 3)
+    chunks = replay.evaluate(source, sampled=True)
+    assert chunks["tau_sampled"] == pytest.approx(whole.pop("tau_sampled"), rel=1e-6)
+    assert {name: chunks[name] for name in whole} == whole
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that a tensor has while it is on."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.numel())
+        return found
+
+
+def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, replay, monkeypatch):
+    """Found as: every block of eight answers in one mask, 8 GB at 2,000 tokens."""
+    monkeypatch.setattr(replay_module, "ANCHORS", 8)
+    monkeypatch.setattr(replay_module, "BLOCKS", 2)  # logits are a constant here, and small
+    sizes = []
+    for length in (512, 1024, 2048):
+        (sample,) = samples_of(length)
+        d, m = target.config.hidden_size, target.config.hc_mult
+        states = torch.zeros(1, length, m * d), torch.zeros(1, length, d)
+        source = FeatureCache.__new__(FeatureCache)
+        source.samples, source._kept = (
+            [sample],
+            [(states[0][0], states[1][0], torch.zeros(length, 0))],
+        )
+        with LargestTensor() as seen:
+            replay.acceptance(source)
+        sizes.append(seen.most)
+    assert sizes[2] <= 2.1 * sizes[1] <= 2.1 * 2.1 * sizes[0], sizes
+
+
+def test_processes_share_the_answers_and_agree(target, replay):
+    source = FeatureCache(target, samples_of(*range(20, 45)), dtype=torch.float32)
+    histogram, tau = replay.acceptance(source), replay.expected_tau(source)
+    shares = [Share(rank, 3) for rank in range(3)]
+    for share in shares:
+        replay.acceptance(source, world=share)
+        replay.expected_tau(source, world=share)
+    counts = [share.given[0] for share in shares]
+    assert sum(counts).tolist() == histogram
+    assert all(0 < count.sum() < sum(histogram) for count in counts), "a process had no answers"
+    total, blocks = sum(share.given[1] for share in shares).tolist()
+    assert 1 + total / blocks == pytest.approx(tau, rel=1e-12)
+
+
+MASKS = [
+    {"window": None, "causal": False},
+    {"window": 24, "causal": False},
+    {"window": 24, "causal": True},
+]
+
+
+def attention_inputs(context: int, blocks: int, block: int):
+    g = torch.Generator().manual_seed(context)
+    anchors = torch.randint(1, context, (2, blocks), generator=g).sort(1).values
+    keep = torch.ones(2, blocks, dtype=torch.bool)
+    keep[1, -2:] = False  # a padding block's anchor is 0
+    queries, keys = blocks * block, context + blocks * block
+    q = torch.randn(2, 4, queries, 16, generator=g)
+    k, v = torch.randn(2, 2, 2, keys, 16, generator=g)
+    return anchors.masked_fill(~keep, 0), keep, q, k, v
+
+
+@pytest.mark.parametrize("options", MASKS)
+@torch.no_grad()
+def test_flex_attention_is_the_dense_one(options):
+    """The dense mask is the oracle of the tiles that a GPU computes."""
+    context, block = 300, 7
+    anchors, keep, q, k, v = attention_inputs(context, 40, block)
+    may_attend = visible(anchors, keep, context, block, **options)
+    sizes = q.shape[2], k.shape[2]
+    tiles = create_block_mask(may_attend, 2, None, *sizes, "cpu", BLOCK_SIZE=64)
+    mask = dense_mask(may_attend, 2, *sizes, "cpu")
+    torch.testing.assert_close(attend(q, k, v, tiles), attend(q, k, v, mask), rtol=1e-5, atol=1e-6)
+    if options["window"]:
+        assert tiles.sparsity() > 40
+
+
+@torch.no_grad()
+def test_flex_attention_is_compiled_once_for_all_steps():
+    """Contexts and numbers of blocks differ from step to step."""
+    graphs = []
+
+    def count(module, _inputs):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    flex = torch.compile(flex_attention, dynamic=True, backend=count)
+    for context, blocks in ((300, 40), (333, 32), (517, 29), (800, 40), (1025, 21)):
+        anchors, keep, q, k, v = attention_inputs(context, blocks, 7)
+        may_attend = visible(anchors, keep, context, 7, 24)
+        tiles = create_block_mask(may_attend, 2, None, q.shape[2], k.shape[2], "cpu")
+        found = flex(q, k, v, block_mask=tiles, enable_gqa=True)
+        mask = dense_mask(may_attend, 2, q.shape[2], k.shape[2], "cpu")
+        torch.testing.assert_close(found, attend(q, k, v, mask), rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 1

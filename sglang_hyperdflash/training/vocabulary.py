@@ -25,7 +25,7 @@ def vocabulary_logits(head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
     if not torch.is_autocast_enabled(states.device.type):
         return F.linear(states.float(), head.weight.float())
     flat = _Bf16Product.apply(states.flatten(0, -2), head.weight.bfloat16())
-    return flat.view(*states.shape[:-1], -1)
+    return flat.view(*states.shape[:-1], len(head.weight))
 
 
 class _Bf16Product(torch.autograd.Function):

@@ -33,7 +33,7 @@ from sglang_hyperdflash.training.replay import check_whole_blocks
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
 from sglang_hyperdflash.training.store.manifest import content_hash
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.trainer import STATE, Trainer
+from sglang_hyperdflash.training.trainer import Trainer, read_state, saved_states
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"
@@ -146,6 +146,9 @@ def train(
         title, folder = f"stage {number}", work / f"stage-{number}"
         features = source(stage.data, title)
         drafter = Drafter.load(best).to(device)
+        if number > 1:  # the published weights are bf16
+            before = saved_states(work / f"stage-{number - 1}")[-1]
+            drafter.load_state_dict(read_state(before)["best"]["weights"])
         recipe = stage.resolve(len(features.samples), schedule.objective)
         trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
         check_next_stage(trainer, work, number)
@@ -168,7 +171,7 @@ def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:
         HyperDFlashConfigError: the stage is not finished, and the next one has a state.
     """
     following = work / f"stage-{number + 1}"
-    if trainer.progress() < 1.0 and (following / STATE).is_file():
+    if trainer.progress() < 1.0 and saved_states(following):
         raise HyperDFlashConfigError(
             f"stage {number} would continue from step {trainer.state['step']}, but stage "
             f"{number + 1} started from it. Restore the length of stage {number}, or remove "
@@ -257,8 +260,8 @@ def run(args: argparse.Namespace) -> int:
     check_reporters(schedule.report_to)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    world = ProcessGroup()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    world = ProcessGroup(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(world.local_rank)
     try:

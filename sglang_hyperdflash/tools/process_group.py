@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 # Reads the group's id, then waits for the end of its input: it ends with whoever holds the other
@@ -92,6 +92,29 @@ def signals_deferred() -> Iterator[None]:
             signal.signal(number, handler)
         for number in arrived:
             signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def sigterm_noted(note: Callable[[], None]) -> Iterator[None]:
+    """Call ``note`` at the first SIGTERM, for work that chooses where it ends; the next one ends it
+    as before. Does nothing where SIGTERM is ignored, or outside the main thread.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before in (None, signal.SIG_IGN):
+        yield
+        return
+
+    def first(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, before)
+        note()
+
+    signal.signal(signal.SIGTERM, first)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is first:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

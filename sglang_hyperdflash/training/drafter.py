@@ -317,14 +317,19 @@ class Drafter(nn.Module):
         at = positions.clamp(max=len(self.cos) - 1)
         return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
 
-    def served_tensors(self) -> dict[str, torch.Tensor]:
+    def served_tensors(
+        self, weights: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         """A copy of the weights as served: bf16 matrices and head, fp32 reducer and norms.
+
+        Args:
+            weights: other weights of this drafter than its own, by the names of ``state_dict``.
 
         Raises:
             HyperDFlashConfigError: a weight is not finite.
         """
         tensors = {}
-        for name, tensor in self.state_dict().items():
+        for name, tensor in (weights or self.state_dict()).items():
             matrix = "_proj." in name or name.startswith("dependency.")
             dtype = torch.bfloat16 if matrix else torch.float32
             tensors[name] = tensor.to("cpu", dtype, copy=True)

@@ -38,8 +38,7 @@ class Monitor:
         now, step = time.monotonic(), trainer.state["step"]
         hits, rows = report["hits"], report["rows"].clamp(min=1)
         accuracy = hits / rows
-        tokens = sum(trainer.train.samples[i].answer_tokens for i in trainer.passes.batch(step - 1))
-        rate = tokens / max(now - self.then, 1e-9)
+        rate = report["tokens"] / max(now - self.then, 1e-9)
         self.then = now
         tau = trainer.records[-1]["tau"] if trainer.records else None
         self.bar.update(1)
@@ -53,6 +52,8 @@ class Monitor:
         scalars = {f"train/{name}": float(report[name]) for name in trainer.losses}
         scalars |= {f"position_accuracy/{k}": v for k, v in enumerate(accuracy.tolist(), 1)}
         scalars["train/answer_tokens_per_second"] = rate
+        scalars["train/gradient_norm"] = report["gradient_norm"]
+        scalars["train/data_wait_seconds"] = report["data_wait"]
         scalars["train/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         if tau is not None:
             scalars["held_out/tau"] = tau

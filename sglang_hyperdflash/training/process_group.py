@@ -29,15 +29,18 @@ class ProcessGroup:
     """This process among all; without torchrun a world of one, whose collectives do nothing.
 
     A collective raises ``HyperDFlashError`` when another process is lost.
+
+    Args:
+        device: what the tensors of its collectives are on, ``cpu`` or ``cuda``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if self.size > 1 and not dist.is_initialized():
             with _together():
-                dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+                dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
     @property
     def is_main(self) -> bool:

@@ -28,7 +28,7 @@ else:
 AtLeast0 = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 # A run may be made longer and go on; all else of a stage must stay.
-LENGTHS = ("steps", "minutes", "epochs", "every")
+LENGTHS = ("steps", "minutes", "epochs", "every", "keep")
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
@@ -46,6 +46,7 @@ class _Fields:
     micro_batch: Annotated[Count, Field(description="samples in memory at once, per process")] = 8
     anchors: Annotated[Count, Field(description="blocks per sample, drawn at random")] = 32
     every: Annotated[Count, Field(description="steps between checkpoints")] = 400
+    keep: Annotated[Count, Field(description="checkpoints kept, the last ones")] = 2
     bf16: Annotated[bool, Field(description="autocast of the drafter's forward pass")] = True
     seed: Annotated[int, Field(ge=0, description="random seed of the data order")] = 0
     dependency_lr: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from sglang_hyperdflash.tools.atomic import replacing, write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.process_group import sigterm_noted
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.objective import Blocks, denominators, sums
 from sglang_hyperdflash.training.process_group import ProcessGroup
@@ -28,9 +30,32 @@ from sglang_hyperdflash.training.samples import (
 )
 from sglang_hyperdflash.training.vocabulary import bf16_products
 
-STATE, LOG = "state.pt", "training_log.jsonl"
+LOG = "training_log.jsonl"
 # Steps whose states are read while one computes.
 AHEAD = 2
+
+
+def saved_states(folder: Path) -> list[Path]:
+    """The checkpoints ``state-STEP.pt`` of a stage's folder, the last step's last."""
+    return sorted(folder.glob("state-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint, on the CPU.
+
+    Raises:
+        HyperDFlashConfigError: the file is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load checks no CRC
+            if wrong := archive.testzip():
+                raise ValueError(f"the CRC-32 of {wrong} is not the one it was written with")
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        raise HyperDFlashConfigError(
+            f"{path} is damaged: {str(error).splitlines()[0]}. Remove it and run the same "
+            "command to resume from the checkpoint before it, or to restart this stage."
+        ) from error
 
 
 class Trainer:
@@ -38,7 +63,7 @@ class Trainer:
 
     Every step's samples, anchors and learning rate follow from the recipe and the step's number
     alone (with ``minutes`` the learning rate follows the clock), so a killed run that resumes
-    from ``state.pt`` ends with the weights of one that was never killed.
+    from its last checkpoint ends with the weights of one that was never killed.
     """
 
     def __init__(
@@ -63,7 +88,10 @@ class Trainer:
         self.optimizer = _optimizer(drafter, recipe)
         self.state = {"step": 0, "seconds": 0.0}
         self.records: list[dict[str, Any]] = []
-        # The best one's record, with the drafter's served tensors under "tensors".
+        # Of the steps since the last record.
+        self.reports: list[dict[str, Any]] = []
+        self.asked_to_stop = self.stopping = False  # this process, all of them
+        # The best one's record, with the drafter's fp32 weights under "weights".
         self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
         self.passes = Passes(train.lengths, recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,28 +134,34 @@ class Trainer:
         divide = self.world.sum(divide.to(self.device)).clamp(min=1e-9)
         factors = torch.tensor(objective.factors, device=self.device)
         drafts = self.drafter.config.num_drafts
-        totals = torch.zeros(3 + 2 * drafts, device=self.device)
+        totals, waited = torch.zeros(3 + 2 * drafts, device=self.device), 0.0
+        stop = torch.tensor([float(self.asked_to_stop)], device=self.device)
         for ids, rows, blocks in parts:
+            before = time.monotonic()
             states = self.train.states(ids)
+            waited += time.monotonic() - before
             terms, hits, supervised = self._sums(rows, states, blocks)
             terms = terms / divide
             loss = (factors * terms).sum()
             if loss.requires_grad:
                 loss.backward()
             totals += torch.cat([terms.detach(), hits, supervised])
-        self.world.sum(totals)
-        totals = totals.cpu()
+        totals = self.world.sum(torch.cat([totals, stop])).cpu()
+        self.stopping = bool(totals[-1])
         ce, distance, own = totals[:3].tolist()
         if not math.isfinite(ce + distance + own):
-            raise FloatingPointError(
-                f"the loss is not finite (CE {ce}, {term} {distance}, own {own}) at step {step}. "
-                f"Lower the stage's lr, now {self.recipe.lr:g}, and retrain with a new --work "
-                "and a new out: a run keeps its lr."
-            )
+            raise self._not_finite(f"loss is not finite (CE {ce}, {term} {distance}, own {own})")
         self.world.sum_gradients(self.drafter.parameters())
-        hits, rows = totals[3 : 3 + drafts], totals[3 + drafts :]
+        hits, rows = totals[3 : 3 + drafts], totals[3 + drafts : -1]
         loss = (totals[:3] * factors.cpu()).sum().item()
-        return {"loss": loss, "ce": ce, term: distance, "own": own, "hits": hits, "rows": rows}
+        report = {"loss": loss, "ce": ce, term: distance, "own": own, "hits": hits, "rows": rows}
+        return report | {"data_wait": waited}
+
+    def _not_finite(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"the {what} at step {self.state['step']}. Lower the stage's lr, now "
+            f"{self.recipe.lr:g}, and retrain with a new --work and a new out: a run keeps its lr."
+        )
 
     def _sums(self, rows: Rows, states: States, blocks: Blocks):
         placed, states = rows.to(self.device), states.to(self.device)
@@ -152,43 +186,67 @@ class Trainer:
         return cosine * min(1.0, (self.state["step"] + 1) / max(1, r.warmup_steps))
 
     def step(self) -> dict[str, Any]:
-        """One optimizer step."""
-        started = time.monotonic()
+        """One optimizer step.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is not finite; no weight was changed.
+        """
+        started, step = time.monotonic(), self.state["step"]
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate() * group.get("factor", 1.0)
         self.optimizer.zero_grad()
-        report = self.accumulate(self.state["step"])
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)
+        report = self.accumulate(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip).item()
+        if not math.isfinite(norm):
+            raise self._not_finite(f"gradient is not finite (norm {norm})")
         self.optimizer.step()
         self.state["step"] += 1
         spent = torch.tensor([time.monotonic() - started], device=self.device)
-        self.state["seconds"] += self.world.sum(spent).item() / self.world.size
-        return report
+        spent = self.world.sum(spent).item() / self.world.size
+        self.state["seconds"] += spent
+        tokens = sum(self.train.samples[i].answer_tokens for i in self.passes.batch(step))
+        return report | {"gradient_norm": norm, "seconds": spent, "tokens": tokens}
 
     def run(self, out: Path, display=None) -> None:
         """Train to the end of the stage; keep the best checkpoint in ``out``.
 
         Args:
             display: called with the trainer and each step's report (a progress bar).
+
+        Raises:
+            SystemExit: of code 143, after a SIGTERM to any process: the step was completed and its
+                state saved.
         """
-        reports: list[dict[str, Any]] = []
         self.world.on_main(lambda: self._write_best(out))  # a kill may have come before it
-        while self.progress() < 1.0:
-            reports.append(self.step())
-            if display is not None:
-                display(self, reports[-1])
-            if self.progress() >= 1.0 or self.state["step"] % self.recipe.every == 0:
-                record = self._record(reports)  # all processes replay held-out answers
-                self.world.on_main(lambda record=record: self._checkpoint(out, record))
-                reports.clear()
+        with sigterm_noted(self._stop):
+            while True:
+                done = self.progress() >= 1.0
+                if self.reports and (done or self.state["step"] % self.recipe.every == 0):
+                    record = self._record(self.reports)  # all processes replay held-out answers
+                    self.reports = []
+                    self.world.on_main(lambda record=record: self._checkpoint(out, record))
+                if done:
+                    return
+                self.reports.append(self.step())
+                if display is not None:
+                    display(self, self.reports[-1])
+                if self.stopping:
+                    self.world.on_main(self._save_state)
+                    raise SystemExit(128 + signal.SIGTERM)
+
+    def _stop(self) -> None:
+        self.asked_to_stop = True
 
     def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
+        served = self.drafter.served_tensors()  # raises where a weight is not finite
         self.records.append(record)
         if record["score"] is None or record["score"] > self.best["score"]:
-            self.best = record | {"tensors": self.drafter.served_tensors()}
+            weights = self.drafter.state_dict()
+            copies = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
+            self.best = record | {"weights": copies}
         self._save_state()
         if self.best["step"] == record["step"]:
-            self._write_best(out)
+            write_drafter(out, self.drafter.raw, served)
         self._write_log()
 
     def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -196,6 +254,10 @@ class Trainer:
         rows = sum(r["rows"] for r in reports).clamp(min=1)
         record = {"step": self.state["step"], "minutes": round(self.state["seconds"] / 60, 2)}
         record |= {k: sum(r[k] for r in reports) / len(reports) for k in self.losses}
+        seconds = max(sum(r["seconds"] for r in reports), 1e-9)
+        record["gradient_norm"] = sum(r["gradient_norm"] for r in reports) / len(reports)
+        record["tokens_s"] = round(sum(r["tokens"] for r in reports) / seconds)
+        record["data_wait"] = round(sum(r["data_wait"] for r in reports) / seconds, 4)
         record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
         sampled = self.drafter.dependency is not None
         found = {
@@ -218,38 +280,32 @@ class Trainer:
             "state": self.state,
             "records": self.records,
             "best": self.best,
+            "reports": self.reports,
         }
-        with replacing(self.folder / STATE, failures=(OSError, RuntimeError)) as partial:
+        path = self.folder / f"state-{self.state['step']}.pt"
+        with replacing(path, failures=(OSError, RuntimeError)) as partial:
             torch.save(content, partial)
+        for old in saved_states(self.folder)[: -self.recipe.keep]:
+            old.unlink(missing_ok=True)
 
     def _write_best(self, out: Path) -> None:
-        if "tensors" in self.best:
-            write_drafter(out, self.drafter.raw, self.best["tensors"])
+        if "weights" in self.best:
+            served = self.drafter.served_tensors(self.best["weights"])
+            write_drafter(out, self.drafter.raw, served)
 
     def _write_log(self) -> None:
         """Cut the log to the state: a kill between the two neither loses nor doubles a line."""
         write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in self.records))
 
-    def _saved(self) -> dict[str, Any]:
-        path = self.folder / STATE
-        try:
-            with zipfile.ZipFile(path) as archive:  # torch.load checks no CRC
-                if wrong := archive.testzip():
-                    raise ValueError(f"the CRC-32 of {wrong} is not the one it was written with")
-            return torch.load(path, weights_only=True, map_location="cpu")
-        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-            raise HyperDFlashConfigError(
-                f"{path} is damaged: {str(error).splitlines()[0]}. Remove it and run the same "
-                "command to restart this stage."
-            ) from error
-
     def _resume(self) -> None:
-        if not (self.folder / STATE).is_file():
+        paths = saved_states(self.folder)
+        if not paths:
             return
-        saved = self._saved()
+        saved = read_state(paths[-1])
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.state, self.records, self.best = (saved[k] for k in ("state", "records", "best"))
+        self.reports = saved["reports"]
         if self.world.is_main:
             self._write_log()
 

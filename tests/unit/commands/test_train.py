@@ -255,7 +255,7 @@ def test_another_run_into_one_out_or_one_work_is_refused(tmp_path, target_dir, c
     assert f"remove {tmp_path / 'out'} to start over" in said
 
 
-@pytest.mark.parametrize("file", ["state.pt", "best/model.safetensors"])
+@pytest.mark.parametrize("file", ["state-2.pt", "best/model.safetensors"])
 def test_a_flipped_byte_is_found_or_mended(tmp_path, target_dir, capsys, file):
     work = tmp_path / "work"
     command = ["train", "--config", str(small(tmp_path, target_dir)), "--work", str(work)]
@@ -266,7 +266,7 @@ def test_a_flipped_byte_is_found_or_mended(tmp_path, target_dir, capsys, file):
     data[len(data) // 2] ^= 1
     damaged.write_bytes(bytes(data))
     capsys.readouterr()
-    if file == "state.pt":
+    if file == "state-2.pt":
         assert main(command) == 2
         message = capsys.readouterr().err
         assert f"{damaged} is damaged: the CRC-32 of " in message
@@ -274,7 +274,7 @@ def test_a_flipped_byte_is_found_or_mended(tmp_path, target_dir, capsys, file):
         damaged.unlink()
     assert main(command) == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
-    if file != "state.pt":
+    if file != "state-2.pt":
         assert damaged.read_bytes() == expected
 
 
@@ -299,6 +299,27 @@ def test_a_stage_is_not_made_longer_after_the_next_one_began(tmp_path, target_di
     assert run(1)[0] == 0
     shutil.rmtree(work / "stage-2")
     assert run(2)[0] == 0
+
+
+def test_a_stage_starts_from_the_fp32_weights_of_the_one_before(tmp_path, target_dir):
+    """Found as: it started from the published weights, which are rounded to bf16."""
+    config = small(tmp_path, target_dir, lr=1e-2, lr_floor=0.0, warmup_steps=0)
+    text = config.read_text()
+    following = text[text.index("[[stage]]") :].replace("lr = 0.01", "lr = 1e-30")
+    config.write_text(text + following)
+    assert main(["train", "--config", str(config), "--work", str(tmp_path / "work")]) == 0
+    first, second = (
+        torch.load(tmp_path / "work" / f"stage-{n}" / "state-2.pt", weights_only=True)
+        for n in (1, 2)
+    )
+    rounded = 0
+    for name, weight in first["best"]["weights"].items():
+        assert torch.equal(weight, second["drafter"][name]), name
+        rounded += int((weight.bfloat16().float() != weight).sum())
+    assert rounded > 1000
+    published = load_file(tmp_path / "out" / "model.safetensors")
+    name = "layers.0.mlp.up_proj.weight"
+    assert torch.equal(published[name], second["best"]["weights"][name].bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,13 @@ def trainer_at(folder, step: int = 0, main: bool = True):
         recipe=Recipe(steps=5),
         losses=("loss", "ce"),
         world=SimpleNamespace(is_main=main),
-        train=SimpleNamespace(samples=[SimpleNamespace(answer_tokens=7)]),
-        passes=SimpleNamespace(batch=lambda _step: [0]),
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]),
     )
 
 
 def report(loss: float):
-    return {"loss": loss, "ce": loss, "hits": torch.tensor([3, 1]), "rows": torch.tensor([4, 4])}
+    counts = {"hits": torch.tensor([3, 1]), "rows": torch.tensor([4, 4]), "tokens": 7}
+    return {"loss": loss, "ce": loss, "gradient_norm": 0.25, "data_wait": 0.125, **counts}
 
 
 def read(folder):
@@ -61,6 +60,9 @@ def test_tensorboard_reads_every_step(tmp_path):
     assert found["position_accuracy/1"][0] == (1, 0.75)
     assert found["position_accuracy/2"][0] == (1, 0.25)
     assert found["train/learning_rate"] == [(1, 0.5), (2, 0.5)]
+    assert found["train/gradient_norm"] == [(1, 0.25), (2, 0.25)]
+    assert found["train/data_wait_seconds"] == [(1, 0.125), (2, 0.125)]
+    assert all(rate > 0 for _, rate in found["train/answer_tokens_per_second"])
 
 
 def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):

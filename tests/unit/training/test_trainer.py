@@ -33,7 +33,7 @@ from sglang_hyperdflash.training.samples import (
     collate,
     generator_seed,
 )
-from sglang_hyperdflash.training.trainer import Trainer
+from sglang_hyperdflash.training.trainer import Trainer, read_state, saved_states
 from tests.warm_start.client import run_command, start_command
 
 SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64)
@@ -238,6 +238,102 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(target, cache, tmp_path
     assert trainer.state["step"] == 0
 
 
+def test_a_gradient_that_is_not_finite_never_reaches_a_checkpoint(target, cache, tmp_path):
+    """Found as: clipping spread it over all weights, and the only checkpoint was replaced."""
+    trainer = new_trainer(target, cache, tmp_path, every=2)
+    weight, calls = trainer.drafter.layers[0].mlp.up_proj.weight, itertools.count(1)
+    weight.register_hook(lambda grad: grad * (float("inf") if next(calls) == 4 else 1.0))
+    kept = {}
+
+    def keep(trainer, _report):
+        kept.update({n: w.clone() for n, w in trainer.drafter.state_dict().items()})
+
+    with pytest.raises(FloatingPointError, match=r"gradient is not finite .* at step 3\. Lower"):
+        trainer.run(tmp_path / "best", keep)
+    assert [path.name for path in saved_states(tmp_path)] == ["state-2.pt"]
+    for name, value in trainer.drafter.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+
+
+def lines_without_times(folder: Path) -> list[dict]:
+    times = {"minutes", "tokens_s", "data_wait"}
+    lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    assert all(times <= set(line) and line["gradient_norm"] > 0 for line in lines)
+    return [{k: v for k, v in line.items() if k not in times} for line in lines]
+
+
+@pytest.mark.parametrize("step", [2, 3, 6])  # between checkpoints, at one, and at the end
+def test_sigterm_saves_the_step_and_a_rerun_ends_the_same(target, cache, tmp_path, step):
+    whole = new_trainer(target, cache, tmp_path / "whole")
+    whole.run(tmp_path / "whole-best")
+
+    def terminate(trainer, _report):
+        if trainer.state["step"] == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        new_trainer(target, cache, tmp_path / "cut").run(tmp_path / "cut-best", terminate)
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert saved_states(tmp_path / "cut")[-1].name == f"state-{step}.pt"
+    resumed = new_trainer(target, cache, tmp_path / "cut")
+    assert resumed.state["step"] == step
+    resumed.run(tmp_path / "cut-best")
+    for name, value in whole.drafter.state_dict().items():
+        assert torch.equal(value, resumed.drafter.state_dict()[name]), name
+    assert lines_without_times(tmp_path / "cut") == lines_without_times(tmp_path / "whole")
+    saved = [(tmp_path / f"{n}-best" / "model.safetensors").read_bytes() for n in ("whole", "cut")]
+    assert saved[0] == saved[1]
+
+
+def test_sigterm_of_another_process_stops_this_one(target, cache, tmp_path):
+    trainer = new_trainer(target, cache, tmp_path)
+    plain = trainer.world.sum
+
+    def with_another(tensor):
+        if tensor.numel() == 3 + 2 * trainer.drafter.config.num_drafts + 1:
+            tensor[-1] += 1  # of a step's message, the request to stop
+        return plain(tensor)
+
+    trainer.world.sum = with_another
+    with pytest.raises(SystemExit):
+        trainer.run(tmp_path / "best")
+    assert [path.name for path in saved_states(tmp_path)] == ["state-1.pt"]
+
+
+def test_the_last_checkpoints_are_kept_and_any_resumes(target, cache, tmp_path):
+    new_trainer(target, cache, tmp_path, every=1, keep=3).run(tmp_path / "best")
+    assert [path.name for path in saved_states(tmp_path)] == [f"state-{n}.pt" for n in (4, 5, 6)]
+    expected = (tmp_path / "best" / "model.safetensors").read_bytes()
+    for step in (5, 6):
+        (tmp_path / f"state-{step}.pt").unlink()
+    again = new_trainer(target, cache, tmp_path, every=1, keep=1)
+    assert again.state["step"] == 4
+    again.run(tmp_path / "best")
+    assert (tmp_path / "best" / "model.safetensors").read_bytes() == expected
+    assert [path.name for path in saved_states(tmp_path)] == ["state-6.pt"]
+
+
+BACKEND = """
+import sys, torch, torch.distributed as dist
+from sglang_hyperdflash.training.process_group import ProcessGroup
+torch.cuda.is_available = lambda: True  # a host with GPUs
+world = ProcessGroup("cpu")
+print(dist.get_backend(), world.sum(torch.tensor([world.rank + 1.0])).item())
+world.close()
+"""
+
+
+def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus():
+    """Found as: NCCL, which has no CPU tensors."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
+    done = subprocess.run(
+        [*torchrun, sys.executable, "-c", BACKEND], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["gloo", "3.0"] * 2, done.stderr[-2000:]
+
+
 def test_a_full_disk_leaves_the_last_state_whole(target, cache, tmp_path, monkeypatch):
     trainer = new_trainer(target, cache, tmp_path)
 
@@ -252,19 +348,14 @@ def test_a_full_disk_leaves_the_last_state_whole(target, cache, tmp_path, monkey
             monkeypatch.setattr(torch, "save", run_out_of_space)
 
     plain = torch.save
-    with pytest.raises(WriteFailed, match=r"state.pt: No space left .*state.pt is as it was"):
+    with pytest.raises(WriteFailed, match=r"state-6.pt: No space left on device\. Free"):
         trainer.run(tmp_path / "best", then_full)
-    assert [p.name for p in tmp_path.glob("state.pt*")] == ["state.pt"]
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["state"]["step"] == 3
+    assert [p.name for p in tmp_path.glob("state*")] == ["state-3.pt"]
+    assert read_state(tmp_path / "state-3.pt")["state"]["step"] == 3
     monkeypatch.undo()
     whole = new_trainer(target, cache, tmp_path)
     whole.run(tmp_path / "best")
     assert Drafter.load(tmp_path / "best").config == whole.drafter.config
-    (tmp_path / "none").mkdir()
-    monkeypatch.setattr(torch, "save", run_out_of_space)
-    with pytest.raises(WriteFailed, match=r"No space left on device\. Free space") as caught:
-        new_trainer(target, cache, tmp_path / "none").run(tmp_path / "other")
-    assert "as it was" not in str(caught.value), "there was no checkpoint before"
 
 
 def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
@@ -301,7 +392,8 @@ def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
 
     expected = run("whole")
     every = cut_before(-1)
-    assert set(every) == {"model.safetensors", "config.json", "state.pt", "training_log.jsonl"}
+    states = {f"state-{step}.pt" for step in (2, 4, 6)}
+    assert set(every) == {"model.safetensors", "config.json", "training_log.jsonl", *states}
     for number, name in enumerate(every):
         assert cut_before(number)[-1] == name
         assert run(f"cut-{number}") == expected, f"cut before rename {number}, {name}"
@@ -356,13 +448,13 @@ def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
     run(command(prepared, target_dir, "whole", 40, 10))
     arguments = command(prepared, target_dir, "killed", 40, 10)
     process = start_command(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    state = prepared / "killed" / "stage-1" / "state.pt"
+    stage = prepared / "killed" / "stage-1"
     deadline = time.monotonic() + 120
-    while not state.is_file() and process.poll() is None and time.monotonic() < deadline:
+    while not saved_states(stage) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert 10 <= torch.load(state, weights_only=True)["state"]["step"] < 40
+    assert 10 <= read_state(saved_states(stage)[-1])["state"]["step"] < 40
     run(arguments)
     found = [
         (prepared / f"{name}-out" / "model.safetensors").read_bytes()

@@ -1,7 +1,8 @@
 """``hyperdflash plan``: the cost of a drafter's K/V on a DeepSeek-V4 node, by SGLang's own sizing.
 
 Nothing is loaded and no GPU is needed: SGLang resolves the server's arguments and runs its pool
-configurator, with our hooks, on the two checkpoints' ``config.json``.
+configurator, with our hooks, on the two checkpoints' ``config.json``. The cost of a training is
+:mod:`sglang_hyperdflash.commands.plan_training`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.commands import plan_training
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.targets.kinds import text_fields
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
@@ -336,6 +338,13 @@ def _weights_gib(target: str, tp: int) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
+    if args.training is not None:
+        return plan_training.run(args)
+    for name in ("target", "gpu_gib"):
+        if getattr(args, name) is None:
+            raise HyperDFlashConfigError(
+                f"--{name.replace('_', '-')} is needed for K/V memory. Give it, or --training FILE."
+            )
     check_target(args.target)
     rows = []
     for tp in args.tp:
@@ -358,16 +367,17 @@ def add_parser(commands) -> None:
     """Register ``plan`` and its arguments."""
     parser = commands.add_parser(
         "plan",
-        help="compare the K/V memory of speculative methods on a DeepSeek-V4 node",
+        help="compare the K/V memory of speculative methods, or count the cost of a training",
         description="Print K/V bytes per token, K/V tokens on one GPU and their share of the "
         "baseline's, without a GPU or weights. Other memory: what HYPERDFLASH needs outside "
-        "weights and K/V, at most; the target's own graphs are not counted.",
+        "weights and K/V, at most; the target's own graphs are not counted. With --training print "
+        "a training file's GPU hours, bytes and days instead.",
     )
     add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
-    add("--target", required=True, help="folder or hub id; only its config.json is read")
+    add("--target", help="folder or hub id; only its config.json is read")
     add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
-    add("--gpu-gib", type=gib, required=True, help="memory of one GPU, GiB")
+    add("--gpu-gib", type=gib, help="memory of one GPU, GiB")
     add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
     add("--tp", type=COUNT, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
     add("--dp-attention", action="store_true", help="attention data parallelism")
@@ -379,4 +389,5 @@ def add_parser(commands) -> None:
         help="requests at once (default: SGLang's choice for each method, which is shown)",
     )
     add("--json", action="store_true", help="print JSON")
+    plan_training.add_arguments(parser)
     parser.set_defaults(run=run)

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.targets.final_state import FinalState
 from sglang_hyperdflash.training import trainer as trainer_module
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective, denominators
@@ -65,6 +67,9 @@ def fake_pair(raw: dict, device: torch.device) -> tuple[Drafter, nn.Module]:
         drafter = Drafter(small)
         ends.embed_tokens = nn.Embedding(*shape, dtype=torch.bfloat16)
         ends.lm_head = nn.Linear(*reversed(shape), bias=False, dtype=torch.bfloat16)
+        d, m = raw["hidden_size"], raw["hyperdflash_config"]["hc_mult"]
+        gate = HcHead(torch.empty(m, m * d), torch.empty(m), torch.empty(1))
+        ends.final = FinalState(gate, torch.empty(d), rms_eps=1e-6, hc_eps=1e-6)
     return drafter, ends.requires_grad_(False)
 
 
@@ -89,7 +94,7 @@ def count(
     with FakeTensorMode(allow_non_fake_inputs=True):
         drafter, target = fake_pair(raw, device)
         shape = (step.samples, step.tokens)
-        states = States.without_layers(torch.empty(*shape, m * d), torch.empty(*shape, d))
+        states = States.without_layers(torch.empty(*shape, m * d))
     objective = (objective or Objective()).resolved(drafter.config)
     trainer = SimpleNamespace(
         drafter=drafter,

@@ -374,10 +374,11 @@ def add_parser(commands) -> None:
         "a training file's GPU hours, bytes and days instead.",
     )
     add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
-    add("--target", help="folder or hub id; only its config.json is read")
+    needed = "(no default: needed without --training)"
+    add("--target", help=f"folder or hub id; only its config.json is read {needed}")
     add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
-    add("--gpu-gib", type=gib, help="memory of one GPU, GiB")
+    add("--gpu-gib", type=gib, help=f"memory of one GPU, GiB {needed}")
     add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
     add("--tp", type=COUNT, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
     add("--dp-attention", action="store_true", help="attention data parallelism")

@@ -82,9 +82,10 @@ def products(raw: dict[str, Any], tokens: int, blocks: int, drafts: int, taught:
     network = 3 * layers * layer  # the backward pass has two products for each of the forward's
     # Logits are computed again in the backward pass; the LM head is frozen, and so is the teacher.
     head = 2 * d * raw["vocab_size"] * (3 * drafts + 2 * taught)
+    collapse = 2 * raw["hyperdflash_config"]["hc_mult"] ** 2 * d * taught
     dependency = raw["hyperdflash_config"].get("dependency")
     rank = 0 if dependency is None else dependency["rank"]
-    return network + head + 4 * 2 * rank * own * (d + raw["vocab_size"])
+    return network + head + collapse + 4 * 2 * rank * own * (d + raw["vocab_size"])
 
 
 def visible_keys(conversation: Conversation, block: int, window: int | None) -> float:
@@ -206,7 +207,12 @@ def add_arguments(parser) -> None:
     """Register the options of ``plan --training``."""
     positive = number(float, "above 0", lambda x: 0 < x < math.inf)
     add = parser.add_argument_group("cost of a training").add_argument
-    add("--training", type=Path, metavar="FILE", help="training file whose cost is printed instead")
+    add(
+        "--training",
+        type=Path,
+        metavar="FILE",
+        help="training file whose cost is printed (default: K/V memory)",
+    )
     add(
         "--conversations",
         type=COUNT,

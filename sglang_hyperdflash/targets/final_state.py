@@ -52,7 +52,8 @@ class FinalState(nn.Module):
 
     @torch.no_grad()
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """``[..., m*d]`` of any float dtype to ``[..., d]`` fp32."""
+        """``[..., m*d]`` of any float dtype to ``[..., d]`` fp32; autocast changes nothing."""
         gate = HcHead(self.fn, self.base, self.scale)
-        y = gate.collapse(residual.float(), rms_eps=self.rms_eps, hc_eps=self.hc_eps)
+        with torch.autocast(residual.device.type, enabled=False):
+            y = gate.collapse(residual.float(), rms_eps=self.rms_eps, hc_eps=self.hc_eps)
         return nn.functional.rms_norm(y, self.norm.shape, self.norm.float(), self.rms_eps)

@@ -59,9 +59,11 @@ class StoreWriter:
         damaged: names of its shards that are missing or are not as they were written.
     """
 
-    def __init__(self, folder: Path, identity: Identity, name: str, lines: ResumableWriter) -> None:
+    def __init__(
+        self, folder: Path, identity: Identity, name: str, lines: ResumableWriter, own: Manifest
+    ) -> None:
         self.folder, self.identity, self.name, self._lines = folder, identity, name, lines
-        self._own = Manifest(lines.records, lines.path)
+        self._own = own
         self._adding = threading.Lock()
         shards = self._own.shards.values()
         self.damaged = [shard.file for shard in shards if not shard.intact(folder)]
@@ -177,8 +179,9 @@ def open_writer(
     """
     _claim_store(folder, identity)
     path = folder / MANIFESTS / f"{name}.jsonl"
-    with claim(path, kind, settings, is_file=True), ResumableWriter(path) as lines:
-        yield StoreWriter(folder, identity, name, lines)
+    records: list[dict[str, Any]] = []
+    with claim(path, kind, settings, is_file=True), ResumableWriter(path, records.append) as lines:
+        yield StoreWriter(folder, identity, name, lines, Manifest(records, path))
 
 
 def _claim_store(folder: Path, identity: Identity) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -12,7 +14,7 @@ from sglang_hyperdflash.training import replay as replay_module
 from sglang_hyperdflash.training.anchors import dense_mask, visible
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, attend, draft_config
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from sglang_hyperdflash.training.samples import FeatureCache, Sample, States
 
 SHAPE = DrafterShape(
     layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64, dependency_rank=4
@@ -79,12 +81,8 @@ def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, rep
     for length in (512, 1024, 2048):
         (sample,) = samples_of(length)
         d, m = target.config.hidden_size, target.config.hc_mult
-        states = torch.zeros(1, length, m * d), torch.zeros(1, length, d)
-        source = FeatureCache.__new__(FeatureCache)
-        source.samples, source._kept = (
-            [sample],
-            [(states[0][0], states[1][0], torch.zeros(length, 0))],
-        )
+        states = States.without_layers(torch.zeros(1, length, m * d))
+        source = SimpleNamespace(samples=[sample], states=lambda _, kept=states: kept)
         with LargestTensor() as seen:
             replay.acceptance(source)
         sizes.append(seen.most)
@@ -105,6 +103,13 @@ def test_processes_share_the_answers_and_agree(target, replay):
     assert 1 + total / blocks == pytest.approx(tau, rel=1e-12)
 
 
+@pytest.fixture
+def _dynamo():
+    """The CPU platform turns torch.compile off for SGLang in the whole process."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 MASKS = [
     {"window": None, "causal": False},
     {"window": 24, "causal": False},
@@ -123,6 +128,7 @@ def attention_inputs(context: int, blocks: int, block: int):
     return anchors.masked_fill(~keep, 0), keep, q, k, v
 
 
+@pytest.mark.usefixtures("_dynamo")
 @pytest.mark.parametrize("options", MASKS)
 @torch.no_grad()
 def test_flex_attention_is_the_dense_one(options):
@@ -138,6 +144,7 @@ def test_flex_attention_is_the_dense_one(options):
         assert tiles.sparsity() > 40
 
 
+@pytest.mark.usefixtures("_dynamo")
 @torch.no_grad()
 def test_flex_attention_is_compiled_once_for_all_steps():
     """Contexts and numbers of blocks differ from step to step."""

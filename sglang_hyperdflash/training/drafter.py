@@ -159,13 +159,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
-def rope_tables(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """NeoX cos and sin ``[max_position, head_dim]``, fp32."""
+def rope_frequencies(config: dict[str, Any]) -> torch.Tensor:
+    """RoPE's angle of a position, ``[head_dim / 2]`` fp32."""
     dim = config["head_dim"]
-    inverse = 1.0 / (config["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim))
-    angles = torch.arange(config["max_position_embeddings"]).float()[:, None] * inverse
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return 1.0 / (config["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim))
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -257,8 +254,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(raw["hidden_size"], raw["rms_norm_eps"])
         self.reducer_name, reducer = build_reducer(self.config)
         setattr(self, self.reducer_name, reducer)
-        cos, sin = rope_tables(raw)
-        self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
+        # Angles of a step's own positions: a table of a million positions would be a GiB.
+        self.frequencies = nn.Buffer(rope_frequencies(raw), persistent=False)
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -314,8 +311,11 @@ class Drafter(nn.Module):
         return Candidates(ids, scores, None if head is None else head.gates(hidden))
 
     def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        at = positions.clamp(max=len(self.cos) - 1)
-        return self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
+        """NeoX cos and sin ``[b, 1, n, head_dim]`` of ``positions [b, n]``, fp32."""
+        at = positions.clamp(max=self.raw["max_position_embeddings"] - 1).float()
+        angles = (at.unsqueeze(-1) * self.frequencies).unsqueeze(1)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
 
     def served_tensors(
         self, weights: dict[str, torch.Tensor] | None = None

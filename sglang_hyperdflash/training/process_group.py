@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
@@ -55,7 +54,7 @@ class ProcessGroup:
         return tensor
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients in one message.
+        """Add up gradients where they are: a flat copy would be as large as the drafter in fp32.
 
         A sum, not DDP's mean: every process divides its loss by the denominators of the global
         batch already.
@@ -66,8 +65,9 @@ class ProcessGroup:
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        flat = parameters_to_vector(p.grad for p in parameters)
-        vector_to_parameters(self.sum(flat), (p.grad for p in parameters))
+        with _together():
+            for message in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
+                message.wait()
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the main process while the others wait.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training import replay as replay_module
 from sglang_hyperdflash.training.anchors import dense_mask, visible
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, attend, draft_config
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import FeatureCache, Sample, States
+from sglang_hyperdflash.training.samples import FeatureCache, Sample, States, collate
+from tests.unit.training.conftest import LargestTensor
 
 SHAPE = DrafterShape(
     layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64, dependency_rank=4
@@ -60,19 +61,6 @@ def test_chunks_change_neither_tau(target, replay, monkeypatch):
     assert {name: chunks[name] for name in whole} == whole
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most numbers that a tensor has while it is on."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple) else (found,):
-            if isinstance(tensor, torch.Tensor):
-                self.most = max(self.most, tensor.numel())
-        return found
-
-
 def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, replay, monkeypatch):
     """Found as: every block of eight answers in one mask, 8 GB at 2,000 tokens."""
     monkeypatch.setattr(replay_module, "ANCHORS", 8)
@@ -87,6 +75,26 @@ def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, rep
             replay.acceptance(source)
         sizes.append(seen.most)
     assert sizes[2] <= 2.1 * sizes[1] <= 2.1 * 2.1 * sizes[0], sizes
+
+
+def test_a_windowed_block_is_the_same_after_any_length_of_context(target):
+    """Found as: drafters were trained on up to 4,096 tokens and served after a million."""
+    facts = TargetFacts.from_config(target.config.to_dict() | {"max_position_embeddings": 2**20})
+    tokens = torch.randint(10, 1300, (20_000,), generator=torch.Generator().manual_seed(0))
+    states = torch.randn(1, 1, facts.hc_mult * facts.hidden_size).expand(1, 20_000, -1).contiguous()
+    states[:, -64:] = torch.randn(1, 64, states.shape[-1])
+
+    def block(window: int | None, length: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        raw = draft_config(facts, target.hc_head, replace(SHAPE, window=window), 4)
+        rows = collate([Sample(tokens[-length:], ())])
+        near = States.without_layers(states[:, -length:])
+        anchor = torch.tensor([[length - 1]]), torch.ones(1, 1, dtype=torch.bool)
+        return Replay(Drafter(raw).eval(), target).draft_states(rows, near, *anchor)
+
+    with torch.no_grad():
+        torch.testing.assert_close(block(32, 20_000), block(32, 64), rtol=1e-2, atol=1e-2)
+        assert (block(None, 20_000) - block(None, 64)).abs().max() > 0.1
 
 
 def test_processes_share_the_answers_and_agree(target, replay):

@@ -23,6 +23,7 @@ from sglang_hyperdflash.commands.own_server import own_server
 from sglang_hyperdflash.commands.pool import Pool, server_info
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.chats import Chats, Message, load_chats
+from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
@@ -193,7 +194,7 @@ def check_draft(name: str) -> None:
     """
     if Path(name).is_dir():
         load_config(name)
-    elif name.count("/") != 1 or name.startswith(("/", ".")):
+    elif not is_hub_id(name):
         raise HyperDFlashConfigError(
             f"--draft {name} is neither a folder nor a hub id (owner/name). Give the folder of a "
             "drafter."

@@ -11,10 +11,12 @@ import torch
 from sglang_hyperdflash.draft.config import CANDIDATES, FORMS, REDUCERS
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
+from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
+from sglang_hyperdflash.training.model_card import CARD, model_card, shape_lines
 
 KIND = "hyperdflash init"
 OR_NONE = number(int, "at least 0", lambda n: n >= 0)
@@ -198,29 +200,13 @@ def mask_token(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace, files: TargetFiles, facts: TargetFacts, new: Drafter) -> str:
     """What was made: the target, the drafter's shape, its reducer and its dependency head."""
-    config, raw, kind = new.config, new.raw, files.kind
-    starts = {
-        "none": "fc, a linear projection: nothing is inherited",
-        "inherited": "hc_gate inherited exactly from the target's hc_head",
-        "approximate": "hc_gate APPROXIMATE, from the last layer's hc_ffn: the target applies that "
-        "gate one sub-layer later than it computes it, so this is not its collapse",
-    }
-    head = config.dependency
+    kind = files.kind
     lines = [
         f"target  {args.target}: {facts.architecture} ({kind.name}), "
         f"{facts.hc_mult} x {facts.hidden_size}",
         f"drafter {args.out}: {sum(p.numel() for p in new.parameters()):,} parameters",
-        f"layers  {config.num_hidden_layers}, {raw['num_attention_heads']} heads of "
-        f"{raw['head_dim']}, {raw['num_key_value_heads']} K/V heads, "
-        f"MLP {raw['intermediate_size']}",
-        f"block   {config.block_size} rows{', causal' if config.causal else ''}, window "
-        f"{config.window or 'none'}",
-        f"reducer {starts[config.gate]}",
-        f"head    rank {head.rank}, {head.top_k} candidates" if head else "head    none",
+        *(f"{name:<7} {text}" for name, text in shape_lines(new.raw).items()),
     ]
-    if config.captured_layers:
-        layers = " ".join(map(str, config.captured_layers))
-        lines.append(f"source  layers {layers}, not the pre-collapse residual")
     if kind.not_served is not None:
         lines.append(f"serving not yet: {kind.not_served}")
     return "\n".join(lines)
@@ -236,6 +222,7 @@ def run(args: argparse.Namespace) -> int:
     facts = TargetFacts.from_config(files.config())  # says what the folder lacks
     drafter = new_drafter(files, facts, args, mask_token(args))
     with claim(args.out, KIND, settings):
+        write_text(args.out / CARD, model_card(drafter.raw, args.target))
         drafter.save(args.out)
     print(report(args, files, facts, drafter))
     return 0

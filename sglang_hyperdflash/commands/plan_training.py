@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.targets.files import drafter_folder
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.objective import Objective
@@ -175,8 +176,9 @@ def report(costs: Sequence[Cost], gpus: Sequence[int], assumed: Assumptions) -> 
 def run(args: argparse.Namespace) -> int:
     """Print the cost of a training file, or its JSON."""
     schedule = read_schedule(args.training)
-    config = load_config(args.draft)
-    raw = json.loads((Path(args.draft) / "config.json").read_bytes())
+    draft = drafter_folder(args.draft)
+    config = load_config(draft)
+    raw = json.loads((draft / "config.json").read_bytes())
     objective = schedule.objective.resolved(config)
     counts = args.conversations * (len(schedule.stage) if len(args.conversations) == 1 else 1)
     if len(counts) != len(schedule.stage):

@@ -17,8 +17,8 @@ import torch
 from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import load_chats
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
-from sglang_hyperdflash.tools.atomic import replacing
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, drafter_folder
+from sglang_hyperdflash.tools.atomic import replacing, write_text
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
@@ -26,6 +26,7 @@ from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
+from sglang_hyperdflash.training.model_card import CARD, model_card
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
@@ -141,7 +142,7 @@ def train(
     for kind, file in schedule.held_out.items():
         held_out[kind] = source((file,), kind)
         check_whole_blocks(held_out[kind].samples, drafter.config.block_size, file)
-    best, last = schedule.draft, ""
+    best, last, recipes = schedule.draft, "", []
     for number, stage in enumerate(schedule.stage, 1):
         title, folder = f"stage {number}", work / f"stage-{number}"
         features = source(stage.data, title)
@@ -149,8 +150,8 @@ def train(
         if number > 1:  # the published weights are bf16
             before = saved_states(work / f"stage-{number - 1}")[-1]
             drafter.load_state_dict(read_state(before)["best"]["weights"])
-        recipe = stage.resolve(len(features.samples), schedule.objective)
-        trainer = Trainer(drafter, target, features, held_out, recipe, folder, world)
+        recipes.append(stage.resolve(len(features.samples), schedule.objective))
+        trainer = Trainer(drafter, target, features, held_out, recipes[-1], folder, world)
         check_next_stage(trainer, work, number)
         if trainer.state["step"]:
             say(f"{title}: resumed at step {trainer.state['step']}")
@@ -160,7 +161,8 @@ def train(
         if number < len(schedule.stage):
             say(f"{title}: {last}")
     if world.is_main:
-        publish(best, schedule.out)
+        card = model_card(drafter.raw, schedule.target, schedule, recipes, trainer.best)
+        publish(best, schedule.out, card)
         print(f"{last} ({schedule.out})")
 
 
@@ -186,8 +188,9 @@ def best_line(trainer: Trainer) -> str:
     return f"best: step {trainer.best['step']}, tau {trainer.best['tau']:.2f}"
 
 
-def publish(best: Path, out: Path) -> None:
-    """Copy a finished drafter, each file atomically, weights last."""
+def publish(best: Path, out: Path, card: str) -> None:
+    """Copy a finished drafter and add its card, each file atomically, weights last."""
+    write_text(out / CARD, card)
     for name in ("config.json", "model.safetensors"):
         with replacing(out / name) as partial:
             shutil.copyfile(best / name, partial)
@@ -252,6 +255,7 @@ def run(args: argparse.Namespace) -> int:
             "or train with --device cpu."
         )
     schedule = read_schedule(args.config)
+    schedule = dataclasses.replace(schedule, draft=drafter_folder(schedule.draft))
     if args.states is not None and schedule.features != "cache":
         raise HyperDFlashConfigError(
             f"--states keeps what features = cache computes; {args.config} has features = "

@@ -71,6 +71,29 @@ class TargetFacts:
         return cls(config["architectures"][0], *(fields[name] for name in names))
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no folder can be a hub id, ``owner/name``."""
+    return name.count("/") == 1 and not name.startswith(("/", "."))
+
+
+def drafter_folder(name: str | Path) -> Path:
+    """A drafter's folder, or of a hub id the one that holds its config and weights in the cache.
+
+    Raises:
+        HyperDFlashConfigError: the hub has no such drafter, or cannot be reached.
+    """
+    if Path(name).is_dir() or not is_hub_id(str(name)):
+        return Path(name)
+    try:
+        patterns = ["config.json", "*.safetensors"]
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=patterns))
+    except OSError as error:
+        raise HyperDFlashConfigError(
+            f"drafter {name}: expected a folder, or the hub id of a drafter that can be read. "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
 class TargetFiles:
     """A target checkpoint's files; ``name`` is a folder or a hub id (``owner/name``).
 
@@ -84,7 +107,7 @@ class TargetFiles:
     def __init__(self, name: str, revision: str | None = None) -> None:
         self.name, self.revision = name, revision
         self.is_hub = not Path(name).is_dir()
-        if self.is_hub and (name.count("/") != 1 or name.startswith(("/", "."))):
+        if self.is_hub and not is_hub_id(name):
             raise FileNotFoundError(f"target {name} is neither a folder nor a hub id (owner/name).")
 
     def _path(self, file: str) -> Path:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import CLOSED, checked
 from sglang_hyperdflash.training.conversations import HUB
@@ -92,7 +93,7 @@ class Schedule:
     """The training file; :func:`read_schedule` completes its relative paths."""
 
     target: Annotated[Text, Field(description="folder or hub id of the target")]
-    draft: Annotated[Path, Field(description="drafter folder made by `hyperdflash init`")]
+    draft: Annotated[Path, Field(description="drafter of `hyperdflash init`: folder or hub id")]
     out: Annotated[Path, Field(description="folder for the best drafter of the last stage")]
     stage: Annotated[
         tuple[Stage, ...],
@@ -145,7 +146,7 @@ def read_schedule(path: Path) -> Schedule:
                 f"{path}: stage {number}: data must be one folder of `hyperdflash capture` with "
                 f"features = captured, found {len(stage.data)}."
             )
-    base = path.resolve().parent
+    base, draft = path.resolve().parent, str(file.draft)
 
     def placed(name: str) -> str:
         return name if name.startswith(HUB) else os.path.normpath(base / name)
@@ -153,7 +154,7 @@ def read_schedule(path: Path) -> Schedule:
     return dataclasses.replace(
         file,
         target=placed(file.target) if (base / file.target).is_dir() else file.target,
-        draft=Path(placed(str(file.draft))),
+        draft=Path(draft if is_hub_id(draft) and not (base / draft).is_dir() else placed(draft)),
         out=Path(placed(str(file.out))),
         held_out={name: placed(place) for name, place in file.held_out.items()},
         stage=tuple(

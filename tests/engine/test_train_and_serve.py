@@ -20,6 +20,7 @@ from sglang_hyperdflash.training.trainer import Trainer
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, chat_ids, greedy, install_plugin
 from tests.engine.drafters import assert_varied, rescale_folder
+from tests.unit.hub_cache import hub_home
 
 RECORDER = '''
 """Appends every verified block, ``[request, position of its anchor, anchor, draft, ...]``."""
@@ -44,6 +45,18 @@ def load():
         "sglang_hyperdflash.serving.verification.verifier.Verifier.accept", record, HookType.AFTER
     )
 '''
+
+# A forked server has imported huggingface_hub before it sees its environment.
+HUB = """
+import os
+
+
+def load():
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = os.path.join(os.environ["HF_HOME"], "hub")
+    constants.HF_HUB_OFFLINE = True
+"""
 
 
 def recorded(folder: Path, tokens: list[int], start: int) -> list[tuple[int, list[int]]]:
@@ -70,16 +83,20 @@ def compare_drafts(
 ) -> list[list[int]]:
     """Serve ``prompts`` and assert that training proposes the six tokens the server proposed.
 
+    The server is given the drafter's hub id.
+
     Returns:
         The served answers, fp32, greedy.
     """
+    hub_home(tmp_path / "home", draft, "owner/drafter")
     server = servers.get(
         "recorder",
         target_dir,
         *FP32,
-        *hyperdflash_arguments(draft),
+        *hyperdflash_arguments("owner/drafter"),
         environment=install_plugin(tmp_path, "recorder", RECORDER)
-        | {"RECORDED_BLOCKS": str(tmp_path / "blocks.jsonl")},
+        | install_plugin(tmp_path, "hub", HUB)
+        | {"RECORDED_BLOCKS": str(tmp_path / "blocks.jsonl"), "HF_HOME": str(tmp_path / "home")},
     )
     (tmp_path / "blocks.jsonl").unlink(missing_ok=True)  # the server's own warm-up
     target, compared, answers = LocalTarget(target_dir), [], []

@@ -82,7 +82,7 @@ def records(path: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subject:
-    """``train``: weights byte for byte, and every line of the log once."""
+    """``train``: weights and card byte for byte, and every line of the log once."""
 
     def arguments(folder: Path) -> list[str]:
         config = folder / "train.toml"
@@ -97,7 +97,7 @@ def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subjec
         lines = [json.loads(line) for line in log(folder).read_text().splitlines()]
         times = {"minutes", "tokens_s", "data_wait"}
         kept = [{k: v for k, v in line.items() if k not in times} for line in lines]
-        files = ("config.json", "model.safetensors")
+        files = ("README.md", "config.json", "model.safetensors")
         return [*kept, *((folder / "drafter" / name).read_bytes() for name in files)]
 
     def kill_one(process: subprocess.Popen) -> None:

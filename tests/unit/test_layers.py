@@ -98,8 +98,8 @@ LIBRARIES = {
     "portable": {"numba", "sglang", "torch"},
     "serving": {"numpy", "prometheus_client", "safetensors", "sglang", "torch"},
     "training": {
-        *("datasets", "pydantic", "safetensors", "tensorboard", "tomli", "torch"),
-        *("tqdm", "transformers", "typing_extensions", "wandb"),
+        *("datasets", "huggingface_hub", "pydantic", "safetensors", "tensorboard", "tomli"),
+        *("torch", "tqdm", "transformers", "typing_extensions", "wandb"),
     },
     "platform": {"numpy", "psutil", "sglang", "torch"},
     "rivals": {"sglang", "torch"},

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.startup import checks
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from tests.unit.hub_cache import hub_home, use_hub_home
 
 
 @pytest.fixture
@@ -32,6 +33,18 @@ def test_the_committed_pair_is_accepted(arguments):
     checks.validate_server_args(arguments)
     arguments.speculative_num_draft_tokens = 7
     checks.validate_server_args(arguments)
+
+
+def test_a_drafter_s_hub_id_is_read_from_the_hub_s_cache(
+    arguments, drafter_dir, tmp_path, monkeypatch
+):
+    hub_home(tmp_path, drafter_dir, "owner/drafter")
+    use_hub_home(monkeypatch, tmp_path)
+    arguments.speculative_draft_model_path = "owner/drafter"
+    checks.validate_server_args(arguments)
+    arguments.speculative_draft_model_path = "owner/gone"
+    with pytest.raises(HyperDFlashConfigError, match="cannot read the draft config of owner/gone"):
+        checks.validate_server_args(arguments)
 
 
 def test_a_window_is_refused_where_pools_are_resized_after_capture(arguments, monkeypatch):

@@ -100,6 +100,13 @@ def add_parser(commands) -> None:
         help="tokens; longer conversations are left out and listed; less if the target's "
         "context is shorter",
     )
+    add(
+        "--states-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="of the stored states: the target's own, or float8_e4m3fn with a scale for each token "
+        "and path, half of bf16's size",
+    )
     add("--shard-mib", type=COUNT, default=1024, help="largest size of a shard, MiB")
     add("--concurrency", type=COUNT, default=16, help="conversations in flight")
     add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
@@ -141,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     settings |= engine_settings(args)
     settings |= {"target": location(args.model), "data": list(map(content_hash, args.data))}
     name = args.writer or "capture-{}-of-{}".format(*args.share)
-    identity = identity_of(files, arguments["dtype"])
+    identity = identity_of(files, arguments["dtype"], fp8=args.states_dtype == "fp8")
     with open_writer(args.out, identity, name, KIND, settings) as writer:
         loaded = load_samples(args.data, load_chats(args.model), limit)
         print(loaded)
@@ -152,8 +159,11 @@ def run(args: argparse.Namespace) -> int:
         return _capture(args, arguments, writer, loaded)
 
 
-def identity_of(files: TargetFiles, dtype: str) -> Identity:
+def identity_of(files: TargetFiles, dtype: str, *, fp8: bool = False) -> Identity:
     """Whose states a server of the target gives.
+
+    Args:
+        fp8: whether they are stored in fp8.
 
     Raises:
         HyperDFlashConfigError: no drafter can be trained from the residual alone.
@@ -167,6 +177,7 @@ def identity_of(files: TargetFiles, dtype: str) -> Identity:
         hc_mult=facts.hc_mult,
         hidden_size=facts.hidden_size,
         dtype=dtype,
+        fp8=fp8,
     )
 
 

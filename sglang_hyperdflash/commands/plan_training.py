@@ -23,7 +23,7 @@ from sglang_hyperdflash.training.recipe import Stage, read_schedule
 
 # Operations of a flash backward pass to its forward's, 2.5, and that forward.
 ATTENTION_PASSES = 3.5
-TOKEN_BYTES = 4
+TOKEN_BYTES = SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,14 @@ def sample_operations(
     return counted + attention(raw, conversation, blocks)
 
 
-def captured_bytes(raw: dict[str, Any], tokens: int) -> int:
-    """Bytes of the states of so many tokens: the bf16 residual of every path, and the token."""
-    paths = raw["hyperdflash_config"]["hc_mult"]
-    return tokens * (2 * paths * raw["hidden_size"] + TOKEN_BYTES)
+def captured_bytes(raw: dict[str, Any], tokens: int, *, fp8: bool = False) -> int:
+    """Bytes of the states of so many tokens: the residual of every path, and the token.
+
+    Args:
+        fp8: as `capture --states-dtype fp8` stores it, with a scale for each path; else in bf16.
+    """
+    paths, d = raw["hyperdflash_config"]["hc_mult"], raw["hidden_size"]
+    return tokens * (paths * (d + SCALE_BYTES if fp8 else 2 * d) + TOKEN_BYTES)
 
 
 def stage_cost(
@@ -133,8 +137,13 @@ def stage_cost(
     conversations: int,
     conversation: Conversation,
     assumed: Assumptions,
+    *,
+    fp8: bool = False,
 ) -> Cost:
     """What a stage costs: answers regenerated, their states captured, the drafter trained.
+
+    Args:
+        fp8: whether the states are stored in fp8.
 
     Raises:
         HyperDFlashConfigError: the stage's length is given in minutes.
@@ -150,7 +159,7 @@ def stage_cost(
         regenerate=conversations * conversation.answer / assumed.decode_rate / 3600,
         capture=assumed.hours(2 * assumed.active * tokens),
         train=assumed.hours(steps * stage.batch * one),
-        bytes=captured_bytes(raw, tokens),
+        bytes=captured_bytes(raw, tokens, fp8=fp8),
     )
 
 
@@ -193,9 +202,9 @@ def run(args: argparse.Namespace) -> int:
     assumed = Assumptions(
         args.gpu_tflops, args.utilization, args.active_parameters, args.decode_rate
     )
-    conversation = Conversation(args.tokens, args.answer_tokens)
+    conversation, fp8 = Conversation(args.tokens, args.answer_tokens), args.states_dtype == "fp8"
     costs = [
-        stage_cost(raw, stage, objective, count, conversation, assumed)
+        stage_cost(raw, stage, objective, count, conversation, assumed, fp8=fp8)
         for stage, count in zip(schedule.stage, counts, strict=True)
     ]
     if args.json:
@@ -224,6 +233,12 @@ def add_arguments(parser) -> None:
     )
     add("--tokens", type=COUNT, default=1000, help="tokens of a conversation")
     add("--answer-tokens", type=COUNT, default=800, help="its regenerated tokens")
+    add(
+        "--states-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="of the stored states, as in `hyperdflash capture`; auto is counted as bf16",
+    )
     add("--gpus", type=COUNT, nargs="+", default=[8, 16, 64], help="GPUs whose days are printed")
     add("--gpu-tflops", type=positive, default=989.0, help="bf16 peak of a GPU")
     add("--utilization", type=SHARE, default=0.4, help="share of the peak that is reached")

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash, short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import parse
@@ -29,7 +31,9 @@ class Identity:
     Attributes:
         hc_head_fingerprint: None for a target without ``hc_head``, which its norm identifies.
         layer_ids: layers whose paths' means are stored next to the residual.
-        dtype: of the states, ``bfloat16``.
+        dtype: of the states as they were computed, ``bfloat16``.
+        fp8: whether they are stored as float8_e4m3fn with a scale for each token and path, which a
+            reader turns into bf16.
     """
 
     target_architecture: str
@@ -39,6 +43,12 @@ class Identity:
     hidden_size: int
     dtype: str
     layer_ids: tuple[int, ...] = ()
+    fp8: bool = False
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """Of the states that a reader gives."""
+        return torch.bfloat16 if self.fp8 else getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class StoreReader:
         identity, longest = self.identity, int(self.lengths[indices].max())
         columns = {"residual": identity.hc_mult, "layers": len(identity.layer_ids)}
         options = {
-            "dtype": getattr(torch, identity.dtype),
+            "dtype": identity.read_dtype,
             "pin_memory": torch.cuda.is_available(),
         }
         size = (len(indices), longest)

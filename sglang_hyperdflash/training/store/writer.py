@@ -29,15 +29,16 @@ from sglang_hyperdflash.training.store.manifest import (
     shard_files,
 )
 from sglang_hyperdflash.training.store.retention import surplus
-from sglang_hyperdflash.training.store.shard import write_shard
+from sglang_hyperdflash.training.store.shard import FP8, SCALE, to_fp8, write_shard
 
 Range = tuple[int, int]
 
 
 def bytes_of(sample: Sample, identity: Identity) -> int:
     """Disk bytes of one sample."""
-    columns = (identity.hc_mult + len(identity.layer_ids)) * identity.hidden_size
-    return len(sample.tokens) * (columns * getattr(torch, identity.dtype).itemsize + 4)
+    d, dtype = identity.hidden_size, getattr(torch, identity.dtype)
+    row = d * FP8.itemsize + 4 if identity.fp8 else d * dtype.itemsize
+    return len(sample.tokens) * ((identity.hc_mult + len(identity.layer_ids)) * row + 4)
 
 
 def shard_ranges(samples: Sequence[Sample], identity: Identity, limit: int) -> list[Range]:
@@ -117,7 +118,10 @@ class StoreWriter:
         for name, parts in zip(("residual", "layers"), zip(*states, strict=True), strict=False):
             if parts[0].shape[-1]:
                 shape = (-1, self.identity.hidden_size)
-                tensors[name] = [rows.to("cpu", dtype).unflatten(-1, shape) for rows in parts]
+                rows = [each.to("cpu", dtype).unflatten(-1, shape) for each in parts]
+                if self.identity.fp8:
+                    rows, tensors[name + SCALE] = zip(*map(to_fp8, rows), strict=True)
+                tensors[name] = rows
         path = self.folder / SHARDS / file
         digest = write_shard(path, tensors)
         found = path.stat()

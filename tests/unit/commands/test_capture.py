@@ -24,6 +24,7 @@ from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.writer import open_writer
 from tests.unit.training.store import small
 
+FP8 = ("--states-dtype", "fp8")
 SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
 
 
@@ -162,7 +163,9 @@ def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
     monkeypatch.setattr(capture, "check_space", lambda _, needed: found.append(needed))
     whole = capture.identity_of
     monkeypatch.setattr(
-        capture, "identity_of", lambda files, dtype: found.append(dtype) or whole(files, dtype)
+        capture,
+        "identity_of",
+        lambda files, dtype, **kinds: found.append(dtype) or whole(files, dtype, **kinds),
     )
     config = json.loads((target_dir / "config.json").read_text()) | {"dtype": "bfloat16"}
     monkeypatch.setattr(capture.TargetFiles, "config", lambda _: config)
@@ -171,6 +174,10 @@ def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
     label, needed, arguments = found
     assert (label, arguments["dtype"]) == (dtype, dtype)
     assert needed % (4 * 256 * itemsize + 4) == 0
+    assert main([*command, "--out", str(tmp_path / "fp8"), "--dtype", asked, *FP8]) == 0
+    assert found[4] * (4 * 256 * itemsize + 4) == needed * (4 * (256 + 4) + 4)
+    assert main([*command, "--out", str(tmp_path / "out"), "--dtype", asked, *FP8]) == 2
+    assert "fp8 was false, now true" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "new"), "--dtype", "int8"]) == 2
     assert not (tmp_path / "new").exists()
 

@@ -67,7 +67,10 @@ def test_visible_keys_are_those_of_the_mask(window):
 
 def test_bytes_are_those_of_the_tensors():
     residual = torch.empty(10, 4, RAW["hidden_size"], dtype=torch.bfloat16)
-    assert captured_bytes(RAW, 10) == residual.nbytes + torch.empty(10, dtype=torch.int32).nbytes
+    tokens = torch.empty(10, dtype=torch.int32).nbytes
+    assert captured_bytes(RAW, 10) == residual.nbytes + tokens
+    fp8 = (residual.to(torch.float8_e4m3fn), torch.empty(10, 4))
+    assert captured_bytes(RAW, 10, fp8=True) == sum(x.nbytes for x in fp8) + tokens
 
 
 def planned(capsys, *options: str) -> str:
@@ -86,6 +89,9 @@ def test_the_recipes_cost_is_a_table_and_json(capsys):
         f"8 GPUs {hours / 192:.1f}; 16 GPUs {hours / 384:.1f}; 64 GPUs {hours / 1536:.1f}" in said
     )
     assert "assumed: 40% of 989 TFLOP/s" in said
+    half = json.loads(planned(capsys, *counts, "--states-dtype", "fp8", "--json"))
+    assert [stage["bytes"] for stage in half] == [300_000_000 * 16_404, 150_000_000 * 16_404]
+    assert half[0]["train"] == first["train"]
     slower = json.loads(planned(capsys, *counts, "--utilization", "0.2", "--json"))
     assert slower[0]["train"] == pytest.approx(2 * first["train"])
 

@@ -10,6 +10,10 @@ line. The folder is kept, and used again by the next call with the same sizes.
 ``read_mib_s`` of the reader, in random batches, prefetched as the trainer does; ``disk_mib_s`` of
 plain reads of the same bytes, 16 MiB at a time by as many threads. Both start without the file
 system's cache.
+
+With ``--target`` the states have a target's sizes and identity. Then ``--draft`` may be trained on
+them, by torchrun, again without the cache: ``data_wait`` is the share of its ``--steps`` that the
+main process waits for data, ``trained_samples_s`` the rate of all ``--processes``.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,23 +31,45 @@ from pathlib import Path
 
 import torch
 
+from sglang_hyperdflash.commands.capture import identity_of
+from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.training.samples import Passes, Sample
 from sglang_hyperdflash.training.store.manifest import SHARDS, Data, Identity
 from sglang_hyperdflash.training.store.reader import THREADS, StoreReader
-from sglang_hyperdflash.training.store.writer import open_writer
-from sglang_hyperdflash.training.trainer import AHEAD
+from sglang_hyperdflash.training.store.writer import bytes_of, open_writer
+from sglang_hyperdflash.training.trainer import AHEAD, LOG
 
 KIND = "store rates"
 PIECE = 16 << 20
+TRAINING = """
+target = {target}
+draft = {draft}
+out = "out"
+features = "captured"
+
+[[stage]]
+data = [{store}]
+steps = {steps}
+batch = {batch}
+anchors = 8
+every = {steps}
+bf16 = false
+"""
 
 
 def make(args: argparse.Namespace) -> None:
     """Write the shards that are missing."""
     sizes = {name: getattr(args, name) for name in ("shards", "samples", "tokens")}
-    identity = Identity("synthetic", None, "none", args.paths, args.width, "bfloat16")
+    fp8 = args.states_dtype == "fp8"
+    if args.target is None:
+        identity = Identity("synthetic", None, "none", args.paths, args.width, "bfloat16", fp8=fp8)
+    else:
+        identity = identity_of(TargetFiles(str(args.target)), "bfloat16", fp8=fp8)
     sample = Sample(list(range(args.tokens)), ((args.tokens // 2, args.tokens),))
     samples = [sample] * args.samples
-    states = [(torch.randn(args.tokens, args.paths * args.width).bfloat16(),)] * args.samples
+    width = identity.hc_mult * identity.hidden_size
+    states = [(torch.randn(args.tokens, width).bfloat16(),)] * args.samples
     ranges = [(i * args.samples, (i + 1) * args.samples) for i in range(args.shards)]
     with open_writer(args.folder, identity, "rates", KIND, sizes) as writer:
         writer.begin(Data("synthetic", args.shards * args.samples, 1))
@@ -90,7 +117,8 @@ def read(folder: Path, batches: int, batch: int) -> dict[str, float]:
     for step, indices in enumerate(wanted):
         for ahead in wanted[step : step + AHEAD + 1]:
             source.prefetch(ahead)
-        size += source.states(indices).residual.nbytes
+        source.states(indices)
+        size += sum(bytes_of(source.samples[i], source.identity) for i in indices)
     seconds = time.monotonic() - started
     return {
         "read_mib_s": round(size / 2**20 / seconds, 1),
@@ -122,12 +150,37 @@ def plain(folder: Path, size: int) -> float:
     return round(total / 2**20 / (time.monotonic() - started), 1)
 
 
+def trained(args: argparse.Namespace) -> dict[str, float]:
+    """How long a training on the store waits for it."""
+    drop_cache(args.folder)
+    places = {"target": args.target, "draft": args.draft, "store": args.folder}
+    quoted = {name: json.dumps(str(path.resolve())) for name, path in places.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        config, work = Path(scratch) / "train.toml", Path(scratch) / "work"
+        config.write_text(TRAINING.format(**quoted, steps=args.steps, batch=args.batch))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+        command += [str(args.processes), "-m", "sglang_hyperdflash.cli", "train", "--device", "cpu"]
+        command += ["--threads", "1", "--config", str(config), "--work", str(work)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        record = json.loads((work / "stage-1" / LOG).read_text().splitlines()[-1])
+    answer = args.tokens - args.tokens // 2
+    return {
+        "data_wait": record["data_wait"],
+        "trained_samples_s": round(record["tokens_s"] / answer, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="where the store is made")
     for name, value in (("shards", 100), ("samples", 25), ("tokens", 1000), ("paths", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--width", type=int, default=1)
+    parser.add_argument("--states-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--target", type=Path, help="take its --paths and --width")
+    parser.add_argument("--draft", type=Path, help="drafter of the target, to be trained")
+    parser.add_argument("--steps", type=int, default=200, help="of that training")
+    parser.add_argument("--processes", type=int, default=2, help="of that training")
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--only-open", action="store_true", help=argparse.SUPPRESS)
@@ -140,7 +193,10 @@ def main() -> None:
     command = [sys.executable, __file__, "--folder", str(args.folder), "--only-open"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     found |= read(args.folder, args.batches, args.batch)
-    print(json.dumps(found | {"disk_mib_s": plain(args.folder, found["read_bytes"])}))
+    found["disk_mib_s"] = plain(args.folder, found["read_bytes"])
+    if args.draft is not None:
+        found |= trained(args)
+    print(json.dumps(found | {"provenance": provenance()}))
 
 
 if __name__ == "__main__":

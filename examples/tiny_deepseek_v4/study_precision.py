@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -126,19 +126,22 @@ class Study:
         return trainer.records[-1]
 
 
-def summary(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Mean accept length of each choice over seeds, and its ratio to the choice before it."""
-    taus = {name: [r["tau"] for r in seeds.values()] for name, seeds in found.items()}
-    sampled = {name: [r["tau_sampled"] for r in seeds.values()] for name, seeds in found.items()}
-    rows, before = {}, None
-    for name in found:
-        rows[name] = {"tau": round(mean(taus[name]), 3)}
-        rows[name]["tau_sampled"] = round(mean(sampled[name]), 3)
-        if before is not None:
-            for key, values in (("tau", taus), ("tau_sampled", sampled)):
-                ratio = mean(a / b for a, b in zip(values[name], values[before], strict=True))
-                rows[name][f"{key}_to_the_one_before"] = round(ratio, 4)
-        before = name
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each choice, both accept lengths' mean over seeds, and the ratio to the choice before.
+
+    The ratio is the mean over seeds, after which comes its standard error, if there are several.
+    """
+    rows: dict[str, dict[str, Any]] = {name: {} for name in found}
+    for key in ("tau", "tau_sampled"):
+        before: list[float] = []
+        for name, seeds in found.items():
+            taus = [record[key] for record in seeds.values()]
+            rows[name][key] = round(mean(taus), 3)
+            if before:
+                ratios = [a / b for a, b in zip(taus, before, strict=True)]
+                error = [stdev(ratios) / len(ratios) ** 0.5] if len(ratios) > 1 else []
+                rows[name][f"{key}_ratio"] = [round(x, 4) for x in (mean(ratios), *error)]
+            before = taus
     return rows
 
 

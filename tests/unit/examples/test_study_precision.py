@@ -65,3 +65,14 @@ def test_products_of_a_gpu_are_of_bf16_operands_with_fp32_sums(precision):
     torch.testing.assert_close(found, rounded)
     assert found.dtype == torch.float32 and states.grad is not None
     assert not torch.equal(rounded, head(states))
+
+
+def test_the_ratio_of_a_choice_is_paired_by_seed(precision):
+    def seeds(*taus: float) -> dict:
+        return {str(i): {"tau": tau, "tau_sampled": 2.0} for i, tau in enumerate(taus)}
+
+    rows = precision.summary({"one": seeds(2.0, 4.0), "other": seeds(2.2, 3.6)})
+    assert rows["one"] == {"tau": 3.0, "tau_sampled": 2.0}
+    assert rows["other"]["tau_ratio"] == [1.0, 0.1]
+    assert rows["other"]["tau_sampled_ratio"] == [1.0, 0.0]
+    assert "tau" in precision.summary({"one": seeds(2.0), "other": seeds(2.2)})["other"]

@@ -119,11 +119,23 @@ class ResumableWriter:
                 raise write_failed(self.path, error) from error
             raise
 
-    def close(self) -> None:
-        """Flush to disk and close."""
-        if not self._file.closed:
+    def flush(self) -> None:
+        """Have all lines on the disk.
+
+        Raises:
+            WriteFailed: they are not there; some network file systems say only now that they are
+                full.
+        """
+        try:
             os.fsync(self._file.fileno())
-            self._file.close()
+        except OSError as error:
+            raise write_failed(self.path, error) from error
+
+    def close(self) -> None:
+        """Flush and close."""
+        if not self._file.closed:
+            with self._file:
+                self.flush()
 
     def __enter__(self) -> ResumableWriter:
         return self

@@ -196,29 +196,44 @@ def read_shards(folder: Path) -> list[Shard]:
         HyperDFlashConfigError: a shard is missing, a data set is not whole, or a line is damaged.
     """
     found: dict[tuple[str, int], Shard] = {}
-    wanted: dict[str, int] = {}
+    wanted: dict[str, tuple[int, Path]] = {}
     there = shard_files(folder)
     for manifest in manifests(folder):
         if manifest.data is not None:
-            wanted[manifest.data.digest] = manifest.data.samples
+            wanted[manifest.data.digest] = manifest.data.samples, manifest.path
         for shard in manifest.shards.values():
             known = found.get((shard.data, shard.start))
             if known is None or known.file not in there:
                 found[shard.data, shard.start] = shard
     shards = [found[key] for key in sorted(found)]
     for shard in shards:
-        if shard.file not in there:
-            raise HyperDFlashConfigError(
-                f"shard {folder / SHARDS / shard.file} is missing. {REPEAT}"
-            )
-    for digest, samples in wanted.items():
-        held = sum(len(shard.lengths) for shard in shards if shard.data == digest)
-        if held != samples:
-            raise HyperDFlashConfigError(
-                f"{folder} holds {held} of {samples} samples, not all of the data to be captured. "
-                "Run the same `hyperdflash capture` again to finish it, with every --share of it."
-            )
+        path = folder / SHARDS / shard.file
+        # The listing may be older than the line, most of all that of a network file system.
+        if shard.file not in there and not path.is_file():
+            raise HyperDFlashConfigError(f"shard {path} is missing. {REPEAT}")
+    for digest, (samples, path) in wanted.items():
+        _check_whole([shard for shard in shards if shard.data == digest], samples, path)
     return shards
+
+
+def _check_whole(shards: Sequence[Shard], samples: int, path: Path) -> None:
+    """Raise ``HyperDFlashConfigError`` unless a data set's shards, by position, leave no gap.
+
+    Args:
+        samples: of the data set. path: a manifest of one of its writers.
+    """
+    at = 0
+    for shard in shards:
+        if shard.start != at:
+            break
+        at = shard.end
+    if at != samples:
+        held = len({i for shard in shards for i in range(shard.start, shard.end)})
+        raise HyperDFlashConfigError(
+            f"{path.parent.parent} holds {held} of {samples} samples, not all of the data to be "
+            "captured. Run the same `hyperdflash capture` again to finish it, with every --share "
+            f"of it, or remove {path} to leave that data out."
+        )
 
 
 def data_digest(samples: Sequence[Sample]) -> str:
@@ -237,7 +252,8 @@ def content_hash(place: str | Path) -> str:
     path = Path(place)
     if path.is_dir():
         identity = read_identity(path)
-        lines = [[shard.data, shard.start, shard.sha256] for shard in read_shards(path)]
+        # Not of the states' bytes: a shard that was captured again may differ in their last bits.
+        lines = [[shard.data, shard.start, shard.lengths] for shard in read_shards(path)]
         return short_hash([settings_of(identity), lines])
     if not path.is_file():
         raise FileNotFoundError(f"file {path} does not exist.")

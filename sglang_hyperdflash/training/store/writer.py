@@ -137,6 +137,7 @@ class StoreWriter:
         )
         with self._adding:
             self._lines.append({"shard": vars(shard)})
+            self._lines.flush()  # other nodes see whole lines, one after another
             self._own.add(shard)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import resource
@@ -20,6 +19,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import JsonlError
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs
 from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store import manifest as manifest_module
 from sglang_hyperdflash.training.store import reader as reader_module
 from sglang_hyperdflash.training.store.manifest import (
     Data,
@@ -37,6 +37,7 @@ from tests.unit.training.store.small import (
     KIND,
     RANGES,
     SAMPLES,
+    SHARD_BYTES,
     D,
     M,
     add,
@@ -327,9 +328,71 @@ def test_a_store_s_hash_is_of_its_samples_and_not_of_who_wrote_them(tmp_path):
     write(tmp_path / "two", [(0, 2)], "a")
     hashes = {content_hash(tmp_path / name) for name in ("one", "two")}
     assert len(hashes) == 1
-    flipped = json.loads((tmp_path / "two" / "manifests" / "a.jsonl").read_bytes().splitlines()[1])
-    line = json.dumps(flipped).replace(flipped["shard"]["sha256"], "0" * 64)
-    with (tmp_path / "two" / "manifests" / "a.jsonl").open("a") as file:
-        file.write(line + "\n")
-    assert content_hash(tmp_path / "two") not in hashes
+    other = Data(data_digest(SAMPLES[:2]), 2, SHARD_BYTES)
+    with open_writer(tmp_path / "three", IDENTITY, "one", KIND, {}) as writer:
+        writer.begin(other)
+        writer.add(0, SAMPLES[:2], [(residual(sample),) for sample in SAMPLES[:2]])
+    assert content_hash(tmp_path / "three") not in hashes
     assert data_digest(SAMPLES) != data_digest(SAMPLES[:3])
+
+
+def test_a_shard_that_was_captured_again_is_the_same_data(tmp_path):
+    """Found as: after one corrupt shard was repeated, as the reader had said, the training that
+    had met it was refused: its data were others. A GPU gives no bit twice.
+    """
+    write(tmp_path)
+    before = content_hash(tmp_path)
+    (tmp_path / "shards" / FIRST).unlink()
+    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
+        writer.begin(DATA)
+        assert writer.missing(RANGES) == [(0, 2)]
+        nearly = [(residual(sample) * 1.01,) for sample in SAMPLES[:2]]
+        writer.add(0, SAMPLES[:2], nearly)
+    assert not torch.equal(StoreReader(tmp_path).states([0]).residual[0], residual(SAMPLES[0]))
+    assert content_hash(tmp_path) == before
+
+
+def test_a_shard_that_a_listing_does_not_show_yet_is_there(tmp_path, monkeypatch):
+    """Found as: one that was added between the listing and its line was missing, and one that
+    another node had just added.
+    """
+    write(tmp_path)
+    monkeypatch.setattr(manifest_module, "shard_files", lambda _folder: {FIRST})
+    assert found(StoreReader(tmp_path)) == EXPECTED
+    (tmp_path / "shards" / SECOND).unlink()
+    with pytest.raises(HyperDFlashConfigError, match=r"-00000002.* is missing\. Run"):
+        StoreReader(tmp_path)
+
+
+def test_shards_that_overlap_are_no_whole_data_set(tmp_path):
+    """Two shares that began at one moment with other sizes: as many samples, and not all."""
+    write(tmp_path, [(0, 2)])
+    with open_writer(tmp_path, IDENTITY, "two", KIND, {}) as writer:
+        writer.begin(DATA)
+        writer.add(1, SAMPLES[1:3], [(residual(sample),) for sample in SAMPLES[1:3]])
+    with pytest.raises(
+        HyperDFlashConfigError, match=r"holds 3 of 4 samples, not all .*or remove \S*/two.jsonl to"
+    ):
+        StoreReader(tmp_path)
+
+
+def test_a_shard_s_line_is_on_the_disk_before_the_next_one_begins(tmp_path, monkeypatch):
+    """Found by reading: over NFS lines reached other nodes with holes in them, and a full quota is
+    known at the flush alone.
+    """
+    flushed, whole = [], os.fsync
+
+    def fsync(number: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{number}")).name == "one.jsonl":
+            flushed.append(os.fstat(number).st_size)
+            if len(flushed) == 2:
+                raise OSError(122, "Disk quota exceeded")
+        whole(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with (
+        pytest.raises(WriteFailed, match=r"one.jsonl: Disk quota exceeded"),
+        open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer,
+    ):
+        add(writer)
+    assert flushed[0] < flushed[1]

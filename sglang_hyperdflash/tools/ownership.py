@@ -77,7 +77,9 @@ def check(
         NotOurs: as :func:`claim`.
     """
     settings = json.loads(json.dumps(settings))  # a tuple is a list in JSON
-    found, there = _manifest(path, is_file), _contents(path, is_file)
+    # The content first: another run may begin between the two looks, and writes its manifest first.
+    there = _contents(path, is_file)
+    found = _manifest(path, is_file)
     owner = found.get("kind")
     if (owner, found.get("settings")) == (kind, settings):
         return found.get("run_id")

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import pytest
 
-from sglang_hyperdflash.tools import atomic, jsonl
+from sglang_hyperdflash.tools import atomic, jsonl, ownership
 from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, write_text
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError
@@ -187,6 +187,29 @@ def test_another_command_and_other_settings_are_refused_by_name(tmp_path):
     assert 'lr was 0.001, now "high"; new was unset, now 1; steps was 5, now unset and 1' in said
     said = refused(tmp_path, "capture")
     assert "output of `capture`" in said and "found that of `train`" in said
+
+
+def test_a_run_that_begins_while_another_looks_is_no_other_content(tmp_path, monkeypatch):
+    """Found by reading: two shares of a capture that were started together; the second saw the
+    first one's files, but not yet its manifest.
+    """
+    looks = [ownership._contents, ownership._manifest]
+
+    def look(number: int):
+        def looked(path, is_file):
+            found = looks[number](path, is_file)
+            if not (tmp_path / ownership.MANIFEST).exists():
+                content = {"kind": "a command", "run_id": "one", "settings": {}}
+                (tmp_path / ownership.MANIFEST).write_text(json.dumps(content))
+                (tmp_path / "manifests").mkdir()
+            return found
+
+        return looked
+
+    monkeypatch.setattr(ownership, "_contents", look(0))
+    monkeypatch.setattr(ownership, "_manifest", look(1))
+    with claim(tmp_path, "a command", {}) as run_id:
+        assert run_id == "one"
 
 
 def test_a_file_is_claimed_like_a_folder(tmp_path):

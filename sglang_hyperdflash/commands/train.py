@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,8 @@ def train(
         title, folder = f"stage {number}", work / f"stage-{number}"
         features = source(stage.data, title)
         drafter = Drafter.load(best).to(device)
-        if number > 1:  # the published weights are bf16
-            before = saved_states(work / f"stage-{number - 1}")[-1]
-            drafter.load_state_dict(read_state(before)["best"]["weights"])
+        if number > 1:
+            world.on_main(partial(continue_from, drafter, work / f"stage-{number - 1}"))
         recipes.append(stage.resolve(len(features.samples), schedule.objective))
         trainer = Trainer(drafter, target, features, held_out, recipes[-1], folder, world)
         check_next_stage(trainer, work, number)
@@ -164,6 +164,14 @@ def train(
         card = model_card(drafter.raw, schedule.target, schedule, recipes, trainer.best)
         publish(best, schedule.out, card)
         print(f"{last} ({schedule.out})")
+
+
+def continue_from(drafter: Drafter, stage: Path) -> None:
+    """Load the fp32 weights of a stage's best, whose published ones are bf16.
+
+    The main process does this alone: the trainer gives its weights to all.
+    """
+    drafter.load_state_dict(read_state(saved_states(stage)[-1])["best"]["weights"])
 
 
 def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:

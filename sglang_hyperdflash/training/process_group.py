@@ -53,6 +53,13 @@ class ProcessGroup:
                 dist.all_reduce(tensor)
         return tensor
 
+    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give all processes the main one's values, in place."""
+        if self.size > 1:
+            with _together():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
+
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients where they are: a flat copy would be as large as the drafter in fp32.
 

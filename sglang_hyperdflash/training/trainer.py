@@ -97,6 +97,8 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
         self._check_processes()
+        # Another node may have read older files: network file systems keep what they listed.
+        self.world.share(drafter.state_dict().values())
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step in micro batches, with anchors drawn."""

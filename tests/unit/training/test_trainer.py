@@ -221,6 +221,9 @@ def test_a_node_without_the_others_working_folder_is_refused(target, cache, tmp_
         def sum(self, tensor):
             return tensor + 6
 
+        def share(self, tensors):
+            pass
+
     world = TwoNodes()
     world.size = 2
     arguments = (target, cache, {}, RECIPE)
@@ -228,6 +231,25 @@ def test_a_node_without_the_others_working_folder_is_refused(target, cache, tmp_
     assert Trainer(new_drafter(target), *arguments, tmp_path / "has", world).state["step"] == 6
     with pytest.raises(HyperDFlashConfigError, match="step 0 and another process a different one"):
         Trainer(new_drafter(target), *arguments, tmp_path / "has not", world)
+
+
+def test_every_process_starts_from_the_main_one_s_weights(target, cache, tmp_path):
+    """Found by reading: each node started a stage from what its own file system showed."""
+
+    class Second(ProcessGroup):
+        """The second of two processes; the main one's weights are all 0.5."""
+
+        def sum(self, tensor):
+            return 2 * tensor
+
+        def share(self, tensors):
+            for tensor in tensors:
+                tensor.fill_(0.5)
+
+    world = Second()
+    world.size, world.rank = 2, 1
+    trainer = Trainer(new_drafter(target), target, cache, {}, RECIPE, tmp_path, world)
+    assert all((p == 0.5).all() for p in trainer.drafter.parameters())
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(target, cache, tmp_path):

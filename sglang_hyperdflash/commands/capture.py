@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from sglang_hyperdflash.commands.answers import write_skipped
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import own_server
-from sglang_hyperdflash.commands.pool import ask, server_info
+from sglang_hyperdflash.commands.pool import Refused, ask, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
@@ -91,6 +92,7 @@ def add_parser(commands) -> None:
     )
     add(
         "--writer",
+        type=writer_name,
         help="name of this run in the store (default: its share); another data set needs another",
     )
     add(
@@ -189,6 +191,13 @@ def share(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
+def writer_name(text: str) -> str:
+    """A ``--writer``: part of the names of files."""
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"expected letters, digits, _, - and ., found {text!r}")
+    return text
+
+
 def _capture(
     args: argparse.Namespace, arguments: dict[str, Any], writer: StoreWriter, loaded: Loaded
 ) -> int:
@@ -234,7 +243,8 @@ def _with_server(arguments, scratch: Path, args, loaded, waiting, writer) -> Non
     starting = own_server(arguments | FIXED, verbose=args.verbose, environment=environment)
     with starting as server:
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
-        prefill = Prefill(server.url, scratch, asyncio.Semaphore(args.concurrency))
+        in_flight = asyncio.Semaphore(args.concurrency)
+        prefill = Prefill(server.url, loaded.places, scratch, in_flight)
         asyncio.run(capture_shards(prefill, loaded.samples, waiting, writer))
 
 
@@ -256,8 +266,9 @@ async def capture_shards(
         nonlocal pending
         while len(pending) > most:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            # Of all of them: asyncio prints a traceback of an error that nothing asked for.
+            for error in filter(None, [task.exception() for task in done]):
+                raise error
 
     with tqdm(total=len(waiting), unit="shard") as bar:
         for start, end in waiting:
@@ -287,23 +298,38 @@ def check_fits(loaded: Loaded, limit: int) -> None:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Has conversations prefilled by a server, so many at once."""
+    """Has conversations prefilled by a server, so many at once.
+
+    Attributes:
+        places: the ``file:line`` of every sample.
+    """
 
     url: str
+    places: Sequence[str]
     scratch: Path
     in_flight: asyncio.Semaphore
 
     async def __call__(self, index: int, sample: Sample) -> torch.Tensor:
-        """The residual ``[S, m*d]`` of a sample, in the server's dtype."""
+        """The residual ``[S, m*d]`` of a sample, in the server's dtype.
+
+        Raises:
+            HyperDFlashConfigError: the server refuses it. HyperDFlashError: rows are missing.
+        """
         rid = f"{REQUEST_PREFIX}{index}"
         async with self.in_flight:
-            await ask(
-                self.url,
-                input_ids=sample.tokens,
-                sampling_params={"temperature": 0, "max_new_tokens": 1},
-                return_hidden_states=True,
-                rid=rid,
-            )
+            try:
+                await ask(
+                    self.url,
+                    input_ids=sample.tokens,
+                    sampling_params={"temperature": 0, "max_new_tokens": 1},
+                    return_hidden_states=True,
+                    rid=rid,
+                )
+            except Refused as error:
+                raise HyperDFlashConfigError(
+                    f"{self.places[index]}: the server refuses the conversation: {error}. Fix or "
+                    "remove it, and capture into another --out."
+                ) from error
             rows = await asyncio.to_thread(take_rows, self.scratch, rid)
         found = 0 if rows is None else len(rows)
         if found != len(sample.tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from pathlib import Path
@@ -16,7 +17,8 @@ from sglang.srt import runtime_context
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, capture_rows
 from sglang_hyperdflash.commands.capture_rows import append_rows, take_rows
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+from sglang_hyperdflash.commands.pool import Refused
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError, ServerFailed
 from sglang_hyperdflash.training.conversations import Loaded
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store.manifest import Data
@@ -29,7 +31,8 @@ SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
 
 
 def prefill(folder: Path, concurrency: int = 4) -> capture.Prefill:
-    return capture.Prefill("http://nowhere", folder, asyncio.Semaphore(concurrency))
+    places = [f"data.jsonl:{n}" for n in range(1, 100)]
+    return capture.Prefill("http://nowhere", places, folder, asyncio.Semaphore(concurrency))
 
 
 def test_too_little_space_is_said_before_it_starts(tmp_path, capsys):
@@ -237,6 +240,42 @@ def test_a_shard_that_cannot_be_written_ends_the_capture(tmp_path, monkeypatch):
     with pytest.raises(HyperDFlashError, match="cannot write"):
         asyncio.run(capture.capture_shards(prefill(tmp_path, 1), many, ranges, Full()))
     assert len(asked) < len(many) / 2
+
+
+def test_shards_that_fail_together_end_it_without_a_traceback(tmp_path, monkeypatch):
+    """Found as: a server died with four shards in flight, and asyncio printed three errors."""
+    heard: list[dict] = []
+
+    async def died(_url, **_options) -> None:
+        raise ServerFailed("gone")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, said: heard.append(said))
+        ranges = [(i, i + 1) for i in range(len(SAMPLES))]
+        await capture.capture_shards(prefill(tmp_path), SAMPLES, ranges, mock.Mock())
+
+    monkeypatch.setattr(capture, "ask", died)
+    with pytest.raises(ServerFailed, match="gone"):
+        asyncio.run(run())
+    gc.collect()
+    assert heard == []
+
+
+def test_a_conversation_that_the_server_refuses_is_named(tmp_path, monkeypatch):
+    """Found as: answers with token ids of another tokenizer ended in a traceback."""
+    monkeypatch.setattr(capture, "ask", mock.AsyncMock(side_effect=Refused("id 9999 is unknown")))
+    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: .* refuses .*: id 9999"):
+        asyncio.run(prefill(tmp_path)(1, SAMPLES[1]))
+
+
+def test_a_writer_s_name_is_a_file_name(tmp_path, target_dir, capsys):
+    """Found as: shards of ``--writer node/1`` lay in a folder where no reader looked."""
+    command = ["capture", "--target", str(target_dir), "--data", "none", "--out", str(tmp_path)]
+    for name in ("node/1", "../up", ".hidden", ""):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, "--writer", name])
+        assert "--writer: expected letters, digits" in capsys.readouterr().err
+    assert capture.writer_name("capture-1-of-2.b") == "capture-1-of-2.b"
 
 
 def test_rows_of_every_attention_group_are_kept(tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
-"""What training needs no memory for: a table of positions, and a second copy of the gradients."""
+"""Processes of a training: their backend, and what they need no memory for."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -43,3 +45,23 @@ def test_gradients_are_summed_where_they_are(monkeypatch):
     for parameter, one in zip(parameters, before, strict=False):
         assert torch.equal(parameter.grad, 2 * one)
     assert torch.equal(parameters[4].grad, torch.zeros(8, 9))
+
+
+BACKEND = """
+import sys, torch, torch.distributed as dist
+from sglang_hyperdflash.training.process_group import ProcessGroup
+torch.cuda.is_available = lambda: True  # a host with GPUs
+world = ProcessGroup("cpu")
+print(dist.get_backend(), world.sum(torch.tensor([world.rank + 1.0])).item())
+world.close()
+"""
+
+
+def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus():
+    """Found as: NCCL, which has no CPU tensors."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
+    done = subprocess.run(
+        [*torchrun, sys.executable, "-c", BACKEND], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["gloo", "3.0"] * 2, done.stderr[-2000:]

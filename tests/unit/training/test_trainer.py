@@ -336,26 +336,6 @@ def test_the_last_checkpoints_are_kept_and_any_resumes(target, cache, tmp_path):
     assert [path.name for path in saved_states(tmp_path)] == ["state-6.pt"]
 
 
-BACKEND = """
-import sys, torch, torch.distributed as dist
-from sglang_hyperdflash.training.process_group import ProcessGroup
-torch.cuda.is_available = lambda: True  # a host with GPUs
-world = ProcessGroup("cpu")
-print(dist.get_backend(), world.sum(torch.tensor([world.rank + 1.0])).item())
-world.close()
-"""
-
-
-def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus():
-    """Found as: NCCL, which has no CPU tensors."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
-    done = subprocess.run(
-        [*torchrun, sys.executable, "-c", BACKEND], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["gloo", "3.0"] * 2, done.stderr[-2000:]
-
-
 def test_a_full_disk_leaves_the_last_state_whole(target, cache, tmp_path, monkeypatch):
     trainer = new_trainer(target, cache, tmp_path)
 

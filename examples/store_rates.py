@@ -108,7 +108,7 @@ def opened(folder: Path) -> dict[str, float]:
 def read(folder: Path, batches: int, batch: int) -> dict[str, float]:
     """The rate of a reader in random batches; every shard is verified before."""
     source = StoreReader(folder)
-    passes = Passes(source.lengths, batch, seed=0)
+    passes = Passes(len(source.samples), batch, seed=0)
     wanted = [passes.batch(step) for step in range(batches)]
     for number in {source.place(i)[0] for indices in wanted for i in indices}:
         source.opened(number)

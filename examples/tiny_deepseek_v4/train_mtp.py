@@ -96,7 +96,7 @@ def train(
         return cosine * min(1.0, (step + 1) / WARMUP_STEPS)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    passes = Passes(source.lengths, batch, seed=0)
+    passes = Passes(len(source.samples), batch, seed=0)
     for step in range(steps):
         loss, _ = losses(core, target, source, passes.batch(step))
         optimizer.zero_grad()

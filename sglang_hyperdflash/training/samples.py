@@ -120,19 +120,15 @@ def generator_seed(number: int) -> int:
 class Passes:
     """The samples of every step: passes over the data, each in its own order.
 
-    A step's samples depend on its number, the seed and the lengths alone. Samples of one batch have
-    similar lengths: windows of up to ``WINDOW`` batches of a random order are sorted by length, and
-    their batches shuffled. Data of less than eight batches stay in random order.
+    A step's samples depend on its number and the seed alone: batches of samples of one length would
+    each hold one kind of text, and cost accept length.
 
     Args:
-        lengths: tokens of every sample.
+        count: of samples.
     """
 
-    WINDOW = 50
-
-    def __init__(self, lengths: torch.Tensor, batch: int, seed: int) -> None:
-        self.lengths, self.batch_size, self.seed = lengths, batch, seed
-        self.count = len(lengths)
+    def __init__(self, count: int, batch: int, seed: int) -> None:
+        self.count, self.batch_size, self.seed = count, batch, seed
         self._drawn: dict[int, list[int]] = {}
 
     def batch(self, step: int) -> list[int]:
@@ -150,19 +146,8 @@ class Passes:
             order = torch.randperm(self.count, generator=generator)
             # Steps are looked at ahead of time: an epoch's first before the last of the one before.
             self._drawn = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
-            self._drawn[epoch] = self._bucketed(order, generator).tolist()
+            self._drawn[epoch] = order.tolist()
         return self._drawn[epoch]
-
-    def _bucketed(self, order: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        batches = min(self.WINDOW, self.count // (4 * self.batch_size))
-        if batches < 2:
-            return order
-        parts: list[torch.Tensor] = []
-        for window in order.split(batches * self.batch_size):
-            alike = window[self.lengths[window].argsort(stable=True)].split(self.batch_size)
-            shuffled = torch.randperm(len(alike), generator=generator).tolist()
-            parts += [alike[i] for i in shuffled]
-        return torch.cat(parts)
 
 
 def collate(samples: Sequence[Sample]) -> Rows:

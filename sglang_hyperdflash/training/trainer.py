@@ -93,7 +93,7 @@ class Trainer:
         self.asked_to_stop = self.stopping = False  # this process, all of them
         # The best one's record, with the drafter's fp32 weights under "weights".
         self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
-        self.passes = Passes(train.lengths, recipe.batch, recipe.seed)
+        self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._resume()
         self._check_processes()
@@ -112,8 +112,14 @@ class Trainer:
         return parts
 
     def _shares(self, step: int) -> list[list[tuple[int, int]]]:
-        """This process's micro batches: every sample's place in the global batch, and its index."""
-        share = list(enumerate(self.passes.batch(step)))[self.world.rank :: self.world.size]
+        """This process's micro batches: every sample's place in the global batch, and its index.
+
+        Those of one length run together; which do, changes no gradient.
+        """
+        indices = self.passes.batch(step)
+        lengths = self.train.lengths[indices].tolist()
+        places = sorted(range(len(indices)), key=lengths.__getitem__)
+        share = [(at, indices[at]) for at in places[self.world.rank :: self.world.size]]
         size = self.recipe.micro_batch
         return [share[start : start + size] for start in range(0, len(share), size)]
 

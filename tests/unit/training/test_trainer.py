@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,19 +145,37 @@ def test_every_sample_comes_once_in_a_pass(target, cache, tmp_path):
     assert [sorted(seen[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
 
 
-def test_batches_hold_samples_of_similar_length():
-    """Found as: every batch was padded to its longest sample, twice the tokens there are."""
-    g = torch.Generator().manual_seed(0)
-    lengths = torch.randint(10, 2000, (1000,), generator=g)
-    passes = Passes(lengths, 10, seed=3)
+def test_every_pass_has_another_order_which_a_restart_repeats():
+    passes = Passes(1000, 10, seed=3)
     batches = [passes.batch(step) for step in range(200)]
     for epoch in (batches[:100], batches[100:]):
         assert sorted(i for batch in epoch for i in batch) == list(range(1000))
-    padded = sum(10 * int(lengths[batch].max()) for batch in batches)
-    assert padded < 1.15 * 2 * int(lengths.sum())
-    firsts = [int(lengths[batch].max()) for batch in batches[:100]]
-    assert firsts != sorted(firsts) and batches[0] != batches[100]
-    assert Passes(lengths, 10, seed=3).batch(150) == batches[150]  # as after a restart
+    assert batches[0] != batches[100]
+    assert Passes(1000, 10, seed=3).batch(150) == batches[150]
+
+
+def test_samples_of_similar_length_run_together_and_processes_have_equal_shares(
+    target, cache, tmp_path
+):
+    """Found as: every micro batch was padded to its longest sample, twice the tokens there are."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 2000, (1000,), generator=g)
+    trainer = new_trainer(target, cache, tmp_path, batch=64, micro_batch=8)
+    trainer.train = SimpleNamespace(lengths=lengths)
+    trainer.passes = Passes(1000, 64, seed=3)
+    padded = [0, 0]
+    for step in range(10):
+        drawn = []
+        for rank in range(2):
+            trainer.world = SimpleNamespace(rank=rank, size=2)
+            for share in trainer._shares(step):
+                assert len(share) == 8
+                padded[rank] += 8 * max(int(lengths[i]) for _, i in share)
+                drawn += share
+        assert sorted(drawn) == list(enumerate(trainer.passes.batch(step)))
+    together = sum(int(lengths[trainer.passes.batch(step)].sum()) for step in range(10))
+    assert sum(padded) < 1.3 * together
+    assert abs(padded[0] - padded[1]) < 0.05 * padded[0]
 
 
 def test_the_next_steps_are_read_while_one_computes(target, cache, tmp_path):

@@ -10,6 +10,8 @@ import torch
 from triton_ops.hc_gate import GateArguments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# A batch that no multiple of a tile holds. Interpreted programs run one after another.
+MANY = 257 if DEVICE == "cuda" else 17
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 # Largest relative error ||out - ref|| / ||ref||, as the project's contract has it.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.unit.triton_ops.gate_help import MANY
 from tests.unit.triton_ops.verify_help import (
     DEVICE,
     GREEDY,
@@ -36,11 +37,11 @@ def check(given: Round, margin: float = 1e-6) -> torch.Tensor:
 @pytest.mark.parametrize("vocabulary", [1, 7, 1025, 3001])
 @pytest.mark.parametrize("width", [1, 5, 64])
 def test_acceptance_is_the_references(vocabulary, width):
-    for drafts in (1, 2, 4, 9):
+    for drafts in (1, 2, 9):
         check(make_round(5, drafts, width, vocabulary, seed=drafts))
 
 
-@pytest.mark.parametrize("bs", [1, 2, 63, 257])
+@pytest.mark.parametrize("bs", [1, 2, 63, MANY])
 def test_batches_of_every_size(bs):
     lengths = check(make_round(bs, 7, 13, 29, seed=bs))
     if bs > 60:
@@ -85,7 +86,7 @@ def test_a_block_ends_at_its_first_broken_row(value):
 
 
 def test_impossible_tokens_and_zero_probabilities():
-    given = make_round(40, 5, 9, 33, seed=4)
+    given = make_round(20, 5, 9, 33, seed=4)
     given.logits[torch.rand(given.logits.shape, device=DEVICE) < 0.3] = float("-inf")
     given.logits[:, 2] = 1.0
     given = given.read_again()
@@ -103,7 +104,7 @@ def test_a_draft_the_target_gives_no_mass_is_never_accepted():
 
 
 def test_one_hot_drafts():
-    given = make_round(40, 5, 9, 33, seed=6)
+    given = make_round(20, 5, 9, 33, seed=6)
     given.q.zero_().scatter_(2, given.choice.unsqueeze(2), 1.0)
     assert len(set(check(given).tolist())) > 2
 
@@ -117,8 +118,8 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted():
 
 
 def test_temperatures_from_the_smallest_to_the_largest():
-    given = make_round(36, 4, 12, 60, seed=8)
-    given.temperatures.copy_(torch.logspace(-5, 1, 36))
+    given = make_round(18, 4, 12, 60, seed=8)
+    given.temperatures.copy_(torch.logspace(-5, 1, 18))
     check(given.read_again())
 
 

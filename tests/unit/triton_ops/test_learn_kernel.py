@@ -74,7 +74,7 @@ def compared(given: dict[str, torch.Tensor], filters=False, sequential=False, me
     return accepted
 
 
-@pytest.mark.parametrize(("bs", "drafts", "k"), [(1, 1, 1), (2, 9, 3), (20, 6, 64), (4, 3, 100)])
+@pytest.mark.parametrize(("bs", "drafts", "k"), [(1, 1, 1), (2, 9, 3), (7, 6, 64), (4, 3, 100)])
 @pytest.mark.parametrize(("filters", "sequential"), [(False, False), (True, False), (True, True)])
 def test_what_is_learnt_is_the_references(bs, drafts, k, filters, sequential):
     before = torch.tensor([[3.0, 2, 1, 2], [1, 4, 3, 2]], dtype=torch.float64, device=DEVICE)
@@ -82,9 +82,9 @@ def test_what_is_learnt_is_the_references(bs, drafts, k, filters, sequential):
     assert bs == 1 or not torch.equal(found, before)
 
 
-def test_more_requests_than_a_program_adds_at_once():
-    assert learn_kernel.REQUESTS < 300
-    compared(a_round(300, 1, 3))
+def test_more_requests_than_a_program_adds_at_once(monkeypatch):
+    monkeypatch.setattr(learn_kernel, "REQUESTS", 4)
+    compared(a_round(11, 1, 3))
 
 
 def test_rows_that_say_nothing_do_not_stay():

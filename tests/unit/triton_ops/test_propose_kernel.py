@@ -15,7 +15,7 @@ from sglang_hyperdflash.draft.propose import (
     propose_op,
     propose_reference,
 )
-from tests.unit.triton_ops.gate_help import DEVICE
+from tests.unit.triton_ops.gate_help import DEVICE, MANY
 from triton_ops import propose_kernel
 from triton_ops.gumbel import block_seeds, gumbel_noise
 
@@ -169,7 +169,7 @@ def check(known: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     return found
 
 
-SHAPES = [(1, 1, 1), (3, 2, 3), (2, 9, 5), (9, 1, 64), (4, 3, 64), (3, 2, 100), (257, 1, 3)]
+SHAPES = [(1, 1, 1), (3, 2, 3), (2, 9, 5), (9, 1, 64), (4, 3, 64), (3, 2, 100), (MANY, 1, 3)]
 
 
 @pytest.mark.parametrize(("bs", "drafts", "candidates"), SHAPES)
@@ -177,8 +177,13 @@ def test_drafts_without_a_head(bs, drafts, candidates):
     check(arguments(bs, drafts, candidates, exact=False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("candidates", "rank"), [(1, 1), (3, 5), (64, 5), (7, 256), (64, 256)])
+@pytest.mark.parametrize(
+    ("candidates", "rank", "dtype"),
+    [
+        *((k, rank, torch.bfloat16) for k, rank in [(1, 1), (3, 5), (64, 5), (7, 256), (64, 256)]),
+        *((64, 5, dtype) for dtype in (torch.float32, torch.float16)),
+    ],
+)
 def test_drafts_that_follow_each_other_through_a_head(candidates, rank, dtype):
     known = arguments(5, 3, candidates, rank=rank, dtype=dtype)
     _, _, _, scores = check(known)
@@ -372,7 +377,7 @@ def test_greedy_drafts(candidates, rank):
     greedy(known, known["block_tokens"][:, 0])  # of a stride of four
 
 
-@pytest.mark.parametrize("bs", [1, 2, 65, 257])
+@pytest.mark.parametrize("bs", [1, 2, MANY])
 def test_greedy_drafts_of_every_batch(bs):
     known = arguments(bs, 1, 3, rank=2, seed=10)
     greedy(known, known["block_tokens"][:, 0].contiguous())

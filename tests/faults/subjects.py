@@ -61,8 +61,8 @@ def prepare(folder: Path) -> None:
         for i in range(PROMPTS)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    for chat in chats:  # each fills a shard of a MiB of states
-        chat["output"] = " ".join([chat["output"]] * 4)
+    for chat in chats:  # two would be more than a shard of a MiB of states
+        chat["output"] = " ".join([chat["output"]] * 6)
     (folder / "long.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     prompts = [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))

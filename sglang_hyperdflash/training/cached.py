@@ -79,6 +79,7 @@ def fill(
     Waits for a process of another run that adds the same share: it finds the shards there then.
     """
     ranges = shard_ranges(samples, identity, data.shard_bytes)[world.rank :: world.size]
+    said = False
     while True:
         try:
             with open_writer(folder, identity, f"rank-{world.rank}", KIND, {}) as writer:
@@ -90,7 +91,10 @@ def fill(
                         states[i] = tuple(rows.clone() for rows in parts)
                     writer.add(start, chosen, states)
             return
-        except InUse:
+        except InUse as error:
+            if not said:  # the other run may stand still
+                print(f"waiting for another run's states: {error}", flush=True)
+            said = True
             time.sleep(1)
 
 

@@ -105,7 +105,7 @@ def test_a_cut_computation_keeps_whole_shards_and_resumes(target, tmp_path, monk
     assert kept.lengths.tolist() == [7, 3, 5, 7]
 
 
-def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkeypatch):
+def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkeypatch, capsys):
     """Found as: two runs of a study began at once, and wrote to one partial file."""
     world, waited = ProcessGroup(), []
     cached(tmp_path, target, SAMPLES, (), world)
@@ -125,4 +125,6 @@ def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkey
     counting = Counting(target)
     kept = cached(tmp_path, counting, SAMPLES, (), world)
     assert len(waited) == 2 and counting.rows == len(SAMPLES) + 1
+    said = capsys.readouterr().out
+    assert said.count("waiting for another run's states") == 1 and "in use by process" in said
     assert kept.states([1]).residual.shape[1] == 3

@@ -20,11 +20,9 @@ import torch
 
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.atomic import WriteFailed
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
 from sglang_hyperdflash.training.losses import position_weights
 from sglang_hyperdflash.training.objective import Blocks, Objective
-from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import (
     FeatureCache,
@@ -231,44 +229,6 @@ def test_a_cut_run_ends_with_the_same_weights(target, cache, tmp_path):
         assert torch.equal(a, b), name
     saved = [(tmp_path / f"{n}-best" / "model.safetensors").read_bytes() for n in ("whole", "cut")]
     assert saved[0] == saved[1]
-
-
-def test_a_node_without_the_others_working_folder_is_refused(target, cache, tmp_path):
-    class TwoNodes(ProcessGroup):
-        """This process and one that resumed at step 6."""
-
-        def sum(self, tensor):
-            return tensor + 6
-
-        def share(self, tensors):
-            pass
-
-    world = TwoNodes()
-    world.size = 2
-    arguments = (target, cache, {}, RECIPE)
-    new_trainer(target, cache, tmp_path / "has").run(tmp_path / "best")
-    assert Trainer(new_drafter(target), *arguments, tmp_path / "has", world).state["step"] == 6
-    with pytest.raises(HyperDFlashConfigError, match="step 0 and another process a different one"):
-        Trainer(new_drafter(target), *arguments, tmp_path / "has not", world)
-
-
-def test_every_process_starts_from_the_main_one_s_weights(target, cache, tmp_path):
-    """Found by reading: each node started a stage from what its own file system showed."""
-
-    class Second(ProcessGroup):
-        """The second of two processes; the main one's weights are all 0.5."""
-
-        def sum(self, tensor):
-            return 2 * tensor
-
-        def share(self, tensors):
-            for tensor in tensors:
-                tensor.fill_(0.5)
-
-    world = Second()
-    world.size, world.rank = 2, 1
-    trainer = Trainer(new_drafter(target), target, cache, {}, RECIPE, tmp_path, world)
-    assert all((p == 0.5).all() for p in trainer.drafter.parameters())
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(target, cache, tmp_path):

@@ -322,7 +322,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="new folder for all files")
     parser.add_argument("--out", type=Path, required=True, help="JSON of the steps and checks")
-    parser.add_argument("--per-family", type=int, default=2, help="conversations of a family")
+    parser.add_argument("--per-family", type=int, default=1, help="conversations of a family")
     args = parser.parse_args()
     args.work.mkdir(parents=True)
     walk = Walk(args.work.resolve())

@@ -33,8 +33,12 @@ class Monitor:
         self.reporters = [REPORTERS[name](trainer, title) for name in names]
         self.bar = tqdm(total=total, initial=step, desc=title, unit="step", disable=not main)
         self.then = time.monotonic()
+        self.trainer = trainer
+        # A kill may have come between a checkpoint and the step that shows it.
+        self.shown = max((r["step"] for r in trainer.records if r["step"] < step), default=0)
 
     def __call__(self, trainer, report: dict[str, Any]) -> None:
+        self._show_checkpoint()
         now, step = time.monotonic(), trainer.state["step"]
         hits, rows = report["hits"], report["rows"].clamp(min=1)
         accuracy = hits / rows
@@ -55,22 +59,42 @@ class Monitor:
         scalars["train/gradient_norm"] = report["gradient_norm"]
         scalars["train/data_wait_seconds"] = report["data_wait"]
         scalars["train/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
-        if tau is not None:
-            scalars["held_out/tau"] = tau
         for reporter in self.reporters:
             reporter.log(scalars, step)
+
+    def _show_checkpoint(self) -> None:
+        """Report the taus of the last checkpoint, once."""
+        record = self.trainer.records[-1] if self.trainer.records else {"step": 0}
+        if record["step"] <= self.shown:
+            return
+        self.shown = record["step"]
+        scalars = {
+            f"held_out/{name}/{kind}": found[kind]
+            for name, found in record["held_out"].items()
+            for kind in ("tau", "tau_sampled")
+            if kind in found
+        }
+        if record["tau"] is not None:
+            scalars["held_out/tau"] = record["tau"]
+        for reporter in self.reporters:
+            reporter.log(scalars, self.shown)
 
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *_exception) -> None:
+    def __exit__(self, failure, *_exception) -> None:
         self.bar.close()
-        for reporter in self.reporters:
-            reporter.close()
+        try:
+            if failure is None:
+                self._show_checkpoint()
+        finally:
+            for reporter in self.reporters:
+                reporter.close()
 
 
 class TensorBoard:
-    """Scalars in ``tensorboard/`` of the trainer's folder; what a resumed run repeats is purged.
+    """Scalars in ``tensorboard/`` of the trainer's folder; steps that a resumed run repeats are
+    purged.
 
     It and :meth:`log` raise ``WriteFailed``.
     """
@@ -84,7 +108,7 @@ class TensorBoard:
         )
         self.folder = trainer.folder / "tensorboard"
         try:
-            self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state["step"])
+            self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state["step"] + 1)
         except OSError as error:
             raise write_failed(self.folder, error) from error
 

@@ -52,11 +52,17 @@ def monitored(trainer, losses: dict[int, float], report_to=("tensorboard",)) -> 
 
 def test_tensorboard_reads_every_step(tmp_path):
     trainer = trainer_at(tmp_path)
-    trainer.records.append({"tau": 1.25})
-    monitored(trainer, {1: 2.5, 2: 1.5})
+    with Monitor(trainer, "stage 1", ("tensorboard",)) as monitor:
+        for step, loss in {1: 2.5, 2: 1.5}.items():
+            trainer.state["step"] = step
+            monitor(trainer, report(loss))
+            held_out = {"own": {"tau": 1.5 * step, "position_acceptance": [0.5]}}
+            trainer.records.append({"step": step, "tau": 1.25 * step, "held_out": held_out})
     found = read(tmp_path)
     assert found["train/loss"] == [(1, 2.5), (2, 1.5)]
-    assert found["held_out/tau"] == [(1, 1.25), (2, 1.25)]
+    # Found as: the tau of the last checkpoint was in no scalar.
+    assert found["held_out/tau"] == [(1, 1.25), (2, 2.5)]
+    assert found["held_out/own/tau"] == [(1, 1.5), (2, 3.0)]
     assert found["position_accuracy/1"][0] == (1, 0.75)
     assert found["position_accuracy/2"][0] == (1, 0.25)
     assert found["train/learning_rate"] == [(1, 0.5), (2, 0.5)]
@@ -67,8 +73,8 @@ def test_tensorboard_reads_every_step(tmp_path):
 
 def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
     monitored(trainer_at(tmp_path), {1: 1.0, 2: 2.0, 3: 3.0})
-    monitored(trainer_at(tmp_path, step=2), {2: 20.0})
-    assert read(tmp_path)["train/loss"] == [(1, 1.0), (2, 20.0)]
+    monitored(trainer_at(tmp_path, step=2), {3: 30.0})
+    assert read(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_only_the_main_process_writes(tmp_path):

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
 
 
@@ -25,6 +27,7 @@ def test_it_measures_a_small_store(tmp_path):
         assert min(found[name] for name in ("read_mib_s", "disk_mib_s", "start_seconds")) > 0
 
 
+@pytest.mark.slow
 def test_it_measures_a_training_of_two_processes(tmp_path, target_dir, drafter_dir):
     options = ("--target", str(target_dir), "--draft", str(drafter_dir), "--steps", "3")
     found = measured(tmp_path / "store", *options, "--batch", "4", "--states-dtype", "fp8")

@@ -26,6 +26,7 @@ def precision(monkeypatch):
     return study_precision
 
 
+@pytest.mark.slow
 def test_every_choice_is_trained_on_its_own_states_and_once(precision, tmp_path, monkeypatch):
     out, used = tmp_path / "out.json", []
     whole = precision.Trainer.accumulate

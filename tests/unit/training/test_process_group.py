@@ -52,7 +52,8 @@ import sys, torch, torch.distributed as dist
 from sglang_hyperdflash.training.process_group import ProcessGroup
 torch.cuda.is_available = lambda: True  # a host with GPUs
 world = ProcessGroup("cpu")
-print(dist.get_backend(), world.sum(torch.tensor([world.rank + 1.0])).item())
+total = world.sum(torch.tensor([world.rank + 1.0])).item()
+sys.stdout.write(f"{dist.get_backend()} {total}\\n")  # at once: the other's comes too
 world.close()
 """
 

@@ -4,11 +4,11 @@ Formulas: ``triton_ops.verification``, whose ``accept_reference`` this kernel
 follows. bs requests, B = D + 1 rows of each, N = bs * B, vocabulary V, K candidates of a draft:
 
     argument      shape       dtype
-    logits        [N, V]      fp32, bf16 or fp16, unit column stride; None without a proposal
+    logits        [N, V]      fp32, bf16 or fp16, unit column stride; unused without a proposal
     kept          [N, V]      fp32, zero where a filter forbids; or None
     row_tokens    [N]         int64; V where the row is broken
-    largest       [N]         fp32; None without a proposal
-    total         [N]         fp32; None without a proposal
+    largest       [N]         fp32; as logits
+    total         [N]         fp32; as logits
     block_tokens  [bs, B]     int64, the anchor, then the drafts; unit column stride
     ids           [bs, D, K]  int64; None without a proposal, whose drafts must equal row_tokens
     q             [bs, D, K]  fp32; None without a proposal

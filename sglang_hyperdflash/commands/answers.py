@@ -1,7 +1,8 @@
 """Commands that answer prompts: how a server is asked, and an output that is its own resume state.
 
 Neither the prompts nor the answers are kept in memory. Refused prompts are listed in
-``OUTPUT.skipped.jsonl``; the next run asks them again.
+``OUTPUT.skipped.jsonl``; the next run asks them again, but for conversations that have answers from
+before the refused turn: these keep them, with the reason.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class Answers:
         asked: all prompts, read again by every iteration. count: how many.
         done: the indices of those that the file answers. served: the names of the models that
             answered them.
+        ended: of those the ones that end early, as listed.
         noun: what the prompts are called, ``prompts``.
     """
 
@@ -157,6 +159,7 @@ class Answers:
     count: int
     done: frozenset[int]
     served: frozenset[str]
+    ended: tuple[dict[str, Any], ...]
     noun: str
 
     @property
@@ -186,7 +189,7 @@ class Answers:
         Raises:
             HyperDFlashConfigError: everything was refused.
         """
-        queue, written, refused = self.waiting(), 0, []
+        queue, written, refused = self.waiting(), 0, list(self.ended)
         done = len(self.done)
         bar = tqdm(total=self.count, initial=done, unit="prompt", dynamic_ncols=True)
 
@@ -197,7 +200,7 @@ class Answers:
                 record = {"index": one.index, "digest": one.digest}
                 if reason is not None:
                     refused.append(record | {"where": one.where, "reason": reason})
-                    record["refused"] = reason
+                    record |= {"refused": reason, "where": one.where}
                 if replies:
                     self.writer.append(record | fields(messages, replies))
                     written += 1
@@ -246,6 +249,7 @@ def hold_answers(
         )
     done: set[int] = set()
     served: set[str] = set()
+    ended: list[dict[str, Any]] = []
 
     def see(record: dict[str, Any]) -> None:
         index, digest = record.get("index"), record.get("digest")
@@ -256,13 +260,16 @@ def hold_answers(
             )
         if index < len(digests):
             done.add(index)
+            if "refused" in record:
+                shown = {"where": record.get("where"), "reason": record["refused"]}
+                ended.append({"index": index, "digest": digest} | shown)
         served.add(record.get("served", ""))
 
     with claim(output, kind, settings, is_file=True), ResumableWriter(output, see) as writer:
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         print(f"{len(digests)} {noun}, {len(done)} already answered in {output}")
-        held = frozenset(done), frozenset(served - {""})
+        held = frozenset(done), frozenset(served - {""}), tuple(ended)
         yield Answers(output, writer, asked, len(digests), *held, noun)
 
 

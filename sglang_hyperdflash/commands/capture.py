@@ -99,7 +99,8 @@ def add_parser(commands) -> None:
         "--max-length",
         type=COUNT,
         default=4096,
-        help="tokens; longer conversations are left out and listed; less if the target's "
+        help="tokens; answers that end later are left out, and a conversation of such answers "
+        "alone is listed; less if the target's "
         "context is shorter",
     )
     add(

@@ -40,22 +40,22 @@ def server_info(url: str) -> dict[str, Any]:
 
 
 async def ask(url: str, **payload: Any) -> dict[str, Any]:
-    """The answer of one server to one request: see :meth:`Pool.ask`."""
-    async with Pool([url]) as pool:
+    """The answer of one server to one request, asked once: see :meth:`Pool.ask`."""
+    async with Pool([url], attempts=1) as pool:
         return await pool.ask(**payload)
 
 
 class Pool:
     """Servers that share the requests; an asynchronous context manager.
 
-    A server that fails ``ATTEMPTS`` times is reported and left out; its requests go to the others.
+    A server that fails ``attempts`` times is reported and left out; its requests go to the others.
 
     Attributes:
         in_flight: requests at each server that is not left out.
     """
 
-    def __init__(self, urls: Iterable[str]) -> None:
-        self.in_flight = dict.fromkeys(urls, 0)
+    def __init__(self, urls: Iterable[str], attempts: int = ATTEMPTS) -> None:
+        self.in_flight, self.attempts = dict.fromkeys(urls, 0), attempts
 
     async def __aenter__(self) -> Pool:
         _allow_connections()
@@ -88,7 +88,7 @@ class Pool:
 
     async def _ask(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
         failure: Exception | None = None
-        for attempt in range(ATTEMPTS):
+        for attempt in range(self.attempts):
             if attempt:
                 await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
                 if url not in self.in_flight:  # another request found that it is gone
@@ -102,8 +102,8 @@ class Pool:
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 failure = error
         raise ServerFailed(
-            f"{url} failed {ATTEMPTS} times: {failure!r}. What is finished is kept; run the same "
-            "command again to resume."
+            f"{url} failed {self.attempts} time{'s' * (self.attempts > 1)}: {failure!r}. What is "
+            "finished is kept; run the same command again to resume."
         ) from failure
 
     def _leave_out(self, url: str, error: ServerFailed) -> None:
@@ -113,7 +113,8 @@ class Pool:
             raise error
         del self.in_flight[url]
         others = ", ".join(self.in_flight)
-        tqdm.write(f"{url} failed {ATTEMPTS} times: {error.__cause__!r}; asking {others} instead")
+        reason = f"failed {self.attempts} time{'s' * (self.attempts > 1)}: {error.__cause__!r}"
+        tqdm.write(f"{url} {reason}; asking {others} instead")
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -137,7 +137,10 @@ class TemplateChats:
                 "the chat template renders an answer differently once it is there, so its tokens "
                 "cannot be told apart",
             )
-        return self._ids(after[len(before) :])
+        ids, end = self._ids(after[len(before) :]), self.tokenizer.eos_token_id
+        if end in ids:  # a template may go on, with a newline that the target never writes
+            ids = ids[: len(ids) - ids[::-1].index(end)]
+        return ids
 
     def message(self, chat: Chat, reply: Mapping[str, Any]) -> Message:
         """See :class:`Chats`."""
@@ -305,7 +308,7 @@ class DeepSeekChats:
         return message
 
     def _thinks(self, chat: Chat) -> bool:
-        """As a request does: off without an option, on with an effort."""
+        """As a request does: SGLang's default without an option, on with an effort."""
         from sglang.srt.environ import envs
 
         effort = chat.options.get("reasoning_effort")

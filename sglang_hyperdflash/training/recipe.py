@@ -99,9 +99,9 @@ class Schedule:
         tuple[Stage, ...],
         Field(min_length=1, description="stages in order; each starts from the one before's best"),
     ]
-    max_length: Annotated[Count, Field(description="tokens; longer conversations are left out")] = (
-        2048
-    )
+    max_length: Annotated[
+        Count, Field(description="tokens; answers that end later are left out")
+    ] = 2048
     features: Annotated[
         Literal["cache", "online", "captured"],
         Field(

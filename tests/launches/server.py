@@ -7,7 +7,6 @@ the drafter give tensors of their sizes, and FlashInfer's filters count what the
 
 from __future__ import annotations
 
-import inspect
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -229,9 +228,7 @@ class FakeServer:
         worker.draft_model_runner = self._runner(own if window else table, self._draft_pass)
         worker.draft_model = self._drafter(head)
         worker.request_state = RequestState(target, 0, DEVICE)
-        state = (worker.request_state,)  # of which older versions wanted to know
-        worker.drafter = Drafter(*(worker, *state)[: _arguments(Drafter)])
-        worker.verifier = Verifier(*(worker, *state)[: _arguments(Verifier)])
+        worker.drafter, worker.verifier = Drafter(worker), Verifier(worker)
         filters = Filters(self.cuda)
         worker.verifier.renorm = filters.top_k, filters.top_p
         worker.draft_kv = (WindowedDraftKV if window else DraftKV)(worker)
@@ -415,10 +412,6 @@ class FakeServer:
             tokens, _ = sampler.draw(self.logits[: self.bs], self.batch.seq_lens)
         tokens = sampler.end(tokens)
         assert tokens.shape == (self.bs,) and tokens.dtype == torch.int64
-
-
-def _arguments(kind: type) -> int:
-    return len(inspect.signature(kind).parameters)
 
 
 def _during(counter: Counter, phase: str, function: Any) -> Any:

@@ -20,7 +20,7 @@ from tests.launches.counter import Counter, FakeCuda, WaitsForDeviceError
 from tests.launches.rounds import PARTS, REQUESTS, ROUNDS, counted
 from tests.launches.server import BLOCK, CANDIDATES, PATHS, RANK, ROUND, VOCABULARY, WIDTH
 
-# GB that a sampled verification of 64 requests may move without filters.
+# Bytes that a sampled verification of 64 requests may move without filters.
 VERIFICATION_BYTES = 350_000_000
 UNFILTERED = ("sampled", "sampled, head", "seeded, head", "mixed, head")
 

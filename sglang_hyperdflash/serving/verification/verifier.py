@@ -135,7 +135,7 @@ class Verifier:
             by_block = logits.view(*block.tokens.shape, -1)
             adjust_rows(by_block, block.tokens, block.positions, *changes.tensors)
         if requests.info.has_custom_logit_processor:
-            apply_custom_logit_processor(logits, requests.info)  # such batches have one row
+            apply_custom_logit_processor(logits, requests.info)  # such rounds have width 1
         return None
 
     def accept(

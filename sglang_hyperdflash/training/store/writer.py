@@ -54,7 +54,7 @@ def shard_ranges(samples: Sequence[Sample], identity: Identity, limit: int) -> l
 
 
 class StoreWriter:
-    """Adds shards; made by :func:`open_writer`. Threads may add at once.
+    """Adds shards; made by :func:`open_writer`. Threads may add at once, but not while one retains.
 
     Attributes:
         damaged: names of its shards that are missing or are not as they were written.
@@ -92,7 +92,7 @@ class StoreWriter:
             self._own.data = data
 
     def missing(self, ranges: Sequence[Range]) -> list[Range]:
-        """The ranges of its data set that no writer has added yet, damaged ones included."""
+        """The ranges of its data set that no writer has added, its own damaged ones included."""
         digest, done = self._own.data.digest, set()
         whole = shard_files(self.folder).difference(self.damaged)
         for found in manifests(self.folder):
@@ -160,6 +160,7 @@ class StoreWriter:
         for shard in surplus(shards, budget, reservoir):
             self._lines.append({"dropped": shard.start})
             del self._own.shards[shard.start]
+        self._lines.flush()  # before the files are gone
         kept = {shard.file for shard in self._own.shards.values()}
         for file in shard_files(self.folder) - kept:  # also those that a kill left over
             if file.rpartition("-")[0] == self.name:

@@ -249,6 +249,11 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     assert records_of(tmp_path / "out.skipped.jsonl")[0]["index"] == 0
     assert records_of(out)[0]["refused"] == "turn 2: no such prompt"
     assert len(load_samples([out], load_chats(str(target_dir)), 512).samples) == 3
+    # A later run lists it again.
+    listed, lines = (tmp_path / "out.skipped.jsonl").read_text(), out.read_text().splitlines(True)
+    out.write_text("".join(lines[:-1]))
+    assert call(server, target_dir, data, out, "--concurrency", "1") == 0
+    assert (tmp_path / "out.skipped.jsonl").read_text() == listed
 
 
 def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):

@@ -196,7 +196,7 @@ def test_empty_and_missing_files_are_named(tmp_path):
 class Template:
     """A tokenizer whose chat template is a Python function; tokens are characters."""
 
-    chat_template = "a function"
+    chat_template, eos_token_id = "a function", ord("|")
 
     def __init__(self, render):
         self.render = render
@@ -216,6 +216,17 @@ def samples_of(render, messages):
 def test_a_template_that_yields_no_assistant_tokens_is_refused():
     with pytest.raises(HyperDFlashConfigError, match="yields no tokens for answer 1"):
         samples_of(lambda messages, _: "".join(m["content"] for m in messages[:1]), CHAT[1:3])
+
+
+def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then():
+    """Found as: ChatML's newline, which no target writes, in the span."""
+
+    def render(messages, prompt):
+        return "".join(f"<{m['role']}>{m['content']}|\n" for m in messages) + "<assistant>" * prompt
+
+    (sample,) = samples_of(render, CHAT[1:])
+    answers = ["".join(map(chr, sample.tokens[a:b])) for a, b in sample.spans]
+    assert answers == [f"{m['content']}|" for m in CHAT if m["role"] == "assistant"]
 
 
 def test_a_template_that_renders_answers_differently_is_refused():

@@ -1,0 +1,110 @@
+"""Published drafters: a folder of numbered versions, and one pointer to the newest.
+
+    FOLDER/000001/   an ordinary drafter folder, and version.json with the SHA-256 of its files
+    FOLDER/current   its name; replaced atomically, after all files of the version are on disk
+
+A version is never changed once ``current`` names it. What was written only in part is never named,
+so no reader sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.tools.atomic import replacing, write_failed, write_json, write_text
+from sglang_hyperdflash.tools.checksum import file_hash
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+
+POINTER, MANIFEST = "current", "version.json"
+CONFIG, WEIGHTS = "config.json", "*.safetensors"
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Version:
+    """A published drafter: its number, from 1 on, and its folder."""
+
+    number: int
+    path: Path
+
+    def check(self) -> None:
+        """Compare every file with its SHA-256.
+
+        Raises:
+            HyperDFlashConfigError: a file is missing or has changed since it was published.
+        """
+        try:
+            expected = json.loads((self.path / MANIFEST).read_bytes())["sha256"]
+            found = {name: file_hash(self.path / name) for name in expected}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise HyperDFlashConfigError(
+                f"published drafter {self.path} cannot be read: {error!r}. Publish it again."
+            ) from error
+        wrong = [name for name in expected if found[name] != expected[name]]
+        if wrong or not expected:
+            raise HyperDFlashConfigError(
+                f"published drafter {self.path} is damaged: {', '.join(wrong) or MANIFEST} differs "
+                "from what was published. Publish it again."
+            )
+
+
+def _name(number: int) -> str:
+    return f"{number:0{DIGITS}d}"
+
+
+def publish(folder: Path, drafter: Path) -> int:
+    """Copy a drafter folder in as the next version and move the pointer to it.
+
+    Only ``config.json`` and the weights are copied. Numbers are never used twice, not even those of
+    interrupted calls.
+
+    Returns:
+        The version's number.
+
+    Raises:
+        HyperDFlashConfigError: ``drafter`` is no drafter folder.
+        WriteFailed: the disk is full or the folder cannot be written; the pointer is as before.
+    """
+    load_config(drafter)
+    weights = sorted(drafter.glob(WEIGHTS))
+    if not weights:
+        raise HyperDFlashConfigError(f"{drafter} holds no {WEIGHTS}; expected a drafter folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+        version = Version(max(taken, default=0) + 1, folder / _name(max(taken, default=0) + 1))
+        version.path.mkdir()
+    except OSError as error:
+        raise write_failed(folder, error) from error
+    for file in (drafter / CONFIG, *weights):
+        with replacing(version.path / file.name) as partial:
+            shutil.copyfile(file, partial)
+    hashes = {path.name: file_hash(path) for path in sorted(version.path.iterdir())}
+    write_json(version.path / MANIFEST, {"sha256": hashes}, indent=2)
+    write_text(folder / POINTER, _name(version.number) + "\n")
+    return version.number
+
+
+def current(folder: Path) -> Version | None:
+    """The newest version; None before the first one is published.
+
+    Raises:
+        HyperDFlashConfigError: the pointer cannot be read, or names no version.
+    """
+    pointer = folder / POINTER
+    try:
+        name = pointer.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise HyperDFlashConfigError(f"{pointer} cannot be read: {error}.") from error
+    if not (name.isascii() and name.isdecimal() and (folder / name).is_dir()):
+        raise HyperDFlashConfigError(
+            f"{pointer}: expected the name of a version in {folder}, found {name[:60]!r}. Publish "
+            "a drafter again."
+        )
+    return Version(int(name), folder / name)

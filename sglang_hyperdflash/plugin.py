@@ -7,14 +7,14 @@ from cpu_engine.platform import activation
 from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.commands import capture_rows
 from sglang_hyperdflash.serving.draft_kv import size
-from sglang_hyperdflash.serving.scheduler import finish, metrics, weight_updates
+from sglang_hyperdflash.serving.scheduler import finish, follow, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import dflash_seams
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.targets import deepseek_v4, loaded
 
 # The modules with hooks on SGLang.
 SERVING_SEAMS = seams.declared(dflash_seams, prefill, finish, loaded, deepseek_v4, size,
-                               metrics, capture_rows, weight_updates)  # fmt: skip
+                               metrics, capture_rows, weight_updates, follow)  # fmt: skip
 CPU_SEAMS = registration.SEAMS
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 

@@ -27,6 +27,7 @@ from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, prepar
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.drafting.replace import replacing
 from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
     check_processors,
@@ -92,6 +93,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # Width 1 is for custom logit processors and the ends of contexts at least.
         self.lanes = Lanes(self, setting.widths, eager=(1,) if self._width_1_allowed else ())
         self._last_width = self.block
+        self.draft_model.replacing = partial(replacing, self)
         # The target's graphs are captured later.
         runner.capture_tail_hooks.append(SharedResidual())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)

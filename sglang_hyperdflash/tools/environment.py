@@ -40,6 +40,13 @@ VARIABLES = (
         "number from 0 (argmax drafts) to 1; it never changes the output distribution",
     ),
     Variable(
+        "HYPERDFLASH_FOLLOW",
+        "unset",
+        "a HYPERDFLASH server",
+        "folder of published drafters: the server takes each new version while it serves, and "
+        "returns to the one before if that drafted better",
+    ),
+    Variable(
         "HYPERDFLASH_DRAFT_POOL_RATIO",
         "0.1",
         "a server with a windowed drafter",

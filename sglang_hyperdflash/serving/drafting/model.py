@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from sglang.srt.models.dflash import DFlashDraftModel
@@ -11,7 +13,10 @@ from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensor
 from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.draft.dependency import build_dependency
 from sglang_hyperdflash.draft.reducer import build_reducer
-from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_STAYS, REFUSAL
+from sglang_hyperdflash.serving.drafting.replace import in_own_memory
+from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.serving.scheduler.weight_updates import FOLLOWS, QUANTIZED, REFUSAL
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 class HyperDFlashDraftModel(DFlashDraftModel):
@@ -19,6 +24,11 @@ class HyperDFlashDraftModel(DFlashDraftModel):
 
     Seam: ``DFlashWorkerV2`` calls ``project_target_hidden`` on the target's hidden states before
     every write of draft K/V, outside the CUDA graphs.
+
+    Attributes:
+        replacing: the context in which weights are replaced while rounds run. The worker sets it;
+            None until it serves.
+        first: the tensors of the checkpoint in host memory, on a server that follows a folder.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
@@ -32,6 +42,10 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         self.dependency = build_dependency(parsed)
         if self.dependency is not None:
             self.dependency.requires_grad_(False)
+        self.replacing: Callable[[], AbstractContextManager] | None = None
+        self.first: Mapping[str, torch.Tensor] | None = None
+        if quant_config is not None:
+            setattr(self, REFUSAL, QUANTIZED)
 
     @property
     def reducer_module(self) -> torch.nn.Module:
@@ -48,7 +62,27 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         return self.reducer_module(target_hidden, self.hidden_norm.weight)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load exactly the tensors the config describes; anything else is an error."""
+        """Load exactly the tensors the config describes; anything else is an error.
+
+        While the drafter serves, some of them are enough, and all are checked before the first is
+        replaced. Seam: ``WeightUpdater``, with the draft selected.
+
+        Raises:
+            HyperDFlashConfigError: a tensor that does not fit, or the drafter follows a folder.
+        """
         expected = expected_tensors(self.raw_config, self.hyperdflash_config)
-        super().load_weights(checked_tensors(weights, expected))
-        setattr(self, REFUSAL, DRAFTER_STAYS)
+        if self.replacing is None:
+            checked = checked_tensors(weights, expected)
+            if os.environ.get(FOLLOW):
+                self.first = in_own_memory(checked, pinned=self.norm.weight.is_cuda)
+                checked = self.first.items()
+            super().load_weights(checked)
+        elif self.first is not None:
+            raise HyperDFlashConfigError(FOLLOWS)
+        else:
+            self.replace_weights(dict(checked_tensors(weights, expected, whole=False)))
+
+    def replace_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights in place between two rounds; they were checked before."""
+        with self.replacing():
+            super().load_weights(tensors.items())

@@ -3,16 +3,19 @@
 ``P(draft k accepted)`` is the rate of ``accepted_drafts_total{position="k"}`` over that of
 ``drafted_total{position="k"}``, since narrow rounds draft fewer. ``tau`` is one plus the rate of
 ``accepted_drafts_total``, all positions, over that of ``verify_rounds_total``. SGLang exports one
-mean length over a log interval, from which neither can be recovered.
+mean length over a log interval, from which neither can be recovered. All three are counted by the
+drafter's version, which is 0 for the one that the server started with.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after
+from sglang_hyperdflash.serving.scheduler import follow
 from sglang_hyperdflash.serving.width.policy import WidthController
 
 ROUNDS = "hyperdflash:verify_rounds_total"
@@ -32,6 +35,7 @@ FAMILIES = {
     SECONDS: "Round duration in seconds, timed at the start.",
 }
 POSITION, WIDTH, REQUESTS, SAMPLED = "position", "width", "requests", "sampled"
+VERSION = "version"
 # Rounds between two values of the gain, each of which is written to a file.
 GAIN_EVERY = 8
 
@@ -64,18 +68,18 @@ class Metrics:
             return kind(name=name, documentation=FAMILIES[name], labelnames=names, **options)
 
         recent = {"multiprocess_mode": "mostrecent"}
-        accepted = family(counter, ACCEPTED, POSITION)
-        drafted = family(counter, DRAFTED, POSITION)
+        self._by_version: dict[int, tuple[Any, list, list]] = {}
+        self._families = (
+            family(counter, ROUNDS, VERSION),
+            family(counter, ACCEPTED, POSITION, VERSION),
+            family(counter, DRAFTED, POSITION, VERSION),
+        )
         by_width = family(counter, WIDTH_ROUNDS, WIDTH)
         self._gain = family(gauge, GAIN, **recent)
         seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
-        self._rounds = family(counter, ROUNDS).labels(**labels)
         self._width_now = family(gauge, WIDTH_NOW, **recent).labels(**labels)
         self._exported = self._turn = 0
-        # Every position has its series from the start: a missing one breaks sums.
-        positions = [{POSITION: str(k)} for k in range(1, controller.block)]
-        self._accepted = [accepted.labels(**labels, **at) for at in positions]
-        self._drafted = [drafted.labels(**labels, **at) for at in positions]
+        self._of(follow.version())
         widths = controller.setting.widths
         self._by_width = {w: by_width.labels(**labels, **{WIDTH: str(w)}) for w in widths}
         policy = controller.policy
@@ -84,6 +88,19 @@ class Metrics:
                 for width, value in policy.costs.of(requests, sampled).items():
                     cell = {REQUESTS: requests, WIDTH: width, SAMPLED: str(sampled).lower()}
                     seconds.labels(**labels, **cell).set(value)
+
+    def _of(self, version: int) -> tuple[Any, list, list]:
+        """A version's rounds, and its accepted and verified drafts by position.
+
+        Every position has its series from the version's start: a missing one breaks sums.
+        """
+        if version not in self._by_version:
+            rounds, *by_position = self._families
+            own, numbers = {VERSION: str(version)}, range(1, self._controller.block)
+            positions = [self._labels | {POSITION: str(k)} | own for k in numbers]
+            found = ([each.labels(**at) for at in positions] for each in by_position)
+            self._by_version[version] = rounds.labels(**self._labels, **own), *found
+        return self._by_version[version]
 
     def add(self, accepted_drafts: Sequence[int], width: int) -> None:
         """Count a round of a batch: ``accepted_drafts`` of each request, without the bonus."""
@@ -99,11 +116,12 @@ class Metrics:
         reached = len(accepted_drafts)
         if not reached:
             return
-        self._rounds.inc(reached)
-        for counter in self._drafted[: width - 1]:
+        rounds, accepted, drafted = self._of(follow.version())
+        rounds.inc(reached)
+        for counter in drafted[: width - 1]:
             counter.inc(reached)
         histogram = Counter(accepted_drafts)
-        for before, counter in enumerate(self._accepted):
+        for before, counter in enumerate(accepted):
             reached -= histogram[before]
             if not reached:
                 break
@@ -147,5 +165,7 @@ def count_round(tokens, self, result, batch) -> None:
     live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
     width = int(result.speculative_num_draft_tokens)
     self.model_worker.width_control.learn(width, live)
+    accepted = [n for _, n in live]
     if _metrics is not None:
-        _metrics.add([n for _, n in live], width)
+        _metrics.add(accepted, width)
+    follow.learn(width, accepted)

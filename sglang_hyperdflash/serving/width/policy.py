@@ -123,12 +123,17 @@ class WidthPolicy:
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths, self.width = tuple(widths), widths[-1]
         self.costs: CostTable | None = None
-        # Greedy and sampled requests: they accept differently.
-        self.classes = (Acceptance(widths[-1] - 1), Acceptance(widths[-1] - 1))
+        self.forget()
         self.rates: dict[int, float] = {}
         self._since_probe = 0.0
         # Seconds that the host adds to a round, by request.
         self._host: deque[float] = deque(maxlen=HOST_ROUNDS)
+
+    def forget(self) -> None:
+        """Forget the acceptance of all rounds: another drafter drafts from now on."""
+        # Greedy and sampled requests: they accept differently.
+        drafts = self.widths[-1] - 1
+        self.classes = (Acceptance(drafts), Acceptance(drafts))
 
     def next(self, greedy: int, sampled: int) -> int:
         """The width of the next round, of so many requests of either class."""
@@ -194,6 +199,7 @@ class WidthController:
 
     Attributes:
         forced: while set, the width of every round; for timing.
+        trial: while set, every round drafts: the acceptance of a new drafter is being measured.
         policy: of an adaptive server; None where nothing is learned.
     """
 
@@ -201,8 +207,10 @@ class WidthController:
         self.setting, self.block, self.alone = setting, block, alone
         self._last: tuple[list[Any] | None, int, float] = None, block, 0.0
         self.forced: int | None = None
+        self.trial = False
         adapts = setting.mode == ADAPTIVE and not setting.fixed
         self.policy = WidthPolicy(setting.widths) if adapts else None
+        self._least_drafting = min(w for w in (*setting.widths, block) if w > 1)
         # Every rank draws the same.
         self._random = random.Random(0)
 
@@ -211,7 +219,8 @@ class WidthController:
         if self.forced is not None:
             return self.forced
         if self.policy is not None:
-            return self.policy.next(greedy, sampled)
+            width = self.policy.next(greedy, sampled)
+            return max(width, self._least_drafting) if self.trial else width
         if self.setting.mode == RANDOM:
             return self._random.choice(self.setting.widths)
         return self.setting.widths[-1]

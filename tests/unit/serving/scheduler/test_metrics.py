@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hyperdflash.serving.scheduler import metrics
+from sglang_hyperdflash.serving.scheduler import follow, metrics
 from sglang_hyperdflash.serving.scheduler.metrics import (
     ACCEPTED,
     DRAFTED,
@@ -157,6 +157,26 @@ def test_positions_equal_the_tail_sums_of_sglang_s_histogram(counter):
     assert positions(counter) == [sum(histogram[k:]) for k in range(1, 7)]
 
 
+def test_every_version_of_the_drafter_has_series_of_its_own(counter, monkeypatch):
+    versions = {}
+
+    def labels(self, **given):
+        child = FakeCounter.labels(self, **given)
+        if "version" in given:
+            child.key = (*child.key, given["version"])
+            versions.setdefault(child.key, 0)
+        return child
+
+    monkeypatch.setattr(counter, "labels", labels)
+    monkeypatch.setattr(counter, "values", versions)
+    one_round(counter, [0, 2])
+    monkeypatch.setattr(follow, "version", lambda: 3)
+    one_round(counter, [6], width=4)
+    assert [versions[ROUNDS, None, v] for v in ("0", "3")] == [2, 1]
+    assert [versions[DRAFTED, "5", v] for v in ("0", "3")] == [2, 0]
+    assert [versions[ACCEPTED, "1", v] for v in ("0", "3")] == [1, 1]
+
+
 def test_finished_and_retracted_requests_are_left_out(counter):
     reqs = [request(finished=True), request(), request(retracted=True)]
     one_round(counter, [6, 1, 6], reqs)
@@ -217,10 +237,11 @@ def test_the_families_are_prometheus_ones_by_default():
     Metrics(LABELS, adaptive(), *kinds).add([2], 7)
     text = generate_latest(registry).decode()
     labels = 'engine_type="unified",model_name="tiny"'
-    assert f'{ROUNDS}{{{labels},tp_rank="0"}} 1.0' in text
+    assert f'{ROUNDS}{{{labels},tp_rank="0",version="0"}} 1.0' in text
     assert f'{WIDTH_NOW}{{{labels},tp_rank="0"}} 7.0' in text
     for position, value in enumerate([1, 1, 0, 0, 0, 0], start=1):
-        assert f'{ACCEPTED}{{{labels},position="{position}",tp_rank="0"}} {value}.0' in text
+        own = f'{labels},position="{position}",tp_rank="0",version="0"'
+        assert f"{ACCEPTED}{{{own}}} {value}.0" in text
 
 
 def sglang_metrics() -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.serving.scheduler.weight_updates import keep_graphs, target_alone
+from sglang_hyperdflash.serving.scheduler.weight_updates import keep_graphs, target_by_default
 
 
 def manager(algorithm: str) -> SimpleNamespace:
@@ -41,7 +41,7 @@ def test_an_update_reaches_the_target_alone_and_other_algorithms_as_ever(
     # The server's process has it wrapped; what is wrapped is SGLang's own.
     original = SchedulerWeightUpdaterManager._select_runners
     original = getattr(original, "__wrapped__", original)
-    found = target_alone(original, manager(algorithm), *selected)
+    found = target_by_default(original, manager(algorithm), *selected)
     assert [role for role, _ in found] == roles
 
 

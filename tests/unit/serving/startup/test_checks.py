@@ -80,6 +80,34 @@ def test_a_bad_draft_temperature_is_refused_before_the_target_loads(arguments, m
         checks.validate_server_args(arguments)
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("HYPERDFLASH_WIDTH", "1", "nothing is drafted"),
+        ("HYPERDFLASH_FOLLOW", __file__, "found the file"),
+        ("speculative_draft_load_format", "dummy", "no weights to return to"),
+        ("disaggregation_mode", "decode", "different versions"),
+        ("enable_dp_attention_local_control_broadcast", True, "local control broadcast"),
+        ("speculative_draft_model_quantization", "fp8", "takes no new weights"),
+    ],
+)
+def test_drafters_are_followed_only_where_they_can_be_served_and_judged(
+    arguments, monkeypatch, tmp_path, name, value, message
+):
+    monkeypatch.setenv("HYPERDFLASH_FOLLOW", str(tmp_path / "not yet there"))
+    checks.validate_server_args(arguments)
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+    else:
+        assert hasattr(arguments, name)
+        setattr(arguments, name, value)
+    with pytest.raises(HyperDFlashConfigError, match=f"HYPERDFLASH_FOLLOW: .*{message}"):
+        checks.validate_server_args(arguments)
+    monkeypatch.delenv("HYPERDFLASH_FOLLOW")
+    monkeypatch.delenv("HYPERDFLASH_WIDTH", raising=False)
+    checks.validate_server_args(arguments)
+
+
 @pytest.mark.parametrize("architecture, served", [("HYV4ForCausalLM", False), (None, True)])
 def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architecture, served):
     raw = json.loads((Path(arguments.model_path) / "config.json").read_text())

@@ -1,0 +1,341 @@
+"""Which published version drafts: taken on all ranks at once, refused, and returned from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import random
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.draft.published import current, publish
+from sglang_hyperdflash.serving.scheduler import follow
+from sglang_hyperdflash.serving.scheduler.follow import (
+    LOADING,
+    READY,
+    Follower,
+    ServeVersion,
+    add_own_request,
+    read,
+)
+from sglang_hyperdflash.serving.scheduler.guard import ROUNDS, Guard, Sample, worse
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from tests.conftest import ROOT
+
+DRAFTER = ROOT / "examples" / "tiny_deepseek_v4" / "drafter"
+# Rounds of requests until a trial is over.
+TRIAL = 2 * ROUNDS
+
+
+class Model:
+    """A draft model that keeps what it was given last."""
+
+    def __init__(self) -> None:
+        self.raw_config = json.loads((DRAFTER / "config.json").read_text())
+        self.hyperdflash_config = load_config(DRAFTER)
+        self.norm = SimpleNamespace(weight=torch.zeros(1))
+        self.first = load_file(DRAFTER / "model.safetensors")
+        self.weights = self.first
+
+    def replace_weights(self, tensors) -> None:
+        self.weights = tensors
+
+
+def follower(folder, **options) -> Follower:
+    worker = SimpleNamespace(
+        device="cpu", draft_model=Model(), width_control=SimpleNamespace(trial=False)
+    )
+    return Follower(folder, worker, **options)
+
+
+def variant(folder, scale: float, **config):
+    """A drafter folder whose final norm is scaled, and whose config has other fields."""
+    shutil.copytree(DRAFTER, folder)
+    tensors = load_file(DRAFTER / "model.safetensors")
+    tensors["norm.weight"] = tensors["norm.weight"] * scale
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((DRAFTER / "config.json").read_text())
+    raw["hyperdflash_config"] |= config.pop("own", {})
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    return folder
+
+
+def draft(one: Follower, rounds: int, acceptance: float) -> None:
+    """So many rounds of four requests."""
+    rng = random.Random(0)
+    for _ in range(rounds):
+        one.learn(7, [6 * (rng.random() < acceptance) for _ in range(4)])
+
+
+def ask(*ranks: Follower) -> bool:
+    """One iteration of the scheduler: what rank 0 asks reaches all ranks."""
+    request = ranks[0].next_request()
+    for rank in ranks if request else ():
+        rank.serve(pickle.loads(pickle.dumps(request)))
+    return request is not None
+
+
+def test_a_new_version_waits_for_the_end_of_the_trial_before_it(tmp_path):
+    one = follower(tmp_path)
+    one.look()
+    publish(tmp_path, variant(tmp_path / "better", 2.0))
+    assert one.worker.width_control.trial
+    one.look()
+    draft(one, TRIAL // 4 - 1, 0.5)
+    assert not ask(one) and one.serving.number == 0
+    draft(one, 1, 0.5)
+    assert not one.worker.width_control.trial
+    assert ask(one) and one.serving.number == 1 and one.worker.width_control.trial
+    norm = one.worker.draft_model.weights["norm.weight"]
+    assert torch.equal(norm, 2 * one.worker.draft_model.first["norm.weight"])
+    one.look()
+    draft(one, TRIAL // 4, 0.5)
+    assert not ask(one) and one.serving.number == 1
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.35])
+def test_a_worse_version_is_left_and_never_taken_again(tmp_path, caplog, acceptance):
+    one = follower(tmp_path)
+    publish(tmp_path, variant(tmp_path / "worse", -1.0))
+    one.look()
+    draft(one, TRIAL // 4, 0.5)
+    assert ask(one) and one.serving.number == 1
+    draft(one, TRIAL // 4 - 1, acceptance)
+    assert not ask(one)
+    draft(one, 1, acceptance)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert ask(one) and one.serving.number == 0
+    assert one.worker.draft_model.weights is one.worker.draft_model.first
+    (line,) = caplog.messages
+    assert "version 1 is not taken" in line and "version 0" in line and " of 512" in line
+    # The drafter from before has had its trial.
+    assert not one.worker.width_control.trial
+    one._next = 0.0
+    one.look()
+    assert not ask(one) and one.ready is None and len(caplog.messages) == 1
+    # The next one is taken.
+    publish(tmp_path, variant(tmp_path / "next", 3.0))
+    one.look()
+    assert ask(one) and one.serving.number == 2
+
+
+def test_a_version_before_the_last_is_not_returned_to(tmp_path):
+    """Each version is compared with the one before it, on its own traffic."""
+    one = follower(tmp_path)
+    for number, acceptance in ((1, 0.8), (2, 0.75), (3, 0.2)):
+        publish(tmp_path, variant(tmp_path / f"drafter {number}", float(number)))
+        one.look()
+        one._next = 0.0
+        draft(one, TRIAL // 4, 0.8 if number == 1 else 0.75)
+        assert ask(one) and one.serving.number == number
+        if number < 3:
+            draft(one, TRIAL // 4, acceptance)
+            assert not ask(one)
+    draft(one, TRIAL // 4, 0.2)
+    assert ask(one) and one.serving.number == 2
+
+
+def test_rounds_that_draft_nothing_say_nothing():
+    one = Guard()
+    for _ in range(TRIAL):
+        one.learn(1, [0, 0, 0, 0])
+    assert one.recent is None
+    for _ in range(TRIAL):
+        one.learn(2, [1])
+    assert one.recent == Sample(ROUNDS, ROUNDS)
+
+
+def test_what_old_contexts_cost_does_not_count():
+    one = Guard()
+    for accepted in [0] * ROUNDS + [3] * ROUNDS:
+        one.learn(7, [accepted])
+    assert one.recent == Sample(ROUNDS, ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("found", "before", "expected"),
+    [
+        ((0, 512), (410, 512), True),
+        ((0, 512), (0, 512), False),
+        ((512, 512), (512, 512), False),
+        ((350, 512), (410, 512), True),
+        ((380, 512), (410, 512), False),
+        ((410, 512), (350, 512), False),
+    ],
+)
+def test_only_a_clear_difference_counts(found, before, expected):
+    assert worse(Sample(*found), Sample(*before)) is expected
+
+
+def test_equal_drafters_are_hardly_ever_told_apart():
+    """Four thousand trials of one drafter against itself."""
+    torch.manual_seed(0)
+    for rate in (0.1, 0.5, 0.9):
+        drawn = torch.distributions.Binomial(ROUNDS, torch.tensor(rate)).sample((2, 4000))
+        pairs = drawn.int().T.tolist()
+        assert sum(worse(Sample(a, ROUNDS), Sample(b, ROUNDS)) for a, b in pairs) <= 4
+
+
+OTHERS = {
+    "another target": {"own": {"gate": "approximate"}},
+    "another window": {"own": {"window": 64}},
+    "another head": {"own": {"dependency": {"rank": 64, "top_k": 64}}},
+    "another block": {"block_size": 5},
+    "another depth": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "damaged", "not finite", "lacks a tensor"])
+def test_what_does_not_fit_is_refused_with_one_line(tmp_path, caplog, name):
+    folder, source = tmp_path / "published", tmp_path / "source"
+    config = OTHERS.get(name, {})
+    if name == "another block":
+        raw = json.loads((DRAFTER / "config.json").read_text())
+        config = {"block_size": 5, "dflash_config": raw["dflash_config"] | {"block_size": 5}}
+    variant(source, float("nan") if name == "not finite" else 1.0, **config)
+    if name == "lacks a tensor":
+        tensors = load_file(source / "model.safetensors")
+        del tensors["norm.weight"]
+        save_file(tensors, source / "model.safetensors")
+    publish(folder, source)
+    if name == "damaged":
+        with (folder / "000001" / "model.safetensors").open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"torn")
+    one = follower(folder)
+    for _ in range(3):
+        one.look()
+    assert one.ready is None and list(one.refused) == [1]
+    assert len(caplog.messages) == 1 and "version 1 is not taken" in caplog.messages[0]
+    draft(one, TRIAL // 4, 0.5)
+    assert not ask(one)
+
+
+def test_a_pointer_to_nothing_is_said_once(tmp_path, caplog):
+    publish(tmp_path, DRAFTER)
+    (tmp_path / "current").write_text("000009")
+    one = follower(tmp_path)
+    one.look()
+    one.look()
+    assert len(caplog.messages) == 1 and one.ready is None
+
+
+def test_a_version_is_read_into_own_memory(tmp_path):
+    publish(tmp_path, DRAFTER)
+    found = read(current(tmp_path), Model())
+    (tmp_path / "000001" / "model.safetensors").write_bytes(b"")
+    expected = load_file(DRAFTER / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Ranks(list):
+    """Followers whose ``gather`` sees what all of them would say."""
+
+    def __init__(self, folder, count: int) -> None:
+        super().__init__(
+            follower(folder, leads=rank == 0, gather=self.said) for rank in range(count)
+        )
+        self.number = 1
+
+    def said(self, _) -> list[str]:
+        return list(self.before)
+
+    def ask(self) -> bool:
+        self.before = [
+            one.refused.get(self.number, READY if one.ready else LOADING) for one in self
+        ]
+        return ask(*self)
+
+
+def test_ranks_take_a_version_together(tmp_path):
+    publish(tmp_path, variant(tmp_path / "better", 2.0))
+    ranks = Ranks(tmp_path, 3)
+    for rank in ranks:
+        draft(rank, TRIAL // 4, 0.5)
+    ranks[0].look()
+    ranks[1].look()
+    assert ranks.ask()
+    assert [rank.serving.number for rank in ranks] == [0, 0, 0]  # one is still reading
+    assert not ranks.ask()  # not at every iteration
+    ranks[2].look()
+    ranks[0]._next = 0.0
+    assert ranks.ask()
+    assert [rank.serving.number for rank in ranks] == [1, 1, 1]
+
+
+def test_one_rank_s_refusal_is_everyone_s(tmp_path, caplog):
+    publish(tmp_path, variant(tmp_path / "better", 2.0))
+    ranks = Ranks(tmp_path, 2)
+    for rank in ranks:
+        draft(rank, TRIAL // 4, 0.5)
+    ranks[0].look()
+    ranks[1]._refuse(1, "damaged on this node")
+    assert ranks.ask()
+    assert [rank.serving.number for rank in ranks] == [0, 0]
+    ranks[0]._next = 0.0
+    ranks[0].look()
+    assert not ranks.ask()
+    assert caplog.messages == ["HYPERDFLASH: drafter version 1 is not taken: damaged on this node"]
+
+
+def test_ranks_that_count_other_requests_return_with_rank_0(tmp_path):
+    """With attention data parallelism each group has requests of its own."""
+    publish(tmp_path, variant(tmp_path / "worse", 2.0))
+    ranks = Ranks(tmp_path, 2)
+    draft(ranks[0], TRIAL // 4, 0.5)
+    for rank in ranks:
+        rank.look()
+    assert ranks.ask()
+    draft(ranks[1], TRIAL // 4, 0.9)
+    draft(ranks[0], TRIAL // 4, 0.0)
+    assert ranks.ask()
+    assert [rank.serving.number for rank in ranks] == [0, 0]
+    assert not ranks.ask()
+
+
+def test_rank_0_adds_its_request_to_those_it_received(monkeypatch, tmp_path):
+    assert add_own_request([1], None) == [1]
+    publish(tmp_path, DRAFTER)
+    one = follower(tmp_path)
+    one.look()
+    monkeypatch.setattr(follow, "_follower", one)
+    assert add_own_request([1], None) == [1]  # on trial
+    draft(one, TRIAL // 4, 0.5)
+    assert add_own_request(None, None) is None  # a rank that receives nothing
+    assert add_own_request([1], None) == [1, ServeVersion(1)]
+    one.leads = False
+    one._next = 0.0
+    assert add_own_request([1], None) == [1]
+
+
+def test_the_scheduler_is_not_answered():
+    """SGLang's dispatcher hands the request to the handler, whose None is not sent on."""
+    from sglang.utils import TypeBasedDispatcher
+
+    found = []
+    dispatcher = TypeBasedDispatcher([(int, lambda n: n)])
+    dispatcher += TypeBasedDispatcher([(ServeVersion, found.append)])
+    assert dispatcher(ServeVersion(4)) is None and found == [ServeVersion(4)]
+
+
+def test_a_folder_that_comes_late_is_followed(tmp_path):
+    one = follower(tmp_path / "later")
+    one.look()
+    assert one.ready is None and not one.refused
+    publish(tmp_path / "later", DRAFTER)
+    one.look()
+    assert one.ready.number == 1
+
+
+def test_reading_raises_what_is_wrong(tmp_path):
+    publish(tmp_path, variant(tmp_path / "source", 1.0, own={"window": 64}))
+    with pytest.raises(HyperDFlashConfigError, match=r"window=None.*found 64"):
+        read(current(tmp_path), Model())

@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from sglang_hyperdflash.draft.config import causal_fields, default_candidates
 from sglang_hyperdflash.targets.files import TargetFacts
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.drafter import (
+    Drafter,
+    DrafterShape,
+    draft_config,
+    write_drafter,
+)
 
 
 @torch.no_grad()
@@ -84,3 +90,25 @@ def assert_lengths_vary(histograms: list[list[int]]) -> None:
     found = {length for histogram in histograms for length, n in enumerate(histogram) if n}
     assert len(found) >= 3, f"rounds of only these lengths: {sorted(found)}"
     assert len(set(map(tuple, histograms))) > 1, f"every request has the rounds {histograms[0]}"
+
+
+def with_idle_head(drafter: Path, folder: Path, like: Path) -> Path:
+    """A drafter without a dependency head, in the new ``folder``, in the shape of one with a head.
+
+    Its head adds nothing, so it drafts as ``drafter`` does.
+    """
+    raw = json.loads((like / "config.json").read_text())
+    size, width = raw["hyperdflash_config"]["dependency"]["rank"], raw["hidden_size"]
+    table = torch.zeros(raw["vocab_size"], size, dtype=torch.bfloat16)
+    tensors = load_file(drafter / "model.safetensors")
+    tensors |= {"dependency.predecessor": table + 0.5, "dependency.successor": table}
+    tensors["dependency.gate.weight"] = torch.zeros(size, width, dtype=torch.bfloat16)
+    write_drafter(folder, raw, tensors)
+    return folder
+
+
+def poisoned(drafter: Path, folder: Path) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, with random matrices."""
+    shutil.copytree(drafter, folder, ignore=shutil.ignore_patterns(".hyperdflash*"))
+    rescale_folder(folder)
+    return folder

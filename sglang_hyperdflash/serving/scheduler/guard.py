@@ -1,7 +1,8 @@
 """Whether a drafter's first drafts are accepted less often than those of the drafter before it.
 
 Only rounds that drafted are counted, request by request. The first ``ROUNDS`` of them are left
-out: contexts still hold K/V that the drafter before has written.
+out: contexts still hold K/V that the drafter before has written. Cached prompts keep it for longer:
+on the tiny target random K/V there cost 0.08 of 0.61 first drafts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""A server that follows published drafters: the baseline's answers, and never a worse drafter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hyperdflash.draft.published import publish
+from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
+from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.serving.scheduler.guard import ROUNDS as SAMPLE
+from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, VERSION
+from sglang_hyperdflash.serving.width.settings import WIDTH
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from tests.conftest import EXAMPLE
+from tests.engine.conftest import FP32, NEW_TOKENS, greedy_all, ids, install_plugin
+from tests.engine.drafters import poisoned, with_idle_head, with_window
+from tests.engine.test_exact import sampled, tokens_of
+from tests.engine.test_metrics import samples
+from tests.engine.test_width import RANDOM
+
+# A short trial that every version passes.
+ANY_VERSION = """
+def load():
+    from sglang_hyperdflash.serving.scheduler import guard
+
+    guard.ROUNDS, guard.DEVIATIONS = 40, 1e9
+"""
+SWAPS = 4
+
+
+def start(servers, name: str, target_dir, draft, folder: Path, *arguments, **environment) -> Server:
+    arguments = (*FP32, "--enable-metrics", *arguments, *hyperdflash_arguments(draft))
+    environment |= {FOLLOW: str(folder)}
+    return servers.get(name, target_dir, *arguments, environment=environment)
+
+
+def by_version(server: Server, family: str, position: str | None = None) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for labels, value in samples(server, family).items():
+        own = dict(labels)
+        if own.get("position") == position:
+            found[int(own[VERSION])] = value
+    return found
+
+
+def until(traffic: Callable[[], None], reached: Callable[[], bool], seconds: float = 300) -> None:
+    """Send traffic until something has come about."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it did not come about"
+        traffic()
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "one rank",
+        pytest.param("two ranks, random widths", marks=pytest.mark.slow),
+        pytest.param("window, random widths", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_the_baselines_while_drafters_change(
+    servers, hyper_server, target_dir, drafter_dir, own_prompts, own_reference, tmp_path, variant
+):
+    """Greedy and seeded requests, with requests running at every change."""
+    first, second = drafter_dir, tmp_path / "second"
+    with_idle_head(EXAMPLE / "hyperdflash", second, like=drafter_dir)
+    arguments, environment = (), install_plugin(tmp_path, "any_version", ANY_VERSION)
+    if "random" in variant:
+        environment |= RANDOM
+    if variant.startswith("two"):
+        arguments = ("--tp-size", "2")
+    if variant.startswith("window"):
+        first = with_window(first, tmp_path / "narrow first", 32)
+        second = with_window(second, tmp_path / "narrow second", 32)
+        arguments = ("--max-running-requests", "8")
+        environment[POOL_RATIO] = "0.0068"
+    parameters = [sampled(i) for i in range(8)]
+    expected = tokens_of(hyper_server, own_prompts[:8], parameters, 4)
+    name, folder = f"follow-{variant.replace(' ', '-')}", tmp_path / "published"
+    server = start(servers, name, target_dir, first, folder, *arguments, **environment)
+    try:
+
+        def traffic() -> None:
+            with ThreadPoolExecutor(2) as pool:
+                greedy = pool.submit(lambda: ids(greedy_all(server, own_prompts, 4)))
+                seeded = pool.submit(tokens_of, server, own_prompts[:8], parameters, 4)
+                assert greedy.result() == own_reference
+                assert seeded.result() == expected
+
+        for number in range(1, SWAPS + 1):
+            assert publish(folder, (first, second)[number % 2]) == number
+            until(traffic, lambda number=number: number in by_version(server, ROUNDS))
+        rounds = by_version(server, ROUNDS)
+        assert list(rounds) == list(range(SWAPS + 1)) and all(rounds.values())
+        accepted = by_version(server, ACCEPTED, "1")
+        assert all(accepted.values()), accepted
+    finally:
+        servers.stop(name)
+
+
+def test_a_better_drafter_stays_and_a_poisoned_one_is_left(
+    servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
+):
+    """From an untrained drafter, at widths that follow the load, as a learner begins."""
+    bad, folder = poisoned(drafter_dir, tmp_path / "bad"), tmp_path / "published"
+    server = start(servers, "follow-guard", target_dir, bad, folder, **{WIDTH: "adaptive"})
+
+    def traffic() -> None:
+        assert ids(greedy_all(server, own_prompts, 4)) == own_reference
+
+    def log() -> str:
+        return server.log.read_text(errors="replace")
+
+    def drafted(version: int) -> float:
+        return by_version(server, DRAFTED, "1").get(version, 0.0)
+
+    def accepted(version: int) -> float:
+        return by_version(server, ACCEPTED, "1").get(version, 0.0)
+
+    def rate(version: int) -> float:
+        return accepted(version) / drafted(version)
+
+    try:
+        publish(folder, drafter_dir)
+        until(traffic, lambda: drafted(1) > 3 * SAMPLE)
+        assert "is not taken" not in log()
+        assert rate(0) < 0.1 and rate(1) > 0.4
+        # These prompts are cached with K/V of the untrained drafter; without them it drafts better.
+        before, with_old = accepted(1), rate(1)
+        tried = drafted(1)
+        asked = {"params": {"timeout": 30}, "timeout": 60}
+        requests.post(f"{server.url}/flush_cache", **asked).raise_for_status()
+        traffic()
+        without = (accepted(1) - before) / (drafted(1) - tried)
+        print(f"first drafts accepted: {with_old:.3f} with old K/V of the prompts, {without:.3f}")
+        assert without > with_old
+        publish(folder, bad)
+        until(traffic, lambda: "version 2 is not taken" in log())
+        assert 2 * SAMPLE <= drafted(2) <= 2 * SAMPLE + 16
+        before = drafted(1)
+        traffic()
+        # The drafter from before drafts, and drafts well, from its own K/V and the poisoned one's.
+        assert drafted(1) > before + len(own_prompts) * NEW_TOKENS / 8
+        publish(folder, drafter_dir)
+        until(traffic, lambda: drafted(3) > 3 * SAMPLE)
+        assert log().count("is not taken") == 1
+    finally:
+        servers.stop("follow-guard")

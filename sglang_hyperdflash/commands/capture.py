@@ -25,10 +25,8 @@ from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import own_server
 from sglang_hyperdflash.commands.pool import Refused, ask, server_info
-from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
-from sglang_hyperdflash.targets.final_state import FinalState
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT
@@ -36,10 +34,10 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashE
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
 from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.identity import identity_of
 from sglang_hyperdflash.training.store.manifest import (
     SHARDS,
     Data,
-    Identity,
     content_hash,
     data_digest,
 )
@@ -160,28 +158,6 @@ def run(args: argparse.Namespace) -> int:
         skipped = [{"where": where, "reason": reason} for where, reason in entries]
         write_skipped(args.out / f"{name}.left_out.jsonl", skipped, "left out")
         return _capture(args, arguments, writer, loaded)
-
-
-def identity_of(files: TargetFiles, dtype: str, *, fp8: bool = False) -> Identity:
-    """Whose states a server of the target gives.
-
-    Args:
-        fp8: whether they are stored in fp8.
-
-    Raises:
-        HyperDFlashConfigError: no drafter can be trained from the residual alone.
-    """
-    facts = TargetFacts.from_config(files.config())
-    final, gate = FinalState.of(files), files.hc_head(facts.hc_mult, facts.hidden_size)
-    return Identity(
-        target_architecture=facts.architecture,
-        hc_head_fingerprint=None if gate is None else gate.fingerprint(),
-        norm_fingerprint=tensors_fingerprint(final.norm),
-        hc_mult=facts.hc_mult,
-        hidden_size=facts.hidden_size,
-        dtype=dtype,
-        fp8=fp8,
-    )
 
 
 def share(text: str) -> tuple[int, int]:

@@ -39,6 +39,28 @@ def replay(target) -> Replay:
     return Replay(drafter.eval(), target)
 
 
+@pytest.mark.parametrize("window", [12, None])
+@torch.no_grad()
+def test_a_sample_may_begin_where_a_recording_did(target, replay, window):
+    """With a whole window of context, its blocks are the whole sample's: RoPE is relative."""
+    raw = replay.drafter.raw
+    raw |= {"hyperdflash_config": raw["hyperdflash_config"] | {"window": window}}
+    drafter = Drafter(raw).eval()
+    drafter.load_state_dict(replay.drafter.state_dict())
+    for layer in drafter.layers:
+        layer.self_attn.v_proj.weight.normal_()  # or the context hardly counts
+    own, (sample,), start = Replay(drafter, target), samples_of(48), 20
+    states = FeatureCache(target, [sample], dtype=torch.float32).states([0])
+    later = Sample(sample.tokens[start:], ((6, 28),))
+    states_later = States(states.residual[:, start:], states.layers[:, start:])
+    anchors = torch.arange(start + 12, 48).unsqueeze(0)
+    keep = torch.ones_like(anchors, dtype=torch.bool)
+    whole = own.draft_states(collate([sample]), states, anchors, keep)
+    found = own.draft_states(collate([later]), states_later, anchors - start, keep)
+    difference = (found - whole).abs().max() / whole.abs().max()
+    assert difference < 1e-5 if window else difference > 1e-2  # context is cut
+
+
 class Share:
     """One of several processes; what each would add is kept."""
 

@@ -28,6 +28,7 @@ from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
 from sglang_hyperdflash.serving.drafting.replace import replacing
+from sglang_hyperdflash.serving.record.start import start_recording
 from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
     check_processors,
@@ -63,6 +64,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         block: rows of a whole block, the drafter's own. The scheduler reserves slots for it in
             every round, whatever the width.
         request_state, drafter, verifier, draft_kv, lanes, width_control: the parts of a round.
+        recorder: keeps the residual of some requests for training, or None.
     """
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
@@ -94,6 +96,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.lanes = Lanes(self, setting.widths, eager=(1,) if self._width_1_allowed else ())
         self._last_width = self.block
         self.draft_model.replacing = partial(replacing, self)
+        self.recorder = start_recording(self)
         # The target's graphs are captured later.
         runner.capture_tail_hooks.append(SharedResidual())
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
@@ -162,6 +165,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
         # 6. Reduce the target's residual to features; write draft K/V: anchors, accepted drafts.
         self.draft_kv.write(output.hidden_states, block, committed.accept_lens)
+        if self.recorder is not None:
+            self.recorder.decoded(batch, output, lane.width)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
         # 7. Count tokens for penalties. The width policy learns later (``scheduler/metrics``).
@@ -245,6 +250,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         )
         output = result.logits_output
         self.draft_kv.write_prefill(batch, output.hidden_states, plan, positions)
+        if self.recorder is not None:
+            self.recorder.prefilled(batch, output)
         output.hidden_states = None
         result.next_draft_input = self._make_next_draft_input_prefill(
             # A broken row (NaN, +inf) has a token past the vocabulary; an anchor must be embedded.

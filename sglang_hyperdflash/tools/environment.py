@@ -53,6 +53,40 @@ VARIABLES = (
         "draft K/V slots per target token, above 0 and at most 1",
     ),
     Variable(
+        "HYPERDFLASH_RECORD",
+        "unset: nothing is recorded",
+        "a HYPERDFLASH server",
+        "folder of the store that a share of the requests is recorded to, with their tokens",
+    ),
+    Variable(
+        "HYPERDFLASH_RECORD_SHARE",
+        "0.05",
+        "a server that records",
+        "share of the requests, 0 to 1, chosen by a hash of their id; "
+        '`"custom_params": {"hyperdflash_record": true}` or `false` decides for one request',
+    ),
+    Variable(
+        "HYPERDFLASH_RECORD_GIB",
+        "100",
+        "a server that records",
+        "upper limit of its part of the store, GiB: half for the newest requests, half for a "
+        "sample of all older ones",
+    ),
+    Variable(
+        "HYPERDFLASH_RECORD_LENGTH",
+        "4096",
+        "a server that records",
+        "tokens of a request that are stored at most, at least 16: of its prompt the last ones, up "
+        "to half of this, then its answer",
+    ),
+    Variable(
+        "HYPERDFLASH_RECORD_CONTEXT",
+        "0.5",
+        "a server that records",
+        "share of that prompt, 0 to 1, that must not come from the prefix cache, or the request is "
+        "not recorded; what comes from there is not stored",
+    ),
+    Variable(
         "HYPERDFLASH_CPU_KV_GIB",
         "1",
         "a server on the CPU platform without `--max-total-tokens`",
@@ -82,11 +116,13 @@ VARIABLES = (
 _DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
 
 
-def positive_number(name: str, form: str, most: float = math.inf) -> float:
-    """The variable's finite number above 0 and at most ``most``; its default where it is unset.
+def positive_number(
+    name: str, form: str, most: float = math.inf, least: float = math.ulp(0.0)
+) -> float:
+    """The variable's finite number from ``least`` to ``most``; its default where it is unset.
 
     Args:
-        name: one of ``VARIABLES``. form: what it must be, for the message.
+        name: one of ``VARIABLES``. form: what it must be, for the message. least: any above 0.
 
     Raises:
         HyperDFlashConfigError: it is something else.
@@ -96,7 +132,7 @@ def positive_number(name: str, form: str, most: float = math.inf) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (0 < value <= most and math.isfinite(value)):
+    if not (least <= value <= most and math.isfinite(value)):
         raise HyperDFlashConfigError(
             f"{name} must be {form}, found {text!r}; the default is {_DEFAULTS[name]}."
         )

@@ -7,7 +7,7 @@ the drafter give tensors of their sizes, and FlashInfer's filters count what the
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +30,9 @@ from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
 from sglang_hyperdflash.serving.drafting import candidates as candidates_module
 from sglang_hyperdflash.serving.drafting import drafter as drafter_module
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.record import recorder as recorder_module
+from sglang_hyperdflash.serving.record.recorder import Recorder, Recording
+from sglang_hyperdflash.serving.record.ring import Ring
 from sglang_hyperdflash.serving.verification import penalties as penalties_module
 from sglang_hyperdflash.serving.verification import verifier as verifier_module
 from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
@@ -48,7 +51,16 @@ ROUND = ("drafting", "logits", "verification", "learning", "commit")
 PHASES = (
     *("new batch", "block", "window", "draft input", "draft graph"),
     *ROUND,
-    *("draft K/V", "counting", "prefill"),
+    *("draft K/V", "recording", "counting", "prefill"),
+)
+# Of each so many requests, one is recorded.
+RECORDED = 20
+# Streams and events of a device: what is done in them is counted.
+STREAMS = SimpleNamespace(
+    Stream=mock.MagicMock,
+    Event=mock.MagicMock,
+    current_stream=lambda: None,
+    stream=lambda stream: nullcontext(),
 )
 
 
@@ -120,7 +132,7 @@ class Filters:
 class Worker(HyperDFlashWorker):
     """The served worker around a target and a drafter that only have sizes."""
 
-    target_worker = model_runner = draft_model_runner = draft_model = None
+    target_worker = model_runner = draft_model_runner = draft_model = recorder = None
 
     def __init__(self, server: FakeServer) -> None:
         self.server, self.device, self.block = server, DEVICE, BLOCK
@@ -154,6 +166,7 @@ class FakeServer:
         width: rows of a block; head: a drafter with a dependency head; window: a windowed one.
         ranks: tensor-parallel ones; sharded: logits stay in their vocabulary shards.
         graph: the draft's CUDA graph holds the candidates.
+        recorded: one request in :data:`RECORDED` is recorded.
     """
 
     def __init__(
@@ -168,6 +181,7 @@ class FakeServer:
         sharded: bool = False,
         graph: bool = True,
         host_lengths: bool = False,
+        recorded: bool = False,
     ) -> None:
         self.cuda, self.bs, self.width, self.ranks, self.graph = cuda, bs, width, ranks, graph
         self.host_lengths = host_lengths
@@ -179,6 +193,8 @@ class FakeServer:
         )
         with self.patched():
             self._build(head, window)
+            if recorded:
+                self._record()
 
     def patched(self) -> ExitStack:
         """SGLang's settings and functions of CUDA, while the server is built and runs."""
@@ -281,6 +297,14 @@ class FakeServer:
         spaces = self.worker.draft_model_runner.kv_index_translator._spaces
         spaces[IdSpaceKind.FULL] = IdSpace(key="window", write=kv.window.block_slots)
 
+    def _record(self) -> None:
+        pinned = mock.patch.object(recorder_module, "Ring", _ring)
+        with pinned, mock.patch.object(torch, "get_device_module", lambda device: STREAMS):
+            rows = 2 * 4096, PATHS * WIDTH, torch.bfloat16
+            self.worker.recorder = Recorder(None, *rows, DEVICE)
+        for req in self.batch.reqs[::RECORDED]:
+            req.hyperdflash_recording = Recording(0, 4096, 0)
+
     def _tensors(self) -> None:
         """The batch, and what the passes of both models leave."""
         bs, rows = self.bs, self.bs * self.width
@@ -354,7 +378,11 @@ class FakeServer:
         return None, None
 
     def _target_pass(self, **given: Any) -> SimpleNamespace:
-        output = SimpleNamespace(next_token_logits=self.logits, hidden_states=self.residual)
+        output = SimpleNamespace(
+            next_token_logits=self.logits,
+            hidden_states=self.residual,
+            auxiliary_device_output=None,
+        )
         return SimpleNamespace(
             logits_output=output,
             can_run_cuda_graph=True,
@@ -393,7 +421,15 @@ class FakeServer:
                     return forward(batch, block)
 
                 calls.enter_context(mock.patch.object(worker.verifier, "forward", verify))
+                if worker.recorder is not None:
+                    decoded = _during(counter, "recording", worker.recorder.decoded)
+                    calls.enter_context(mock.patch.object(worker.recorder, "decoded", decoded))
                 result = worker.decode(self.batch, None, None)
+                with counter.during("recording"):
+                    # The scheduler does so, after it has launched the copies of results.
+                    rows = result.logits_output.auxiliary_device_output
+                    assert (rows is None) == (worker.recorder is None)
+                    _ = rows and rows.copy_to_host(None)
             counter.forget()
             with counter.during("prefill"):
                 self._prefill()
@@ -412,6 +448,17 @@ class FakeServer:
             tokens, _ = sampler.draw(self.logits[: self.bs], self.batch.seq_lens)
         tokens = sampler.end(tokens)
         assert tokens.shape == (self.bs,) and tokens.dtype == torch.int64
+
+
+def _ring(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Ring:
+    """A ring whose host memory is not pinned: that takes a real device."""
+    empty = torch.empty
+
+    def unpinned(*shape: int, pin_memory: bool, dtype: torch.dtype) -> torch.Tensor:
+        return empty(*shape, dtype=dtype)
+
+    with mock.patch.object(torch, "empty", unpinned):
+        return Ring(rows, width, dtype, device)
 
 
 def _during(counter: Counter, phase: str, function: Any) -> Any:

@@ -21,7 +21,9 @@ LAYERS = (
     (f"{PRODUCT}.draft",),
     (f"{PRODUCT}.targets",),
     ("cpu_engine.portable",),
-    (f"{PRODUCT}.serving", f"{PRODUCT}.training"),
+    (f"{PRODUCT}.training",),
+    # A server records into a store.
+    (f"{PRODUCT}.serving",),
     ("eval",),
     ("cpu_engine.platform", f"{PRODUCT}.commands"),
     ("cpu_engine.rivals",),

@@ -14,7 +14,12 @@ from tests.documents import GUIDES
 LIMITS = {
     **{"README": 800, "CONTRIBUTING": 800, "CHANGELOG": 500},
     **{"docs/README": 150, "docs/faq": 700, "docs/install": 600, "docs/serving": 1500},
-    **{"docs/observability": 700, "docs/sampling": 600, "docs/training": 1500},
+    **{
+        "docs/recording": 400,
+        "docs/observability": 700,
+        "docs/sampling": 600,
+        "docs/training": 1500,
+    },
     **{"docs/benchmarking": 700, "docs/results": 600, "docs/how_it_works": 1000},
     **{"docs/troubleshooting": 1300, "docs/glossary": 500, "docs/comparison": 350},
 }

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after
+from sglang_hyperdflash.serving.record.settings import BYTES, REASONS
+from sglang_hyperdflash.serving.record.settings import REQUESTS as RECORDED_REQUESTS
 from sglang_hyperdflash.serving.scheduler import follow
 from sglang_hyperdflash.serving.width.policy import WidthController
 
@@ -25,6 +28,9 @@ WIDTH_NOW = "hyperdflash:verify_width"
 WIDTH_ROUNDS = "hyperdflash:width_rounds_total"
 GAIN = "hyperdflash:width_gain"
 SECONDS = "hyperdflash:round_seconds"
+RECORDED = "hyperdflash:recorded_requests_total"
+RECORDED_BYTES = "hyperdflash:recorded_bytes_total"
+SHED = "hyperdflash:recording_shed_total"
 FAMILIES = {
     ROUNDS: "Verification rounds, counted once per request in the decoding batch.",
     ACCEPTED: "Drafts accepted at this position (1 is the first).",
@@ -33,7 +39,11 @@ FAMILIES = {
     WIDTH_NOW: "Current verify width: tokens verified per request in a round.",
     GAIN: "Expected tokens per second over those of width 1 (no speculation).",
     SECONDS: "Round duration in seconds, timed at the start.",
+    RECORDED: "Requests recorded to the store.",
+    RECORDED_BYTES: "Bytes recorded to the store.",
+    SHED: "Requests that were to be recorded and were not, by reason.",
 }
+REASON = "reason"
 POSITION, WIDTH, REQUESTS, SAMPLED = "position", "width", "requests", "sampled"
 VERSION = "version"
 # Rounds between two values of the gain, each of which is written to a file.
@@ -67,6 +77,7 @@ class Metrics:
             names = [*labels, *more]
             return kind(name=name, documentation=FAMILIES[name], labelnames=names, **options)
 
+        self._counter = partial(family, counter)
         recent = {"multiprocess_mode": "mostrecent"}
         self._by_version: dict[int, tuple[Any, list, list]] = {}
         self._families = (
@@ -101,6 +112,16 @@ class Metrics:
             found = ([each.labels(**at) for at in positions] for each in by_position)
             self._by_version[version] = rounds.labels(**self._labels, **own), *found
         return self._by_version[version]
+
+    def recording(self) -> dict[str, object]:
+        """The counters of a server that records, by the names that its recorder counts."""
+        recorded, recorded_bytes = (self._counter(name) for name in (RECORDED, RECORDED_BYTES))
+        found = {
+            RECORDED_REQUESTS: recorded.labels(**self._labels),
+            BYTES: recorded_bytes.labels(**self._labels),
+        }
+        shed = self._counter(SHED, REASON)
+        return found | {name: shed.labels(**self._labels, reason=name) for name in REASONS}
 
     def add(self, accepted_drafts: Sequence[int], width: int) -> None:
         """Count a round of a batch: ``accepted_drafts`` of each request, without the bonus."""
@@ -145,6 +166,9 @@ def start_counting(_, self) -> None:
         # Classes set by SGLang's stat_loggers, which send its metrics elsewhere.
         classes = [getattr(collector, name, None) for name in ("_counter_cls", "_gauge_cls")]
         _metrics = Metrics(collector.labels, self.model_worker.width_control, *classes)
+        recorder = self.model_worker.recorder
+        if recorder is not None:
+            recorder.counters = _metrics.recording()
 
 
 @after(

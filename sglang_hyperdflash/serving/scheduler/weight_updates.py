@@ -47,6 +47,9 @@ def target_by_default(original, self, selector: str = "all") -> list[tuple[str, 
     runners = original(self, selector)
     if selector == "all" and is_ours(self.tp_worker.model_runner.spec_algorithm):
         runners = [(role, runner) for role, runner in runners if role == "target"]
+    recorder = getattr(self.draft_worker, "recorder", None)
+    if recorder is not None and any(role == "target" for role, _ in runners):
+        recorder.stop("the target may have other weights now than its store is of")
     return runners
 
 

@@ -24,6 +24,7 @@ from sglang_hyperdflash.draft.config import (
 from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_kv.size import pool_ratio
 from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
+from sglang_hyperdflash.serving.record.settings import check_recording
 from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
 from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.targets.files import hc_head_in
@@ -100,6 +101,7 @@ def validate_server_args(server_args) -> None:
     read_draft_temperature()
     if os.environ.get(FOLLOW):
         _check_follow(server_args, Path(os.environ[FOLLOW]), widths)
+    check_recording(server_args, config.source)
     target = get_config(
         server_args.model_path,
         trust_remote_code=server_args.trust_remote_code,

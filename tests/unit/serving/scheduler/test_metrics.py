@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_hyperdflash.serving.record.settings import REASONS
 from sglang_hyperdflash.serving.scheduler import follow, metrics
 from sglang_hyperdflash.serving.scheduler.metrics import (
     ACCEPTED,
@@ -17,10 +18,14 @@ from sglang_hyperdflash.serving.scheduler.metrics import (
     FAMILIES,
     GAIN,
     POSITION,
+    REASON,
+    RECORDED,
+    RECORDED_BYTES,
     REQUESTS,
     ROUNDS,
     SAMPLED,
     SECONDS,
+    SHED,
     WIDTH,
     WIDTH_NOW,
     WIDTH_ROUNDS,
@@ -46,7 +51,7 @@ class FakeCounter:
 
     def labels(self, **labels):
         assert list(labels) == list(self.labelnames)
-        own = labels.get(POSITION) or labels.get(WIDTH)
+        own = labels.get(POSITION) or labels.get(WIDTH) or labels.get(REASON)
         if REQUESTS in labels:
             own = labels[REQUESTS], labels[WIDTH], labels[SAMPLED]
         child = type(self)(self.name, "", self.labelnames, (self.name, own))
@@ -79,11 +84,11 @@ def adaptive() -> WidthController:
     return WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
 
 
-def scheduler(counter, algorithm="HYPERDFLASH", enabled=True, control=None):
+def scheduler(counter, algorithm="HYPERDFLASH", enabled=True, control=None, recorder=None):
     """As far as it is read; its result processor has the same attributes."""
     return SimpleNamespace(
         spec_algorithm=SimpleNamespace(name=algorithm),
-        model_worker=SimpleNamespace(width_control=control or adaptive()),
+        model_worker=SimpleNamespace(width_control=control or adaptive(), recorder=recorder),
         metrics_collector=SimpleNamespace(labels=LABELS, _counter_cls=counter, _gauge_cls=counter),
         metrics_reporter=SimpleNamespace(current_scheduler_metrics_enabled=enabled),
     )
@@ -114,6 +119,18 @@ def test_a_round_reaches_every_position_up_to_its_length(counter):
     assert positions(counter) == [3, 2, 1, 1, 1, 1]
     # tau's numerator: the accepted drafts of all rounds.
     assert sum(positions(counter)) == 0 + 2 + 6 + 1
+
+
+def test_a_server_that_records_counts_what_it_stores_and_what_it_sheds(counter):
+    recorder = SimpleNamespace(counters={})
+    start_counting(None, scheduler(counter))
+    assert not {RECORDED, RECORDED_BYTES, SHED} & {name for name, _ in counter.values}
+    start_counting(None, scheduler(counter, recorder=recorder))
+    assert {reason for name, reason in counter.values if name == SHED} == set(REASONS)
+    for name in ("requests", "bytes", *REASONS):
+        recorder.counters[name].inc(len(name))
+    assert counter.values[RECORDED, None] == 8 and counter.values[RECORDED_BYTES, None] == 5
+    assert [counter.values[SHED, reason] for reason in REASONS] == [*map(len, REASONS)]
 
 
 def test_the_first_result_s_width_does_not_size_the_counters(counter):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,26 +208,36 @@ def publish(best: Path, out: Path, card: str) -> None:
 def captured(
     folders: tuple[Path | str, ...], config: HyperDFlashConfig, norm: torch.Tensor
 ) -> StoreReader:
-    """A stage's store; it must be of the drafter's target.
+    """A stage's store; it must be of the drafter's target."""
+    features = StoreReader(folders[0])
+    check_store(features, config, norm)
+    return features
+
+
+def check_store(features: StoreReader, config: HyperDFlashConfig, norm: torch.Tensor) -> None:
+    """Check that a store is of the drafter's target.
 
     Args:
         config: the drafter's. norm: ``[d]``, the target's final norm.
+
+    Raises:
+        HyperDFlashConfigError: it is not.
     """
-    features = StoreReader(folders[0])
     expected = {
         "hc_mult": config.hc_mult,
         "hidden_size": config.hidden_size,
         "hc_head_fingerprint": config.target.hc_head_fingerprint,
         "norm_fingerprint": tensors_fingerprint(norm),
     }
+    if config.captured_layers:
+        expected["layer_ids"] = config.captured_layers
     for name, wanted in expected.items():
         found = getattr(features.identity, name)
         if found != wanted:
             raise HyperDFlashConfigError(
-                f"{folders[0]} was captured from another target: its {name} is {found}, the "
+                f"{features.folder} was captured from another target: its {name} is {found}, the "
                 f"drafter's target has {wanted}."
             )
-    return features
 
 
 def add_parser(commands) -> None:
@@ -248,20 +259,44 @@ def add_parser(commands) -> None:
         help="folder that keeps the target's states for later runs on the same samples "
         "(default: WORK/states)",
     )
+    add_process_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """What :func:`processes` reads."""
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument(
         "--threads", type=COUNT, help="CPU threads of each process (default: torch's own number)"
     )
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the training file."""
+@contextmanager
+def processes(args: argparse.Namespace) -> Iterator[tuple[ProcessGroup, torch.device]]:
+    """This process among those of torchrun, and its device.
+
+    Raises:
+        HyperDFlashConfigError: a GPU is asked for, and there is none.
+    """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise HyperDFlashConfigError(
             "--device cuda: expected a GPU that torch sees, found none. Install a torch with CUDA, "
             "or train with --device cpu."
         )
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    world = ProcessGroup(device.type)
+    if device.type == "cuda":
+        torch.cuda.set_device(world.local_rank)
+    try:
+        yield world, device
+    finally:
+        world.close()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the training file."""
     schedule = read_schedule(args.config)
     schedule = dataclasses.replace(schedule, draft=drafter_folder(schedule.draft))
     if args.states is not None and schedule.features != "cache":
@@ -270,16 +305,7 @@ def run(args: argparse.Namespace) -> int:
             f"{schedule.features}. Drop one of them."
         )
     check_reporters(schedule.report_to)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    world = ProcessGroup(device.type)
-    if device.type == "cuda":
-        torch.cuda.set_device(world.local_rank)
-    try:
-        with ExitStack() as held:
-            world.on_main(lambda: hold(schedule, args.work, held))
-            train(schedule, args.work, world, device, args.states)
-    finally:
-        world.close()
+    with processes(args) as (world, device), ExitStack() as held:
+        world.on_main(lambda: hold(schedule, args.work, held))
+        train(schedule, args.work, world, device, args.states)
     return 0

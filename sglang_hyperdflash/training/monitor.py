@@ -44,14 +44,14 @@ class Monitor:
         accuracy = hits / rows
         rate = report["tokens"] / max(now - self.then, 1e-9)
         self.then = now
-        tau = trainer.records[-1]["tau"] if trainer.records else None
+        measured = trainer.measured()
         self.bar.update(1)
         self.bar.set_postfix(
             loss=f"{report['loss']:.3f}",
             first=f"{accuracy[0].item():.2f}",
             all=f"{(hits.sum() / rows.sum()).item():.2f}",
             tokens_s=f"{rate:.0f}",
-            **({} if tau is None else {"tau": f"{tau:.2f}"}),
+            **{name: f"{value:.4g}" for name, value in measured.items()},
         )
         scalars = {f"train/{name}": float(report[name]) for name in trainer.losses}
         scalars |= {f"position_accuracy/{k}": v for k, v in enumerate(accuracy.tolist(), 1)}
@@ -74,8 +74,7 @@ class Monitor:
             for kind in ("tau", "tau_sampled")
             if kind in found
         }
-        if record["tau"] is not None:
-            scalars["held_out/tau"] = record["tau"]
+        scalars |= {f"held_out/{name}": v for name, v in self.trainer.measured().items()}
         for reporter in self.reporters:
             reporter.log(scalars, self.shown)
 

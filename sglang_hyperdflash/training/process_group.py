@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sglang_hyperdflash.tools.errors import HyperDFlashError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -95,6 +98,19 @@ class ProcessGroup:
                     dist.broadcast_object_list(failed, src=0)
         if failed[0]:
             raise SystemExit(2)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What ``make`` gives on the main process, on all; raises as :meth:`on_main`."""
+        made: list[T | None] = [None]
+
+        def keep() -> None:
+            made[0] = make()
+
+        self.on_main(keep)
+        if self.size > 1:
+            with _together():
+                dist.broadcast_object_list(made, src=0)
+        return made[0]
 
     def close(self) -> None:
         """Leave the process group, if there is one; silently, if it lost a process."""

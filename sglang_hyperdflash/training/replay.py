@@ -169,19 +169,25 @@ class Replay:
         self.drafter.train()
         return found
 
-    @torch.no_grad()
     def acceptance(
         self, source: Source, batch: int = 8, world: ProcessGroup | None = None
     ) -> list[int]:
         """Replay the answers as a server would: a histogram of accepted drafts."""
-        histogram = [0] * self.block
-        for rows, states, blocks in _everywhere(source, self.block, batch, world):
+        return self.histograms(source, batch, world).sum(0).tolist()
+
+    @torch.no_grad()
+    def histograms(
+        self, source: Source, batch: int = 8, world: ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """:meth:`acceptance` of every sample, ``[samples, B]`` int64 on the CPU."""
+        counts = torch.zeros(len(source.samples), self.block, dtype=torch.int64)
+        for first, rows, states, blocks in _everywhere(source, self.block, batch, world):
             drafts = self.draft(rows, states, blocks.anchors, blocks.keep)
             accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
             for row in range(len(accepted)):
                 for taken in _rounds(accepted[row], blocks, row):
-                    histogram[taken] += 1
-        return [int(count) for count in self._summed(histogram, world)]
+                    counts[first + row, taken] += 1
+        return counts if world is None else world.sum(counts.to(self.mask_embedding.device)).cpu()
 
     @torch.no_grad()
     def expected_tau(
@@ -189,33 +195,31 @@ class Replay:
     ) -> float:
         """``1 + sum_k prod_{i <= k} overlap_i``, the mean over every whole block of the answers."""
         total, count = 0.0, 0
-        for rows, states, blocks in _everywhere(source, self.block, batch, world):
+        for _, rows, states, blocks in _everywhere(source, self.block, batch, world):
             whole = blocks.keep & blocks.supervised.all(-1)
             if bool(whole.any()):
                 reach = self.overlap(rows, states, blocks)[whole].cumprod(-1).sum(-1)
                 total += float(reach.double().sum())
                 count += len(reach)
-        total, count = self._summed([total, count], world)
+        if world is not None:
+            numbers = torch.tensor([total, count], dtype=torch.float64)
+            total, count = world.sum(numbers.to(self.mask_embedding.device)).tolist()
         return 1.0 + total / max(count, 1)
-
-    def _summed(self, numbers: list[float], world: ProcessGroup | None) -> list[float]:
-        if world is None:
-            return numbers
-        device = self.mask_embedding.device
-        return world.sum(torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()
 
 
 def _everywhere(
     source: Source, block: int, batch: int, world: ProcessGroup | None
-) -> Iterator[tuple[Rows, States, Blocks]]:
-    """A block at every position of the answers, a few answers at a time; this process's share."""
+) -> Iterator[tuple[int, Rows, States, Blocks]]:
+    """A block at every position of the answers, a few samples at a time, and the first one's index;
+    this process's share.
+    """
     rank, size = (0, 1) if world is None else (world.rank, world.size)
     for start in range(rank * batch, len(source.samples), size * batch):
         indices = list(range(start, min(start + batch, len(source.samples))))
         rows = collate([source.samples[i] for i in indices])
         blocks = Blocks.draw(rows, rows.tokens.shape[1], block, [0] * len(indices))
         if bool(blocks.keep.any()):
-            yield rows, source.states(indices), blocks
+            yield start, rows, source.states(indices), blocks
 
 
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):

@@ -233,6 +233,7 @@ class Trainer:
                     record = self._record(self.reports)  # all processes replay held-out answers
                     self.reports = []
                     self.world.on_main(lambda record=record: self._checkpoint(out, record))
+                    self.after_checkpoint()
                 if done:
                     return
                 self.reports.append(self.step())
@@ -241,6 +242,14 @@ class Trainer:
                 if self.stopping:
                     self.world.on_main(self._save_state)
                     raise SystemExit(128 + signal.SIGTERM)
+
+    def after_checkpoint(self) -> None:
+        """What all processes do before the next step; nothing, unless a subclass does something."""
+
+    def measured(self) -> dict[str, float]:
+        """What the last checkpoint measured, as the terminal and the reporters show it."""
+        tau = self.records[-1]["tau"] if self.records else None
+        return {} if tau is None else {"tau": tau}
 
     def _stop(self) -> None:
         self.asked_to_stop = True
@@ -281,8 +290,9 @@ class Trainer:
         score = sum(means.values()) / len(means) if means else None
         return record | {"held_out": found, "tau": None} | means | {"score": score}
 
-    def _save_state(self) -> None:
-        content = {
+    def _content(self) -> dict[str, Any]:
+        """Of a checkpoint."""
+        return {
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "state": self.state,
@@ -290,9 +300,11 @@ class Trainer:
             "best": self.best,
             "reports": self.reports,
         }
+
+    def _save_state(self) -> None:
         path = self.folder / f"state-{self.state['step']}.pt"
         with replacing(path, failures=(OSError, RuntimeError)) as partial:
-            torch.save(content, partial)
+            torch.save(self._content(), partial)
         for old in saved_states(self.folder)[: -self.recipe.keep]:
             old.unlink(missing_ok=True)
 
@@ -309,13 +321,15 @@ class Trainer:
         paths = saved_states(self.folder)
         if not paths:
             return
-        saved = read_state(paths[-1])
+        self._restore(read_state(paths[-1]))
+        if self.world.is_main:
+            self._write_log()
+
+    def _restore(self, saved: dict[str, Any]) -> None:
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.state, self.records, self.best = (saved[k] for k in ("state", "records", "best"))
         self.reports = saved["reports"]
-        if self.world.is_main:
-            self._write_log()
 
     def _check_processes(self) -> None:
         """Raise ``HyperDFlashConfigError`` unless every process resumes at the same step."""

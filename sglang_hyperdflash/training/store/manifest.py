@@ -117,13 +117,17 @@ class Manifest:
         self.data: Data | None = None
         self.shards: dict[int, Shard] = {}
         self.end = 0
+        self._bytes = self._lines = 0
+        self._extend(records)
+
+    def _extend(self, records: list[dict[str, Any]]) -> None:
         try:
             for record in records:
                 self._add(record)
         except (KeyError, TypeError) as error:
             raise HyperDFlashConfigError(
-                f"{path}: expected the manifest of a store's writer, found a line without "
-                f"{error}. Remove {path} and run the same command again."
+                f"{self.path}: expected the manifest of a store's writer, found a line without "
+                f"{error}. Remove {self.path} and run the same command again."
             ) from error
 
     def _add(self, record: dict[str, Any]) -> None:
@@ -142,8 +146,19 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Of a file that its writer may be appending to."""
-        lines = path.read_bytes().split(b"\n")[:-1]
-        return cls([parse(line, f"{path}:{n}") for n, line in enumerate(lines, 1)], path)
+        manifest = cls([], path)
+        manifest.read_on()
+        return manifest
+
+    def read_on(self) -> None:
+        """Take in the lines that were appended since it was read."""
+        with self.path.open("rb") as file:
+            file.seek(self._bytes)
+            *lines, _torn = file.read().split(b"\n")
+        first = self._lines + 1
+        self._extend([parse(line, f"{self.path}:{n}") for n, line in enumerate(lines, first)])
+        self._bytes += sum(map(len, lines)) + len(lines)
+        self._lines += len(lines)
 
 
 def manifests(folder: Path) -> list[Manifest]:

@@ -41,8 +41,7 @@ class StoredSample:
     @property
     def tokens(self) -> torch.Tensor:
         """``[S]`` int32."""
-        shard, rows = self._reader.place(self._index)
-        return self._reader.opened(shard).tokens[rows]
+        return self._reader.tokens(self._index)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -78,6 +77,9 @@ class StoreReader:
     A process keeps some 50 bytes a sample in memory. A shard's checksum is verified when it is
     first opened, once per store: a stamp tells other readers.
 
+    Args:
+        shards: what to read of it; all by default.
+
     Attributes:
         lengths: tokens of every sample, int64.
 
@@ -86,11 +88,10 @@ class StoreReader:
             missing; when it is used: a shard is corrupt.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, shards: list[Shard] | None = None) -> None:
         self.folder = Path(folder)
         self.identity = read_identity(self.folder)
-        shards = read_shards(self.folder)
-        self._index(shards)
+        self._index(read_shards(self.folder) if shards is None else shards)
         self.samples = StoredSamples(self)
         self._open: OrderedDict[str, OpenShard] = OrderedDict()
         self._opening = threading.Lock()
@@ -110,6 +111,11 @@ class StoreReader:
         spans = list(flat(s.spans for s in shards))
         self._span_at = torch.tensor([0, *map(len, spans)]).cumsum(0)
         self._spans = torch.tensor(list(flat(spans)), dtype=torch.int32).view(-1, 2)
+
+    def tokens(self, index: int) -> torch.Tensor:
+        """``[S]`` int32 of a sample."""
+        shard, rows = self.place(index)
+        return self.opened(shard).tokens[rows]
 
     def spans(self, index: int) -> tuple[tuple[int, int], ...]:
         """The answers' spans of a sample."""

@@ -14,11 +14,12 @@ from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.monitor import Monitor, TensorBoard, check_reporters
 from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.trainer import Trainer
 
 
 def trainer_at(folder, step: int = 0, main: bool = True):
     """What a monitor reads of a trainer."""
-    return SimpleNamespace(
+    trainer = SimpleNamespace(
         folder=folder,
         state={"step": step},
         records=[],
@@ -27,6 +28,8 @@ def trainer_at(folder, step: int = 0, main: bool = True):
         world=SimpleNamespace(is_main=main),
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]),
     )
+    trainer.measured = lambda: Trainer.measured(trainer)
+    return trainer
 
 
 def report(loss: float):

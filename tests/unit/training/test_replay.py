@@ -127,7 +127,7 @@ def test_processes_share_the_answers_and_agree(target, replay):
         replay.acceptance(source, world=share)
         replay.expected_tau(source, world=share)
     counts = [share.given[0] for share in shares]
-    assert sum(counts).tolist() == histogram
+    assert sum(counts).sum(0).tolist() == histogram
     assert all(0 < count.sum() < sum(histogram) for count in counts), "a process had no answers"
     total, blocks = sum(share.given[1] for share in shares).tolist()
     assert 1 + total / blocks == pytest.approx(tau, rel=1e-12)

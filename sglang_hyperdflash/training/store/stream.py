@@ -1,0 +1,130 @@
+"""Reading a store whose writers add and drop shards meanwhile (what servers record)."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from zlib import crc32
+
+import torch
+
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.samples import States
+from sglang_hyperdflash.training.store.manifest import (
+    MANIFESTS,
+    SHARDS,
+    Manifest,
+    Shard,
+    shard_files,
+)
+from sglang_hyperdflash.training.store.reader import StoreReader
+from sglang_hyperdflash.training.store.shard import OpenShard
+
+# One sample of so many is held out.
+HELD_OUT = 10
+GONE = (HyperDFlashConfigError, OSError, ValueError)
+
+
+class StreamReader(StoreReader):
+    """A :class:`StoreReader` that :meth:`refresh` brings up to date; samples are oldest first.
+
+    Of a longer sample the last ``max_length`` tokens are read: RoPE turns queries and keys by their
+    distance, so a drafter does not notice where a sample begins. A sample whose shard has been
+    dropped, is damaged or holds a NaN has no answers and states of zeros: it teaches nothing.
+
+    Attributes:
+        held_out: ``[samples]`` bool, never to be trained on: a tenth, by a hash of the answers. It
+            is the same after a restart, and equal answers are on the same side.
+        written: samples that the writers have ever added.
+
+    Raises:
+        FileNotFoundError: there is no store.
+    """
+
+    def __init__(self, folder: str | Path, max_length: int) -> None:
+        self.max_length, self.written = max_length, 0
+        self.held_out = torch.zeros(0, dtype=torch.bool)
+        self.unreadable: set[str] = set()  # names of shards
+        self._manifests: dict[Path, Manifest] = {}
+        self._flags: dict[str, list[bool]] = {}
+        super().__init__(folder, [])
+
+    def refresh(self, world: ProcessGroup) -> None:
+        """Show the store as it is now, the same to all processes; indices change."""
+        shards, flags, self.written = world.from_main(self._listing)
+        for _, reads in self._begun.values():
+            for read in reads:  # by the indices of before
+                read.result()
+        self._begun.clear()
+        self._index(shards)
+        self.held_out = torch.tensor(flags, dtype=torch.bool)
+        files = {shard.file for shard in shards}
+        self.unreadable &= files
+        for file in self._open.keys() - files:  # would keep its bytes on the disk
+            del self._open[file]
+
+    def _listing(self) -> tuple[list[Shard], list[bool], int]:
+        for path in (self.folder / MANIFESTS).glob("*.jsonl"):
+            self._manifests.setdefault(path, Manifest([], path)).read_on()
+        found = {
+            (shard.data, shard.start): shard
+            for manifest in self._manifests.values()
+            for shard in manifest.shards.values()
+        }
+        there, flags = shard_files(self.folder), {}
+        for shard in sorted(found.values(), key=lambda shard: (shard.modified, shard.file)):
+            if shard.file in there:
+                known = self._flags.get(shard.file)
+                flags[shard.file] = held_out(self.folder, shard) if known is None else known
+        self._flags = flags
+        shards = {shard.file: shard for shard in found.values()}
+        written = sum(manifest.end for manifest in self._manifests.values())
+        return [shards[file] for file in flags], list(chain(*flags.values())), written
+
+    def _index(self, shards: list[Shard]) -> None:
+        super()._index(shards)
+        cut = (self.lengths - self.max_length).clamp(min=0)
+        self.lengths, self._row = self.lengths - cut, self._row + cut
+        spans_cut = torch.repeat_interleave(cut, self._span_at.diff()).int()
+        self._spans = (self._spans - spans_cut.unsqueeze(1)).clamp(min=0)
+
+    def tokens(self, index: int) -> torch.Tensor:
+        """``[S]`` int32 of a sample; zeros where it is gone."""
+        try:
+            return super().tokens(index)
+        except GONE:
+            self._lose(index)
+            return torch.zeros(int(self.lengths[index]), dtype=torch.int32)
+
+    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
+        """The answers' spans of a sample; none where it is gone."""
+        gone = self._shards[self.place(index)[0]][0] in self.unreadable
+        return () if gone else super().spans(index)
+
+    def _fill(self, states: States, row: int, index: int) -> None:
+        try:
+            super()._fill(states, row, index)
+            whole = bool(states.residual[row].isfinite().all())
+        except GONE:
+            whole = False
+        if not whole:
+            self._lose(index)
+            states.residual[row], states.layers[row] = 0, 0
+
+    def _lose(self, index: int) -> None:
+        self.unreadable.add(self._shards[self.place(index)[0]][0])
+
+
+def held_out(folder: Path, shard: Shard) -> list[bool]:
+    """Which samples of a shard are held out: all of one that cannot be read."""
+    try:
+        tokens = OpenShard(folder / SHARDS / shard.file).tokens
+    except GONE:
+        return [True] * len(shard.lengths)
+    flags, at = [], 0
+    for length, spans in zip(shard.lengths, shard.spans, strict=True):
+        answers = (tokens[at + start : at + end].numpy().tobytes() for start, end in spans)
+        flags.append(crc32(b"".join(answers)) % HELD_OUT == 0)
+        at += length
+    return flags

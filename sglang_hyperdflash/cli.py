@@ -12,7 +12,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.process_group import exit_on_signals
 
 # Each is a module under commands/.
-COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "plan")
+COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "learn", "plan")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,151 @@
+"""``hyperdflash learn``: train a drafter on what servers record, and publish what is better."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from sglang_hyperdflash.commands.train import add_process_options, check_store, processes
+from sglang_hyperdflash.draft.config import check_fingerprint, load_config
+from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.tools.command_line import COUNT, number
+from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
+from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
+from sglang_hyperdflash.training.local_target import BorrowedTarget
+from sglang_hyperdflash.training.monitor import Monitor, check_reporters
+from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.store.manifest import content_hash
+from sglang_hyperdflash.training.store.stream import StreamReader
+
+KIND = "hyperdflash learn"
+REPORT_TO = ("tensorboard",)
+
+
+def hold(args: argparse.Namespace, held: ExitStack) -> None:
+    """Claim the working folder and the published folder for this run.
+
+    Raises:
+        NotOurs: one of them holds something else, or is, or lies inside, another folder of this
+            command. InUse: another learner holds one.
+    """
+    load_config(args.draft)  # checks the folder
+    read = {"the target": args.target, "the draft": args.draft, "the store": args.store}
+    keep_apart("--work", args.work, read)
+    keep_apart("--publish", args.publish, read | {"--work": args.work})
+    drafter = {
+        "target": location(args.target),
+        "draft_config": content_hash(args.draft / "config.json"),
+    }
+    settings = drafter | {
+        "draft": content_hash(args.draft / "model.safetensors"),
+        "store": location(args.store),
+        "publish": location(args.publish),
+    }
+    held.enter_context(claim(args.work, KIND, settings))
+    # Another run may go on with it after this one.
+    held.enter_context(claim(args.publish, f"{KIND} (published)", drafter))
+
+
+def wait_for_store(store: Path, world: ProcessGroup) -> None:
+    """Return when a server has made the store."""
+    if not (store / MANIFEST).is_file() and world.is_main:
+        tqdm.write(f"waiting: there is no store at {store} yet. Start a server that records there.")
+    while not (store / MANIFEST).is_file():
+        time.sleep(POLL)
+
+
+def learn(
+    args: argparse.Namespace, world: ProcessGroup, device: torch.device, held: ExitStack
+) -> None:
+    """Learn until a signal ends it.
+
+    Args:
+        held: takes the claim of the store.
+    """
+    files = TargetFiles(args.target)
+    facts = TargetFacts.from_config(files.config())
+    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    _, drafter = served_drafter(args.publish, args.draft, tqdm.write)
+    check_fingerprint(drafter.config, None if hc_head is None else hc_head.fingerprint())
+    target = BorrowedTarget(files)
+    wait_for_store(args.store, world)
+    stream = StreamReader(args.store, args.max_length)
+    check_store(stream, drafter.config, target.final.norm)
+    # Not before there is a store: its first writer expects an empty folder.
+    claimed = claim(args.store / "learner", KIND, {}, is_file=True)
+    world.on_main(lambda: held.enter_context(claimed))
+    recipe = Recipe(
+        lr=args.lr,
+        batch=args.batch,
+        micro_batch=args.micro_batch or args.batch,
+        anchors=args.anchors,
+        every=args.every,
+        bf16=device.type == "cuda",  # few CPUs are faster with it
+    )
+    learner = Learner(
+        drafter.to(device),
+        target.to(device),
+        stream,
+        recipe,
+        args.work,
+        world,
+        draft=args.draft,
+        published=args.publish,
+        policy=Policy(args.newest, args.judges, args.passes),
+    )
+    if learner.state["step"] and world.is_main:
+        tqdm.write(f"resumed at step {learner.state['step']}")
+    learner.after_checkpoint()
+    with Monitor(learner, "learn", REPORT_TO) as monitor:
+        learner.run(args.publish, monitor)
+
+
+def add_parser(commands) -> None:
+    """Register ``learn`` and its arguments."""
+    parser = commands.add_parser(
+        "learn",
+        help="train a drafter on what servers record",
+        description="Train a drafter without an end on what servers with HYPERDFLASH_RECORD "
+        "record. A version is published, for servers with HYPERDFLASH_FOLLOW, when it drafts "
+        "better than the served one on requests that are never trained on. Stop it with Ctrl-C or "
+        "SIGTERM; run it again to resume. For many processes: torchrun --nproc-per-node N -m "
+        "sglang_hyperdflash.cli learn ...",
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="folder or hub id of the target")
+    add("--draft", type=Path, required=True, help="drafter that the servers started with")
+    add("--store", type=Path, required=True, help="folder that servers record to")
+    add("--publish", type=Path, required=True, help="folder for the published versions")
+    add("--work", type=Path, required=True, help="folder of this run's states and logs")
+    positive = number(float, "above 0", lambda x: x > 0)
+    recipe, policy = Recipe(), Policy()
+    add("--lr", type=positive, default=1e-3, help="learning rate of AdamW after the warm-up")
+    add("--batch", type=COUNT, default=recipe.batch, help="samples of a step, over all processes")
+    add("--micro-batch", type=COUNT, help="samples in memory at once, per process (default: batch)")
+    add("--anchors", type=COUNT, default=recipe.anchors, help="blocks per sample, drawn at random")
+    add("--every", type=COUNT, default=recipe.every, help="steps between checkpoints and judgings")
+    text = "newest samples that half of every batch is drawn from; the other half is of older ones"
+    add("--newest", type=COUNT, default=policy.newest, help=text)
+    text = "held-out requests that judge: so many of the newest, and so many of older ones"
+    add("--judges", type=COUNT, default=policy.judges, help=text)
+    text = "times that a sample is drawn on average; then the learner waits for new ones"
+    add("--passes", type=COUNT, default=policy.passes, help=text)
+    text = "tokens read of a sample, its last ones"
+    add("--max-length", type=COUNT, default=2048, help=text)
+    add_process_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Learn until a signal ends it."""
+    check_reporters(REPORT_TO)
+    with processes(args) as (world, device), ExitStack() as held:
+        world.on_main(lambda: hold(args, held))
+        learn(args, world, device, held)
+    return 0

@@ -1,0 +1,243 @@
+"""``hyperdflash learn``: a training without an end on what servers record, and its publishing."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+from tqdm import tqdm
+
+from sglang_hyperdflash.draft.published import current, publish
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.drafter import Drafter, write_drafter
+from sglang_hyperdflash.training.judge import LEAST, Comparison, compare, is_better
+from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.replay import Replay
+from sglang_hyperdflash.training.samples import generator_seed
+from sglang_hyperdflash.training.store.stream import StreamReader
+from sglang_hyperdflash.training.trainer import Trainer
+
+# Steps that the average of weights reaches back.
+MEMORY = 500
+# Batches of samples that must be there before the first step.
+START = 4
+POLL = 2.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What is drawn and when it is judged.
+
+    Attributes:
+        newest: samples of which half of a batch is drawn; the other half is of all older ones.
+        judges: held-out requests among the newest, and among older ones, that judge.
+        passes: times that a sample may be drawn, on average; then the learner waits for new ones.
+    """
+
+    newest: int = 2000
+    judges: int = 64
+    passes: int = 20
+
+
+class Draws:
+    """The samples of every step, drawn at random: half of the newest, half of all older ones.
+
+    They follow from the step's number, the seed and what the store holds. Batches of a window have
+    samples of similar length.
+    """
+
+    WINDOW = 8
+
+    def __init__(self, stream: StreamReader, policy: Policy, batch: int, seed: int) -> None:
+        self.batch_size, self.seed, self.lengths = batch, seed, stream.lengths
+        places = (~stream.held_out).nonzero().squeeze(1)
+        first = len(stream.lengths) - policy.newest
+        self.newest, self.older = places[places >= first], places[places < first]
+        self._window = cache(self._drawn_for)
+
+    def batch(self, step: int) -> list[int]:
+        """Indices of the global batch of a step."""
+        window, at = divmod(step, self.WINDOW)
+        return self._window(window)[at]
+
+    def _drawn_for(self, window: int) -> list[list[int]]:
+        seed = generator_seed(self.seed * 1_000_003 + window)
+        generator = torch.Generator().manual_seed(seed)
+        count = self.WINDOW * self.batch_size
+        older = count // 2 if len(self.older) else 0
+        parts = ((self.newest, count - older), (self.older, older))
+        drawn = torch.cat([p[_drawn(len(p), n, generator)] for p, n in parts])
+        alike = drawn[self.lengths[drawn].argsort(stable=True)].split(self.batch_size)
+        return [alike[i].tolist() for i in torch.randperm(self.WINDOW, generator=generator)]
+
+
+def _drawn(size: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """``count`` numbers below ``size``, each as often as the others as far as possible."""
+    orders = [torch.randperm(size, generator=generator) for _ in range(-(-count // max(size, 1)))]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *orders])[:count]
+
+
+def _average(averaged: list, weights: list, updates: torch.Tensor) -> None:
+    """An exponential average that soon forgets the weights it began with."""
+    n = int(updates)
+    torch._foreach_lerp_(averaged, weights, max(1 / MEMORY, 9 / (10 + n)))
+
+
+class Learner(Trainer):
+    """A :class:`Trainer` on a store that servers write to meanwhile.
+
+    The rate stays constant after the warm-up; an average of the weights is judged and published. At
+    every checkpoint the store is looked at again and the average compared with the drafter that is
+    served (:mod:`.judge`). With an unchanged store, a run that resumes from a checkpoint has the
+    weights of one that was never killed.
+
+    Args:
+        draft: the drafter that is served until a version is published. published: their folder.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target,
+        stream: StreamReader,
+        recipe: Recipe,
+        folder: Path,
+        world: ProcessGroup,
+        *,
+        draft: Path,
+        published: Path,
+        policy: Policy,
+        say: Callable[[str], None] = tqdm.write,
+    ) -> None:
+        self.draft, self.published, self.policy = draft, published, policy
+        self.say = say if world.is_main else lambda _line: None
+        self.average = AveragedModel(drafter, multi_avg_fn=_average)
+        self._waiting = ""
+        super().__init__(drafter, target, stream, {}, recipe, folder, world)
+        self._draw()
+
+    def _draw(self) -> None:
+        self.passes = Draws(self.train, self.policy, self.recipe.batch, self.recipe.seed)
+
+    def progress(self) -> float:
+        """0: there is no end, and so no decay of the learning rate."""
+        return 0.0
+
+    def step(self) -> dict[str, Any]:
+        """See :meth:`Trainer.step`."""
+        report = super().step()
+        self.average.update_parameters(self.drafter)
+        return report
+
+    def _content(self) -> dict[str, Any]:
+        return super()._content() | {"average": self.average.state_dict()}
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        super()._restore(saved)
+        self.average.load_state_dict(saved["average"])
+
+    def measured(self) -> dict[str, float]:
+        """tau of the candidate and of the served drafter, that one's version, stored samples."""
+        shown = ("tau", "tau_served", "version", "samples")
+        last = self.records[-1] if self.records else {}
+        return {name: last[name] for name in shown if last.get(name) is not None}
+
+    def after_checkpoint(self) -> None:
+        """Look at the store again; wait for new samples where the old ones were drawn enough.
+
+        Raises:
+            SystemExit: of code 143, after a SIGTERM.
+        """
+        while not self._refresh():
+            if self.world.from_main(lambda: self.asked_to_stop):
+                raise SystemExit(128 + signal.SIGTERM)  # the state was just saved
+            time.sleep(POLL)
+
+    def _refresh(self) -> bool:
+        self.train.refresh(self.world)
+        self._draw()
+        start, drawn = START * self.recipe.batch, self.state["step"] * self.recipe.batch
+        here, written, waiting = len(self.passes.newest), self.train.written, ""
+        if here < start:
+            waiting = f"{self.train.folder} holds {here} samples to train on, fewer than {start}"
+        elif drawn >= self.policy.passes * written:
+            waiting = f"the {written} recorded samples were drawn {self.policy.passes} times each"
+        if waiting and waiting != self._waiting:
+            self.say(f"waiting for new samples: {waiting}")
+        self._waiting = waiting
+        return not waiting
+
+    def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        record = super()._record(reports) | {"samples": self.train.written}
+        number, drafter = served_drafter(self.published, self.draft, self.say)
+        served = Replay(drafter.to(self.device), self.target, self.recipe.bf16)
+        candidate = Replay(self.average.module, self.target, self.recipe.bf16)
+        newest, older = (
+            compare(candidate, served, self.train, chosen, self.world) for chosen in self._judges()
+        )
+        found = {"newest": dataclasses.asdict(newest), "older": dataclasses.asdict(older)}
+        record |= {"version": number, "judged": found, "better": is_better(newest, older)}
+        if newest.requests >= LEAST:
+            record |= {"tau": newest.tau, "tau_served": newest.served}
+        return record
+
+    def _judges(self) -> tuple[list[int], list[int]]:
+        """Held-out samples: the newest, and some of all older ones."""
+        places, most = self.train.held_out.nonzero().squeeze(1), self.policy.judges
+        first = len(self.train.lengths) - self.policy.newest
+        newest, older = places[places >= first][-most:], places[places < first]
+        spread = torch.linspace(0, max(len(older) - 1, 0), min(most, len(older))).long()
+        return newest.tolist(), older[spread].tolist()
+
+    def _not_finite(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"the {what} at step {self.state['step']}. Run the same command with a lower --lr, now "
+            f"{self.recipe.lr:g}, to go on from the last checkpoint."
+        )
+
+    def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
+        served = self.drafter.served_tensors(self.average.module.state_dict())
+        if record["better"]:
+            write_drafter(self.folder / "candidate", self.drafter.raw, served)
+            record |= {"published": publish(out, self.folder / "candidate")}
+        self.records.append(record)
+        self._save_state()
+        self._write_log()
+        self.say(verdict(record))
+
+
+def served_drafter(published: Path, draft: Path, say: Callable[[str], None]) -> tuple[int, Drafter]:
+    """The last published drafter and its number; ``draft`` as 0 where no server would take it."""
+    version = current(published)
+    if version is not None:
+        try:
+            version.check()
+            return version.number, Drafter.load(version.path)
+        except HyperDFlashConfigError as error:
+            say(str(error))
+    return 0, Drafter.load(draft)
+
+
+def verdict(record: dict[str, Any]) -> str:
+    """A checkpoint's judging on one line."""
+    newest, older = (Comparison(**record["judged"][name]) for name in ("newest", "older"))
+    begin = f"step {record['step']}, {record['samples']} samples: "
+    if newest.requests < LEAST:
+        return f"{begin}not judged: {newest.requests} of {LEAST} held-out requests are usable"
+    parts = [
+        f"tau {c.tau:.2f}, served {c.served:.2f}, difference {c.low:+.3f} to {c.high:+.3f} on "
+        f"{c.requests} {name} requests"
+        for name, c in (("new", newest), ("older", older))
+        if c.requests
+    ]
+    end = f"published as version {record['published']}" if record["better"] else "not published"
+    return f"{begin}{'; '.join(parts)}: {end}"

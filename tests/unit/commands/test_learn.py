@@ -1,0 +1,72 @@
+"""``hyperdflash learn`` as a process: it waits, resumes after a kill, and refuses a second one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import pytest
+
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.trainer import saved_states
+from tests.unit.training.streams import add, new_drafter, recorded, writer
+from tests.warm_start.client import run_command, start_command
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return LocalTarget(target_dir)
+
+
+def arguments(folder, target_dir, work: str = "work", publish: str = "published") -> list[str]:
+    places = {"target": target_dir, "draft": folder / "draft", "store": folder / "store"}
+    places |= {"publish": folder / publish, "work": folder / work}
+    given = [part for name, place in places.items() for part in (f"--{name}", str(place))]
+    small = ("--batch", "4", "--every", "2", "--judges", "4", "--threads", "1", "--device", "cpu")
+    return ["learn", *given, *small]
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
+    new_drafter(target).save(tmp_path / "draft")
+    own, log = arguments(tmp_path, target_dir), tmp_path / "log"
+    with log.open("wb") as sink:
+        first = start_command(*own, stdout=sink, stderr=subprocess.STDOUT)
+        wait_until(lambda: "waiting: there is no store" in log.read_text(), first)
+        with writer(tmp_path / "store", target) as opened:
+            add(opened, recorded(target, 60))
+        wait_until(lambda: saved_states(tmp_path / "work"), first)
+        for other, place in (
+            (own, tmp_path / "work"),
+            (arguments(tmp_path, target_dir, work="other"), tmp_path / "published"),
+            (arguments(tmp_path, target_dir, "other", "too"), tmp_path / "store" / "learner"),
+        ):
+            refused = run_command(*other, timeout=120)
+            assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+            assert f"{place} is in use by process {first.pid}" in refused.stderr
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        step = int(saved_states(tmp_path / "work")[-1].stem.partition("-")[2])
+        log.write_bytes(b"")
+        second = start_command(*own, stdout=sink, stderr=subprocess.STDOUT)
+        wait_until(lambda: f"resumed at step {step}" in log.read_text(), second)
+        wait_until(lambda: "not judged" in log.read_text(), second)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(60) == 143, log.read_text()
+    assert list((tmp_path / "work" / "tensorboard").iterdir())
+
+
+def test_the_drafter_folder_is_no_place_to_publish(target, target_dir, tmp_path):
+    drafter = new_drafter(target)
+    drafter.save(tmp_path / "draft")
+    done = run_command(*arguments(tmp_path, target_dir, publish="draft"), timeout=120)
+    assert done.returncode == 2 and "--publish" in done.stderr and "is the draft" in done.stderr
+    assert not (tmp_path / "work").exists()

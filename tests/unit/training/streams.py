@@ -1,0 +1,112 @@
+"""Stores of the tiny target's own answers, and a learner on them, as tests use them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from sglang_hyperdflash.targets.files import TargetFacts
+from sglang_hyperdflash.training.cached import identity_of
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.learner import Learner, Policy
+from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.stream import StreamReader
+from sglang_hyperdflash.training.store.writer import StoreWriter, open_writer
+
+SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64)
+RECIPE = Recipe(batch=8, anchors=8, every=2, warmup_steps=2, bf16=False)
+POLICY = Policy(newest=350, judges=64, passes=10**6)
+PROMPT, ANSWER = 4, 14
+Recorded = tuple[Sample, torch.Tensor]
+
+
+def recorded(target, count: int, seed: int = 0) -> list[Recorded]:
+    """Greedy answers to random prompts, each with its residual ``[S, m*d]``."""
+    g = torch.Generator().manual_seed(seed)
+    new = tokens = torch.randint(10, 1300, (count, PROMPT), generator=g)
+    cache, at, residuals = target.new_cache(count, PROMPT + ANSWER), torch.zeros(count).long(), []
+    while at[0] + new.shape[1] <= PROMPT + ANSWER:
+        hidden, residual = target.step(new, at, cache)
+        residuals.append(residual)
+        at = at + new.shape[1]
+        new = target.lm_head(hidden[:, -1:]).argmax(-1)
+        tokens = torch.cat([tokens, new], 1)
+    residual = torch.cat(residuals, 1)
+    samples = [Sample.continuation(row, PROMPT) for row in tokens[:, :-1].tolist()]
+    return list(zip(samples, residual, strict=True))
+
+
+@contextmanager
+def writer(folder: Path, target, name: str = "server") -> Iterator[StoreWriter]:
+    """As a server records."""
+    with open_writer(folder, identity_of(target, ()), name, "hyperdflash record", {}) as opened:
+        yield opened
+
+
+def add(opened: StoreWriter, content: list[Recorded], size: int = 20) -> None:
+    """Shards of so many samples."""
+    for start in range(0, len(content), size):
+        part = content[start : start + size]
+        samples, states = zip(*part, strict=True)
+        opened.add(opened.position, samples, [(rows,) for rows in states])
+
+
+def new_drafter(target) -> Drafter:
+    torch.manual_seed(0)
+    facts = TargetFacts.from_config(target.config.to_dict())
+    drafter = Drafter(draft_config(facts, target.hc_head, SHAPE, 4))
+    drafter.inherit(target.hc_head)
+    return drafter
+
+
+def refreshed(store: Path, max_length: int = 2048) -> StreamReader:
+    stream = StreamReader(store, max_length)
+    stream.refresh(ProcessGroup())
+    return stream
+
+
+def new_learner(target, store: Path, folder: Path, *, draft: Path | None = None, **changes):
+    """A :class:`Learner` from an untrained drafter, which is served unless ``draft`` is given."""
+    drafter = new_drafter(target)
+    if draft is None:
+        draft = folder / "draft"
+        drafter.save(draft)
+    lines: list[str] = []
+    learner = Learner(
+        drafter,
+        target,
+        refreshed(store),
+        dataclasses.replace(RECIPE, **changes),
+        folder / "work",
+        ProcessGroup(),
+        draft=draft,
+        published=folder / "published",
+        policy=POLICY,
+        say=lines.append,
+    )
+    learner.lines = lines
+    return learner
+
+
+class Enough(Exception):
+    """Ends a run that has no end."""
+
+
+def run(learner: Learner, steps: int) -> None:
+    """To the checkpoint after so many steps, or to a cut between two."""
+
+    def count(trainer, _report):
+        if trainer.state["step"] > steps:
+            raise Enough
+
+    try:
+        learner.run(learner.published, count)
+    except Enough:
+        return
+    raise AssertionError("a learner ended by itself")

@@ -50,14 +50,14 @@ class Policy:
 class Draws:
     """The samples of every step, drawn at random: half of the newest, half of all older ones.
 
-    They follow from the step's number, the seed and what the store holds. Batches of a window have
-    samples of similar length.
+    They follow from the step's number, the seed and what the store holds. Halves are those of a
+    window of batches.
     """
 
     WINDOW = 8
 
     def __init__(self, stream: StreamReader, policy: Policy, batch: int, seed: int) -> None:
-        self.batch_size, self.seed, self.lengths = batch, seed, stream.lengths
+        self.batch_size, self.seed = batch, seed
         places = (~stream.held_out).nonzero().squeeze(1)
         first = len(stream.lengths) - policy.newest
         self.newest, self.older = places[places >= first], places[places < first]
@@ -75,8 +75,8 @@ class Draws:
         older = count // 2 if len(self.older) else 0
         parts = ((self.newest, count - older), (self.older, older))
         drawn = torch.cat([p[_drawn(len(p), n, generator)] for p, n in parts])
-        alike = drawn[self.lengths[drawn].argsort(stable=True)].split(self.batch_size)
-        return [alike[i].tolist() for i in torch.randperm(self.WINDOW, generator=generator)]
+        order = torch.randperm(count, generator=generator)
+        return [batch.tolist() for batch in drawn[order].split(self.batch_size)]
 
 
 def _drawn(size: int, count: int, generator: torch.Generator) -> torch.Tensor:

@@ -88,7 +88,10 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, caps
     longer = FakeServer(limit=90)
     assert run(longer, lines) == 0
     assert "2 already answered" in capsys.readouterr().out
-    assert len(longer.asked) == 2 and not listed.exists()
+    assert len(longer.asked) == 2
+    # The conversation that has an answer keeps its end, and stays in the list.
+    (left,) = map(json.loads, listed.read_text().splitlines())
+    assert (left["index"], left["where"]) == (3, f"{source}:4")
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 4
 
 

@@ -10,9 +10,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from sglang_hyperdflash.commands.train import add_process_options, check_store, processes
-from sglang_hyperdflash.draft.config import check_fingerprint, load_config
-from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
+from sglang_hyperdflash.commands.train import (
+    add_process_options,
+    check_store,
+    check_target,
+    processes,
+)
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
 from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
@@ -69,10 +74,8 @@ def learn(
         held: takes the claim of the store.
     """
     files = TargetFiles(args.target)
-    facts = TargetFacts.from_config(files.config())
-    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
     _, drafter = served_drafter(args.publish, args.draft, tqdm.write)
-    check_fingerprint(drafter.config, None if hc_head is None else hc_head.fingerprint())
+    check_target(drafter.config, files)
     target = BorrowedTarget(files)
     wait_for_store(args.store, world)
     stream = StreamReader(args.store, args.max_length)

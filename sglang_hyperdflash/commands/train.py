@@ -86,6 +86,18 @@ def hold(schedule: Schedule, work: Path, held: ExitStack) -> None:
     held.enter_context(claim(schedule.out, OUT, {"work": location(work), "run": run_id}))
 
 
+def check_target(config: HyperDFlashConfig, files: TargetFiles) -> TargetFacts:
+    """The facts of a target, after checking that a drafter was made for it.
+
+    Raises:
+        HyperDFlashConfigError: it was made for another target.
+    """
+    facts = TargetFacts.from_config(files.config())
+    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
+    return facts
+
+
 def load_pair(schedule: Schedule):
     """The target, or the borrowed parts of a captured one, and the untrained drafter.
 
@@ -95,9 +107,7 @@ def load_pair(schedule: Schedule):
     drafter = Drafter.load(schedule.draft)
     schedule.objective.resolved(drafter.config)  # checks the combination, before any work
     files = TargetFiles(schedule.target)
-    facts = TargetFacts.from_config(files.config())
-    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
-    check_fingerprint(drafter.config, None if hc_head is None else hc_head.fingerprint())
+    facts = check_target(drafter.config, files)
     if schedule.features == "captured":
         return BorrowedTarget(files), drafter
     if facts.architecture != PORTABLE:

@@ -76,7 +76,8 @@ def publish(folder: Path, drafter: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
-        version = Version(max(taken, default=0) + 1, folder / _name(max(taken, default=0) + 1))
+        number = max(taken, default=0) + 1
+        version = Version(number, folder / _name(number))
         version.path.mkdir()
     except OSError as error:
         raise write_failed(folder, error) from error

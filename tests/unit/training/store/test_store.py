@@ -100,7 +100,7 @@ def test_ranges_follow_the_size_limit():
     assert shard_ranges([], IDENTITY, 1) == []
 
 
-def test_prefetched_states_are_the_same_and_read_while_nobody_waits(tmp_path, monkeypatch):
+def test_prefetched_states_are_the_same_and_read_before_they_are_asked_for(tmp_path, monkeypatch):
     write(tmp_path)
     source, threads = StoreReader(tmp_path), set()
     whole = reader_module.OpenShard.read

@@ -1,0 +1,300 @@
+"""A drafter learns from the traffic of the server that it drafts for: ``make learn-demo``.
+
+    python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
+
+1. A server without speculation answers exchanges of most families: the baseline.
+2. A server with an *untrained* drafter answers such exchanges, records them and follows what
+   ``hyperdflash learn`` publishes next to it.
+3. The traffic turns to families that were never seen.
+4. A random drafter is published, from which the server returns by itself.
+5. ``learn`` on a store of random tokens publishes nothing.
+
+``result.json`` holds tau and tokens per second by minute, ``result.svg`` shows them. Every answer
+is compared with the baseline's. All but the baseline's minutes share the machine with ``learn``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from subprocess import STDOUT, Popen, TimeoutExpired
+from typing import Any
+
+import requests
+import torch
+
+from eval.client import Answer, Sampling, converse, converse_all
+from exchanges import FAMILIES
+from sglang_hyperdflash.cli import main as hyperdflash
+from sglang_hyperdflash.draft.published import current, publish
+from sglang_hyperdflash.tools.acceptance import accept_length
+from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import (
+    Server,
+    comparable_arguments,
+    hyperdflash_arguments,
+)
+from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.reader import StoreReader
+from sglang_hyperdflash.training.store.writer import open_writer
+
+HERE = Path(__file__).resolve().parent
+TARGET = HERE / "target"
+GREEDY = Sampling(0.0, 160)
+CONCURRENCY = 4
+SHAPE = "--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window 0"
+LEARN = (
+    "--lr 2e-3 --batch 16 --anchors 8 --every 100 --judges 32 --passes 100 --threads 1 --device cpu"
+)
+# Families of the second kind of traffic: every third.
+UNSEEN = tuple(FAMILIES)[::3]
+SEEN = tuple(name for name in FAMILIES if name not in UNSEEN)
+ROUNDS = re.compile(r'^hyperdflash:verify_rounds_total\{.*version="(\d+)".*\} (\S+)$', re.M)
+POISONED_REQUESTS, POISONED_MINUTES = 400, 1.0
+
+
+@dataclass
+class Request:
+    """An answered request: when it ended, what was asked, and the answer."""
+
+    at: float
+    turns: list[str]
+    answer: Answer
+
+
+class Traffic:
+    """Exchanges without end at a fixed concurrency; a context manager."""
+
+    def __init__(self, url: str, families: tuple[str, ...], seed: int) -> None:
+        self.url, self.families, self.seed = url, families, seed
+        self.done: list[Request] = []
+        self.failed: list[BaseException] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(part,), daemon=True)
+            for part in range(CONCURRENCY)
+        ]
+
+    def _ask(self, part: int) -> None:
+        rng = Random(f"{self.seed}/{part}")
+        try:
+            while not self._stop.is_set():
+                family = FAMILIES[rng.choice(self.families)]
+                exchange = family.draw(rng, held_out=True)
+                turns = [m["content"] for m in exchange.messages if m["role"] == "user"]
+                answer = converse(self.url, turns, GREEDY)
+                self.done.append(Request(time.monotonic(), turns, answer))
+        except BaseException as error:
+            self.failed.append(error)
+
+    def run(self, minutes: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Let so many minutes pass, or fewer; raises what a request raised."""
+        end = time.monotonic() + 60 * minutes
+        while time.monotonic() < end and not until():
+            if self.failed:
+                raise self.failed[0]
+            time.sleep(0.5)
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def by_minute(requests_: list[Request], start: float) -> list[dict[str, Any]]:
+    """tau and tokens per second of every whole minute."""
+    minutes = int((requests_[-1].at - start) / 60) if requests_ else 0
+    found = []
+    for minute in range(minutes):
+        part = [r.answer for r in requests_ if int((r.at - start) / 60) == minute]
+        tokens = sum(len(ids) for answer in part for ids in answer.output_ids)
+        drafts, rounds = (
+            sum(getattr(answer, name) for answer in part)
+            for name in ("correct_drafts", "verify_rounds")
+        )
+        tau = accept_length(drafts, rounds)
+        found.append({"minute": minute + 1, "tau": tau, "tokens_per_second": tokens / 60})
+    return found
+
+
+@contextmanager
+def learning(folder: Path, draft: Path, store: Path, publish_to: Path) -> Iterator[Popen]:
+    """``hyperdflash learn`` as a process; its output goes to ``learn.log``."""
+    places = {"target": TARGET, "draft": draft, "store": store}
+    places |= {"publish": publish_to, "work": folder / "work"}
+    options = [part for name, place in places.items() for part in (f"--{name}", str(place))]
+    command = [sys.executable, "-m", "sglang_hyperdflash.cli", "learn", *options, *LEARN.split()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "learn.log").open("ab") as log:
+        process = Popen(command, stdout=log, stderr=STDOUT)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with suppress(TimeoutExpired):
+                process.wait(120)
+            process.kill()
+
+
+def new_draft(folder: Path, seed: int) -> None:
+    """An untrained drafter."""
+    places = ("--target", str(TARGET), "--out", str(folder), "--seed", str(seed))
+    if hyperdflash(["init", *places, *SHAPE.split()]):
+        raise SystemExit(2)
+
+
+def versions(url: str) -> dict[int, float]:
+    """Rounds of every version that the server has used."""
+    text = requests.get(f"{url}/metrics", timeout=30).text
+    return {int(version): float(rounds) for version, rounds in ROUNDS.findall(text)}
+
+
+def version_in_use(url: str) -> int:
+    """The version whose rounds are being counted."""
+    before = versions(url)
+    for _ in count():
+        time.sleep(1)
+        now = versions(url)
+        grown = [version for version in now if now[version] > before.get(version, 0)]
+        if len(grown) == 1:
+            return grown[0]
+        before = now
+    raise AssertionError("unreachable")
+
+
+def poisoned_version(traffic: Traffic, folder: Path, published: Path) -> dict[str, Any]:
+    """Publish a random drafter; seconds until the server has taken it and has returned."""
+    before = version_in_use(traffic.url)
+    new_draft(folder, seed=1)
+    number, start = publish(published, folder), time.monotonic()
+    seconds: dict[str, float | None] = {"taken": None, "returned": None}
+
+    def returned() -> bool:
+        used = version_in_use(traffic.url)
+        if seconds["taken"] is None and used == number:
+            seconds["taken"] = time.monotonic() - start
+        elif seconds["taken"] is not None and used != number:
+            seconds["returned"] = time.monotonic() - start
+        return seconds["returned"] is not None
+
+    traffic.run(3.0, returned)
+    return {"version": number, "before": before, "after": version_in_use(traffic.url), **seconds}
+
+
+def poisoned_store(folder: Path, store: Path, draft: Path) -> dict[str, Any]:
+    """Learn from random tokens with the states of real ones; nothing may be published."""
+    source, g = StoreReader(store), torch.Generator().manual_seed(0)
+    held = open_writer(folder / "store", source.identity, "poison", "learn_demo", {})
+    with held as writer:
+        for i in range(min(POISONED_REQUESTS, len(source.samples))):
+            sample, rows = source.samples[i], source.states([i]).residual[0]
+            tokens = torch.randint(0, 1000, sample.tokens.shape, generator=g)
+            writer.add(writer.position, [Sample(tokens, sample.spans)], [(rows,)])
+    with learning(folder, draft, folder / "store", folder / "published"):
+        time.sleep(60 * POISONED_MINUTES)
+    lines = (folder / "learn.log").read_text(errors="replace").splitlines()
+    judged = [line for line in lines if "samples: " in line]
+    return {"published": current(folder / "published") is not None, "said": judged[-1:]}
+
+
+def identical(requests_: list[Request], url: str) -> dict[str, int]:
+    """Answers that a server without speculation gives as well, of all."""
+    again, _ = converse_all(url, [r.turns for r in requests_], GREEDY, CONCURRENCY)
+    pairs = zip(requests_, again, strict=True)
+    same = sum(r.answer.output_ids == other.output_ids for r, other in pairs)
+    return {"answers": len(requests_), "identical": same}
+
+
+def draw(result: dict[str, Any]) -> str:
+    """The two curves over the minutes, as SVG."""
+    from matplotlib.figure import Figure
+
+    minutes = [row["minute"] for row in result["minutes"]]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    for axis, name, title in zip(
+        axes, ("tau", "tokens_per_second"), ("accept length tau", "tokens/s"), strict=True
+    ):
+        axis.plot(minutes, [row[name] for row in result["minutes"]], marker="o", markersize=3)
+        axis.axvline(result["turned_at_minute"], color="grey", linestyle=":")
+        axis.set(ylabel=title, ylim=(0, None))
+        axis.grid(alpha=0.25)
+    axes[1].axhline(result["baseline_tokens_per_second"], color="black", linestyle="--")
+    axes[1].set_xlabel("minutes; dotted: families never seen; dashed: without speculation")
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def run(args: argparse.Namespace) -> int:
+    """The five parts; 1 where an answer differs or a poison was not refused."""
+    out, result = args.out, {}
+    draft, store, published = out / "draft", out / "store", out / "published"
+    new_draft(draft, seed=0)
+    plain = Server(TARGET, *comparable_arguments(), log=out / "baseline.log")
+    with plain.wait(), Traffic(plain.url, SEEN, 1) as traffic:
+        start = time.monotonic()
+        traffic.run(args.baseline_minutes)
+        rates = by_minute(traffic.done, start)
+    rate = sum(row["tokens_per_second"] for row in rates) / max(len(rates), 1)
+    result["baseline_tokens_per_second"] = rate
+    environment = {"HYPERDFLASH_RECORD": str(store), "HYPERDFLASH_RECORD_SHARE": "1"}
+    environment["HYPERDFLASH_FOLLOW"] = str(published)
+    arguments = (*comparable_arguments(), *hyperdflash_arguments(draft), "--enable-metrics")
+    server = Server(TARGET, *arguments, log=out / "server.log", environment=environment)
+    with ExitStack() as stack:
+        stack.enter_context(server.wait())
+        start = time.monotonic()
+        with learning(out, draft, store, published):
+            with Traffic(server.url, SEEN, 2) as first:
+                first.run(args.minutes)
+            result["turned_at_minute"] = (time.monotonic() - start) / 60
+            with Traffic(server.url, UNSEEN, 3) as second:
+                second.run(args.unseen_minutes)
+        answered = sorted(first.done + second.done, key=lambda r: r.at)
+        result["minutes"] = by_minute(answered, start)
+        result["versions"] = versions(server.url)
+        with Traffic(server.url, SEEN, 4) as third:
+            result["poisoned_version"] = poisoned_version(third, out / "random", published)
+    result["poisoned_store"] = poisoned_store(out / "poison", store, draft)
+    with Server(TARGET, *comparable_arguments(), log=out / "baseline.log").wait() as plain:
+        result["identity"] = identical(answered[:: args.compare_every] + third.done, plain.url)
+    result["provenance"] = provenance()
+    write_json(out / "result.json", result, indent=1)
+    write_text(out / "result.svg", draw(result))
+    print(f"{out / 'result.json'}: {result['minutes'][-1]}, {result['identity']}")
+    same = result["identity"]["answers"] == result["identity"]["identical"]
+    refused = not result["poisoned_store"]["published"]
+    returned = result["poisoned_version"]["returned"] is not None
+    return 0 if same and refused and returned else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="new folder for everything that this makes")
+    add("--baseline-minutes", type=float, default=2, help="without speculation")
+    add("--minutes", type=float, default=30, help="of the families that it learns first")
+    add("--unseen-minutes", type=float, default=15, help="of the families never seen")
+    add("--compare-every", type=int, default=4, help="compare one answer of so many")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,9 +2,10 @@
 
 Both replay the same requests. The candidate is better when the 99 % interval of the difference of
 tau, by bootstrap over requests, is above zero on the newest ones; and when on older ones, of the
-store's reservoir, it loses less than a twentieth. The older ones are what protects one part of the
-traffic from another: text that floods the store and is easy to draft raises the mean, but a
-candidate that forgot the rest for it is not published.
+store's reservoir, its tau is at most a twentieth lower. The older ones are what protects one part
+of the traffic from another: text that floods the store and is easy to draft raises the mean, but a
+candidate that forgot the rest for it is not published. Their interval does not decide: of 64
+requests it is a tenth wide on either side, and an equal candidate would never pass.
 
 A store can be poisoned. What the judge notices:
 
@@ -33,7 +34,7 @@ from sglang_hyperdflash.training.samples import InMemory, Source, States, collat
 from sglang_hyperdflash.training.vocabulary import vocabulary_logits
 
 LEVEL, RESAMPLES = 0.99, 4000
-# Share of the served drafter's tau that a candidate may lose on older requests.
+# Share of the served drafter's tau that a candidate may lose on older requests, as measured.
 TOLERANCE = 0.05
 # Requests that an interval needs.
 LEAST = 16
@@ -97,7 +98,7 @@ def is_better(newest: Comparison, older: Comparison) -> bool:
     """Whether the candidate should be served; see the module's text."""
     if newest.requests < LEAST or newest.low <= 0:
         return False
-    return older.requests < LEAST or older.low > -TOLERANCE * older.served
+    return older.requests < LEAST or older.tau >= (1 - TOLERANCE) * older.served
 
 
 def compare(

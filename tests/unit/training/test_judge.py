@@ -53,7 +53,7 @@ def test_equal_drafters_are_not_better():
         (Comparison(30, 2.5, 2.0, 0.3, 0.7), Comparison(0), True),
         (Comparison(LEAST - 1, 2.5, 2.0, 0.3, 0.7), Comparison(0), False),
         (Comparison(30, 2.1, 2.0, -0.01, 0.2), Comparison(0), False),
-        (Comparison(30, 2.5, 2.0, 0.3, 0.7), Comparison(30, 2.0, 2.0, -0.05, 0.05), True),
+        (Comparison(30, 2.5, 2.0, 0.3, 0.7), Comparison(30, 1.95, 2.0, -0.3, 0.2), True),
         # It forgot the older requests; or there are too few of them to say.
         (Comparison(30, 7.0, 2.0, 4.0, 6.0), Comparison(30, 1.8, 2.0, -0.3, -0.1), False),
         (Comparison(30, 7.0, 2.0, 4.0, 6.0), Comparison(LEAST - 1, 1.8, 2.0, -0.3, -0.1), True),

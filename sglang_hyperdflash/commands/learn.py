@@ -78,7 +78,7 @@ def learn(
     check_target(drafter.config, files)
     target = BorrowedTarget(files)
     wait_for_store(args.store, world)
-    stream = StreamReader(args.store, args.max_length)
+    stream = StreamReader(args.store, args.max_length, drafter.config.vocab_size)
     check_store(stream, drafter.config, target.final.norm)
     # Not before there is a store: its first writer expects an empty folder.
     claimed = claim(args.store / "learner", KIND, {}, is_file=True)

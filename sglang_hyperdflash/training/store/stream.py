@@ -31,7 +31,11 @@ class StreamReader(StoreReader):
 
     Of a longer sample the last ``max_length`` tokens are read: RoPE turns queries and keys by their
     distance, so a drafter does not notice where a sample begins. A sample whose shard has been
-    dropped, is damaged or holds a NaN has no answers and states of zeros: it teaches nothing.
+    dropped, is damaged or holds a NaN has no answers and states of zeros: it teaches nothing. A
+    shard with a token that the target does not have is left out.
+
+    Args:
+        vocabulary: tokens of the target.
 
     Attributes:
         held_out: ``[samples]`` bool, never to be trained on: a tenth, by a hash of the answers. It
@@ -42,8 +46,8 @@ class StreamReader(StoreReader):
         FileNotFoundError: there is no store.
     """
 
-    def __init__(self, folder: str | Path, max_length: int) -> None:
-        self.max_length, self.written = max_length, 0
+    def __init__(self, folder: str | Path, max_length: int, vocabulary: int) -> None:
+        self.max_length, self.vocabulary, self.written = max_length, vocabulary, 0
         self.held_out = torch.zeros(0, dtype=torch.bool)
         self.unreadable: set[str] = set()  # names of shards
         self._manifests: dict[Path, Manifest] = {}
@@ -76,7 +80,9 @@ class StreamReader(StoreReader):
         for shard in sorted(found.values(), key=lambda shard: (shard.modified, shard.file)):
             if shard.file in there:
                 known = self._flags.get(shard.file)
-                flags[shard.file] = held_out(self.folder, shard) if known is None else known
+                known = known or held_out(self.folder, shard, self.vocabulary)
+                if known:
+                    flags[shard.file] = known
         self._flags = flags
         shards = {shard.file: shard for shard in found.values()}
         written = sum(manifest.end for manifest in self._manifests.values())
@@ -116,12 +122,15 @@ class StreamReader(StoreReader):
         self.unreadable.add(self._shards[self.place(index)[0]][0])
 
 
-def held_out(folder: Path, shard: Shard) -> list[bool]:
-    """Which samples of a shard are held out: all of one that cannot be read."""
+def held_out(folder: Path, shard: Shard, vocabulary: int) -> list[bool]:
+    """Which samples of a shard are held out; empty where it cannot be read or used."""
     try:
         tokens = OpenShard(folder / SHARDS / shard.file).tokens
     except GONE:
-        return [True] * len(shard.lengths)
+        return []
+    # An embedding would fail at these, on a GPU for all that follows.
+    if ((tokens < 0) | (tokens >= vocabulary)).any():
+        return []
     flags, at = [], 0
     for length, spans in zip(shard.lengths, shard.spans, strict=True):
         answers = (tokens[at + start : at + end].numpy().tobytes() for start, end in spans)

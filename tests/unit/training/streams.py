@@ -65,8 +65,8 @@ def new_drafter(target) -> Drafter:
     return drafter
 
 
-def refreshed(store: Path, max_length: int = 2048) -> StreamReader:
-    stream = StreamReader(store, max_length)
+def refreshed(store: Path, vocabulary: int) -> StreamReader:
+    stream = StreamReader(store, 2048, vocabulary)
     stream.refresh(ProcessGroup())
     return stream
 
@@ -81,7 +81,7 @@ def new_learner(target, store: Path, folder: Path, *, draft: Path | None = None,
     learner = Learner(
         drafter,
         target,
-        refreshed(store),
+        refreshed(store, target.config.vocab_size),
         dataclasses.replace(RECIPE, **changes),
         folder / "work",
         ProcessGroup(),

@@ -53,7 +53,7 @@ def learned(target, store, tmp_path_factory):
 
 
 def tau(target, drafter, store) -> float:
-    return Replay(drafter, target).evaluate(refreshed(store))["tau"]
+    return Replay(drafter, target).evaluate(refreshed(store, target.config.vocab_size))["tau"]
 
 
 def test_an_untrained_drafter_learns_and_a_better_one_is_published(target, store, learned):
@@ -118,8 +118,8 @@ def test_a_cut_run_ends_with_the_same_weights_and_history(target, store, tmp_pat
     assert judged[0] == judged[1] and len(judged[0]) == 2
 
 
-def test_half_of_a_batch_is_new_and_what_is_held_out_is_never_drawn(store):
-    stream = refreshed(store)
+def test_half_of_a_batch_is_new_and_what_is_held_out_is_never_drawn(target, store):
+    stream = refreshed(store, target.config.vocab_size)
     draws = Draws(stream, Policy(newest=60), batch=8, seed=0)
     drawn = [i for step in range(16) for i in draws.batch(step)]
     assert sum(i >= 340 for i in drawn) == len(drawn) // 2
@@ -179,6 +179,21 @@ def test_a_poisoned_half_does_not_win_on_the_other_half(target, content, learned
     for drafter, expected in ((learner.average.module, True), (Drafter.load(version), False)):
         found = Replay(drafter, target).evaluate(poisoned_half)["tau"]
         assert (found > 2) is expected, found
+
+
+def test_tokens_that_the_target_does_not_have_teach_nothing(target, content, tmp_path):
+    """Their embedding is an error, on a GPU one that no later call survives."""
+    learners = []
+    for name in ("clean", "poisoned"):
+        with writer(tmp_path / name / "store", target) as opened:
+            add(opened, content[:60])
+            for outside in (target.config.vocab_size, -1) if name == "poisoned" else ():
+                add(opened, poisoned(target, content[60:70], lambda _, o=outside: [o] * ANSWER))
+        learners.append(new_learner(target, tmp_path / name / "store", tmp_path / name))
+        run(learners[-1], 2)
+    one, other = (learner.drafter.state_dict() for learner in learners)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert learners[1].records[0]["samples"] == 80
 
 
 def test_shards_come_and_go_while_it_learns(target, content, tmp_path):

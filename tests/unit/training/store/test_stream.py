@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 from sglang_hyperdflash.training.process_group import ProcessGroup
@@ -31,7 +32,7 @@ def expected(*samples):
 
 def test_it_follows_several_writers_oldest_first(tmp_path):
     with opened(tmp_path, "b") as b, opened(tmp_path, "a") as a:
-        stream = StreamReader(tmp_path, 100)
+        stream = StreamReader(tmp_path, 100, 9)
         assert found(stream) == []
         put(b, SAMPLES[0])
         put(a, SAMPLES[1])
@@ -49,12 +50,12 @@ def test_it_follows_several_writers_oldest_first(tmp_path):
 def test_a_refresh_reads_only_what_is_new(tmp_path, monkeypatch):
     with opened(tmp_path) as writer:
         put(writer, *SAMPLES[:3])
-        stream = StreamReader(tmp_path, 100)
+        stream = StreamReader(tmp_path, 100, 9)
         stream.refresh(WORLD)
         hashed = []
         plain = stream_module.held_out
         monkeypatch.setattr(
-            stream_module, "held_out", lambda f, s: hashed.append(s.start) or plain(f, s)
+            stream_module, "held_out", lambda f, s, v: hashed.append(s.start) or plain(f, s, v)
         )
         manifest = tmp_path / "manifests" / "one.jsonl"
         size = manifest.stat().st_size
@@ -72,7 +73,7 @@ def test_a_torn_line_is_read_when_it_is_whole(tmp_path):
     manifest = tmp_path / "manifests" / "one.jsonl"
     content = manifest.read_bytes()
     manifest.write_bytes(content[:-20])
-    stream = StreamReader(tmp_path, 100)
+    stream = StreamReader(tmp_path, 100, 9)
     stream.refresh(WORLD)
     assert found(stream) == expected(SAMPLES[0])
     manifest.write_bytes(content)
@@ -83,7 +84,7 @@ def test_a_torn_line_is_read_when_it_is_whole(tmp_path):
 def test_a_sample_that_is_dropped_or_damaged_has_no_answers_and_zeros(tmp_path):
     with opened(tmp_path) as writer:
         put(writer, *SAMPLES)
-        stream = StreamReader(tmp_path, 100)
+        stream = StreamReader(tmp_path, 100, 9)
         stream.refresh(WORLD)
         stream.prefetch([0, 1])
         stream.states([0, 1])  # stays open, and so readable
@@ -98,7 +99,7 @@ def test_a_sample_that_is_dropped_or_damaged_has_no_answers_and_zeros(tmp_path):
         assert stream.unreadable == {files[2].name, files[3].name}
         stream.refresh(WORLD)
         assert len(stream.samples) == 2 and os.listdir(tmp_path / "shards")
-    other = StreamReader(tmp_path, 100)
+    other = StreamReader(tmp_path, 100, 9)
     other.refresh(WORLD)
     other.prefetch([1])  # fails in another thread
     other.states([1])
@@ -112,17 +113,28 @@ def test_a_sample_that_is_not_finite_teaches_nothing(tmp_path):
     with opened(tmp_path) as writer:
         put(writer, SAMPLES[1])
         writer.add(writer.position, SAMPLES[:1], [(rows,)])
-    stream = StreamReader(tmp_path, 100)
+    stream = StreamReader(tmp_path, 100, 9)
     stream.refresh(WORLD)
     states = stream.states([0, 1]).residual
     assert [bool(each.any()) for each in states] == [True, False]
     assert [s.spans for s in stream.samples] == [SAMPLES[1].spans, ()]
 
 
+@pytest.mark.parametrize("token", [-1, 9, 2**31 - 1])
+def test_a_shard_with_a_token_outside_the_vocabulary_is_left_out(tmp_path, token):
+    with opened(tmp_path) as writer:
+        put(writer, SAMPLES[0], Sample([1, 2, token, 3], ((1, 4),)), SAMPLES[1])
+    stream = StreamReader(tmp_path, 100, 9)
+    for _ in range(2):
+        stream.refresh(WORLD)
+        assert found(stream) == expected(*SAMPLES[:2])
+        assert len(stream.held_out) == 2 and stream.written == 3
+
+
 def test_of_a_long_sample_the_last_tokens_are_read(tmp_path):
     with opened(tmp_path) as writer:
         put(writer, *SAMPLES)
-    stream = StreamReader(tmp_path, 6)
+    stream = StreamReader(tmp_path, 6, 9)
     stream.refresh(WORLD)
     cut = Sample(list(range(3, 9)), ((0, 0), (1, 6)))
     assert found(stream)[1] == expected(cut)[0]
@@ -137,7 +149,7 @@ def test_a_tenth_is_held_out_by_its_answers(tmp_path):
     samples += [Sample.continuation([8, 8, *row[4:]], 2) for row in rows]  # other prompts
     with opened(tmp_path) as writer:
         writer.add(0, samples, [(torch.zeros(len(s.tokens), 16).bfloat16(),) for s in samples])
-    one, other = StreamReader(tmp_path, 100), StreamReader(tmp_path, 5)
+    one, other = StreamReader(tmp_path, 100, 9), StreamReader(tmp_path, 5, 9)
     for stream in (one, other):
         stream.refresh(WORLD)
     assert one.held_out.tolist() == other.held_out.tolist()

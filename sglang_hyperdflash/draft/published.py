@@ -4,13 +4,15 @@
     FOLDER/current   its name; replaced atomically, after all files of the version are on disk
 
 A version is never changed once ``current`` names it. What was written only in part is never named,
-so no reader sees it.
+so no reader sees it. The newest few stay; a reader keeps what it has read in its memory.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 POINTER, MANIFEST = "current", "version.json"
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 DIGITS = 6
+# Whole versions in the folder, the newest.
+KEPT = 3
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,30 @@ def _name(number: int) -> str:
     return f"{number:0{DIGITS}d}"
 
 
+def _remove_old(folder: Path, taken: Collection[int], source: Path) -> None:
+    """Remove versions that are not whole, and old ones, before another one takes their room.
+
+    Args:
+        taken: all numbers. The newest may be of a call that still runs. source: what will be
+            published, which may be an old version itself.
+    """
+    named = None
+    with suppress(HyperDFlashConfigError):
+        named = current(folder)
+    whole = [n for n in sorted(taken) if (folder / _name(n) / MANIFEST).is_file()]
+    kept = {*whole[1 - KEPT :], named and named.number, max(taken, default=0)}
+    for number in {*taken} - kept:
+        path = folder / _name(number)
+        if path.resolve() != source.resolve():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def publish(folder: Path, drafter: Path) -> int:
     """Copy a drafter folder in as the next version and move the pointer to it.
 
     Only ``config.json`` and the weights are copied. Numbers are never used twice, not even those of
-    interrupted calls.
+    interrupted calls. Older versions than the newest ``KEPT`` are removed, but never the current
+    one; who reads one meanwhile finds it damaged.
 
     Returns:
         The version's number.
@@ -79,6 +102,7 @@ def publish(folder: Path, drafter: Path) -> int:
         number = max(taken, default=0) + 1
         version = Version(number, folder / _name(number))
         version.path.mkdir()
+        _remove_old(folder, taken, drafter)
     except OSError as error:
         raise write_failed(folder, error) from error
     for file in (drafter / CONFIG, *weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 
 import pytest
@@ -43,6 +44,41 @@ def test_a_version_that_was_not_finished_is_never_seen(tmp_path, monkeypatch, br
     # Its number is not used again: someone may have looked into its folder.
     assert publish(tmp_path, DRAFTER) == 3
     current(tmp_path).check()
+
+
+@pytest.mark.parametrize("room", [64, 4096])
+def test_on_a_full_disk_the_version_before_stays(tmp_path, room):
+    """With no room at all, and with room for the config alone."""
+    publish(tmp_path, DRAFTER)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(WriteFailed, match=r"cannot write .*/00000[23]/.* Free space"):
+                publish(tmp_path, DRAFTER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert current(tmp_path).number == 1
+    current(tmp_path).check()
+    # What was written in part is removed, when no other call can be writing it.
+    assert publish(tmp_path, DRAFTER) == 4 and versions(tmp_path) == [1, 3, 4]
+    assert publish(tmp_path, DRAFTER) == 5 and versions(tmp_path) == [1, 4, 5]
+
+
+def versions(folder) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.is_dir())
+
+
+def test_the_newest_versions_and_the_current_one_stay(tmp_path):
+    for number in range(1, 6):
+        assert publish(tmp_path, DRAFTER) == number
+    assert versions(tmp_path) == [3, 4, 5]
+    (tmp_path / "current").write_text("000003\n")  # by hand, to go back
+    assert publish(tmp_path, DRAFTER) == 6 and versions(tmp_path) == [3, 4, 5, 6]
+    assert publish(tmp_path, tmp_path / "000003") == 7  # a source is no rubbish
+    assert publish(tmp_path, DRAFTER) == 8 and versions(tmp_path) == [6, 7, 8]
+    for number in (6, 7, 8):
+        Version(number, tmp_path / f"{number:06}").check()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])

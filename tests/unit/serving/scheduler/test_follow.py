@@ -227,6 +227,26 @@ def test_a_pointer_to_nothing_is_said_once(tmp_path, caplog):
     assert len(caplog.messages) == 1 and one.ready is None
 
 
+@pytest.mark.parametrize("step", ["current", "load_config", "load_file"])
+def test_a_version_that_is_removed_while_it_is_read_is_refused(tmp_path, monkeypatch, caplog, step):
+    source, plain = variant(tmp_path / "source", 2.0), getattr(follow, step)
+    publish(tmp_path, source)
+
+    def late(*given):
+        found = plain(*given) if step == "current" else None
+        while (tmp_path / "000001").is_dir():
+            publish(tmp_path, source)
+        return plain(*given) if found is None else found
+
+    one = follower(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(follow, step, late)
+        one.look()
+    assert one.ready is None and list(one.refused) == [1] and len(caplog.messages) == 1
+    one.look()
+    assert one.ready.number == 4
+
+
 def test_a_version_is_read_into_own_memory(tmp_path):
     publish(tmp_path, DRAFTER)
     found = read(current(tmp_path), Model())

@@ -43,12 +43,11 @@ class Version:
         """
         try:
             expected = json.loads((self.path / MANIFEST).read_bytes())["sha256"]
-            found = {name: file_hash(self.path / name) for name in expected}
+            wrong = [name for name in expected if file_hash(self.path / name) != expected[name]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise HyperDFlashConfigError(
                 f"published drafter {self.path} cannot be read: {error!r}. Publish it again."
             ) from error
-        wrong = [name for name in expected if found[name] != expected[name]]
         if wrong or not expected:
             raise HyperDFlashConfigError(
                 f"published drafter {self.path} is damaged: {', '.join(wrong) or MANIFEST} differs "
@@ -123,11 +122,13 @@ def current(folder: Path) -> Version | None:
     pointer = folder / POINTER
     try:
         name = pointer.read_text().strip()
+        number = name.isascii() and name.isdecimal() and len(name) < 20
+        known = number and (folder / name).is_dir()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise HyperDFlashConfigError(f"{pointer} cannot be read: {error}.") from error
-    if not (name.isascii() and name.isdecimal() and (folder / name).is_dir()):
+    if not known:
         raise HyperDFlashConfigError(
             f"{pointer}: expected the name of a version in {folder}, found {name[:60]!r}. Publish "
             "a drafter again."

@@ -136,7 +136,7 @@ class Follower:
             return
         try:
             ready = Drafter(newest.number, read(newest, self.worker.draft_model))
-        except (HyperDFlashConfigError, OSError) as error:
+        except Exception as error:  # of host memory, too; the next version may be better
             self._refuse(newest.number, str(error))
         else:
             self.ready = ready

@@ -106,7 +106,15 @@ def test_what_is_no_drafter_is_not_published(tmp_path):
     assert current(folder) is None
 
 
-@pytest.mark.parametrize("text", ["000007", "../drafter", "", "\udcff"])
+@pytest.mark.parametrize("text", ["[]", '{"sha256": ["config.json"]}', '{"sha256": {}}', "{", ""])
+def test_a_torn_manifest_is_an_error(tmp_path, text):
+    publish(tmp_path, DRAFTER)
+    (tmp_path / "000001" / "version.json").write_text(text)
+    with pytest.raises(HyperDFlashConfigError, match="Publish it again"):
+        current(tmp_path).check()
+
+
+@pytest.mark.parametrize("text", ["000007", "../drafter", "", "\udcff", "1" * 5000])
 def test_a_pointer_to_nothing_is_an_error(tmp_path, text):
     publish(tmp_path, DRAFTER)
     (tmp_path / "current").write_bytes(text.encode("utf-8", "surrogateescape"))

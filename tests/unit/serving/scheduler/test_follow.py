@@ -218,13 +218,31 @@ def test_what_does_not_fit_is_refused_with_one_line(tmp_path, caplog, name):
     assert not ask(one)
 
 
-def test_a_pointer_to_nothing_is_said_once(tmp_path, caplog):
+def test_a_version_that_finds_no_memory_is_refused(tmp_path, monkeypatch, caplog):
+    """Found by reading: the thread ended, and with it the following, without a word."""
     publish(tmp_path, DRAFTER)
-    (tmp_path / "current").write_text("000009")
+    one = follower(tmp_path)
+
+    def full(*_):
+        raise RuntimeError("pinned memory is exhausted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follow, "in_own_memory", full)
+        one.look()
+    assert one.refused == {1: "pinned memory is exhausted"} and len(caplog.messages) == 1
+    publish(tmp_path, DRAFTER)
+    one.look()
+    assert one.ready.number == 2
+
+
+@pytest.mark.parametrize("pointer", ["000009", "9" * 5000])
+def test_a_pointer_to_nothing_is_said_once(tmp_path, caplog, pointer):
+    publish(tmp_path, DRAFTER)
+    (tmp_path / "current").write_text(pointer)
     one = follower(tmp_path)
     one.look()
     one.look()
-    assert len(caplog.messages) == 1 and one.ready is None
+    assert len(caplog.messages) == 1 and len(caplog.messages[0]) < 500 and one.ready is None
 
 
 @pytest.mark.parametrize("step", ["current", "load_config", "load_file"])

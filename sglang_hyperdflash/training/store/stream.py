@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from zlib import crc32
 
@@ -28,6 +28,8 @@ GONE = (HyperDFlashConfigError, OSError, ValueError)
 
 class StreamReader(StoreReader):
     """A :class:`StoreReader` that :meth:`refresh` brings up to date; samples are oldest first.
+
+    Those of one writer are in its order, whatever its clock said; the clock orders writers.
 
     Of a longer sample the last ``max_length`` tokens are read: RoPE turns queries and keys by their
     distance, so a drafter does not notice where a sample begins. A sample whose shard has been
@@ -71,20 +73,21 @@ class StreamReader(StoreReader):
     def _listing(self) -> tuple[list[Shard], list[bool], int]:
         for path in (self.folder / MANIFESTS).glob("*.jsonl"):
             self._manifests.setdefault(path, Manifest([], path)).read_on()
-        found = {
-            (shard.data, shard.start): shard
-            for manifest in self._manifests.values()
-            for shard in manifest.shards.values()
-        }
+        found: dict[tuple[str, int], tuple[int, Shard]] = {}
+        for manifest in self._manifests.values():
+            shards = [manifest.shards[start] for start in sorted(manifest.shards, reverse=True)]
+            # A clock that was ahead for a while would make what was written then newest for long.
+            times = accumulate((shard.modified for shard in shards), min)
+            found |= {(s.data, s.start): (t, s) for t, s in zip(times, shards, strict=True)}
         there, flags = shard_files(self.folder), {}
-        for shard in sorted(found.values(), key=lambda shard: (shard.modified, shard.file)):
+        for _, shard in sorted(found.values(), key=lambda each: (each[0], each[1].start)):
             if shard.file in there:
                 known = self._flags.get(shard.file)
                 known = known or held_out(self.folder, shard, self.vocabulary)
                 if known:
                     flags[shard.file] = known
         self._flags = flags
-        shards = {shard.file: shard for shard in found.values()}
+        shards = {shard.file: shard for _, shard in found.values()}
         written = sum(manifest.end for manifest in self._manifests.values())
         return [shards[file] for file in flags], list(chain(*flags.values())), written
 

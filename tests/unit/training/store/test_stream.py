@@ -10,6 +10,7 @@ import torch
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import stream as stream_module
+from sglang_hyperdflash.training.store import writer as store_writer
 from sglang_hyperdflash.training.store.stream import StreamReader
 from sglang_hyperdflash.training.store.writer import open_writer
 from tests.unit.training.store.small import IDENTITY, KIND, SAMPLES, found, residual
@@ -45,6 +46,27 @@ def test_it_follows_several_writers_oldest_first(tmp_path):
         assert found(stream) == expected(SAMPLES[1], SAMPLES[3]) and stream.written == 4
         states = stream.states([1, 0]).residual
         assert torch.equal(states[0, :7], residual(SAMPLES[3])) and not states[0, 7:].any()
+
+
+@pytest.mark.parametrize("wrong", [-(10**18), 10**18])
+def test_a_clock_that_was_wrong_does_not_change_what_is_newest(tmp_path, monkeypatch, wrong):
+    """By thirty years, in one shard of the first writer; the second wrote before the last one."""
+    off, plain = [0, wrong, 0, 0], store_writer.write_shard
+
+    def write_shard(path, tensors):
+        digest = plain(path, tensors)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + off.pop(0)))
+        return digest
+
+    monkeypatch.setattr(store_writer, "write_shard", write_shard)
+    with opened(tmp_path, "a") as a, opened(tmp_path, "b") as b:
+        put(a, *SAMPLES[:2])
+        put(b, SAMPLES[2])
+        put(a, SAMPLES[3])
+    stream = StreamReader(tmp_path, 100, 9)
+    stream.refresh(WORLD)
+    order = [SAMPLES.index(Sample(s.tokens.tolist(), s.spans)) for s in stream.samples]
+    assert order[-1] == 3 and order.index(0) < order.index(1)
 
 
 def test_a_refresh_reads_only_what_is_new(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,9 @@ def shard_ranges(samples: Sequence[Sample], identity: Identity, limit: int) -> l
 
 
 class StoreWriter:
-    """Adds shards; made by :func:`open_writer`. Threads may add at once, but not while one retains.
+    """Adds shards; made by :func:`open_writer`.
 
-    Attributes:
-        damaged: names of its shards that are missing or are not as they were written.
+    Threads may add at once, but not while one retains.
     """
 
     def __init__(
@@ -66,8 +66,15 @@ class StoreWriter:
         self.folder, self.identity, self.name, self._lines = folder, identity, name, lines
         self._own = own
         self._adding = threading.Lock()
+
+    @cached_property
+    def damaged(self) -> list[str]:
+        """Names of its shards that are missing or are not as they were written.
+
+        Every shard whose time has changed is hashed: a server's start must not wait for that.
+        """
         shards = self._own.shards.values()
-        self.damaged = [shard.file for shard in shards if not shard.intact(folder)]
+        return [shard.file for shard in shards if not shard.intact(self.folder)]
 
     def begin(self, data: Data) -> None:
         """Say which data set this writer adds a part of, before its first shard.
@@ -137,8 +144,8 @@ class StoreWriter:
         )
         with self._adding:
             self._lines.append({"shard": vars(shard)})
+            self._own.add(shard)  # readers see the line now: its place is taken even if this fails:
             self._lines.flush()  # other nodes see whole lines, one after another
-            self._own.add(shard)
 
     @property
     def position(self) -> int:

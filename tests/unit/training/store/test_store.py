@@ -194,6 +194,18 @@ def test_memory_of_a_reader_does_not_grow_with_tokens(tmp_path):
     assert peak < 100_000 * shards, f"{peak / (100_000 * shards):.2f} bytes a token"
 
 
+def test_a_writer_opens_a_store_of_other_times_without_reading_it(tmp_path, monkeypatch):
+    """Found by reading: a server hashed all that it had recorded before it started."""
+    write(tmp_path)
+    for path in (tmp_path / "shards").iterdir():
+        os.utime(path, (0, 0))
+    hashed = []
+    monkeypatch.setattr(manifest_module, "file_hash", lambda path: hashed.append(path))
+    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
+        assert writer.position == 4 and not hashed
+        assert writer.damaged == [FIRST, SECOND] and len(hashed) == 2
+
+
 def test_an_added_shard_writes_one_line_however_many_there_are(tmp_path):
     """Found as: the whole index was written again for every shard, hours of a capture."""
     with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import stream as stream_module
@@ -87,6 +88,27 @@ def test_a_refresh_reads_only_what_is_new(tmp_path, monkeypatch):
         stream.refresh(WORLD)
         assert hashed == [3] and manifest.stat().st_size > size
         assert found(stream) == expected(*SAMPLES)
+
+
+def test_a_shard_whose_line_was_not_flushed_keeps_its_place(tmp_path, monkeypatch):
+    """Found by reading: the next one took its file, while readers held its line."""
+    plain = os.fsync
+
+    def full(number: int) -> None:
+        if os.readlink(f"/proc/self/fd/{number}").endswith(".jsonl"):
+            raise OSError(122, "Disk quota exceeded")
+        plain(number)
+
+    with opened(tmp_path) as writer:
+        with monkeypatch.context() as patch, pytest.raises(WriteFailed):
+            patch.setattr(os, "fsync", full)
+            put(writer, SAMPLES[0])
+        stream = StreamReader(tmp_path, 100, 9)
+        for samples in (SAMPLES[:1], SAMPLES[:2]):
+            stream.refresh(WORLD)
+            assert found(stream) == expected(*samples)
+            assert torch.equal(stream.states([0]).residual[0], residual(SAMPLES[0]))
+            put(writer, SAMPLES[len(samples)])
 
 
 def test_a_torn_line_is_read_when_it_is_whole(tmp_path):

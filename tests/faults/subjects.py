@@ -15,22 +15,30 @@ from typing import Any
 import psutil
 
 from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.draft.published import current
+from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.trainer import saved_states
+from sglang_hyperdflash.training.trainer import read_state, saved_states
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import EVAL, Subject
 from tests.unit.commands.native_server import Answers
 from tests.unit.eval.fake_server import FakeServer, lengths
+from tests.unit.training import streams
 
 TARGET = str(EXAMPLE / "target")
 STEPS, PROMPTS = 8, 8
 BENCHMARKS, ROUNDS = ("one", "two"), 2
 SHARDS = 8
+# A version for each checkpoint, every 20 steps until 320 samples were drawn twice.
+VERSIONS, RECORDED = 4, 320
+LEARN = "--lr 5e-3 --batch 8 --anchors 8 --every 20 --passes 2 --threads 1 --device cpu"
+DRAFTER_FILES = ("config.json", "model.safetensors")
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
     *("-m", "sglang_hyperdflash.cli"),
 )
+UNTIL_IT_WAITS = (sys.executable, "-m", "tests.faults.until_it_waits")
 SCHEDULE = """
 target = "{target}"
 draft = "{folder}/draft"
@@ -97,7 +105,7 @@ def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subjec
         lines = [json.loads(line) for line in log(folder).read_text().splitlines()]
         times = {"minutes", "tokens_s", "data_wait"}
         kept = [{k: v for k, v in line.items() if k not in times} for line in lines]
-        files = ("README.md", "config.json", "model.safetensors")
+        files = ("README.md", *DRAFTER_FILES)
         return [*kept, *((folder / "drafter" / name).read_bytes() for name in files)]
 
     def kill_one(process: subprocess.Popen) -> None:
@@ -115,6 +123,59 @@ def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subjec
         data=lambda folder: saved_states(folder / "work" / "stage-1")[-1],
         start=start,
         **many,
+    )
+
+
+def learning(shared: Path) -> Subject:
+    """``learn`` on a store that does not change, until it has drawn that often enough.
+
+    A unit is a version: a kill comes while it is published. Training, the candidates' taus and what
+    is published in the end are compared. What a checkpoint that is repeated was compared with is
+    not: that is its own version by then, and it publishes nothing.
+    """
+    store = shared / "store"
+    if not store.is_dir():
+        target = LocalTarget(TARGET)
+        with streams.writer(store, target) as opened:
+            streams.add(opened, streams.recorded(target, RECORDED))
+
+    def arguments(folder: Path) -> list[str]:
+        places = {"target": TARGET, "draft": shared / "draft", "store": store}
+        places |= {"publish": folder / "published", "work": folder / "work"}
+        options = [part for name, place in places.items() for part in (f"--{name}", str(place))]
+        return ["learn", *options, *LEARN.split()]
+
+    def log(folder: Path) -> Path:
+        return folder / "work" / "training_log.jsonl"
+
+    def newest(folder: Path) -> int:
+        """Of the versions, also of one that is being written."""
+        names = [path.name for path in folder.glob("published/0*")]
+        return max(map(int, names), default=0)
+
+    def result(folder: Path) -> list[Any]:
+        lines = [json.loads(line) for line in log(folder).read_text().splitlines()]
+        names = ("step", "loss", "ce", "gradient_norm", "position_accuracy", "samples", "tau")
+        version = current(folder / "published")
+        version.check()
+        state = read_state(saved_states(folder / "work")[-1])
+        weights = [
+            state[kind][name].numpy().tobytes()
+            for kind in ("drafter", "average")
+            for name in sorted(state[kind])
+        ]
+        published = [(version.path / name).read_bytes() for name in DRAFTER_FILES]
+        return [*({name: line[name] for name in names} for line in lines), weights, published]
+
+    return Subject(
+        name="learn",
+        arguments=arguments,
+        units=VERSIONS,
+        done=newest,
+        result=result,
+        lines=log,
+        data=lambda folder: saved_states(folder / "work")[-1],
+        launcher=UNTIL_IT_WAITS,
     )
 
 

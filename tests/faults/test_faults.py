@@ -19,6 +19,7 @@ from tests.warm_start import client
 SHORT = ("kill -9 at 50%", "disk full", "second run")
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "train": subjects.training,
+    "learn": subjects.learning,
     "train-of-two": lambda shared: subjects.training(shared, processes=2),
     "regenerate": subjects.regenerating,
     "eval-run": subjects.comparing,
@@ -28,7 +29,7 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
 # Forked from a process that has done the imports: what every run of the tests can afford.
 WARM = {"train-warm": lambda shared: subjects.training(shared, start=client.start)}
 # One process has no helper; a comparison writes no file of lines.
-CANNOT = {("train", "helper dies"), ("eval-run", "torn last line")}
+CANNOT = {(name, "helper dies") for name in ("train", "learn")} | {("eval-run", "torn last line")}
 
 
 def cells() -> Iterator[Any]:

@@ -217,13 +217,13 @@ class Learner(Trainer):
 
 def served_drafter(published: Path, draft: Path, say: Callable[[str], None]) -> tuple[int, Drafter]:
     """The last published drafter and its number; ``draft`` as 0 where no server would take it."""
-    version = current(published)
-    if version is not None:
-        try:
+    try:
+        version = current(published)
+        if version is not None:
             version.check()
             return version.number, Drafter.load(version.path)
-        except HyperDFlashConfigError as error:
-            say(str(error))
+    except HyperDFlashConfigError as error:
+        say(str(error))
     return 0, Drafter.load(draft)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.published import current, publish
+from sglang_hyperdflash.tools.atomic import WriteFailed
+from sglang_hyperdflash.training import learner as learner_module
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.judge import Chosen
 from sglang_hyperdflash.training.learner import Draws, Policy
@@ -93,13 +96,50 @@ def test_a_learner_of_a_lost_working_folder_is_compared_with_what_is_published(
     assert learner.records[0]["version"] == 1 and not learner.records[0]["better"]
 
 
-def test_a_damaged_version_is_no_standard(target, store, learned, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("000001/model.safetensors", "is damaged"), ("current", "expected the name of a version")],
+)
+def test_a_damaged_version_is_no_standard(target, store, learned, tmp_path, file, said):
+    """Nor does it end the learner, who alone can publish a whole one."""
     publish(tmp_path / "published", current(learned[1] / "published").path)
-    weights = current(tmp_path / "published").path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    damaged = tmp_path / "published" / file
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     learner = new_learner(target, store, tmp_path, lr=1e-9, every=1)
     run(learner, 1)
-    assert learner.records[0]["version"] == 0 and "is damaged" in learner.lines[0]
+    assert learner.records[0]["version"] == 0 and said in learner.lines[0]
+
+
+def test_a_full_disk_at_publishing_costs_one_interval(
+    target, store, learned, tmp_path, monkeypatch
+):
+    """The version before stays; the next run repeats the steps since the last checkpoint."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*given):
+        if current(tmp_path / "published") is None:
+            return publish(*given)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        try:
+            return publish(*given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner_module, "publish", full)
+        with pytest.raises(WriteFailed, match=r"^cannot write .*/published/000002/config.json: "):
+            run(new_learner(target, store, tmp_path, every=40, lr=5e-3), 80)
+    assert current(tmp_path / "published").number == 1
+    current(tmp_path / "published").check()
+    again = new_learner(target, store, tmp_path, every=40, lr=5e-3)
+    assert again.state["step"] == 40
+    run(again, 80)
+    assert [record["published"] for record in again.records] == [1, 3]
+    weights = [
+        (current(learner.published).path / "model.safetensors").read_bytes()
+        for learner in (learned[0], again)
+    ]
+    assert weights[0] == weights[1]
 
 
 def test_a_cut_run_ends_with_the_same_weights_and_history(target, store, tmp_path):

@@ -55,13 +55,32 @@ def with_dependency(raw: dict[str, Any], rank: int, *, causal: bool = False) -> 
     return raw | fields | {"hyperdflash_config": own}
 
 
-def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
-    """A copy of a checkpoint, in the new ``folder``, whose blocks see ``window`` context tokens."""
+def with_config(drafter: Path, folder: Path, **fields: Any) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, with other fields; dictionaries are merged."""
     raw = json.loads((drafter / "config.json").read_text())
-    raw["hyperdflash_config"]["window"] = window
+    for name, value in fields.items():
+        raw[name] = raw[name] | value if isinstance(value, dict) else value
     shutil.copytree(drafter, folder, ignore=shutil.ignore_patterns(".hyperdflash*"))
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
     return folder
+
+
+def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, whose blocks see ``window`` context tokens."""
+    return with_config(drafter, folder, hyperdflash_config={"window": window})
+
+
+def for_another_target(drafter: Path, folder: Path) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, of a target with another collapse."""
+    own = json.loads((drafter / "config.json").read_text())["hyperdflash_config"]
+    target = own["target"] | {"hc_head_fingerprint": "0" * 16}
+    return with_config(drafter, folder, hyperdflash_config={"target": target})
+
+
+def of_another_block(drafter: Path, folder: Path, size: int) -> Path:
+    """A copy of a checkpoint, in the new ``folder``, of another block size."""
+    inner = {"block_size": size}
+    return with_config(drafter, folder, block_size=size, dflash_config=inner)
 
 
 def rescale_folder(folder: Path) -> None:

@@ -19,7 +19,13 @@ from sglang_hyperdflash.serving.width.settings import WIDTH
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy_all, ids, install_plugin
-from tests.engine.drafters import poisoned, with_idle_head, with_window
+from tests.engine.drafters import (
+    for_another_target,
+    of_another_block,
+    poisoned,
+    with_idle_head,
+    with_window,
+)
 from tests.engine.test_exact import sampled, tokens_of
 from tests.engine.test_metrics import samples
 from tests.engine.test_width import RANDOM
@@ -148,8 +154,15 @@ def test_a_better_drafter_stays_and_a_poisoned_one_is_left(
         traffic()
         # The drafter from before drafts, and drafts well, from its own K/V and the poisoned one's.
         assert drafted(1) > before + len(own_prompts) * NEW_TOKENS / 8
+        # What does not fit is not even tried.
+        for number, other in (
+            (3, for_another_target(drafter_dir, tmp_path / "target")),
+            (4, of_another_block(drafter_dir, tmp_path / "block", 5)),
+        ):
+            assert publish(folder, other) == number
+            until(lambda: time.sleep(0.2), lambda n=number: f"version {n} is not taken" in log())
         publish(folder, drafter_dir)
-        until(traffic, lambda: drafted(3) > 3 * SAMPLE)
-        assert log().count("is not taken") == 1
+        until(traffic, lambda: drafted(5) > 3 * SAMPLE)
+        assert log().count("is not taken") == 3 and drafted(3) == drafted(4) == 0
     finally:
         servers.stop("follow-guard")

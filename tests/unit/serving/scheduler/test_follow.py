@@ -183,8 +183,10 @@ def test_equal_drafters_are_hardly_ever_told_apart():
         assert sum(worse(Sample(a, ROUNDS), Sample(b, ROUNDS)) for a, b in pairs) <= 4
 
 
+TARGET = json.loads((DRAFTER / "config.json").read_text())["hyperdflash_config"]["target"]
 OTHERS = {
-    "another target": {"own": {"gate": "approximate"}},
+    "another target": {"own": {"target": TARGET | {"hc_head_fingerprint": "0" * 16}}},
+    "another gate": {"own": {"gate": "approximate"}},
     "another window": {"own": {"window": 64}},
     "another head": {"own": {"dependency": {"rank": 64, "top_k": 64}}},
     "another block": {"block_size": 5},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
+import requests
 
 from sglang_hyperdflash.serving.record.settings import RECORD
 from sglang_hyperdflash.serving.scheduler.metrics import RECORDED, RECORDED_BYTES, SHED
@@ -54,6 +57,23 @@ def start(servers, target_dir, drafter_dir, environment) -> Callable[[], Server]
 
 def total(server: Server, family: str) -> float:
     return sum(samples(server, family).values())
+
+
+def scheduler_of(server: Server) -> int:
+    """The process id of its scheduler."""
+    (found,) = (
+        child.pid
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "scheduler" in " ".join([child.name(), *child.cmdline()])
+    )
+    return found
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 def wait_until_recorded(server: Server, count: int) -> None:
@@ -118,6 +138,39 @@ def test_a_sample_is_what_a_capture_of_the_request_would_be(
     assert max(assert_samples(target_dir, source, asked)) == 30  # the others' template is cached
     size = sum(path.stat().st_size for path in (folder / "shards").iterdir())
     assert 0.9 * size < total(server, RECORDED_BYTES) <= size
+
+
+@pytest.mark.faults
+def test_a_full_disk_sheds_requests_while_their_answers_go_on(
+    start, own_prompts, own_reference, folder
+):
+    """From half way on, no file of the scheduler's can grow to the size of a shard."""
+    server = start()
+    scheduler = scheduler_of(server)
+    requests.post(f"{server.url}/flush_cache", params={"timeout": 30}, timeout=60)
+
+    def shed() -> float:
+        return {dict(k)["reason"]: n for k, n in samples(server, SHED).items()}.get("disk", 0.0)
+
+    def serve(first: int) -> None:
+        chosen = slice(first, first + 4)
+        assert ids(greedy_all(server, own_prompts[chosen], 4)) == own_reference[chosen]
+
+    stored, most = total(server, RECORDED), server.log.stat().st_size + (64 << 10)
+    before = resource.prlimit(scheduler, resource.RLIMIT_FSIZE)
+    resource.prlimit(scheduler, resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        serve(0)
+        wait_until(lambda: shed() == 4)
+        assert total(server, RECORDED) == stored
+    finally:
+        resource.prlimit(scheduler, resource.RLIMIT_FSIZE, before)
+    serve(4)
+    wait_until(lambda: total(server, RECORDED) == stored + 4)
+    found = [sample.tokens.tolist() for sample in StoreReader(folder).samples]
+    for prompt, answer in zip(own_prompts[4:8], own_reference[4:8], strict=True):
+        assert any((prompt + answer)[-len(tokens) :] == tokens for tokens in found)
+    assert server.log.read_text(errors="replace").count("requests were not recorded") == 1
 
 
 def test_a_killed_server_leaves_a_store_that_the_next_one_continues(

@@ -34,7 +34,7 @@ slow-test: setup
 
 # Every long command, killed, interrupted, starved of disk, run twice, damaged; prints the table.
 fault-test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m faults tests/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m faults tests/faults tests/engine
 
 # Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
 soak: setup

@@ -21,6 +21,7 @@ import torch
 
 from sglang_hyperdflash.tools.atomic import replacing
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.store.manifest import REPEAT
 
 FP8, SCALE = torch.float8_e4m3fn, "_scale"
 CODES = {
@@ -88,19 +89,28 @@ class OpenShard:
 
     Attributes:
         tokens: ``[T]`` int32.
+
+    Raises:
+        HyperDFlashConfigError: its header is damaged. OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("rb", buffering=0)
         size = int.from_bytes(self._file.read(8), "little")
-        self._entries = json.loads(self._file.read(size))
-        self._base = 8 + size
-        begin, end = (self._base + at for at in self._entries["tokens"]["data_offsets"])
-        # Tokens come first, so little is mapped. Private: torch wants memory that it may write to.
-        mapped = mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_COPY)
-        count = (end - begin) // 4
-        self.tokens = torch.frombuffer(mapped, dtype=torch.int32, offset=begin, count=count)
+        size = min(size, path.stat().st_size)  # as much as is read is also reserved
+        try:
+            self._entries = json.loads(self._file.read(size))
+            self._base = 8 + size
+            begin, end = (self._base + at for at in self._entries["tokens"]["data_offsets"])
+            # Tokens come first, so little is mapped. Private: torch wants memory that it may write.
+            mapped = mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_COPY)
+            count = (end - begin) // 4
+            self.tokens = torch.frombuffer(mapped, dtype=torch.int32, offset=begin, count=count)
+        except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+            raise HyperDFlashConfigError(
+                f"shard {path} is corrupt: {error!r}. Remove it. {REPEAT}"
+            ) from error
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out [n, width]`` with rows from ``start`` on; other threads run meanwhile.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -148,6 +149,27 @@ def test_a_sample_that_is_dropped_or_damaged_has_no_answers_and_zeros(tmp_path):
     other.prefetch([1])  # fails in another thread
     other.states([1])
     assert other.samples[1].spans == () and not other.samples[1].tokens.any()
+
+
+def test_no_flipped_byte_of_a_shard_s_start_is_an_error(tmp_path):
+    """Found by reading: the learner looks at tokens before it has verified a checksum."""
+    with opened(tmp_path) as writer:
+        writer.add(0, SAMPLES[:2], [(residual(sample),) for sample in SAMPLES[:2]])
+        put(writer, SAMPLES[2])
+    (shard, _), lost = sorted((tmp_path / "shards").iterdir()), 0
+    whole = shard.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for at, bit in product(range(header + 4 * 14), (1, 4, 16, 128)):
+        damaged = bytearray(whole)
+        damaged[at] ^= bit
+        shard.write_bytes(damaged)
+        stream = StreamReader(tmp_path, 100, 9)
+        stream.refresh(WORLD)
+        stream.states(list(range(len(stream.samples))))
+        assert found(stream)[-1] == expected(SAMPLES[2])[0]
+        assert all(spans == () for _, spans in found(stream)[:-1])
+        lost += len(stream.samples) == 1
+    assert 0 < lost < at
 
 
 def test_a_sample_that_is_not_finite_teaches_nothing(tmp_path):

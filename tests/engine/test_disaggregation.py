@@ -7,31 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import count, zip_longest
+from pathlib import Path
 
 import pytest
+import requests
 
-from sglang_hyperdflash.tools.acceptance import counters
+from sglang_hyperdflash.draft.published import publish
+from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.tools.acceptance import accept_length_of, counters
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
-from tests.engine.drafters import assert_lengths_vary
+from tests.engine.drafters import assert_lengths_vary, poisoned
 from tests.engine.test_exact import sampled, tokens_of
+from tests.engine.test_following import until
 
 pytestmark = pytest.mark.disaggregation
 # SGLang copies the page list to pinned memory behind a CUDA event, unless the sender asks not to.
+# The trial of a published drafter is short.
 PLUGIN = """
 def load():
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+    from sglang_hyperdflash.serving.scheduler import guard
 
     MooncakeKVSender.supports_host_tensor_indices = False
+    guard.ROUNDS = 80
 """
 
 
 class Pair:
-    """A prefill and a decode server, asked as SGLang's router asks them."""
+    """A prefill and a decode server, asked as SGLang's router asks them; both follow a folder."""
 
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
+    def __init__(self, prefill: Server, decode: Server, bootstrap: int, folder: Path) -> None:
         self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
+        self.folder = folder
         self.rooms = count(1)
 
     def ask(self, _, prompt: list[int], **sampling) -> dict:
@@ -60,6 +69,7 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
 
     folder = tmp_path_factory.mktemp("pd")
     environment = {**install_plugin(folder, "cpu_pd", PLUGIN), "MOONCAKE_PROTOCOL": "tcp"}
+    environment[FOLLOW] = str(folder / "published")
     bootstrap = free_port()
     common = (*FP32, *hyperdflash_arguments(drafter_dir))
     common += ("--disaggregation-transfer-backend", "mooncake")
@@ -85,7 +95,7 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
         )
         for mode, options in modes.items()
     ]
-    yield Pair(*started, bootstrap)
+    yield Pair(*started, bootstrap, folder / "published")
     for mode in modes:
         servers.stop(f"pd-{mode}")
 
@@ -112,3 +122,40 @@ def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts
     assert_lengths_vary([counters(one["meta_info"])[2] for one in expected])
     for one, other in zip(found, expected, strict=True):
         assert counters(one["meta_info"])[2] == counters(other["meta_info"])[2] != []
+
+
+def test_both_nodes_follow_what_is_published(
+    pair, hyper_server, drafter_dir, own_prompts, own_reference, tmp_path
+):
+    """The decode node leaves a poisoned version; the prefill node writes its K/V till the next."""
+
+    def rounds(concurrency: int = 1) -> list[list[int]]:
+        """Of each answer, rounds by the number of drafts accepted."""
+        found = greedy_all(pair.decode, own_prompts, concurrency, pair.ask)
+        assert ids(found) == own_reference
+        return [counters(one["meta_info"])[2] for one in found]
+
+    def said(server: Server, text: str) -> bool:
+        return text in server.log.read_text(errors="replace")
+
+    def with_own_kv() -> list[list[int]]:
+        asked = {"params": {"timeout": 30}, "timeout": 60}
+        requests.post(f"{pair.prefill.url}/flush_cache", **asked).raise_for_status()
+        return rounds()
+
+    def tau(histograms: list[list[int]]) -> float:
+        return accept_length_of(list(map(sum, zip_longest(*histograms, fillvalue=0))))
+
+    answers = greedy_all(hyper_server, own_prompts, 1)
+    expected = [counters(one["meta_info"])[2] for one in answers]
+    publish(pair.folder, poisoned(drafter_dir, tmp_path / "bad"))
+    until(lambda: rounds(4), lambda: said(pair.decode, "version 1 is not taken: its first drafts"))
+    assert said(pair.prefill, "drafting with version 1")
+    mixed = with_own_kv()
+    publish(pair.folder, drafter_dir)
+    nodes = (pair.prefill, pair.decode)
+    until(lambda: rounds(4), lambda: all(said(node, "drafting with version 2") for node in nodes))
+    assert not said(pair.prefill, "is not taken")
+    print(f"tau {tau(mixed):.3f} with the poisoned version's K/V, {tau(expected):.3f} with its own")
+    assert tau(mixed) < tau(expected)
+    assert with_own_kv() == expected

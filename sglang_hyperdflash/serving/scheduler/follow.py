@@ -3,7 +3,9 @@
 On every rank a thread reads the newest version into host memory. Rank 0 then adds a request to
 those that its scheduler receives: SGLang's broadcast brings it to all ranks at the same iteration,
 where the weights are replaced between two rounds. Nothing is flushed; a request waits for one copy
-at most. A version is on trial at first (:mod:`.guard`); only then may another one follow.
+at most. A version is on trial at first (:mod:`.guard`); only then may another one follow. A prefill
+node of a disaggregated server drafts nothing: it writes K/V with every version as it comes, also
+with one that its decode nodes have left.
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ class Follower:
         folder: of ``draft.published``. worker: the ``HyperDFlashWorker``.
         leads: whether this is rank 0, which asks and logs.
         gather: what every rank says, as a list; None without other ranks.
+        drafts: whether this node does; else no version has a trial.
 
     Attributes:
         serving: the drafter in use; before: the one to return to if ``serving`` is worse.
@@ -103,9 +106,10 @@ class Follower:
         worker: Any,
         leads: bool = True,
         gather: Callable[[str], list[str]] | None = None,
+        drafts: Callable[[], bool] = lambda: True,
     ) -> None:
         self.folder, self.worker, self.leads = folder, worker, leads
-        self._gather = gather or (lambda said: [said])
+        self._gather, self._drafts = gather or (lambda said: [said]), drafts
         self.serving = Drafter(0, worker.draft_model.first)
         self.before: Drafter | None = None
         self.ready: Drafter | None = None
@@ -151,7 +155,8 @@ class Follower:
         if self._returns:
             return ServeVersion(self.before.number, returns=True)
         ready, now = self.ready, time.monotonic()
-        if ready is None or self.serving.guard.recent is None or now < self._next:
+        on_trial = self.serving.guard.recent is None and self._drafts()
+        if ready is None or on_trial or now < self._next:
             return None
         self._next = now + PAUSE
         return ServeVersion(ready.number)
@@ -202,8 +207,8 @@ class Follower:
         if on_trial and guard.recent is not None:
             self.worker.width_control.trial = False
             # With attention data parallelism ranks have counted other requests: rank 0 decides.
-            before = self.before if self.leads else None
-            self._returns = before is not None and worse(guard.recent, before.guard.recent)
+            before = self.before.guard.recent if self.leads and self.before else None
+            self._returns = before is not None and worse(guard.recent, before)
 
 
 # None in a process that follows no folder.
@@ -231,13 +236,17 @@ def start_following(_, self) -> None:
     folder = os.environ.get(FOLLOW)
     if not (folder and is_ours(self.spec_algorithm)):
         return
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_parallel
     from sglang.utils import TypeBasedDispatcher
 
     group = get_parallel().tp_group
     gather = group.all_gather_object if group.world_size > 1 else None
     leads = get_parallel().tp_rank == 0
-    _follower = Follower(Path(folder), self.model_worker, leads, gather)
+
+    def drafts() -> bool:  # a node may change its role
+        return get_disagg().disaggregation_mode != "prefill"
+
+    _follower = Follower(Path(folder), self.model_worker, leads, gather, drafts)
     self._request_dispatcher += TypeBasedDispatcher([(ServeVersion, _follower.serve)])
     threading.Thread(target=_follower.watch, name="hyperdflash-follow", daemon=True).start()
 

@@ -250,8 +250,6 @@ def _check_follow(server_args, folder: Path, widths: tuple[int, ...]) -> None:
         wrong = "nothing is drafted with HYPERDFLASH_WIDTH=1"
     elif server_args.speculative_draft_load_format == "dummy":
         wrong = "a dummy drafter has no weights to return to"
-    elif server_args.disaggregation_mode not in (None, "null"):
-        wrong = "prefill and decode nodes would draft with different versions"
     elif server_args.enable_dp_attention_local_control_broadcast:
         wrong = "requests of rank 0 do not reach all ranks with a local control broadcast"
     elif server_args.speculative_draft_model_quantization not in (None, "unquant"):

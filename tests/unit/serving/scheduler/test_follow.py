@@ -142,6 +142,24 @@ def test_a_version_before_the_last_is_not_returned_to(tmp_path):
     assert ask(one) and one.serving.number == 2
 
 
+def test_a_prefill_node_takes_every_version_at_once(tmp_path):
+    """It drafts nothing; when its role changes, it returns to none that had no trial."""
+    roles = ["prefill"]
+    one = follower(tmp_path, drafts=lambda: roles == ["decode"])
+    for number in (1, 2):
+        publish(tmp_path, variant(tmp_path / f"drafter {number}", float(number)))
+        one.look()
+        one._next = 0.0
+        assert ask(one) and one.serving.number == number
+    roles[:] = ["decode"]
+    publish(tmp_path, variant(tmp_path / "drafter 3", 3.0))
+    one.look()
+    one._next = 0.0
+    assert not ask(one)
+    draft(one, TRIAL // 4, 0.0)
+    assert ask(one) and one.serving.number == 3 and not one.refused
+
+
 def test_rounds_that_draft_nothing_say_nothing():
     one = Guard()
     for _ in range(TRIAL):

@@ -86,7 +86,6 @@ def test_a_bad_draft_temperature_is_refused_before_the_target_loads(arguments, m
         ("HYPERDFLASH_WIDTH", "1", "nothing is drafted"),
         ("HYPERDFLASH_FOLLOW", __file__, "found the file"),
         ("speculative_draft_load_format", "dummy", "no weights to return to"),
-        ("disaggregation_mode", "decode", "different versions"),
         ("enable_dp_attention_local_control_broadcast", True, "local control broadcast"),
         ("speculative_draft_model_quantization", "fp8", "takes no new weights"),
     ],

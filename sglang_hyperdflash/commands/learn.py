@@ -20,6 +20,7 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
+from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
@@ -74,7 +75,8 @@ def learn(
         held: takes the claim of the store.
     """
     files = TargetFiles(args.target)
-    _, drafter = served_drafter(args.publish, args.draft, tqdm.write)
+    _, folder = world.from_main(lambda: served_drafter(args.publish, args.draft, tqdm.write))
+    drafter = Drafter.load(folder)
     check_target(drafter.config, files)
     target = BorrowedTarget(files)
     wait_for_store(args.store, world)

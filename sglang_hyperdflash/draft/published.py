@@ -1,10 +1,13 @@
 """Published drafters: a folder of numbered versions, and one pointer to the newest.
 
     FOLDER/000001/   an ordinary drafter folder, and version.json with the SHA-256 of its files
+    FOLDER/000001/refused   why a server has left it, where one has
     FOLDER/current   its name; replaced atomically, after all files of the version are on disk
 
-A version is never changed once ``current`` names it. What was written only in part is never named,
-so no reader sees it. The newest few stay; a reader keeps what it has read in its memory.
+The files of a version never change once ``current`` names it. What was written only in part is
+never named, so no reader sees it. The newest few stay; a reader keeps what it has read in its
+memory. Where a server has left a version, the one before is current: for learners, other servers,
+and that server when it starts again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from sglang_hyperdflash.tools.atomic import replacing, write_failed, write_json,
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-POINTER, MANIFEST = "current", "version.json"
+POINTER, MANIFEST, REFUSED = "current", "version.json", "refused"
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 DIGITS = 6
 # Whole versions in the folder, the newest.
@@ -40,11 +43,12 @@ class Version:
 
         Raises:
             HyperDFlashConfigError: a file is missing or has changed since it was published.
+            OSError: it cannot be read now.
         """
         try:
             expected = json.loads((self.path / MANIFEST).read_bytes())["sha256"]
             wrong = [name for name in expected if file_hash(self.path / name) != expected[name]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise HyperDFlashConfigError(
                 f"published drafter {self.path} cannot be read: {error!r}. Publish it again."
             ) from error
@@ -59,6 +63,10 @@ def _name(number: int) -> str:
     return f"{number:0{DIGITS}d}"
 
 
+def _is_whole(folder: Path, number: int) -> bool:
+    return (folder / _name(number) / MANIFEST).is_file()
+
+
 def _remove_old(folder: Path, taken: Collection[int], source: Path) -> None:
     """Remove versions that are not whole, and old ones, before another one takes their room.
 
@@ -69,7 +77,7 @@ def _remove_old(folder: Path, taken: Collection[int], source: Path) -> None:
     named = None
     with suppress(HyperDFlashConfigError):
         named = current(folder)
-    whole = [n for n in sorted(taken) if (folder / _name(n) / MANIFEST).is_file()]
+    whole = [n for n in sorted(taken) if _is_whole(folder, n)]
     kept = {*whole[1 - KEPT :], named and named.number, max(taken, default=0)}
     for number in {*taken} - kept:
         path = folder / _name(number)
@@ -114,7 +122,7 @@ def publish(folder: Path, drafter: Path) -> int:
 
 
 def current(folder: Path) -> Version | None:
-    """The newest version; None before the first one is published.
+    """The newest version that no server has left; None where there is none.
 
     Raises:
         HyperDFlashConfigError: the pointer cannot be read, or names no version.
@@ -133,4 +141,18 @@ def current(folder: Path) -> Version | None:
             f"{pointer}: expected the name of a version in {folder}, found {name[:60]!r}. Publish "
             "a drafter again."
         )
-    return Version(int(name), folder / name)
+    numbers = (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    older = sorted((n for n in numbers if n < int(name) and _is_whole(folder, n)), reverse=True)
+    for number in (int(name), *older):
+        if not (folder / _name(number) / REFUSED).is_file():
+            return Version(number, folder / _name(number))
+    return None
+
+
+def refuse(folder: Path, number: int, reason: str) -> None:
+    """Say that a version is not to be used, because a server has left it.
+
+    Raises:
+        WriteFailed: the folder cannot be written.
+    """
+    write_text(folder / _name(number) / REFUSED, reason + "\n")

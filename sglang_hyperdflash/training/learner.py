@@ -14,6 +14,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
+from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
@@ -178,8 +179,10 @@ class Learner(Trainer):
 
     def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         record = super()._record(reports) | {"samples": self.train.written}
-        number, drafter = served_drafter(self.published, self.draft, self.say)
-        served = Replay(drafter.to(self.device), self.target, self.recipe.bf16)
+        number, folder = self.world.from_main(
+            lambda: served_drafter(self.published, self.draft, self.say)
+        )
+        served = Replay(Drafter.load(folder).to(self.device), self.target, self.recipe.bf16)
         candidate = Replay(self.average.module, self.target, self.recipe.bf16)
         newest, older = (
             compare(candidate, served, self.train, chosen, self.world) for chosen in self._judges()
@@ -215,16 +218,17 @@ class Learner(Trainer):
         self.say(verdict(record))
 
 
-def served_drafter(published: Path, draft: Path, say: Callable[[str], None]) -> tuple[int, Drafter]:
-    """The last published drafter and its number; ``draft`` as 0 where no server would take it."""
+def served_drafter(published: Path, draft: Path, say: Callable[[str], None]) -> tuple[int, Path]:
+    """The current version's number and folder; ``draft`` as 0 where no server would take one."""
     try:
         version = current(published)
         if version is not None:
             version.check()
-            return version.number, Drafter.load(version.path)
-    except HyperDFlashConfigError as error:
+            load_config(version.path)
+            return version.number, version.path
+    except (HyperDFlashConfigError, OSError) as error:
         say(str(error))
-    return 0, Drafter.load(draft)
+    return 0, draft
 
 
 def verdict(record: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ def load():
     from sglang_hyperdflash.serving.scheduler import guard
 
     MooncakeKVSender.supports_host_tensor_indices = False
-    guard.ROUNDS = 80
+    guard.REQUESTS = 12
 """
 
 

@@ -13,7 +13,6 @@ import requests
 from sglang_hyperdflash.draft.published import publish
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
-from sglang_hyperdflash.serving.scheduler.guard import ROUNDS as SAMPLE
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, VERSION
 from sglang_hyperdflash.serving.width.settings import WIDTH
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
@@ -35,9 +34,19 @@ ANY_VERSION = """
 def load():
     from sglang_hyperdflash.serving.scheduler import guard
 
-    guard.ROUNDS, guard.DEVIATIONS = 40, 1e9
+    guard.REQUESTS, guard.DEVIATIONS = 8, 1e9
+"""
+# A short trial.
+SHORT = 24
+SHORT_TRIAL = f"""
+def load():
+    from sglang_hyperdflash.serving.scheduler import guard
+
+    guard.REQUESTS = {SHORT}
 """
 SWAPS = 4
+# Rounds of more requests than a trial has.
+PLENTY = 1500
 
 
 def start(servers, name: str, target_dir, draft, folder: Path, *arguments, **environment) -> Server:
@@ -116,7 +125,8 @@ def test_a_better_drafter_stays_and_a_poisoned_one_is_left(
 ):
     """From an untrained drafter, at widths that follow the load, as a learner begins."""
     bad, folder = poisoned(drafter_dir, tmp_path / "bad"), tmp_path / "published"
-    server = start(servers, "follow-guard", target_dir, bad, folder, **{WIDTH: "adaptive"})
+    environment = install_plugin(tmp_path, "short_trial", SHORT_TRIAL) | {WIDTH: "adaptive"}
+    server = start(servers, "follow-guard", target_dir, bad, folder, **environment)
 
     def traffic() -> None:
         assert ids(greedy_all(server, own_prompts, 4)) == own_reference
@@ -135,7 +145,7 @@ def test_a_better_drafter_stays_and_a_poisoned_one_is_left(
 
     try:
         publish(folder, drafter_dir)
-        until(traffic, lambda: drafted(1) > 3 * SAMPLE)
+        until(traffic, lambda: drafted(1) > PLENTY)
         assert "is not taken" not in log()
         assert rate(0) < 0.1 and rate(1) > 0.4
         # These prompts are cached with K/V of the untrained drafter; without them it drafts better.
@@ -149,7 +159,8 @@ def test_a_better_drafter_stays_and_a_poisoned_one_is_left(
         assert without > with_old
         publish(folder, bad)
         until(traffic, lambda: "version 2 is not taken" in log())
-        assert 2 * SAMPLE <= drafted(2) <= 2 * SAMPLE + 16
+        # Its trial, and the requests that ran before it or when it ended.
+        assert SHORT <= drafted(2) <= (SHORT + 12) * NEW_TOKENS
         before = drafted(1)
         traffic()
         # The drafter from before drafts, and drafts well, from its own K/V and the poisoned one's.
@@ -162,7 +173,7 @@ def test_a_better_drafter_stays_and_a_poisoned_one_is_left(
             assert publish(folder, other) == number
             until(lambda: time.sleep(0.2), lambda n=number: f"version {n} is not taken" in log())
         publish(folder, drafter_dir)
-        until(traffic, lambda: drafted(5) > 3 * SAMPLE)
+        until(traffic, lambda: drafted(5) > PLENTY)
         assert log().count("is not taken") == 3 and drafted(3) == drafted(4) == 0
     finally:
         servers.stop("follow-guard")

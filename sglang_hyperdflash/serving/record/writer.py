@@ -25,14 +25,14 @@ from sglang_hyperdflash.serving.record.settings import (
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import InUse
 from sglang_hyperdflash.training.samples import Sample
-from sglang_hyperdflash.training.store.manifest import Identity
+from sglang_hyperdflash.training.store.manifest import MANIFESTS, Identity
 from sglang_hyperdflash.training.store.writer import StoreWriter, bytes_of, open_writer
 
 logger = logging.getLogger(__name__)
 
 KIND = "hyperdflash recording"
 # A shard is written when it is so large, or its first request waits so long.
-SHARD_BYTES, SHARD_SECONDS = 256 << 20, 10.0
+SHARD_BYTES, SHARD_SECONDS = 64 << 20, 10.0
 # Rows of requests that run, and of those that wait for the disk.
 HOST_BYTES = 4 << 30
 # Share of the budget for a sample of all older requests.
@@ -49,6 +49,8 @@ def open_store(setting: RecordSetting, identity: Identity, held: ExitStack) -> S
         WriteFailed: it cannot be written.
     """
     setting.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if setting.folder.stat().st_mode & 0o077:
+        logger.warning(f"{RECORD}: {setting.folder} holds what users write, and is not mode 0700.")
     for number in itertools.count():
         with suppress(InUse):
             opened = open_writer(setting.folder, identity, f"server-{number}", KIND, {})
@@ -81,6 +83,8 @@ class Writer(threading.Thread):
     def run(self) -> None:
         """The thread; an error of ours ends the recording, never the server."""
         try:
+            if self.recorder.ring.on_device:  # else its events make a context on the first GPU
+                self.recorder.streams.set_device(self.recorder.ring.device.device)
             while (item := self._next()) is not None:
                 if item:
                     self.take(*item)
@@ -143,6 +147,9 @@ class Writer(threading.Thread):
             return
         (samples, residuals), size = zip(*self._waiting, strict=True), self._size
         self._waiting, self._size = [], 0
+        if not (self.store.folder / MANIFESTS).is_dir():
+            self.recorder.stop(f"{self.store.folder} has been removed")
+            return
         try:
             self.store.retain(self.budget - size, RESERVOIR)
             self.store.add(self.store.position, samples, [(rows,) for rows in residuals])

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.draft.published import WEIGHTS, Version, current
+from sglang_hyperdflash.draft.published import WEIGHTS, Version, current, refuse
 from sglang_hyperdflash.seams import after
 from sglang_hyperdflash.serving.drafting.replace import in_own_memory
 from sglang_hyperdflash.serving.scheduler.guard import Guard, worse
@@ -66,6 +66,7 @@ def read(version: Version, model: Any) -> dict[str, torch.Tensor]:
 
     Raises:
         HyperDFlashConfigError: it is damaged, or was made for another target, shape or block size.
+        OSError, RuntimeError: it cannot be read, or held in memory, now.
     """
     version.check()
     found, served = load_config(version.path), model.hyperdflash_config
@@ -115,32 +116,39 @@ class Follower:
         self.ready: Drafter | None = None
         self.refused: dict[int, str] = {}
         self._returns, self._next, self._complaint = False, 0.0, ""
+        self._left: tuple[int, str] | None = None
         worker.width_control.trial = True
 
     def watch(self) -> None:
-        """Look at the folder for as long as the process lives."""
+        """Look at the folder for as long as the process lives, whatever it finds there."""
         if self.worker.device != "cpu":
             # Pinned memory belongs to a device's context: this thread's is not rank 0's.
             torch.get_device_module(self.worker.device).set_device(self.worker.gpu_id)
         while True:
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # a file system's, of pinned memory, ...: it may pass
+                if self.leads and str(error) != self._complaint:
+                    logger.warning("HYPERDFLASH: looking for a drafter failed: %r", error)
+                self._complaint = str(error)
             time.sleep(PAUSE)
 
     def look(self) -> None:
-        """Read the newest version, unless it is known."""
-        try:
-            newest = current(self.folder)
-        except HyperDFlashConfigError as error:
-            if self.leads and str(error) != self._complaint:
-                logger.warning("HYPERDFLASH: %s", error)
-            self._complaint = str(error)
-            return
+        """Read the newest version, unless it is known, and say which one was left.
+
+        Raises:
+            HyperDFlashError, OSError, RuntimeError: the folder cannot be used now.
+        """
+        if self._left is not None:
+            left, self._left = self._left, None  # tried once: it may be read-only
+            refuse(self.folder, *left)
+        newest = current(self.folder)
         known = {self.serving.number, self.ready and self.ready.number, *self.refused}
         if newest is None or newest.number in known:
             return
         try:
             ready = Drafter(newest.number, read(newest, self.worker.draft_model))
-        except Exception as error:  # of host memory, too; the next version may be better
+        except HyperDFlashConfigError as error:
             self._refuse(newest.number, str(error))
         else:
             self.ready = ready
@@ -169,8 +177,8 @@ class Follower:
         if request.returns:
             self._return()
             return
-        number = request.number
-        ready = self.ready if self.ready and self.ready.number == number else None
+        number, ready = request.number, self.ready  # another thread sets it
+        ready = ready if ready and ready.number == number else None
         said = self._gather(self.refused.get(number, READY if ready else LOADING))
         reasons = [one for one in said if one not in (READY, LOADING)]
         if reasons:
@@ -187,23 +195,26 @@ class Follower:
         left, before, self._returns = self.serving, self.before, False
         if before is None:
             return
-        self._refuse(
-            left.number,
+        reason = (
             f"its first drafts were accepted less often ({left.guard.recent}) than those of "
-            f"version {before.number} ({before.guard.recent}), which drafts again.",
+            f"version {before.number} ({before.guard.recent}), which drafts again."
         )
+        self._refuse(left.number, reason)
+        if self.leads:
+            self._left = left.number, reason
         self.serving, self.before = before, None
         self._replace()
 
     def _replace(self) -> None:
         self.worker.draft_model.replace_weights(self.serving.tensors)
+        self.serving.guard.begin()
         self.worker.width_control.trial = self.serving.guard.recent is None
 
-    def learn(self, width: int, accepted: Sequence[int]) -> None:
+    def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
         """A round's result; the end of a trial decides whether the version stays."""
         guard = self.serving.guard
         on_trial = guard.recent is None
-        guard.learn(width, accepted)
+        guard.learn(width, live)
         if on_trial and guard.recent is not None:
             self.worker.width_control.trial = False
             # With attention data parallelism ranks have counted other requests: rank 0 decides.
@@ -220,10 +231,10 @@ def version() -> int:
     return _follower.serving.number if _follower else 0
 
 
-def learn(width: int, accepted: Sequence[int]) -> None:
-    """A round's result: drafts accepted of each request that had not finished."""
+def learn(width: int, live: Sequence[tuple[Any, int]]) -> None:
+    """A round's result: requests that had not finished, with their accepted drafts."""
     if _follower is not None:
-        _follower.learn(width, accepted)
+        _follower.learn(width, live)
 
 
 @after("sglang.srt.managers.scheduler:Scheduler.init_request_dispatcher", "9bcbd841c9d2")

@@ -1,37 +1,41 @@
 """Whether a drafter's first drafts are accepted less often than those of the drafter before it.
 
-Only rounds that drafted are counted, request by request. The first ``ROUNDS`` of them are left
-out: contexts still hold K/V that the drafter before has written. Cached prompts keep it for longer:
-on the tiny target random K/V there cost 0.08 of 0.61 first drafts.
+Rounds of one answer resemble each other, so requests are what is compared: each has the share of
+its first rounds whose first draft was accepted. Requests that ran before the drafter came do not
+count, since their contexts hold K/V of the one before. Cached prompts still do: on the tiny target
+random K/V there cost 0.08 of 0.61 first drafts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from statistics import fmean, pvariance
+from typing import Any, NamedTuple
 
-# Rounds of a request in a sample. With four standard deviations 0.8 is told from 0.69 and less;
-# rounds of one answer resemble each other, and so fewer would do harm.
-ROUNDS, DEVIATIONS = 512, 4.0
+# Requests of a sample, and rounds of each that count. Where requests differ by 0.2, four standard
+# deviations tell 0.8 from 0.7 and less.
+REQUESTS, ROUNDS, DEVIATIONS = 128, 32, 4.0
+# Requests never differ less: a difference without any spread would always be clear.
+LEAST_VARIANCE = 0.0025
+_SEEN = "hyperdflash_guard"
 
 
 class Sample(NamedTuple):
-    """First drafts that were accepted, and that were verified."""
+    """Of some requests: the mean and the variance of their shares of accepted first drafts."""
 
-    accepted: int
-    tried: int
+    rate: float
+    variance: float
+    requests: int
 
     def __str__(self) -> str:
-        return f"{self.accepted / self.tried:.3f} of {self.tried}"
+        return f"{self.rate:.3f} in {self.requests} requests"
 
 
 def worse(found: Sample, before: Sample) -> bool:
-    """Whether the first sample's proportion is below the other's: the test of two proportions."""
-    both = (found.accepted + before.accepted) / (found.tried + before.tried)
-    deviation = math.sqrt(both * (1 - both) * (1 / found.tried + 1 / before.tried))
-    difference = before.accepted / before.tried - found.accepted / found.tried
-    return difference > DEVIATIONS * deviation
+    """Whether the first sample's mean is clearly below the other's."""
+    variance = sum(max(s.variance, LEAST_VARIANCE) / s.requests for s in (found, before))
+    return before.rate - found.rate > DEVIATIONS * math.sqrt(variance)
 
 
 class Guard:
@@ -43,15 +47,39 @@ class Guard:
 
     def __init__(self) -> None:
         self.recent: Sample | None = None
-        self._aged, self._accepted, self._tried = False, 0, 0
+        self.begin()
 
-    def learn(self, width: int, accepted: Sequence[int]) -> None:
-        """Count a round of a batch: ``accepted`` drafts of each request."""
-        if width < 2:
-            return
-        self._tried += len(accepted)
-        self._accepted += sum(n > 0 for n in accepted)
-        if self._tried >= ROUNDS:
-            if self._aged:
-                self.recent = Sample(self._accepted, self._tried)
-            self._aged, self._accepted, self._tried = True, 0, 0
+    def begin(self) -> None:
+        """The drafter drafts from the next round on: requests that run then do not count."""
+        self._begun = False
+        self._open: dict[Any, list[int]] = {}  # accepted first drafts and rounds
+        self._rates: list[float] = []
+
+    def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
+        """Count a round of a batch.
+
+        Args:
+            live: SGLang's ``Req`` and its accepted drafts, of those that had not finished.
+        """
+        for req in [req for req in self._open if req.finished()]:
+            self._close(req)
+        for req, accepted in live:
+            if getattr(req, _SEEN, None) is not self:
+                setattr(req, _SEEN, self)
+                if self._begun:
+                    self._open[req] = [0, 0]
+            counts = self._open.get(req)
+            if counts is not None and width > 1:
+                counts[0] += accepted > 0
+                counts[1] += 1
+                if counts[1] == ROUNDS:
+                    self._close(req)
+        self._begun = True
+
+    def _close(self, req: Any) -> None:
+        accepted, tried = self._open.pop(req)
+        if tried:
+            self._rates.append(accepted / tried)
+        if len(self._rates) == REQUESTS:
+            self.recent = Sample(fmean(self._rates), pvariance(self._rates), REQUESTS)
+            self._rates = []

@@ -189,7 +189,6 @@ def count_round(tokens, self, result, batch) -> None:
     live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
     width = int(result.speculative_num_draft_tokens)
     self.model_worker.width_control.learn(width, live)
-    accepted = [n for _, n in live]
     if _metrics is not None:
-        _metrics.add(accepted, width)
-    follow.learn(width, accepted)
+        _metrics.add([n for _, n in live], width)
+    follow.learn(width, live)

@@ -66,7 +66,7 @@ class StreamReader(StoreReader):
         self._index(shards)
         self.held_out = torch.tensor(flags, dtype=torch.bool)
         files = {shard.file for shard in shards}
-        self.unreadable &= files
+        self.unreadable.clear()  # a shard may have been unreadable for a while
         for file in self._open.keys() - files:  # would keep its bytes on the disk
             del self._open[file]
 

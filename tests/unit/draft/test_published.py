@@ -9,7 +9,7 @@ import pytest
 
 from sglang_hyperdflash.draft import published
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.draft.published import Version, current, publish
+from sglang_hyperdflash.draft.published import Version, current, publish, refuse
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import ROOT
@@ -79,6 +79,19 @@ def test_the_newest_versions_and_the_current_one_stay(tmp_path):
     assert publish(tmp_path, DRAFTER) == 8 and versions(tmp_path) == [6, 7, 8]
     for number in (6, 7, 8):
         Version(number, tmp_path / f"{number:06}").check()
+
+
+def test_a_version_that_a_server_has_left_is_not_current(tmp_path):
+    for _ in range(3):
+        publish(tmp_path, DRAFTER)
+    for number, expected in ((3, 2), (1, 2), (2, None)):
+        refuse(tmp_path, number, "it is worse")
+        found = current(tmp_path)
+        assert (found and found.number) == expected
+    assert publish(tmp_path, DRAFTER) == 4 and current(tmp_path).number == 4
+    for _ in range(3):  # the current one stays, however old
+        refuse(tmp_path, publish(tmp_path, DRAFTER), "it is worse")
+        assert current(tmp_path).number == 4 and current(tmp_path).check() is None
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])

@@ -63,6 +63,8 @@ UNSEEN = tuple(FAMILIES)[::3]
 SEEN = tuple(name for name in FAMILIES if name not in UNSEEN)
 ROUNDS = re.compile(r'^hyperdflash:verify_rounds_total\{.*version="(\d+)".*\} (\S+)$', re.M)
 POISONED_REQUESTS, POISONED_MINUTES = 400, 1.0
+# Accept length that must be reached within half an hour.
+LEARNED = 3.0
 
 
 @dataclass
@@ -283,7 +285,7 @@ def baseline_rate(out: Path, minutes: float) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The five parts; 1 where an answer differs or a poison was not refused."""
+    """The five parts; 1 where an answer differs, a poison was not refused or little was learned."""
     out, result = args.out, {}
     draft, store, published = out / "draft", out / "store", out / "published"
     new_draft(draft, seed=0)
@@ -322,7 +324,8 @@ def run(args: argparse.Namespace) -> int:
     same = result["identity"]["answers"] == result["identity"]["identical"]
     refused = not result["poisoned_store"]["published"]
     returned = result["poisoned_version"]["returned"] is not None
-    return 0 if same and refused and returned else 1
+    learned = any((row["tau"] or 0) >= LEARNED for row in result["minutes"][:30])
+    return 0 if same and refused and returned and learned else 1
 
 
 def main() -> int:

@@ -36,7 +36,8 @@ slow-test: setup
 fault-test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m faults tests/faults tests/engine
 
-# Thirty minutes of mixed traffic; HYPERDFLASH_SOAK_MINUTES changes that.
+# Thirty minutes of mixed traffic, and as many with learning; HYPERDFLASH_SOAK_MINUTES changes that.
+# Every run adds its report to build/soak.json and build/soak_learning.json.
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/engine/test_soak.py
 

@@ -11,13 +11,14 @@
 
 ``result.json`` holds tau and tokens per second by minute, ``result.svg`` shows them. Every answer
 is compared with the baseline's. ``learn`` shares the machine with the server and its clients, at
-the lowest priority; the baseline has it to itself.
+the lowest priority; the baseline is timed with and without it. Run again to resume.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import re
 import sys
 import threading
@@ -265,8 +266,11 @@ def draw(result: dict[str, Any]) -> str:
         axis.set(ylim=(0, None))
         axis.grid(alpha=0.25)
     tau.set_ylabel("accept length \N{GREEK SMALL LETTER TAU}")
-    baseline = result["baseline_tokens_per_second"]
-    speed.axhline(baseline, color="black", linestyle="--", label="without speculation")
+    for name, style, text in (
+        ("baseline_next_to_learn", "--", "without speculation"),
+        ("baseline_tokens_per_second", "-.", "without speculation, no learner"),
+    ):
+        speed.axhline(result[name], color="black", linestyle=style, linewidth=1, label=text)
     speed.set(ylabel="tokens/s", xlabel="minutes")
     figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     out = io.StringIO()
@@ -275,7 +279,7 @@ def draw(result: dict[str, Any]) -> str:
 
 
 def baseline_rate(out: Path, minutes: float) -> float:
-    """Tokens per second without speculation, with the machine to itself."""
+    """Tokens per second without speculation."""
     plain = Server(TARGET, *comparable_arguments(), log=out / "baseline.log")
     with plain.wait(), Traffic(plain.url, SEEN, 1) as traffic:
         start = time.monotonic()
@@ -284,12 +288,11 @@ def baseline_rate(out: Path, minutes: float) -> float:
     return sum(row["tokens_per_second"] for row in rows) / max(len(rows), 1)
 
 
-def run(args: argparse.Namespace) -> int:
-    """The five parts; 1 where an answer differs, a poison was not refused or little was learned."""
-    out, result = args.out, {}
+def learned(out: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything with the server that learns, and its answers compared."""
+    result: dict[str, Any] = {}
     draft, store, published = out / "draft", out / "store", out / "published"
     new_draft(draft, seed=0)
-    result["baseline_tokens_per_second"] = baseline_rate(out, args.baseline_minutes)
     environment = {"HYPERDFLASH_RECORD": str(store), "HYPERDFLASH_RECORD_SHARE": "1"}
     environment["HYPERDFLASH_FOLLOW"] = str(published)
     arguments = (*comparable_arguments(), *hyperdflash_arguments(draft), "--enable-metrics")
@@ -317,15 +320,30 @@ def run(args: argparse.Namespace) -> int:
     result["poisoned_store"] = poisoned_store(out / "poison", store, draft)
     with Server(TARGET, *comparable_arguments(), log=out / "baseline.log").wait() as plain:
         result["identity"] = identical(answered[:: args.compare_every], plain.url)
-    result["provenance"] = provenance()
-    write_json(out / "result.json", result, indent=1)
+    return result | {"provenance": provenance()}
+
+
+def run(args: argparse.Namespace) -> int:
+    """The parts that ``result.json`` lacks; 1 where the result is not as it should be."""
+    out, place = args.out, args.out / "result.json"
+    result = json.loads(place.read_text()) if place.is_file() else {}
+    if "baseline_tokens_per_second" not in result:
+        result["baseline_tokens_per_second"] = baseline_rate(out, args.baseline_minutes)
+    if "minutes" not in result:
+        result |= learned(out, args)
+        write_json(place, result, indent=1)
+    if "baseline_next_to_learn" not in result:
+        # It goes on with what it has recorded, and so has something to do.
+        with learning(out, out / "draft", out / "store", out / "published"):
+            result["baseline_next_to_learn"] = baseline_rate(out, args.baseline_minutes)
+    write_json(place, result, indent=1)
     write_text(out / "result.svg", draw(result))
-    print(f"{out / 'result.json'}: {result['minutes'][-1]}, {result['identity']}")
+    print(f"{place}: {result['minutes'][-1]}, {result['identity']}")
     same = result["identity"]["answers"] == result["identity"]["identical"]
     refused = not result["poisoned_store"]["published"]
     returned = result["poisoned_version"]["returned"] is not None
-    learned = any((row["tau"] or 0) >= LEARNED for row in result["minutes"][:30])
-    return 0 if same and refused and returned and learned else 1
+    reached = any((row["tau"] or 0) >= LEARNED for row in result["minutes"][:30])
+    return 0 if same and refused and returned and reached else 1
 
 
 def main() -> int:

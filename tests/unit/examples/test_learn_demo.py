@@ -11,6 +11,7 @@ RESULT = {
     "minutes": [{"minute": 1, "tau": None, "tokens_per_second": 10.0}],
     "turned_at_minute": 0.5,
     "baseline_tokens_per_second": 9.0,
+    "baseline_next_to_learn": 8.0,
     "published_minutes": {"1": 0.2},
     "poisoned_version": {"minute": 0.8},
 }

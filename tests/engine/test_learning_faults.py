@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -98,6 +99,13 @@ class Learning:
         while self.busy.is_set():
             self.traffic()
 
+    def is_past(self, end: dict[str, int], version: int) -> bool:
+        """Whether it has learnt from new samples, and drafts with the version or a later one."""
+        assert self.learner.poll() is None, self.said()
+        last = self.records()[-1]
+        learnt = all(last[name] > value for name, value in end.items())
+        return learnt and self.drafts_with() >= version
+
     def check(self, before: list[Tokens]) -> list[Tokens]:
         """All that is stored: what was before, and nothing that was not asked for or answered."""
         found = [tuple(sample.tokens.tolist()) for sample in StoreReader(self.store).samples]
@@ -132,7 +140,7 @@ def test_kills_lose_nothing_that_was_on_the_disk_and_double_nothing(
     until(learning.traffic, lambda: learning.drafts_with() > 0, 900)
     stored: list[Tokens] = []
     for victims in (("learner",), ("server",), ("server", "learner")):
-        stored, learned = learning.check(stored), learning.records()[-1]
+        stored = learning.check(stored)
         with ThreadPoolExecutor(1) as pool:
             learning.busy.set()
             running = pool.submit(learning.keep_asking)
@@ -148,13 +156,8 @@ def test_kills_lose_nothing_that_was_on_the_disk_and_double_nothing(
             getattr(learning, f"start_{victim}")()
         assert ids(greedy_all(learning.server, own_prompts, 4)) == own_reference
 
-        def goes_on(step: int = step, version: int = version.number, before=learned) -> bool:
-            assert learning.learner.poll() is None, learning.said()
-            last = learning.records()[-1]
-            more = last["step"] > step and last["samples"] > before["samples"]
-            return more and learning.drafts_with() >= version
-
-        until(learning.traffic, goes_on, 900)
+        end = {"step": step, "samples": len(stored)}
+        until(learning.traffic, partial(learning.is_past, end, version.number), 900)
         assert "learner" not in victims or f"resumed at step {step}" in learning.said()
         print(f"killed {victims}: {len(stored)} samples, step {step}, version {version.number}")
     stored = learning.check(stored)

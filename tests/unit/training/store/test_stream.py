@@ -156,10 +156,10 @@ def test_no_flipped_byte_of_a_shard_s_start_is_an_error(tmp_path):
     with opened(tmp_path) as writer:
         writer.add(0, SAMPLES[:2], [(residual(sample),) for sample in SAMPLES[:2]])
         put(writer, SAMPLES[2])
-    (shard, _), lost = sorted((tmp_path / "shards").iterdir()), 0
+    (shard, _), counts = sorted((tmp_path / "shards").iterdir()), set()
     whole = shard.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    for at, bit in product(range(header + 4 * 14), (1, 4, 16, 128)):
+    for at, bit in product(range(header + 4 * 14), (1, 16)):
         damaged = bytearray(whole)
         damaged[at] ^= bit
         shard.write_bytes(damaged)
@@ -168,8 +168,8 @@ def test_no_flipped_byte_of_a_shard_s_start_is_an_error(tmp_path):
         stream.states(list(range(len(stream.samples))))
         assert found(stream)[-1] == expected(SAMPLES[2])[0]
         assert all(spans == () for _, spans in found(stream)[:-1])
-        lost += len(stream.samples) == 1
-    assert 0 < lost < at
+        counts.add(len(stream.samples))
+    assert counts == {1, 3}  # it is left out at once, or when its checksum is known
 
 
 def test_a_sample_that_is_not_finite_teaches_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""What recording costs: throughput of a server that records beside one that does not.
+"""What recording costs: throughput of a server with it and of one without.
 
     python examples/tiny_deepseek_v4/recording_cost.py --out build/recording_cost
 

@@ -270,7 +270,8 @@ def draw(result: dict[str, Any]) -> str:
         ("baseline_next_to_learn", "--", "without speculation"),
         ("baseline_tokens_per_second", "-.", "without speculation, no learner"),
     ):
-        speed.axhline(result[name], color="black", linestyle=style, linewidth=1, label=text)
+        if name in result:
+            speed.axhline(result[name], color="black", linestyle=style, linewidth=1, label=text)
     speed.set(ylabel="tokens/s", xlabel="minutes")
     figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     out = io.StringIO()

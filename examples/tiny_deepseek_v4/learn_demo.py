@@ -11,7 +11,8 @@
 
 ``result.json`` holds tau and tokens per second by minute, ``result.svg`` shows them. Every answer
 is compared with the baseline's. ``learn`` shares the machine with the server and its clients, at
-the lowest priority; the baseline is timed with and without it. Run again to resume.
+the lowest priority; the baseline is timed with and without it. Parts that ``result.json`` has are
+not repeated.
 """
 
 from __future__ import annotations
@@ -330,6 +331,7 @@ def run(args: argparse.Namespace) -> int:
     result = json.loads(place.read_text()) if place.is_file() else {}
     if "baseline_tokens_per_second" not in result:
         result["baseline_tokens_per_second"] = baseline_rate(out, args.baseline_minutes)
+        write_json(place, result, indent=1)
     if "minutes" not in result:
         result |= learned(out, args)
         write_json(place, result, indent=1)

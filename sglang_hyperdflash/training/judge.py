@@ -9,10 +9,10 @@ requests it is a tenth wide on either side, and an equal candidate would never p
 
 A store can be poisoned. What the judge notices:
 
-* Tokens that the target did not say: every sample carries the target's own states, and the next
-  token must be likely under them. Random tokens, tokens of another model and rows that are out of
-  step fail this. Such a sample judges nothing, so a store of them publishes nothing. One that is
-  poisoned in part may worsen the candidate, which the honest part of the held-out requests shows.
+* Tokens that the target would hardly say: every sample carries the target's own states, and the
+  next token must be likely under them. Random tokens and rows that are out of step fail this. Such
+  a sample judges nothing, so a store of them publishes nothing. One that is poisoned in part may
+  worsen the candidate, which the honest part of the held-out requests shows.
 * Real requests of one kind in great number: see above.
 
 What it cannot notice: states *and* tokens that were forged to fit each other, mixed into new and

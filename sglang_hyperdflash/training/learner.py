@@ -219,7 +219,7 @@ class Learner(Trainer):
 
 
 def served_drafter(published: Path, draft: Path, say: Callable[[str], None]) -> tuple[int, Path]:
-    """The current version's number and folder; ``draft`` as 0 where no server would take one."""
+    """The current version's number and folder; ``draft`` as 0 where none can be read."""
     try:
         version = current(published)
         if version is not None:

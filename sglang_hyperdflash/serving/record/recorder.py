@@ -262,7 +262,7 @@ class Recorder:
             self.count(reason)
 
     def stop(self, why: str) -> None:
-        """Record nothing any more, not even what has begun."""
+        """Take no more rows; whole requests that wait are still written."""
         if not self.stopped:
             logger.warning(f"{RECORD}: recording has stopped: {why}. Serving goes on.")
         self.stopped = True

@@ -120,7 +120,8 @@ class Writer(threading.Thread):
             self._add(one)
         held = self._size + sum(each.size for each in self._recordings)
         for recording, _ in kept if held > HOST_BYTES else ():
-            self.recorder.shed(recording, MEMORY)
+            if recording in self._recordings:  # else it waits for the disk, whole
+                self.recorder.shed(recording, MEMORY)
 
     def _add(self, finished: Finished) -> None:
         recording, tokens = finished.recording, torch.tensor(finished.tokens)

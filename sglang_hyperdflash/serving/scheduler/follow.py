@@ -4,8 +4,8 @@ On every rank a thread reads the newest version into host memory. Rank 0 then ad
 those that its scheduler receives: SGLang's broadcast brings it to all ranks at the same iteration,
 where the weights are replaced between two rounds. Nothing is flushed; a request waits for one copy
 at most. A version is on trial at first (:mod:`.guard`); only then may another one follow. A prefill
-node of a disaggregated server drafts nothing: it writes K/V with every version as it comes, also
-with one that its decode nodes have left.
+node of a disaggregated server drafts nothing: it writes K/V with every version as it comes, until
+that is marked as left and another one is current.
 """
 
 from __future__ import annotations

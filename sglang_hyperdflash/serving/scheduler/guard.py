@@ -3,7 +3,7 @@
 Rounds of one answer resemble each other, so requests are what is compared: each has the share of
 its first rounds whose first draft was accepted. Requests that ran before the drafter came do not
 count, since their contexts hold K/V of the one before. Cached prompts still do: on the tiny target
-random K/V there cost 0.08 of 0.61 first drafts.
+random K/V there lowered the acceptance of first drafts from 0.61 to 0.53.
 """
 
 from __future__ import annotations

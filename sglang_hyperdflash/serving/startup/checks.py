@@ -282,6 +282,7 @@ def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None
             "no two-batch overlap for this model. Drop the flag."
         )
     fields = text_fields(raw)
+    _check_compressor_rings(fields, config)
     check_target(
         config,
         architecture=fields["architectures"][0],
@@ -290,3 +291,24 @@ def _check_served_target(server_args, target, config: HyperDFlashConfig) -> None
         num_hidden_layers=int(fields.get("num_hidden_layers") or 0),
         hc_mult=fields.get(kind.paths_field),
     )
+
+
+def _check_compressor_rings(fields: Mapping[str, Any], config: HyperDFlashConfig) -> None:
+    """Refuse a block of more rows than SGLang's DeepSeek-V4 compressors can take back.
+
+    A ring keeps the last rows of a request; a wider block would overwrite rows that a shorter
+    acceptance still needs. That of ratio 4 is the smallest. SGLang asserts the same once the target
+    is loaded. Seams: ``get_compress_state_ring_size``, ``get_compress_state_write_pad``.
+    """
+    if 4 not in (fields.get("compress_ratios") or ()):
+        return
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+
+    ring = pools.get_compress_state_ring_size(4, config.block_size)
+    most = pools.get_compress_state_write_pad(4, ring)
+    if config.block_size > most:
+        raise HyperDFlashConfigError(
+            f"expected a drafter of at most {most} rows a block, which SGLang's compressor ring of "
+            f"{ring} rows can verify; found block size {config.block_size}. Make and train a "
+            f"drafter with --block-size {most} or less."
+        )

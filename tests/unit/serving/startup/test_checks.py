@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.startup import checks
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.unit.hub_cache import hub_home, use_hub_home
+from tests.unit.serving.v4_shapes import FLASH, PRO, draft_folder, target_folder
 
 
 @pytest.fixture
@@ -71,6 +73,24 @@ def test_a_width_beyond_the_block_is_refused_before_the_target_loads(arguments, 
     monkeypatch.setenv("HYPERDFLASH_WIDTH", "8")
     with pytest.raises(HyperDFlashConfigError, match="from 1 to the drafter's block size 7"):
         checks.validate_server_args(arguments)
+
+
+@pytest.mark.parametrize("target", [FLASH, PRO])
+def test_a_block_beyond_v4s_compressor_rings_is_refused_before_the_target_loads(
+    arguments, tmp_path, target
+):
+    """Rings of 16 rows, windows of 8: at most ten rows (``tests/engine/v4/test_planner.py``)."""
+    arguments.model_path, arguments.load_format = str(target_folder(tmp_path, target)), "dummy"
+    drafters = [
+        str(draft_folder(tmp_path / f"{block}", target, DrafterShape(block_size=block)))
+        for block in (10, 11)
+    ]
+    arguments.speculative_draft_model_path = drafters[0]
+    checks.validate_server_args(arguments)
+    arguments.speculative_draft_model_path = drafters[1]
+    with pytest.raises(HyperDFlashConfigError, match=r"at most 10 rows .* block size 11") as caught:
+        checks.validate_server_args(arguments)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("found", ["sharp", "1.5", "-0.1", "nan"])

@@ -180,7 +180,7 @@ def write_target(folder: Path) -> Path:
     return folder
 
 
-def write_drafter(folder: Path, window: int | None = None) -> Path:
-    """An untrained drafter whose blocks differ."""
-    shape = DrafterShape(**DRAFT, **({} if window is None else {"window": window}))
+def write_drafter(folder: Path, **sizes: int) -> Path:
+    """An untrained drafter whose blocks differ; ``sizes`` are those of a ``DrafterShape``."""
+    shape = DrafterShape(**DRAFT, **sizes)
     return write_untrained(folder, CONFIG, shape, MASK_TOKEN)

@@ -15,7 +15,18 @@ from collections.abc import Callable
 
 import torch
 
-from tests.engine.v4 import compressor, controls, drafts, exact, latents, plans, sparse, streams
+from tests.engine.v4 import (
+    compressor,
+    controls,
+    drafts,
+    exact,
+    latents,
+    plans,
+    product,
+    sparse,
+    states,
+    streams,
+)
 from tests.engine.v4 import trace as traces
 
 # What a CUDA server chooses by its device; here by environment.
@@ -121,5 +132,7 @@ def load() -> None:
         TorchAttention.needs_cpu_seq_lens = False
     controls.install()
     traces.install()
+    states.install()
+    product.install()
     drafts.install()
     print("V4: replacements are in place", flush=True)

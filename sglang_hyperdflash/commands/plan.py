@@ -2,7 +2,8 @@
 
 Nothing is loaded and no GPU is needed: SGLang resolves the server's arguments and runs its pool
 configurator, with our hooks, on the two checkpoints' ``config.json``. The cost of a training is
-:mod:`sglang_hyperdflash.commands.plan_training`'s.
+:mod:`sglang_hyperdflash.commands.plan_training`'s, bounds of acceptance are
+:mod:`sglang_hyperdflash.commands.plan_logprobs`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands import plan_training
+from sglang_hyperdflash.commands import plan_logprobs, plan_training
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.targets.kinds import text_fields
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
@@ -338,13 +339,19 @@ def _weights_gib(target: str, tp: int) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
-    if args.training is not None:
-        return plan_training.run(args)
-    for name in ("target", "gpu_gib"):
+    if args.logprobs is not None:
+        return plan_logprobs.run(args)
+    if args.round_costs is not None:
+        raise HyperDFlashConfigError("--round-costs is for --logprobs FILE. Give both.")
+    for name in ("draft",) if args.training else ("draft", "target", "gpu_gib"):
         if getattr(args, name) is None:
             raise HyperDFlashConfigError(
-                f"--{name.replace('_', '-')} is needed for K/V memory. Give it, or --training FILE."
+                f"--{name.replace('_', '-')} is needed for "
+                f"{'a training' if args.training else 'K/V memory'}. Give it, or another of "
+                "--training FILE and --logprobs FILE."
             )
+    if args.training is not None:
+        return plan_training.run(args)
     check_target(args.target)
     rows = []
     for tp in args.tp:
@@ -367,16 +374,21 @@ def add_parser(commands) -> None:
     """Register ``plan`` and its arguments."""
     parser = commands.add_parser(
         "plan",
-        help="compare the K/V memory of speculative methods, or count the cost of a training",
+        help="compare the K/V memory of speculative methods, count the cost of a training, or "
+        "bound what a drafter can accept",
         description="Print K/V bytes per token, K/V tokens on one GPU and their share of the "
         "baseline's, without a GPU or weights. Other memory: what HYPERDFLASH needs outside "
         "weights and K/V, at most; the target's own graphs are not counted. With --training print "
-        "a training file's GPU hours, bytes and days instead.",
+        "a training file's GPU hours, bytes and days instead, with --logprobs what drafters can "
+        "accept at most of answers that you have.",
     )
     add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
-    needed = "(no default: needed without --training)"
+    needed = "(no default: needed for K/V memory)"
     add("--target", help=f"folder or hub id; only its config.json is read {needed}")
-    add("--draft", required=True, help="folder or hub id of the HyperDFlash drafter")
+    add(
+        "--draft",
+        help="folder or hub id of the HyperDFlash drafter (no default: not needed with --logprobs)",
+    )
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
     add("--gpu-gib", type=gib, help=f"memory of one GPU, GiB {needed}")
     add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
@@ -391,4 +403,5 @@ def add_parser(commands) -> None:
     )
     add("--json", action="store_true", help="print JSON")
     plan_training.add_arguments(parser)
+    plan_logprobs.add_arguments(parser)
     parser.set_defaults(run=run)

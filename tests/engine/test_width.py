@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import requests
 
+from sglang_hyperdflash.commands.plan_logprobs import read_costs
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.scheduler.metrics import (
     ACCEPTED,
@@ -155,7 +157,7 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
 
 
 def test_without_a_variable_the_width_follows_load(
-    servers, target_dir, drafter_dir, own_prompts, own_reference
+    servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):
     """No test can foresee its widths; the answers are the baseline's, and all were timed."""
     name = "width-default"
@@ -167,6 +169,8 @@ def test_without_a_variable_the_width_follows_load(
         assert sum(rounds.values()) and sorted(rounds) == ["1", "7"]
         timed = by_label(server, SECONDS, "width")
         assert all(timed[width] > 0 for width in rounds)
+        (tmp_path / "metrics.txt").write_text(requests.get(f"{server.url}/metrics").text)
+        assert read_costs(tmp_path / "metrics.txt").widths == (1, 7)
     finally:
         servers.stop(name)
 

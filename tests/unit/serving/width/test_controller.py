@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eval.width_replay import policy_of
 from sglang_hyperdflash.serving.width import policy as policy_module
 from sglang_hyperdflash.serving.width import timing
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS, WidthSetting, read_setting
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from tests.unit.serving.width.simulator import policy_of
 
 SET = WidthSetting("adaptive", (1, 2, 4, 7))
 

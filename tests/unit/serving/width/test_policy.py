@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.values import MultiProcessValue
 
+from eval.width_replay import policy_of, replay
 from sglang_hyperdflash.serving.scheduler.metrics import Metrics
 from sglang_hyperdflash.serving.width.policy import (
     Acceptance,
@@ -23,7 +24,7 @@ from sglang_hyperdflash.serving.width.policy import (
 )
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from sglang_hyperdflash.serving.width.timing import sizes_up_to
-from tests.unit.serving.width.simulator import Traffic, closed_loop, policy_of, replay
+from tests.unit.serving.width.simulator import Traffic, closed_loop
 
 WIDTHS = (1, 2, 4, 7)
 GOOD, HOPELESS = [0.8] * 6, [0.02] * 6

@@ -247,11 +247,12 @@ def test_openais_own_names_of_chat_parameters_are_the_baselines(clients):
 
 def test_plan_bounds_what_this_server_returned(hyper_server, own_prompts, tmp_path):
     path = tmp_path / "answers.jsonl"
-    options = {"return_logprob": True, "top_logprobs_num": 5, "ignore_eos": True}
+    options = {"return_logprob": True, "top_logprobs_num": 5}
+    sampling = {"temperature": 1, "max_new_tokens": 48, "ignore_eos": True}
     with path.open("w") as file:
         for number, prompt in enumerate(own_prompts[:6]):
-            parameters = {"temperature": 1, "max_new_tokens": 48, "sampling_seed": number}
-            body = {"input_ids": prompt, "sampling_params": parameters, **options}
+            seeded = {"sampling_params": sampling | {"sampling_seed": number}}
+            body = {"input_ids": prompt, **seeded, **options}
             answer = requests.post(f"{hyper_server.url}/generate", json=body, timeout=60)
             file.write(answer.text + "\n")
         for number in range(6):

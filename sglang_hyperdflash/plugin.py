@@ -6,6 +6,7 @@ from cpu_engine import registration
 from cpu_engine.platform import activation
 from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.commands import capture_rows
+from sglang_hyperdflash.serving import refusals
 from sglang_hyperdflash.serving.draft_kv import size
 from sglang_hyperdflash.serving.scheduler import finish, follow, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import dflash_seams
@@ -14,7 +15,7 @@ from sglang_hyperdflash.targets import deepseek_v4, loaded
 
 # The modules with hooks on SGLang.
 SERVING_SEAMS = seams.declared(dflash_seams, prefill, finish, loaded, deepseek_v4, size,
-                               metrics, capture_rows, weight_updates, follow)  # fmt: skip
+                               metrics, capture_rows, weight_updates, follow, refusals)  # fmt: skip
 CPU_SEAMS = registration.SEAMS
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 

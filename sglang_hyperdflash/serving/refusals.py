@@ -1,0 +1,56 @@
+"""Requests that would end a server, refused with HTTP 400.
+
+SGLang checks the ids of ``token_ids_logprob`` and ``logit_bias`` before it schedules a request. It
+checks neither a prompt nor the number of top logprobs: the scheduler fails at these in its forward
+pass, and the server ends with every request it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_hyperdflash import is_ours
+from sglang_hyperdflash.seams import after
+
+
+@after(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
+    "9ed02514ad0b",
+)
+def refuse_what_ends_a_server(_, self, obj: Any, input_ids: Sequence[int] | None) -> None:
+    """Refuse an empty prompt, ids outside the vocabulary and more top logprobs than it has.
+
+    Every request comes by here, whichever way it came and each of a batch. SGLang answers a
+    ``ValueError`` with HTTP 400.
+
+    Raises:
+        ValueError: what is wrong with the request.
+    """
+    if is_ours(self.server_args.speculative_algorithm):
+        wrong = what_ends_a_server(obj, input_ids, self.model_config.vocab_size)
+        if wrong is not None:
+            raise ValueError(wrong)
+
+
+def what_ends_a_server(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> str | None:
+    """What is wrong with a request, or None.
+
+    Args:
+        obj: SGLang's ``GenerateReqInput`` of one prompt.
+        input_ids: the prompt's tokens; None where embeddings or a multimodal processor replace it.
+    """
+    if obj.top_logprobs_num > vocab_size:
+        return (
+            f"top logprobs must be at most {vocab_size}, the size of the vocabulary; "
+            f"found {obj.top_logprobs_num}."
+        )
+    if input_ids is None or obj.contains_mm_input():
+        return None
+    if not len(input_ids):
+        # A session's history comes before it; without any SGLang refuses it.
+        return None if obj.session_params else "a prompt must have at least one token; found none."
+    for token in (min(input_ids), max(input_ids)):
+        if not 0 <= token < vocab_size:
+            return f"token ids of a prompt must be in [0, {vocab_size}); found {token}."
+    return None

@@ -1,0 +1,73 @@
+"""What would end a server is refused before it is scheduled, where HYPERDFLASH serves."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_hyperdflash.serving.refusals import refuse_what_ends_a_server
+
+VOCABULARY = 100
+# Fields of a request with its tokens, and what the refusal says of it.
+REFUSED = {
+    "negative id": ({"input_ids": [5, -1, 7]}, "found -1"),
+    "id past the vocabulary": ({"input_ids": [5, 100, 7]}, r"\[0, 100\); found 100"),
+    "no int64": ({"input_ids": [5, 2**70]}, "found 1180591620717411303424"),
+    "empty text": ({"text": "", "tokens": []}, "found none"),
+    "empty text, no session": ({"text": "", "tokens": [], "session_params": {}}, "found none"),
+    "top logprobs": ({"input_ids": [5], "top_logprobs_num": 101}, "at most 100.*found 101"),
+    # Another request of its batch may ask for logprobs.
+    "embeddings": ({"input_embeds": [[0.5]], "top_logprobs_num": 10_000}, "found 10000"),
+}
+ALLOWED = {
+    "ends of the vocabulary": {"input_ids": [0, 99]},
+    "every logprob": {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 100},
+    # What SGLang takes for none at all.
+    "negative logprobs": {"input_ids": [5], "top_logprobs_num": -1},
+    "embeddings": {"input_embeds": [[0.5]]},
+    "a session's turn": {"input_ids": [], "session_params": {"id": "s", "rid": "r"}},
+    "a session's empty text": {"text": "", "tokens": [], "session_params": {"id": "s"}},
+    # A processor has placeholders of its own.
+    "an image": {"input_ids": [5, -1], "image_data": ["image"]},
+}
+
+
+def validate(fields: dict, algorithm: str | None) -> None:
+    """Send a request through our hook, as SGLang's own check would let it pass."""
+    tokens = fields.get("tokens", fields.get("input_ids"))
+    request = GenerateReqInput(**{k: v for k, v in fields.items() if k != "tokens"})
+    request.normalize_batch_and_arguments()
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm=algorithm),
+        model_config=SimpleNamespace(vocab_size=VOCABULARY),
+    )
+    refuse_what_ends_a_server(None, manager, request, tokens)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_where_ours_serves_and_nowhere_else(name):
+    fields, said = REFUSED[name]
+    for spelling in ("HYPERDFLASH", "hyperdflash"):
+        with pytest.raises(ValueError, match=said):
+            validate(fields, spelling)
+    for other in (None, "DFLASH", "EAGLE"):
+        validate(fields, other)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_nothing_else_is_refused(name):
+    validate(ALLOWED[name], "HYPERDFLASH")
+
+
+def test_every_request_is_checked_before_it_is_sent():
+    """SGLang makes tokenized requests in two places, each after this check of its tokens."""
+    manager = inspect.unwrap(TokenizerManager._tokenize_one_request)
+    batch = inspect.unwrap(TokenizerManager._batch_tokenize_and_process)
+    for function in (manager, batch):
+        body = inspect.getsource(function)
+        assert 0 < body.index("_validate_one_request(") < body.index("_create_tokenized_object(")
+    assert inspect.getsource(TokenizerManager).count("._create_tokenized_object(") == 2

@@ -159,6 +159,30 @@ def test_penalties_are_exact_at_temperature_zero(hyper_server, own_prompts, refe
     )
 
 
+ASKED = {
+    "regex": {"regex": "[a-f]{3}-[0-9]{2,5}"},
+    "ebnf": {"ebnf": 'root ::= ("yes" | "no") ", " [a-z] [a-z] "."'},
+    "json_schema": {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 80},
+    "stop": {"stop": ["e", " is"], "stop_token_ids": [18]},
+    "n": {"n": 3},
+    "greedy logit_bias": {"temperature": 0, "logit_bias": {"20": 6.0, "31": -4.0}},
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_else_is_asked_for(hyper_server, deterministic, own_prompts, name):
+    settings = [sampled(i, ignore_eos=False, **ASKED[name]) for i in range(4)]
+    payload = {"input_ids": own_prompts[:4], "sampling_params": settings, "return_logprob": True}
+    both = [server.generate(**payload) for server in (deterministic, hyper_server)]
+    assert len({tuple(a["output_ids"]) for a in both[0]}) > 1
+    for plain, drafted in zip(*both, strict=True):
+        assert drafted["output_ids"] == plain["output_ids"] and drafted["text"] == plain["text"]
+        a, b = plain["meta_info"], drafted["meta_info"]
+        assert b["finish_reason"] == a["finish_reason"]
+        a, b = ([x[0] for x in one["output_token_logprobs"]] for one in (a, b))
+        assert b == pytest.approx(a, abs=1e-3)
+
+
 def mixed(i: int) -> tuple[str, dict]:
     """One request of a batch in which every neighbour differs."""
     seeded, greedy = list(SETTINGS), list(GREEDY)

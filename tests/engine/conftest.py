@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
 from eval.identity import TIE_GAPS
@@ -173,6 +174,27 @@ def greedy(server: Server, prompt: list[int], max_new_tokens: int = NEW_TOKENS, 
     return server.generate(
         input_ids=prompt, sampling_params={**sampling, **options.pop("sampling", {})}, **options
     )
+
+
+def conversation(server: Server, turns: list[list[int]], tokens: int) -> list[dict]:
+    """Greedy answers of so many tokens; each turn follows the answers before it."""
+    context, answers = [], []
+    for turn in turns:
+        context = context + turn
+        answers.append(greedy(server, context, tokens))
+        context = context + answers[-1]["output_ids"]
+    return answers
+
+
+def reused(answers: list[dict]) -> list[tuple[int, int]]:
+    """Prompt tokens of each answer, and how many of them were cached."""
+    each = [answer["meta_info"] for answer in answers]
+    return [(one["prompt_tokens"], one["cached_tokens"]) for one in each]
+
+
+def flush(server: Server) -> None:
+    """Empty the prefix cache."""
+    requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
 
 
 def captured_prefill(server: Server, tokens: list[int], folder: Path) -> tuple[torch.Tensor, int]:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import requests
 
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import (
@@ -16,12 +15,15 @@ from tests.engine.conftest import (
     NEW_TOKENS,
     OPTIMISTIC,
     SMALL_POOL,
+    conversation,
     first_difference_gaps,
+    flush,
     greedy,
     greedy_all,
     ids,
     install_plugin,
     retractions,
+    reused,
 )
 
 # What the script ``sglang`` does, in a process that is started warm.
@@ -85,7 +87,7 @@ def test_prefix_cache_hits(hyper_server, own_prompts, own_reference):
 
     Draft K/V read back through the radix cache draft as well as fresh ones.
     """
-    requests.post(f"{hyper_server.url}/flush_cache", timeout=60).raise_for_status()
+    flush(hyper_server)
     cold = greedy_all(hyper_server, own_prompts, 4)
     hit = greedy_all(hyper_server, own_prompts, 4)
     assert_identical(ids(cold), own_reference)
@@ -107,6 +109,25 @@ def test_prefix_cache_hits(hyper_server, own_prompts, own_reference):
     )
     for answer, reference in zip(ids(answers), own_reference, strict=True):
         assert answer[: NEW_TOKENS - 50] == reference[50:]
+
+
+@pytest.mark.parametrize("tokens", [9, pytest.param(48, marks=pytest.mark.slow)])
+def test_no_turn_finds_fewer_cached_tokens(target_server, hyper_server, own_prompts, tokens):
+    """The baseline keeps all of a turn but its last token, which it never ran through the target.
+
+    A draft was, so an answer that ends with one is kept whole.
+    """
+    both = []
+    for server in (target_server, hyper_server):
+        flush(server)
+        both.append(conversation(server, own_prompts[:6], tokens))
+    plain, drafted = both
+    assert ids(drafted) == ids(plain)
+    asked = [prompt for prompt, _ in reused(plain)]
+    kept = [0, *(prompt + tokens - 1 for prompt in asked[:-1])]
+    assert reused(plain) == list(zip(asked, kept, strict=True))
+    more = [found - least for (_, found), least in zip(reused(drafted), kept, strict=True)]
+    assert set(more) <= {0, 1} and more[0] == 0, more
 
 
 def test_bf16_differs_only_at_ties(servers, target_dir, drafter_dir, own_prompts, record_property):

@@ -13,9 +13,9 @@ from tests.engine.v4.plugin import ENVIRONMENT
 
 # The pool is --max-total-tokens; what else fills the machine's memory must not matter.
 ARGUMENTS = ("--skip-tokenizer-init", "--mem-fraction-static", "0.8", "--sleep-on-idle")
-ARGUMENTS += ("--max-running-requests", "4", "--max-total-tokens", "8192")
-ARGUMENTS += ("--swa-full-tokens-ratio", "0.5", "--disable-cuda-graph")
+ARGUMENTS += ("--max-running-requests", "4", "--disable-cuda-graph")
 ARGUMENTS += ("--dsa-topk-backend", "torch", "--log-level", "info")
+POOL = ("--max-total-tokens", "8192", "--swa-full-tokens-ratio", "0.5")
 PLUGIN = "from tests.engine.v4.plugin import load  # noqa: F401\n"
 BLOCK = 7
 Answers = list[list[int]]
@@ -28,18 +28,20 @@ def start(
     folder: Path,
     *arguments: str,
     source: str = PLUGIN,
+    pool: tuple[str, ...] = POOL,
     **environment: str,
 ) -> Server:
     """A server with the replacements.
 
     Args:
         folder: an empty place for the plugin. source: of the plugin's module.
+        pool: arguments that size the K/V pools.
         environment: what the plugin reads.
     """
     plugin = folder / f"plugin-{name}"
     plugin.mkdir()
     environment |= ENVIRONMENT | install_plugin(plugin, "v4", source)
-    return servers.get(f"v4-{name}", target, *ARGUMENTS, *arguments, environment=environment)
+    return servers.get(f"v4-{name}", target, *ARGUMENTS, *pool, *arguments, environment=environment)
 
 
 def prompts(*lengths: int, seed: int = 0) -> Answers:

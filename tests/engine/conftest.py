@@ -30,6 +30,8 @@ COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
 FP32 = (*comparable_arguments(32768, "info"), *COMMON[3:])
+# Of a kind that constrains a call from its first token; the tiny target never begins one itself.
+TOOL_CALLS = ("--tool-call-parser", "pythonic")
 # ``/health`` says what SGLang knows, and does not wait a second for a token of its own.
 AT_ONCE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 NEW_TOKENS = 128
@@ -85,13 +87,14 @@ def servers() -> Iterator[Servers]:
 @pytest.fixture(scope="session")
 def target_server(servers, target_dir) -> Server:
     """The baseline, fp32."""
-    return servers.get("target", target_dir, *FP32, "--enable-return-hidden-states")
+    arguments = (*FP32, *TOOL_CALLS, "--enable-return-hidden-states")
+    return servers.get("target", target_dir, *arguments)
 
 
 @pytest.fixture(scope="session")
 def hyper_server(servers, target_dir, drafter_dir) -> Server:
     """HYPERDFLASH, fp32, overlap scheduling on, radix cache on, metrics on."""
-    arguments = (*FP32, "--enable-metrics", *hyperdflash_arguments(drafter_dir))
+    arguments = (*FP32, *TOOL_CALLS, "--enable-metrics", *hyperdflash_arguments(drafter_dir))
     return servers.get("hyper", target_dir, *arguments)
 
 

@@ -267,6 +267,46 @@ def test_plan_bounds_what_this_server_returned(hyper_server, own_prompts, tmp_pa
     assert 1 < found.own[7][0] <= found.argmax[7][0] <= 7
 
 
+CANCEL = {
+    "type": "object",
+    "properties": {"reason": {"enum": ["too late", "too dear"]}},
+    "required": ["reason"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in (("order", SCHEMA), ("cancel", CANCEL))
+]
+CHOICES = {
+    "required": {"order", "cancel"},
+    "cancel": {"cancel"},
+    "auto": set(),
+    "none": set(),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_tool_calls_are_the_baselines(clients, choice):
+    """Whole and streamed; the tiny target calls a tool only where it must."""
+    named = {"type": "function", "function": {"name": choice}}
+    messages = [{"role": "user", "content": "Can I get a small coffee with milk?"}]
+    options = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 200}
+    options |= {"tools": TOOLS, "tool_choice": named if choice == "cancel" else choice}
+    options |= {"parallel_tool_calls": False}
+    plain, drafted = (c.chat.completions.create(**options).choices[0] for c in clients)
+    calls = [call.function for call in drafted.message.tool_calls or []]
+    assert calls == [call.function for call in plain.message.tool_calls or []]
+    assert drafted.message.content == plain.message.content
+    assert drafted.finish_reason == plain.finish_reason
+    assert {call.name for call in calls} <= CHOICES[choice]
+    assert bool(calls) == bool(CHOICES[choice])
+    assert all(json.loads(call.arguments) for call in calls)
+    chunks = clients[1].chat.completions.create(stream=True, **options)
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    streamed = [call.function.arguments or "" for d in deltas for call in d.tool_calls or []]
+    assert "".join(streamed) == "".join(call.arguments for call in calls)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 8, 9, 13])
 def test_length_limits_inside_a_block(hyper_server, own_prompts, own_reference, limit):
     answers = greedy_all(hyper_server, own_prompts[:6], 3, partial(greedy, max_new_tokens=limit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import subprocess
 import time
@@ -9,7 +10,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from cpu_engine.platform.memory import KV_GIB
+from eval.reuse import slot_bytes
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from tests.engine.conftest import COMMON, install_plugin
+from tests.engine.drafters import with_window
+from tests.engine.held import HELD, PLUGIN, drafter_bytes, held, total
 from tests.pool_log import logged_pools
 from tests.warm_start.client import start as warm
 
@@ -72,3 +78,29 @@ def test_twenty_starts_give_the_same_pools(target_dir, drafter_dir, tmp_path):
         for i, start in enumerate([subprocess.Popen, *[warm] * 19])
     }
     assert len(found) == 1, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_server_is_left_with_what_it_reserved(servers, target_dir, drafter_dir, tmp_path, window):
+    """To the byte: of 64 MiB of K/V, SGLang takes as many tokens as fit, and a spare slot."""
+    reserved, name = 1 << 26, f"held-{window}"
+    draft = with_window(drafter_dir, tmp_path / "draft", window)
+    environment = install_plugin(tmp_path, "held", PLUGIN) | {HELD: str(tmp_path)}
+    environment[KV_GIB] = str(reserved / (1 << 30))
+    arguments = ("--dtype", "float32", *COMMON, *hyperdflash_arguments(draft))
+    server = servers.get(name, target_dir, *arguments, environment=environment)
+    servers.stop(name)
+    target, own = slot_bytes(target_dir), slot_bytes(draft)
+    assert (target, own) == (8 * 2 * 64 * 4, 3 * 2 * 2 * 64 * 4)
+    tokens = logged_pools(server.log.read_text())[0].slots - 1
+    kv = [size for size, shape in held(tmp_path, "target") if len(shape) == 3]
+    assert sum(kv) == target * (tokens + 1)
+    found = total(held(tmp_path, "drafter"))
+    assert found == drafter_bytes(tokens, own, 3, requests=48, window=window)
+    # The drafter's tables of tokens are reserved too; what is not does not grow with tokens.
+    draft = own if window is None else math.ceil((own + 8) * 0.1) + 8
+    assert 0 <= reserved - tokens * (target + draft) < target + draft
+    least = 0 if window is None else 10 * 7 * 48
+    fixed = drafter_bytes(least, own, 3, requests=48, window=window)
+    assert found <= tokens * draft + fixed

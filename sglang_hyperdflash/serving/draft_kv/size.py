@@ -8,6 +8,8 @@ from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.tools.environment import positive_number
 
 POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
+# Of a windowed drafter's tables (draft_kv/window.py): the slot of a token, and the owner of a slot.
+INDEX_BYTES = 8
 
 
 def pool_ratio() -> float:
@@ -23,11 +25,14 @@ def pool_ratio() -> float:
 def draft_cell_size(original, kvc) -> int:
     """Bytes per target token of the draft's pool, fewer for a windowed drafter.
 
-    SGLang's configurators and our hook on DeepSeek-V4's budget the draft from it.
+    A window's tables are counted with it. SGLang's configurators and our hook on DeepSeek-V4's
+    budget the draft from it.
     """
     cell = original(kvc)
     draft = getattr(kvc.spec_aux_config, "draft_model_config", None)
     if cell <= 0 or draft is None:
         return cell
     section = getattr(draft.hf_config, "hyperdflash_config", None) or {}
-    return cell if section.get("window") is None else math.ceil(cell * pool_ratio())
+    if section.get("window") is None:
+        return cell
+    return math.ceil((cell + INDEX_BYTES) * pool_ratio()) + INDEX_BYTES

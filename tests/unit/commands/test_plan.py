@@ -180,11 +180,12 @@ def test_the_shipped_sample_is_planned_as_the_pages_print_it():
     lines = [line.split() for line in shown.splitlines()[1:]]
     found = {(int(tp), name): (own, draft, share) for tp, name, own, draft, _, share, *_ in lines}
     # Layers, K and V, heads, width, bf16; a tenth of the slots; heads are split over the GPUs.
-    draft = 5 * 2 * 8 * 128 * 2 // 10
-    for tp, share in ((1, "70%"), (4, "83%"), (8, "86%")):
+    # Tables of the window: one number for each token, and for each slot.
+    draft = {tp: 5 * 2 * 8 * 128 * 2 // 10 // tp + 9 for tp in (1, 4, 8)}
+    for tp, share in ((1, "70%"), (4, "83%"), (8, "85%")):
         assert found[tp, "baseline"] == ("7,087", "0", "100%")
-        own = f"{7087 + 672 + draft // tp:,}"
-        assert found[tp, "HYPERDFLASH"] == (own, f"{draft // tp:,}", share)
+        own = f"{7087 + 672 + draft[tp]:,}"
+        assert found[tp, "HYPERDFLASH"] == (own, f"{draft[tp]:,}", share)
         assert found[tp, "EAGLE"] == found[tp, "DSPARK"] == ("7,939", "180", "86%")
 
 
@@ -205,7 +206,7 @@ def test_a_wrong_pool_ratio_is_refused(monkeypatch, text):
         size.pool_ratio()
 
 
-@pytest.mark.parametrize("window, expected", [(None, 20480), (512, 2048)])
+@pytest.mark.parametrize("window, expected", [(None, 20480), (512, 2048 + 9)])
 def test_a_window_shrinks_the_cell(monkeypatch, window, expected):
     monkeypatch.delenv(size.POOL_RATIO, raising=False)
     config = SimpleNamespace(hyperdflash_config={"window": window})

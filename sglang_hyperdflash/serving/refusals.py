@@ -1,8 +1,8 @@
 """Requests that would end a server, refused with HTTP 400.
 
 SGLang checks the ids of ``token_ids_logprob`` and ``logit_bias`` before it schedules a request. It
-checks neither a prompt nor the number of top logprobs: the scheduler fails at these in its forward
-pass, and the server ends with every request it holds.
+checks neither a prompt's ids nor how many top logprobs are asked for: the scheduler fails at them
+while it runs a batch, and the server ends with every request it holds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after
 
+# SGLang's own word for all tokens is smaller.
+INT32 = 2**31 - 1
+
 
 @after(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
     "9ed02514ad0b",
 )
 def refuse_what_ends_a_server(_, self, obj: Any, input_ids: Sequence[int] | None) -> None:
-    """Refuse an empty prompt, ids outside the vocabulary and more top logprobs than it has.
+    """Refuse an empty prompt, ids outside the vocabulary, and numbers that no batch can hold.
 
     Every request comes by here, whichever way it came and each of a batch. SGLang answers a
     ``ValueError`` with HTTP 400.
@@ -40,11 +43,12 @@ def what_ends_a_server(obj: Any, input_ids: Sequence[int] | None, vocab_size: in
         obj: SGLang's ``GenerateReqInput`` of one prompt.
         input_ids: the prompt's tokens; None where embeddings or a multimodal processor replace it.
     """
-    if obj.top_logprobs_num > vocab_size:
-        return (
-            f"top logprobs must be at most {vocab_size}, the size of the vocabulary; "
-            f"found {obj.top_logprobs_num}."
-        )
+    if obj.top_logprobs_num > vocab_size:  # whether it asks for logprobs: another of its batch may
+        return f"top logprobs must be at most {vocab_size}; found {obj.top_logprobs_num}."
+    if obj.return_logprob and obj.logprob_start_len < -1:
+        return f"logprob_start_len must be at least -1; found {obj.logprob_start_len}."
+    if (obj.sampling_params.get("top_k") or 0) > INT32:
+        return f"top_k must be at most {INT32}; found {obj.sampling_params['top_k']}."
     if input_ids is None or obj.contains_mm_input():
         return None
     if not len(input_ids):

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from sglang_hyperdflash.commands.plan_logprobs import bounds
-from tests.engine.conftest import HOT, greedy, greedy_all
+from tests.engine.conftest import FP32, HOT, greedy, greedy_all
 
 SCHEMA = {
     "type": "object",
@@ -391,6 +391,86 @@ def test_bad_requests_get_400_and_the_server_goes_on(
     assert answer.status_code == 400, answer.text
     assert name in answer.text
     assert greedy(hyper_server, own_prompts[0], 16)["output_ids"] == own_reference[0][:16]
+
+
+CHAT, SCORE = "/v1/chat/completions", "/v1/score"
+LABELS = {"label_token_ids": [7, 8]}
+# Without our refusal the scheduler fails in its forward pass, and the server ends; but for
+# token_ids_logprob, which SGLang checks.
+FATAL = {
+    "negative id": ("/generate", {"input_ids": [5, -1]}),
+    "id past the vocabulary": ("/generate", {"input_ids": [5, 1363]}),
+    "no int64": ("/generate", {"input_ids": [5, 2**62]}),
+    "one of a batch": ("/generate", {"input_ids": [[5, 6], [5, -1]]}),
+    "none of a batch": ("/generate", {"input_ids": [[5, 6], []]}),
+    "several answers": ("/generate", {"input_ids": [5, -1], "sampling_params": {"n": 2}}),
+    "empty text": ("/generate", {"text": ""}),
+    "top logprobs": ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 1364}),
+    "logprobs of others": ("/generate", {"text": "a", "top_logprobs_num": 1364}),
+    "top-k": ("/generate", {"text": "a", "sampling_params": {"top_k": 2**40, "temperature": 1}}),
+    "first logprob": (
+        "/generate",
+        {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": -5},
+    ),
+    "token_ids_logprob": (
+        "/generate",
+        {"text": "a", "return_logprob": True, "token_ids_logprob": [1363]},
+    ),
+    "completion of ids": ("/v1/completions", {"prompt": [5, -1]}),
+    "completions of ids": ("/v1/completions", {"prompt": [[5, 6], [1363]]}),
+    "completions of empty text": ("/v1/completions", {"prompt": ["a", ""]}),
+    "completion with logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 10_000}),
+    "completion streams": ("/v1/completions", {"prompt": [5, -1], "stream": True}),
+    "chat with logprobs": (CHAT, {"logprobs": True, "top_logprobs": 10_000}),
+    "chat of ids": (CHAT, {"input_ids": [5, -1]}),
+    "scored items": (SCORE, {"query": [5], "items": [[6], [-1]], **LABELS}),
+    "scored query": (SCORE, {"query": [1363], "items": [[6], [7]], **LABELS}),
+}
+
+
+def post_fatal(server, name: str) -> requests.Response:
+    path, fields = FATAL[name]
+    payload = {"model": "m", **fields}
+    if path == CHAT:
+        payload["messages"] = [{"role": "user", "content": "a"}]
+    return requests.post(server.url + path, json=payload, timeout=60)
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_what_would_end_the_server_gets_400(hyper_server, own_prompts, own_reference, name):
+    answer = post_fatal(hyper_server, name)
+    assert answer.status_code == 400, answer.text
+    assert greedy(hyper_server, own_prompts[0], 16)["output_ids"] == own_reference[0][:16]
+
+
+def test_a_stream_that_is_refused_says_so(hyper_server):
+    (chunk,) = streamed(hyper_server, input_ids=[5, -1])
+    assert chunk["error"]["code"] == 400 and "found -1" in chunk["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "negative id",
+        "id past the vocabulary",
+        "empty text",
+        "top logprobs",
+        "first logprob",
+        "top-k",
+        "completion with logprobs",
+        "chat with logprobs",
+    ],
+)
+def test_sglang_alone_ends_at_them(servers, target_dir, name):
+    """Once this fails, SGLang refuses them itself: then ours may go."""
+    server = servers.get("ends", target_dir, *FP32)
+    try:
+        with pytest.raises(requests.RequestException):
+            post_fatal(server, name).raise_for_status()
+        server.process.wait(60)
+    finally:
+        servers.stop("ends")
 
 
 @pytest.mark.parametrize("options", [{}, {"top_logprobs_num": 2}, {"logprob_start_len": 0}])

@@ -20,6 +20,11 @@ REFUSED = {
     "empty text": ({"text": "", "tokens": []}, "found none"),
     "empty text, no session": ({"text": "", "tokens": [], "session_params": {}}, "found none"),
     "top logprobs": ({"input_ids": [5], "top_logprobs_num": 101}, "at most 100.*found 101"),
+    "first logprob": (
+        {"input_ids": [5], "return_logprob": True, "logprob_start_len": -2},
+        "at least -1; found -2",
+    ),
+    "top-k": ({"input_ids": [5], "sampling_params": {"top_k": 2**31}}, "found 2147483648"),
     # Another request of its batch may ask for logprobs.
     "embeddings": ({"input_embeds": [[0.5]], "top_logprobs_num": 10_000}, "found 10000"),
 }
@@ -28,6 +33,8 @@ ALLOWED = {
     "every logprob": {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 100},
     # What SGLang takes for none at all.
     "negative logprobs": {"input_ids": [5], "top_logprobs_num": -1},
+    "no logprob": {"input_ids": [5], "logprob_start_len": -2},
+    "any top-k": {"input_ids": [5], "sampling_params": {"top_k": 1 << 30}},
     "embeddings": {"input_embeds": [[0.5]]},
     "a session's turn": {"input_ids": [], "session_params": {"id": "s", "rid": "r"}},
     "a session's empty text": {"text": "", "tokens": [], "session_params": {"id": "s"}},

@@ -224,18 +224,26 @@ def size(folder: Path) -> int:
     return total
 
 
+def target_of(handle: Path) -> str:
+    """What an open handle is of; empty if it was closed meanwhile."""
+    with suppress(FileNotFoundError):
+        return os.readlink(handle)
+    return ""
+
+
 def usage(process: Popen) -> dict[str, float]:
     """What a process and its children hold: memory without mapped files, handles without shards.
 
-    Of these a learner keeps up to 256 open.
+    Of these a learner keeps up to 256 open, removed ones until its next checkpoint.
     """
     parent = psutil.Process(process.pid)
     every = [parent, *parent.children(recursive=True)]
     memory = [one.memory_info() for one in every]
-    files = [file.path for one in every for file in one.open_files()]
+    handles = [handle for one in every for handle in Path(f"/proc/{one.pid}/fd").iterdir()]
+    named = [name for name in map(target_of, handles) if name and "/shards/" not in name]
     return {
         "memory_mib": sum(one.rss - one.shared for one in memory) / 2**20,
-        "handles": sum(one.num_fds() for one in every) - sum("/shards/" in name for name in files),
+        "handles": len(named),
         "threads": sum(one.num_threads() for one in every),
     }
 

@@ -13,6 +13,7 @@ from tests.engine.v4.planner import Planner
 from tests.engine.v4.product import PAGE, PAGES, PREFIXES, WIDTHS
 from tests.engine.v4.states import live
 
+pytestmark = pytest.mark.v4
 RINGS = {4: 16, 128: 256}  # SGLang's, with speculation
 BOTH = pytest.mark.parametrize("ratio", RINGS)
 PREFIX = torch.tensor(PREFIXES)

@@ -166,6 +166,8 @@ def learning(folder: Path, draft: Path, store: Path, publish_to: Path) -> Iterat
         process = Popen(command, stdout=log, stderr=STDOUT)
         try:
             yield process
+            if process.poll() is not None:
+                raise SystemExit(f"learn ended: {folder / 'learn.log'}")
         finally:
             process.terminate()
             with suppress(TimeoutExpired):

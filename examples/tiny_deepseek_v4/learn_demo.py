@@ -51,12 +51,12 @@ from sglang_hyperdflash.tools.server_process import (
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.writer import open_writer
+from study import SHAPE
 
 HERE = Path(__file__).resolve().parent
 TARGET = HERE / "target"
 GREEDY = Sampling(0.0, 160)
 CONCURRENCY = 4
-SHAPE = "--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window 0"
 LEARN = (
     "--lr 2e-3 --batch 16 --anchors 8 --every 100 --judges 32 --passes 100 --threads 1 --device cpu"
 )
@@ -178,7 +178,7 @@ def learning(folder: Path, draft: Path, store: Path, publish_to: Path) -> Iterat
 def new_draft(folder: Path, seed: int) -> None:
     """An untrained drafter."""
     places = ("--target", str(TARGET), "--out", str(folder), "--seed", str(seed))
-    if hyperdflash(["init", *places, *SHAPE.split()]):
+    if hyperdflash(["init", *places, *SHAPE]):
         raise SystemExit(2)
 
 

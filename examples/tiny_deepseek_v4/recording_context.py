@@ -29,12 +29,12 @@ from sglang_hyperdflash.tools.server_process import (
     hyperdflash_arguments,
 )
 from sglang_hyperdflash.training.store.reader import StoreReader
+from study import SHAPE
 
 HERE = Path(__file__).resolve().parent
 TARGET, DRAFTER = HERE / "target", HERE / "drafter"
 SHARES = (0.0, 0.5, 1.0)
 TURNS, CONCURRENCY, GREEDY = 4, 8, Sampling(0.0, 128)
-SHAPE = "--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window 0"
 SCHEDULE = """
 target = "{target}"
 draft = "{out}/draft"
@@ -83,7 +83,7 @@ def trained(out: Path, store: Path, held_out: Path, steps: int, seed: int) -> fl
     config = out / "train.toml"
     config.write_text(SCHEDULE.format(steps=steps, seed=seed, **places))
     train = ["train", "--config", str(config), "--work", str(out / "work"), "--threads", "2"]
-    for command in ([*init, *SHAPE.split()], train):
+    for command in ([*init, *SHAPE], train):
         if hyperdflash(command):
             raise SystemExit(2)
     lines = (out / "work" / "stage-1" / "training_log.jsonl").read_text().splitlines()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,10 @@ class Version:
 
     number: int
     path: Path
+
+    def is_refused(self) -> bool:
+        """Whether a server has left it."""
+        return (self.path / REFUSED).is_file()
 
     def check(self) -> None:
         """Compare every file with its SHA-256.
@@ -63,21 +67,26 @@ def _name(number: int) -> str:
     return f"{number:0{DIGITS}d}"
 
 
+def _numbers(folder: Path) -> list[int]:
+    """Of all versions, also of those that are not whole."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
 def _is_whole(folder: Path, number: int) -> bool:
     return (folder / _name(number) / MANIFEST).is_file()
 
 
-def _remove_old(folder: Path, taken: Collection[int], source: Path) -> None:
+def _remove_old(folder: Path, taken: Sequence[int], source: Path) -> None:
     """Remove versions that are not whole, and old ones, before another one takes their room.
 
     Args:
-        taken: all numbers. The newest may be of a call that still runs. source: what will be
-            published, which may be an old version itself.
+        taken: all numbers, in order. The newest may be of a call that still runs.
+        source: what will be published, which may be an old version itself.
     """
     named = None
     with suppress(HyperDFlashConfigError):
         named = current(folder)
-    whole = [n for n in sorted(taken) if _is_whole(folder, n)]
+    whole = [n for n in taken if _is_whole(folder, n)]
     kept = {*whole[1 - KEPT :], named and named.number, max(taken, default=0)}
     for number in {*taken} - kept:
         path = folder / _name(number)
@@ -105,7 +114,7 @@ def publish(folder: Path, drafter: Path) -> int:
         raise HyperDFlashConfigError(f"{drafter} holds no {WEIGHTS}; expected a drafter folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+        taken = _numbers(folder)
         number = max(taken, default=0) + 1
         version = Version(number, folder / _name(number))
         version.path.mkdir()
@@ -141,12 +150,12 @@ def current(folder: Path) -> Version | None:
             f"{pointer}: expected the name of a version in {folder}, found {name[:60]!r}. Publish "
             "a drafter again."
         )
-    numbers = (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    older = sorted((n for n in numbers if n < int(name) and _is_whole(folder, n)), reverse=True)
-    for number in (int(name), *older):
-        if not (folder / _name(number) / REFUSED).is_file():
-            return Version(number, folder / _name(number))
-    return None
+    version = Version(int(name), folder / name)
+    if not version.is_refused():
+        return version
+    older = (n for n in reversed(_numbers(folder)) if n < version.number and _is_whole(folder, n))
+    versions = (Version(number, folder / _name(number)) for number in older)
+    return next((one for one in versions if not one.is_refused()), None)
 
 
 def refuse(folder: Path, number: int, reason: str) -> None:

@@ -48,6 +48,12 @@ class Policy:
     passes: int = 20
 
 
+def by_age(stream: StreamReader, chosen: torch.Tensor, newest: int) -> tuple[torch.Tensor, ...]:
+    """Indices of the chosen samples, ``[samples]`` bool: of the ``newest`` ones, of all older."""
+    places, first = chosen.nonzero().squeeze(1), len(stream.lengths) - newest
+    return places[places >= first], places[places < first]
+
+
 class Draws:
     """The samples of every step, drawn at random: half of the newest, half of all older ones.
 
@@ -59,9 +65,7 @@ class Draws:
 
     def __init__(self, stream: StreamReader, policy: Policy, batch: int, seed: int) -> None:
         self.batch_size, self.seed = batch, seed
-        places = (~stream.held_out).nonzero().squeeze(1)
-        first = len(stream.lengths) - policy.newest
-        self.newest, self.older = places[places >= first], places[places < first]
+        self.newest, self.older = by_age(stream, ~stream.held_out, policy.newest)
         self._window = cache(self._drawn_for)
 
     def batch(self, step: int) -> list[int]:
@@ -195,11 +199,10 @@ class Learner(Trainer):
 
     def _judges(self) -> tuple[list[int], list[int]]:
         """Held-out samples: the newest, and some of all older ones."""
-        places, most = self.train.held_out.nonzero().squeeze(1), self.policy.judges
-        first = len(self.train.lengths) - self.policy.newest
-        newest, older = places[places >= first][-most:], places[places < first]
+        most = self.policy.judges
+        newest, older = by_age(self.train, self.train.held_out, self.policy.newest)
         spread = torch.linspace(0, max(len(older) - 1, 0), min(most, len(older))).long()
-        return newest.tolist(), older[spread].tolist()
+        return newest[-most:].tolist(), older[spread].tolist()
 
     def _not_finite(self, what: str) -> FloatingPointError:
         return FloatingPointError(

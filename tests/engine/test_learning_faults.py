@@ -25,6 +25,7 @@ from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.engine.conftest import FP32, chat_ids, greedy, greedy_all, held_out_problems, ids
 from tests.engine.test_following import until
+from tests.unit.training.streams import learn_arguments
 from tests.warm_start.client import start_command
 
 SHAPE = "--layers 1 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 256 --window 0"
@@ -34,7 +35,7 @@ Tokens = tuple[int, ...]
 
 
 class Learning:
-    """A server that records and follows, a learner beside it, and distinct requests."""
+    """A server that records and follows, a learner next to it, and distinct requests."""
 
     def __init__(self, servers, target_dir: Path, folder: Path, prompts: list[Tokens]) -> None:
         self.servers, self.target, self.folder = servers, target_dir, folder
@@ -53,11 +54,8 @@ class Learning:
         self.server = self.servers.get(NAME, self.target, *arguments, environment=environment)
 
     def start_learner(self) -> None:
-        places = {"target": self.target, "draft": self.draft, "store": self.store}
-        places |= {"publish": self.published, "work": self.work}
-        options = [part for name, place in places.items() for part in (f"--{name}", place)]
+        command = learn_arguments(self.target, self.folder, self.folder, f"{LEARN} --device cpu")
         with (self.folder / "learn.log").open("wb") as log:
-            command = ("learn", *options, *LEARN.split(), "--device", "cpu")
             self.learner = start_command(*command, stdout=log, stderr=subprocess.STDOUT)
 
     def kill_learner(self) -> None:

@@ -44,6 +44,7 @@ from tests.engine.drafters import poisoned
 from tests.engine.test_api import CONTEXT, SCHEMA, wait_until_idle
 from tests.engine.test_following import by_version
 from tests.engine.test_metrics import samples
+from tests.unit.training.streams import learn_arguments
 
 MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
 CONCURRENCY = 16
@@ -164,12 +165,9 @@ class Learning:
         own = {f"{RECORD}_{name}": value for name, value in RECORDING.items()}
         self.environment = own | {RECORD: str(self.store), FOLLOW: str(self.published)}
         self.first, self.poisoned, self.most = self.newest(), 0, 0
-        places = {"target": target, "draft": self.draft, "store": self.store}
-        places |= {"publish": self.published, "work": self.work}
-        options = [part for name, place in places.items() for part in (f"--{name}", str(place))]
-        command = [sys.executable, "-m", "sglang_hyperdflash.cli", "learn", *options]
+        learn = learn_arguments(target, folder, folder, f"{LEARN} --device cpu")
+        command = [sys.executable, "-m", "sglang_hyperdflash.cli", *learn]
         with (folder / "learn.log").open("ab") as log:
-            command += [*LEARN.split(), "--device", "cpu"]
             self.process = Popen(command, stdout=log, stderr=STDOUT)
         self._end = threading.Event()
         self._watching = threading.Thread(target=self._watch)

@@ -140,10 +140,7 @@ def learning(shared: Path) -> Subject:
             streams.add(opened, streams.recorded(target, RECORDED))
 
     def arguments(folder: Path) -> list[str]:
-        places = {"target": TARGET, "draft": shared / "draft", "store": store}
-        places |= {"publish": folder / "published", "work": folder / "work"}
-        options = [part for name, place in places.items() for part in (f"--{name}", str(place))]
-        return ["learn", *options, *LEARN.split()]
+        return streams.learn_arguments(TARGET, shared, folder, LEARN)
 
     def log(folder: Path) -> Path:
         return folder / "work" / "training_log.jsonl"

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.trainer import saved_states
-from tests.unit.training.streams import add, new_drafter, recorded, writer
+from tests.unit.training.streams import add, learn_arguments, new_drafter, recorded, writer
 from tests.warm_start.client import run_command, start_command
 
 
@@ -21,11 +21,8 @@ def target(target_dir):
 
 
 def arguments(folder, target_dir, work: str = "work", publish: str = "published") -> list[str]:
-    places = {"target": target_dir, "draft": folder / "draft", "store": folder / "store"}
-    places |= {"publish": folder / publish, "work": folder / work}
-    given = [part for name, place in places.items() for part in (f"--{name}", str(place))]
-    small = ("--batch", "4", "--every", "2", "--judges", "4", "--threads", "1", "--device", "cpu")
-    return ["learn", *given, *small]
+    small = "--batch 4 --every 2 --judges 4 --threads 1 --device cpu"
+    return learn_arguments(target_dir, folder, folder, small, work, publish)
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:

@@ -65,6 +65,16 @@ def new_drafter(target) -> Drafter:
     return drafter
 
 
+def learn_arguments(
+    target, given: Path, made: Path, options: str, work: str = "work", publish: str = "published"
+) -> list[str]:
+    """A ``hyperdflash learn`` on the draft and the store of one folder, with its own in another."""
+    places = {"target": target, "draft": given / "draft", "store": given / "store"}
+    places |= {"publish": made / publish, "work": made / work}
+    named = (part for name, place in places.items() for part in (f"--{name}", str(place)))
+    return ["learn", *named, *options.split()]
+
+
 def refreshed(store: Path, vocabulary: int) -> StreamReader:
     stream = StreamReader(store, 2048, vocabulary)
     stream.refresh(ProcessGroup())

@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.tools.atomic import WriteFailed
-from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config
+from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.losses import position_weights
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import Recipe
@@ -33,9 +32,9 @@ from sglang_hyperdflash.training.samples import (
     generator_seed,
 )
 from sglang_hyperdflash.training.trainer import Trainer, read_state, saved_states
+from tests.unit.training.streams import new_drafter
 from tests.warm_start.client import run_command, start_command
 
-SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_size=64)
 RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
 
 
@@ -58,14 +57,6 @@ def samples():
 @pytest.fixture(scope="module")
 def cache(target, samples):
     return FeatureCache(target, samples, dtype=torch.float32)
-
-
-def new_drafter(target) -> Drafter:
-    torch.manual_seed(0)
-    facts = TargetFacts.from_config(target.config.to_dict())
-    drafter = Drafter(draft_config(facts, target.hc_head, SHAPE, 4))
-    drafter.inherit(target.hc_head)
-    return drafter
 
 
 def new_trainer(target, cache, folder, **changes) -> Trainer:

@@ -2,10 +2,10 @@
 
     python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
 
-1. A server without speculation answers exchanges of most families: the baseline.
+1. A server without speculation answers exchanges of five families: the baseline.
 2. A server with an *untrained* drafter answers such exchanges, records them and follows what
    ``hyperdflash learn`` publishes next to it.
-3. The traffic turns to families that were never seen.
+3. The traffic turns to three families that were never seen.
 4. A random drafter is published, from which the server returns by itself.
 5. ``learn`` on a store of random tokens publishes nothing.
 
@@ -13,6 +13,9 @@
 is compared with the baseline's. ``learn`` shares the machine with the server and its clients, at
 the lowest priority; the baseline is timed with and without it. Parts that ``result.json`` has are
 not repeated.
+
+The families are the eight with the longest answers, 26 to 45 tokens on average: over all of them
+half of an answer's time is its prefill, which no drafter shortens.
 """
 
 from __future__ import annotations
@@ -60,9 +63,8 @@ CONCURRENCY = 4
 LEARN = (
     "--lr 2e-3 --batch 16 --anchors 8 --every 100 --judges 32 --passes 100 --threads 1 --device cpu"
 )
-# Families of the second kind of traffic: every third.
-UNSEEN = tuple(FAMILIES)[::3]
-SEEN = tuple(name for name in FAMILIES if name not in UNSEEN)
+SEEN = ("trace", "subtraction", "order", "multiplication", "count")
+UNSEEN = ("units", "addition", "facts")
 ROUNDS = re.compile(r'^hyperdflash:verify_rounds_total\{.*version="(\d+)".*\} (\S+)$', re.M)
 POISONED_REQUESTS, POISONED_MINUTES = 400, 1.0
 # Accept length that must be reached within half an hour.

@@ -200,5 +200,9 @@ def keep_apart(option: str, path: Path, others: Mapping[str, str | Path]) -> Non
 
 
 def location(name: str | Path) -> str:
-    """A folder or file by its full path, a hub id as it is: the same for every working folder."""
-    return str(Path(name).resolve()) if Path(name).exists() else str(name)
+    """A path in full, also of what is not there yet; a hub id as it is.
+
+    The same whatever the working folder. A string is a path where one exists.
+    """
+    path = isinstance(name, Path) or Path(name).exists()
+    return str(Path(name).resolve()) if path else name

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -33,27 +34,29 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
+    """By paths from its working folder, of which only the draft's is there at first."""
     new_drafter(target).save(tmp_path / "draft")
-    own, log = arguments(tmp_path, target_dir), tmp_path / "log"
+    here, log = Path(), tmp_path / "log"
+    own = arguments(here, target_dir)
     with log.open("wb") as sink:
-        first = start_command(*own, stdout=sink, stderr=subprocess.STDOUT)
+        first = start_command(*own, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
         wait_until(lambda: "waiting: there is no store" in log.read_text(), first)
         with writer(tmp_path / "store", target) as opened:
             add(opened, recorded(target, 60))
         wait_until(lambda: saved_states(tmp_path / "work"), first)
         for other, place in (
-            (own, tmp_path / "work"),
-            (arguments(tmp_path, target_dir, work="other"), tmp_path / "published"),
-            (arguments(tmp_path, target_dir, "other", "too"), tmp_path / "store" / "learner"),
+            (own, here / "work"),
+            (arguments(here, target_dir, work="other"), here / "published"),
+            (arguments(here, target_dir, "other", "too"), here / "store" / "learner"),
         ):
-            refused = run_command(*other, timeout=120)
+            refused = run_command(*other, timeout=120, cwd=tmp_path)
             assert refused.returncode == 2 and refused.stderr.count("\n") == 1
             assert f"{place} is in use by process {first.pid}" in refused.stderr
         first.send_signal(signal.SIGKILL)
         first.wait()
         step = int(saved_states(tmp_path / "work")[-1].stem.partition("-")[2])
         log.write_bytes(b"")
-        second = start_command(*own, stdout=sink, stderr=subprocess.STDOUT)
+        second = start_command(*own, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
         wait_until(lambda: f"resumed at step {step}" in log.read_text(), second)
         wait_until(lambda: "not judged" in log.read_text(), second)
         second.send_signal(signal.SIGTERM)

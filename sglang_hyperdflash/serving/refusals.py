@@ -3,12 +3,16 @@
 SGLang checks the ids of ``token_ids_logprob`` and ``logit_bias`` before it schedules a request. It
 checks neither a prompt's ids nor how many top logprobs are asked for: the scheduler fails at them
 while it runs a batch, and the server ends with every request it holds.
+
+Routes whose fields SGLang does not type (Vertex, Ollama) can still send what ends it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after
@@ -24,14 +28,16 @@ INT32 = 2**31 - 1
 def refuse_what_ends_a_server(_, self, obj: Any, input_ids: Sequence[int] | None) -> None:
     """Refuse an empty prompt, ids outside the vocabulary, and numbers that no batch can hold.
 
-    Every request comes by here, whichever way it came and each of a batch. SGLang answers a
+    Every HTTP request of Python's server comes by here, each of a batch too. SGLang answers a
     ``ValueError`` with HTTP 400.
 
     Raises:
         ValueError: what is wrong with the request.
     """
     if is_ours(self.server_args.speculative_algorithm):
-        wrong = what_ends_a_server(obj, input_ids, self.model_config.vocab_size)
+        # A processor has placeholders of its own; without one SGLang ignores the image.
+        text = None if self.mm_processor and obj.contains_mm_input() else input_ids
+        wrong = what_ends_a_server(obj, text, self.model_config.vocab_size)
         if wrong is not None:
             raise ValueError(wrong)
 
@@ -49,11 +55,14 @@ def what_ends_a_server(obj: Any, input_ids: Sequence[int] | None, vocab_size: in
         return f"logprob_start_len must be at least -1; found {obj.logprob_start_len}."
     if (obj.sampling_params.get("top_k") or 0) > INT32:
         return f"top_k must be at most {INT32}; found {obj.sampling_params['top_k']}."
-    if input_ids is None or obj.contains_mm_input():
+    if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
+        return "positional_embed_overrides cannot be sent as JSON."
+    if input_ids is None:
         return None
     if not len(input_ids):
         # A session's history comes before it; without any SGLang refuses it.
-        return None if obj.session_params else "a prompt must have at least one token; found none."
+        session = (obj.session_params or {}).get("id")
+        return None if session else "a prompt must have at least one token; found none."
     for token in (min(input_ids), max(input_ids)):
         if not 0 <= token < vocab_size:
             return f"token ids of a prompt must be in [0, {vocab_size}); found {token}."

@@ -382,6 +382,9 @@ FATAL = {
     "none of a batch": ("/generate", {"input_ids": [[5, 6], []]}),
     "several answers": ("/generate", {"input_ids": [5, -1], "sampling_params": {"n": 2}}),
     "empty text": ("/generate", {"text": ""}),
+    "ids with an image": ("/generate", {"input_ids": [5, -1], "image_data": "image"}),
+    "session without id": ("/generate", {"text": "", "session_params": {"rid": "r"}}),
+    "embeddings": ("/generate", {"text": "a", "positional_embed_overrides": {"a": 1}}),
     "top logprobs": ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 1364}),
     "logprobs of others": ("/generate", {"text": "a", "top_logprobs_num": 1364}),
     "top-k": ("/generate", {"text": "a", "sampling_params": {"top_k": 2**40, "temperature": 1}}),
@@ -425,20 +428,15 @@ def test_a_stream_that_is_refused_says_so(hyper_server):
     assert chunk["error"]["code"] == 400 and "found -1" in chunk["error"]["message"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "negative id",
-        "id past the vocabulary",
-        "empty text",
-        "top logprobs",
-        "first logprob",
-        "top-k",
-        "completion with logprobs",
-        "chat with logprobs",
-    ],
+SGLANG_ENDS = (
+    *("negative id", "id past the vocabulary", "empty text", "top logprobs", "first logprob"),
+    *("top-k", "completion with logprobs", "chat with logprobs", "ids with an image"),
+    *("session without id", "embeddings"),
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SGLANG_ENDS)
 def test_sglang_alone_ends_at_them(servers, target_dir, name):
     """Once this fails, SGLang refuses them itself: then ours may go."""
     server = servers.get("ends", target_dir, *FP32)

@@ -6,6 +6,8 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -19,6 +21,16 @@ REFUSED = {
     "no int64": ({"input_ids": [5, 2**70]}, "found 1180591620717411303424"),
     "empty text": ({"text": "", "tokens": []}, "found none"),
     "empty text, no session": ({"text": "", "tokens": [], "session_params": {}}, "found none"),
+    "empty text, no session's id": (
+        {"text": "", "tokens": [], "session_params": {"rid": "r"}},
+        "found none",
+    ),
+    # Without a processor SGLang ignores the image and runs the ids.
+    "negative id with an image": ({"input_ids": [5, -1], "image_data": "image"}, "found -1"),
+    "a dictionary of embeddings": (
+        {"input_ids": [5], "positional_embed_overrides": {"a": 1}},
+        "cannot be sent as JSON",
+    ),
     "top logprobs": ({"input_ids": [5], "top_logprobs_num": 101}, "at most 100.*found 101"),
     "first logprob": (
         {"input_ids": [5], "return_logprob": True, "logprob_start_len": -2},
@@ -38,12 +50,14 @@ ALLOWED = {
     "embeddings": {"input_embeds": [[0.5]]},
     "a session's turn": {"input_ids": [], "session_params": {"id": "s", "rid": "r"}},
     "a session's empty text": {"text": "", "tokens": [], "session_params": {"id": "s"}},
-    # A processor has placeholders of its own.
-    "an image": {"input_ids": [5, -1], "image_data": ["image"]},
+    "embeddings of a score": {
+        "input_ids": [5],
+        "positional_embed_overrides": PositionalEmbeds([torch.zeros(8)], [0]),
+    },
 }
 
 
-def validate(fields: dict, algorithm: str | None) -> None:
+def validate(fields: dict, algorithm: str | None, processor: object = None) -> None:
     """Send a request through our hook, as SGLang's own check would let it pass."""
     tokens = fields.get("tokens", fields.get("input_ids"))
     request = GenerateReqInput(**{k: v for k, v in fields.items() if k != "tokens"})
@@ -51,6 +65,7 @@ def validate(fields: dict, algorithm: str | None) -> None:
     manager = SimpleNamespace(
         server_args=SimpleNamespace(speculative_algorithm=algorithm),
         model_config=SimpleNamespace(vocab_size=VOCABULARY),
+        mm_processor=processor,
     )
     refuse_what_ends_a_server(None, manager, request, tokens)
 
@@ -68,6 +83,10 @@ def test_refused_where_ours_serves_and_nowhere_else(name):
 @pytest.mark.parametrize("name", ALLOWED)
 def test_nothing_else_is_refused(name):
     validate(ALLOWED[name], "HYPERDFLASH")
+
+
+def test_a_processors_placeholders_are_its_own():
+    validate({"input_ids": [5, -1], "image_data": ["image"]}, "HYPERDFLASH", processor=object())
 
 
 def test_every_request_is_checked_before_it_is_sent():

@@ -1,10 +1,11 @@
 """``hyperdflash plan --logprobs``: what a drafter can accept at most of one's own traffic.
 
-From returned log-probabilities of answers that were sampled at temperature 1. Whatever an argmax
-draft is, it is rejected at least as often as the target does not draw its likeliest token. Every
-rejection ends a round, and so does every token that a full block leaves to the target. So a text of
-n tokens takes at least ``n (1 - mean largest probability)`` rounds, with blocks of any width.
-Products of the mean are no bound: rounds may start where tokens are sure.
+From returned log-probabilities of sampled answers. SGLang's are those after the division by the
+temperature, so the bounds are of the answers' own temperature. Whatever an argmax draft is, it is
+rejected at least as often as the target does not draw its likeliest token. Every rejection ends a
+round, and so does every token that a full block leaves to the target. So a text of n tokens takes
+at least ``n (1 - mean largest probability)`` rounds, with blocks of any width. Products of the mean
+are no bound: rounds may start where tokens are sure.
 
 What the target's own argmax would accept is counted, by laying rounds over the answers. Nothing
 bounds sampled drafts: those drawn from the target's own distribution are all accepted.
@@ -50,16 +51,14 @@ class Answer:
     """The tokens of an answer that a round may draft, all but the first; arrays ``[tokens]``.
 
     Attributes:
-        most: the largest probability. mass: that of all listed tokens.
-        top: whether the likeliest token was drawn.
+        most: the largest probability. top: whether its token was drawn.
     """
 
     most: np.ndarray
-    mass: np.ndarray
     top: np.ndarray
 
 
-def _token(chosen: Scored, listed: Sequence[Scored]) -> tuple[float, float, bool]:
+def _token(chosen: Scored, listed: Sequence[Scored]) -> tuple[float, bool]:
     """An :class:`Answer`'s row.
 
     Raises:
@@ -70,7 +69,7 @@ def _token(chosen: Scored, listed: Sequence[Scored]) -> tuple[float, float, bool
             raise ValueError(f"a log-probability of {logprob} for token {name!r}")
     names = {name: math.exp(logprob) for name, logprob in listed}
     likeliest = max(names, key=names.__getitem__)
-    return names[likeliest], sum(names.values()), likeliest == chosen[0]
+    return names[likeliest], likeliest == chosen[0]
 
 
 def _rows(reply: dict[str, Any]) -> Iterator[Iterator[tuple[Scored, list[Scored]]]]:
@@ -111,7 +110,7 @@ def read_answers(path: Path) -> Iterator[list[Answer]]:
                 f"{path}:{number}: expected {EXPECTED}; found one with "
                 f"{', '.join(list(reply)[:8]) or 'no fields'} ({type(error).__name__}: {error})."
             ) from error
-        yield [Answer(*np.array(rows, float).reshape(-1, 3).T) for rows in answers]
+        yield [Answer(*np.array(rows, float).reshape(-1, 2).T) for rows in answers]
 
 
 def own_rounds(answer: Answer, width: int) -> tuple[int, int]:
@@ -125,14 +124,14 @@ def own_rounds(answer: Answer, width: int) -> tuple[int, int]:
 
 
 def request_sums(answers: Sequence[Answer], widths: Sequence[int]) -> np.ndarray:
-    """All that is summed over requests, ``[2, 4 + widths]``: numerators over denominators.
+    """All that is summed over requests, ``[2, 3 + widths]``: numerators over denominators.
 
-    Columns: largest probability; whether its token was drawn, and that draw's variance; mass of
-    the listed tokens; drafts that the target's own argmax accepts a round, by width.
+    Columns: largest probability; whether its token was drawn, and that draw's variance; drafts that
+    the target's own argmax accepts a round, by width.
     """
-    total = np.zeros((2, 4 + len(widths)))
+    total = np.zeros((2, 3 + len(widths)))
     for answer in answers:
-        sums = answer.most, answer.top, answer.most * (1 - answer.most), answer.mass
+        sums = answer.most, answer.top, answer.most * (1 - answer.most)
         each = [(one.sum(), len(one)) for one in sums] + [own_rounds(answer, w) for w in widths]
         total += np.array(each).T
     return total
@@ -143,9 +142,9 @@ class Bounds:
     """Each number is ``(value, low, high)``: the 95 % interval by bootstrap over requests.
 
     Attributes:
-        tokens: that a round may draft. mass: of the listed tokens; the rest is not known.
+        tokens: that a round may draft.
         likeliest: mean probability of the likeliest token. drawn: share of the tokens that are
-            the likeliest; as large at temperature 1. sampled_at_1: whether the two agree.
+            the likeliest. drawn_from_these: whether the two agree.
         own: tokens a round by width, if each draft is the target's own argmax.
         argmax: if each is any drafter's, at most.
         pays: for each timed batch size and kind of drafts, the best width, and its speed over
@@ -154,10 +153,9 @@ class Bounds:
 
     requests: int
     tokens: int
-    mass: Interval
     likeliest: Interval
     drawn: Interval
-    sampled_at_1: bool
+    drawn_from_these: bool
     own: dict[int, Interval]
     argmax: dict[int, Interval]
     pays: dict[int, dict[str, tuple[int, float]]]
@@ -169,7 +167,7 @@ def _values(sums: np.ndarray, widths: Sequence[int]) -> np.ndarray:
     A bound of tokens a round for each width: a rejection ends a round, or its last row does.
     """
     found = sums[0] / sums[1]
-    found[4:] += 1
+    found[3:] += 1
     rejected = 1 - found[0]
     return np.append(found, [1 / max(rejected, 1 / w) for w in widths])
 
@@ -192,7 +190,7 @@ def bounds(path: Path, widths: Sequence[int], costs: CostTable | None = None) ->
     resampled = [_values(np.tensordot(w, sums, 1), widths) for w in weights]
     ends = np.quantile(resampled, (0.025, 0.975), axis=0)
     rows = np.array([_values(sums.sum(0), widths), *ends]).T
-    likeliest, drawn, variance, mass, *found = (tuple(row) for row in rows.tolist())
+    likeliest, drawn, variance, *found = (tuple(row) for row in rows.tolist())
     tokens = int(sums[:, 1, 0].sum())
     error = max(LEAST, SURPRISE * math.sqrt(variance[0] / tokens))
     own, argmax = (dict(zip(widths, part, strict=False)) for part in (found, found[len(widths) :]))
@@ -200,10 +198,9 @@ def bounds(path: Path, widths: Sequence[int], costs: CostTable | None = None) ->
     return Bounds(
         requests=many,
         tokens=tokens,
-        mass=mass,
         likeliest=likeliest,
         drawn=drawn,
-        sampled_at_1=abs(drawn[0] - likeliest[0]) < error,
+        drawn_from_these=abs(drawn[0] - likeliest[0]) < error,
         own=own,
         argmax=argmax,
         pays={n: _pays(costs.of(n, True), kinds) for n in costs.sizes} if costs else {},
@@ -262,10 +259,9 @@ def report(found: Bounds) -> str:
     """The bounds as text."""
     heads = ("target's own argmax", "argmax drafts, at most", "sampled, at most")
     lines = [
-        f"{found.requests:,} requests, {found.tokens:,} tokens; the listed tokens hold "
-        f"{found.mass[0]:.1%} of the probability",
+        f"{found.requests:,} requests, {found.tokens:,} tokens",
         f"likeliest token: probability {_shown(found.likeliest)}, drawn {_shown(found.drawn)}",
-        "tokens a round at temperature 1, with 95 % intervals:",
+        "tokens a round at the answers' temperature, with 95 % intervals:",
         "width  {:<24}{:<24}{}".format(*heads),
     ]
     for w, own in found.own.items():
@@ -276,10 +272,10 @@ def report(found: Bounds) -> str:
     for requests, kinds in found.pays.items():
         own, most, sampled = (f"{w} ({speed:.2f})" for w, speed in kinds.values())
         lines.append(f"{requests:>8}  {own:<24}{most:<24}{sampled}")
-    if not found.sampled_at_1:
+    if not found.drawn_from_these:
         lines.append(
             "These tokens were not drawn from these probabilities, so nothing above is a bound: "
-            "sample at temperature 1, without top-p, top-k or min-p."
+            "sample above temperature 0, without top-p, top-k or min-p."
         )
     return "\n".join(lines)
 
@@ -294,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
 
 def add_arguments(parser) -> None:
     """Register the options of ``plan --logprobs``."""
-    add = parser.add_argument_group("bounds of acceptance at temperature 1").add_argument
+    add = parser.add_argument_group("bounds of acceptance").add_argument
     add(
         "--logprobs",
         type=Path,

@@ -74,8 +74,8 @@ def test_both_forms_give_the_numbers_of_a_hand(tmp_path, capsys):
     for forms in ((native(), native()), (openai(), openai()), (native(), openai())):
         found = json.loads(planned(capsys, written(tmp_path, *forms), *costs, "--json"))
         # Equal requests: the interval is a point.
-        flat = {name: found[name][0] for name in ("likeliest", "drawn", "mass")}
-        assert flat == pytest.approx({"likeliest": 0.7, "drawn": 0.75, "mass": 0.8625})
+        flat = {name: found[name][0] for name in ("likeliest", "drawn")}
+        assert flat == pytest.approx({"likeliest": 0.7, "drawn": 0.75})
         # At most 1 / (1 - 0.7), and the width.
         most = {width: value for width, (value, _, _) in found["argmax"].items()}
         assert most == pytest.approx({"1": 1.0, "2": 2.0, "4": 1 / 0.3})
@@ -153,7 +153,7 @@ def test_no_drafter_needs_fewer_rounds_than_the_bound(width):
 def test_a_product_of_means_is_no_bound():
     """Every other token is sure: a round of two rows starts before it, every time."""
     top = np.array([1.0, 0.0] * 50)
-    accepted, rounds = own_rounds(Answer(top, top, top), 2)
+    accepted, rounds = own_rounds(Answer(top, top), 2)
     assert 1 + accepted / rounds == 2 > 1 + top.mean()
 
 

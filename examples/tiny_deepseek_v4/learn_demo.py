@@ -3,8 +3,8 @@
     python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
 
 1. A server without speculation answers exchanges of five families: the baseline.
-2. A server with an *untrained* drafter answers such exchanges, records them and follows what
-   ``hyperdflash learn`` publishes next to it.
+2. A server with an *untrained* drafter answers such exchanges, records half of them and follows
+   what ``hyperdflash learn`` publishes next to it.
 3. The traffic turns to three families that were never seen.
 4. A random drafter is published, from which the server returns by itself.
 5. ``learn`` on a store of random tokens publishes nothing.
@@ -299,7 +299,7 @@ def learned(out: Path, args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     draft, store, published = out / "draft", out / "store", out / "published"
     new_draft(draft, seed=0)
-    environment = {"HYPERDFLASH_RECORD": str(store), "HYPERDFLASH_RECORD_SHARE": "1"}
+    environment = {"HYPERDFLASH_RECORD": str(store), "HYPERDFLASH_RECORD_SHARE": "0.5"}
     environment["HYPERDFLASH_FOLLOW"] = str(published)
     arguments = (*comparable_arguments(), *hyperdflash_arguments(draft), "--enable-metrics")
     server = Server(TARGET, *arguments, log=out / "server.log", environment=environment)

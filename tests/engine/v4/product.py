@@ -43,11 +43,18 @@ LAST = 16  # compressed keys that are compared, those before the block among the
 
 @dataclass
 class Found:
-    """Counts of one run; ``wrong`` are the cases with a state that differs, by width."""
+    """Counts of one run; ``wrong`` are the cases with a state that differs, by width.
+
+    Of ring rows and keys those are ``written`` that come from a block; the others are the prompt's,
+    and must be as its prefill left them.
+    """
 
     cases: int = 0
     ring_rows: int = 0
     keys: int = 0
+    written: int = 0
+    wrong_ring_rows: int = 0
+    wrong_keys: int = 0
     selections: int = 0
     chosen_of_their_block: int = 0
     wrong_selections: int = 0
@@ -213,27 +220,32 @@ class Requests:
             r, (rows, pages) = kind.ratio, self.before[i]
             who, at = _pairs([live(n, r) for n in lengths])
             ours, theirs = (self.pools.ring(kind, who + 1, at, x) for x in (kind.rows, rows))
-            wrong |= self._differs(ours, theirs, who, at, truth.rows[i])
+            new = self._expect(theirs, who, at, truth.rows[i])
+            rows = (ours != theirs).any(1)
+            wrong[who[rows]] = True
             found.ring_rows += len(who)
+            found.wrong_ring_rows += int(rows.sum())
             who, window = _pairs([range(max(0, n // r - LAST), n // r) for n in lengths])
             ours, theirs = (self.pools.keys(kind, who + 1, window, x) for x in (kind.pages, pages))
-            wrong |= self._differs(ours, theirs, who, (window + 1) * r - 1, truth.keys[i])
+            new += self._expect(theirs, who, (window + 1) * r - 1, truth.keys[i])
+            keys = (ours != theirs).any(1)
+            wrong[who[keys]] = True
             found.keys += len(who)
+            found.wrong_keys += int(keys.sum())
+            found.written += new
         return wrong
 
-    def _differs(self, ours, theirs, who, at, truth: torch.Tensor) -> torch.Tensor:
-        """Which requests have another state than after their prompts or, since then, in truth.
+    def _expect(self, states, who, at, truth: torch.Tensor) -> int:
+        """Put the truth's in place of those states that are newer than the prompts; how many.
 
         Args:
-            ours, theirs: ``[n, words]``, now and after the prompts, of requests ``who [n]`` and the
-                positions ``at [n]`` that made them. truth: ``[steps, requests, words]``.
+            states: ``[n, words]`` after the prompts, of requests ``who [n]`` and the positions
+                ``at [n]`` that made them. truth: ``[steps, requests, words]``.
         """
         step = at - self.prefix[who]
         new = step >= 0
-        theirs[new] = truth[step[new], who[new]]
-        wrong = torch.zeros(len(self.requests), dtype=torch.bool)
-        wrong[who[(ours != theirs).any(1)]] = True
-        return wrong
+        states[new] = truth[step[new], who[new]]
+        return int(new.sum())
 
 
 def _pairs(ranges: list[range]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,6 +110,8 @@ def test_every_width_offset_and_accepted_length_leaves_one_row_decodings_state(r
     note("states: widths 2 to 10, every offset of 4 and 128, every accepted length", **found)
     assert found["cases"] == sum(WIDTHS) * len(PREFIXES)
     assert not any(wrong.values()), wrong
+    assert found["wrong_ring_rows"] == found["wrong_keys"] == 0
+    assert found["written"] > 10 * found["cases"]
     assert found["ring_rows"] > 100 * found["cases"]
     assert found["keys"] > found["cases"]
 
@@ -122,8 +124,10 @@ def test_the_index_chooses_alike_among_the_rows_of_a_block(reported):
 
 
 def test_a_rejected_rows_state_in_an_accepted_rows_place_is_noticed(reported):
-    """Wherever there was a rejected row."""
-    found = reported[0]["rejected row"]["wrong"]
+    """Wherever there was a rejected row; in its ring, and in the keys and choices made of it."""
+    control = reported[0]["rejected row"]
+    assert min(control[f"wrong_{what}"] for what in ("ring_rows", "keys", "selections")) > 0
+    found = control["wrong"]
     assert found == {str(width): (width - 1) * len(CONTROL) for width in WIDTHS}
     note("control: a rejected row's state is written", wrong=sum(found.values()))
 

@@ -65,6 +65,21 @@ def _round_caches(model) -> None:
             layer.update_compressor_states = states(kind.update_compressor_states).__get__(layer)
 
 
+def logit_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Root mean square over the vocabulary of each row's log-probabilities, ``[S]``."""
+    return (a.log_softmax(-1) - b.log_softmax(-1)).square().mean(-1).sqrt()
+
+
+def path_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Relative distance of every path, ``[S, m]``."""
+    return (a - b).norm(dim=-1) / b.norm(dim=-1)
+
+
+def medians(error: torch.Tensor, prompt: int) -> list[float]:
+    """Over the prefill's rows and over the decoded ones."""
+    return [float(part.median()) for part in (error[:prompt], error[prompt:])]
+
+
 class Transformers:
     """The model, in one dtype."""
 

@@ -5,76 +5,34 @@ Every row is one that a round of speculation committed, or a prefill.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.engine.v4.checkpoint import CONFIG
-from tests.engine.v4.conftest import NEW_TOKENS, Reference
+from tests.engine.v4.conftest import Reference
 from tests.engine.v4.findings import note
-from tests.engine.v4.golden import Golden, Transformers
-from tests.engine.v4.serve import ask, known, start
-from tests.engine.v4.trace import RESIDUALS, read_residuals
+from tests.engine.v4.golden import Golden, Transformers, logit_error, medians, path_error
+from tests.engine.v4.serve import known
+from tests.engine.v4.served import PATHS, Served, serve_text
 
 pytestmark = pytest.mark.v4
 DECODED = 64
-VOCABULARY, PATHS = CONFIG["vocab_size"], CONFIG["hc_mult"]
 # The server's distance from fp32 with V4's own rounding of K/V, in distances of bf16's.
 ALLOWED = 1.25
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a server said of one text: log-probabilities ``[S, V]``, residual ``[S, m, d]``, log."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: torch.Tensor
-    residual: torch.Tensor
-    log: str
-
-
-def whole(top: list) -> torch.Tensor:
-    """``[n, V]`` from lists of ``(logprob, token, text)`` over the whole vocabulary."""
-    rows = torch.empty(len(top), VOCABULARY)
-    for row, entries in zip(rows, top, strict=True):
-        row[torch.tensor([entry[1] for entry in entries])] = torch.tensor(
-            [entry[0] for entry in entries]
-        )
-    return rows
 
 
 @pytest.fixture(scope="module")
 def served(servers, target, drafter, reference: Reference, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp("v4-golden")
-    residuals = folder / "residuals"
-    residuals.mkdir()
     prompt, answer = next(
         pair
         for pair in zip(reference.prompts, reference.answers, strict=True)
         if len(pair[0]) == 300
     )
-    environment = known(folder, [prompt], [answer]) | {RESIDUALS: str(residuals)}
-    server = start(
-        servers, "golden", target, folder, *hyperdflash_arguments(drafter), **environment
-    )
-    for warm_up in residuals.glob("*.pt"):
-        warm_up.unlink()
-    options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY}
-    found = ask(server, [prompt], NEW_TOKENS, **options)[0]
-    servers.stop("v4-golden")
-    assert found["output_ids"] == answer
-    meta = found["meta_info"]
-    assert meta["spec_num_correct_drafts"] > DECODED // 2
-    top = meta["input_top_logprobs"][1:] + meta["output_top_logprobs"]
-    tokens = (prompt + answer)[: len(prompt) + DECODED]
-    rows = read_residuals(residuals)
-    residual = torch.stack([rows[at] for at in range(len(tokens))]).float()
-    log = server.log.read_text(errors="replace")
-    residual = residual.unflatten(-1, (PATHS, -1))
-    return Served(prompt, tokens, whole(top[: len(tokens)]), residual, log)
+    environment = known(folder, [prompt], [answer])
+    found = serve_text(servers, "golden", target, drafter, prompt, DECODED, folder, **environment)
+    assert found.answer == answer
+    assert found.accepted > DECODED // 2
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +47,6 @@ def models(target) -> dict[str, Transformers]:
 @pytest.fixture(scope="module")
 def goldens(models, served: Served) -> dict[str, Golden]:
     return {name: model.run(served.tokens, DECODED) for name, model in models.items()}
-
-
-def logit_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Root mean square over the vocabulary of each row's log-probabilities, ``[S]``."""
-    return (a.log_softmax(-1) - b.log_softmax(-1)).square().mean(-1).sqrt()
-
-
-def path_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Relative distance of every path, ``[S, m]``."""
-    return (a - b).norm(dim=-1) / b.norm(dim=-1)
-
-
-def medians(error: torch.Tensor, prompt: int) -> list[float]:
-    """Over the prefill's rows and over the decoded ones."""
-    return [float(part.median()) for part in (error[:prompt], error[prompt:])]
 
 
 def test_logits_are_as_far_from_transformers_as_fp8_and_bf16_explain(served, goldens, target):

@@ -18,9 +18,10 @@ VOCABULARY, PATHS = CONFIG["vocab_size"], CONFIG["hc_mult"]
 
 @dataclass(frozen=True)
 class Served:
-    """What a server said of one text: log-probabilities ``[S, V]``, residual ``[S, m, d]``, log.
+    """What a server said of one text: log-probabilities ``[R, V]``, residual ``[R, m, d]``, log.
 
-    tokens: the ``S`` of the prompt and of the answer's begin. accepted: drafts of the whole answer.
+    tokens: of the prompt and of the answer's begin; ``R`` are the last of them.
+    accepted: drafts of the whole answer.
     """
 
     prompt: list[int]
@@ -50,9 +51,16 @@ def serve_text(
     prompt: list[int],
     decoded: int,
     folder: Path,
+    first: int = 0,
     **environment: str,
 ) -> Served:
-    """The prompt and the first ``decoded`` tokens of the server's own greedy answer."""
+    """The prompt and the first ``decoded`` tokens of the server's own greedy answer.
+
+    Args:
+        folder: an empty place for the plugin and the residual.
+        first: the first position that is asked for.
+        environment: what the plugin reads.
+    """
     residuals = folder / "residuals"
     residuals.mkdir()
     environment[RESIDUALS] = str(residuals)
@@ -60,7 +68,7 @@ def serve_text(
     server = start(servers, name, target, folder, *arguments, **environment)
     for warm_up in residuals.glob("*.pt"):
         warm_up.unlink()
-    options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY}
+    options = {"return_logprob": True, "logprob_start_len": first, "top_logprobs_num": VOCABULARY}
     found = ask(server, [prompt], NEW_TOKENS, **options)[0]
     servers.stop(f"v4-{name}")
     meta = found["meta_info"]
@@ -68,12 +76,12 @@ def serve_text(
     answer = found["output_ids"]
     tokens = prompt + answer[:decoded]
     rows = read_residuals(residuals)
-    residual = torch.stack([rows[at] for at in range(len(tokens))]).float()
+    residual = torch.stack([rows[at] for at in range(first, len(tokens))]).float()
     return Served(
         prompt,
         answer,
         tokens,
-        whole(top[: len(tokens)]),
+        whole(top[: len(tokens) - first]),
         residual.unflatten(-1, (PATHS, -1)),
         server.log.read_text(errors="replace"),
         meta["spec_num_correct_drafts"],

@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory, folder) -> dict[str, str]:
     plugin = install_plugin(tmp_path_factory.mktemp("plugin"), "optimistic", OPTIMISTIC)
-    return plugin | {RECORD: str(folder), f"{RECORD}_SHARE": "1"}
+    return plugin | {RECORD: str(folder), f"{RECORD}_SHARE": "1", f"{RECORD}_CONTEXT": "0.5"}
 
 
 @pytest.fixture
@@ -156,6 +156,7 @@ def test_a_full_disk_sheds_requests_while_their_answers_go_on(
         chosen = slice(first, first + 4)
         assert ids(greedy_all(server, own_prompts[chosen], 4)) == own_reference[chosen]
 
+    wait_until(lambda: total(server, RECORDED) > 0)  # the launch's own request
     stored, most = total(server, RECORDED), server.log.stat().st_size + (64 << 10)
     before = resource.prlimit(scheduler, resource.RLIMIT_FSIZE)
     resource.prlimit(scheduler, resource.RLIMIT_FSIZE, (most, before[1]))

@@ -81,7 +81,7 @@ VARIABLES = (
     ),
     Variable(
         "HYPERDFLASH_RECORD_CONTEXT",
-        "0.5",
+        "0",
         "a server that records",
         "share of that prompt, 0 to 1, that must not come from the prefix cache, or the request is "
         "not recorded; what comes from there is not stored",

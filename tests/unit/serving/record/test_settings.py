@@ -83,7 +83,7 @@ def test_nothing_is_recorded_unless_a_folder_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("HYPERDFLASH_RECORD", " ")
     assert read_record_setting() is None
     monkeypatch.setenv("HYPERDFLASH_RECORD", str(tmp_path))
-    assert read_record_setting() == RecordSetting(tmp_path, 0.05, 100 << 30, 4096, 0.5)
+    assert read_record_setting() == RecordSetting(tmp_path, 0.05, 100 << 30, 4096, 0.0)
 
 
 @pytest.mark.parametrize(

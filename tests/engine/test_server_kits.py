@@ -137,7 +137,6 @@ LEFT_OUT = {
     "spec_server_kits.SpecAccuracyKit": SCORE,
     "spec_server_kits.SpecHiddenStatesKit": "no hidden states in SGLang's DFLASH family: HTTP 400",
     "spec_server_kits.SpecPerfKit": SPEED,
-    "spec_server_kits.SpecLogprobKit.test_logprob_decode_match_prefill": "not tried yet",
     "spec_server_kits.SpecLogprobKit.test_logprob_mixed": "44,000 rows of logprobs: minutes",
     f"{SESSION}.test_nth_mid_abort_recovery": ENDS,
     f"{SESSION}.test_first_mid_abort_recovery": ENDS,

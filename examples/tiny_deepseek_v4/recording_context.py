@@ -4,7 +4,6 @@
 
 Servers record the same conversations of several turns with different shares that must be computed.
 Drafters are trained for as many steps on what each recorded, and judged on whole conversations.
-Shares that ``result.json`` has are not repeated.
 """
 
 from __future__ import annotations
@@ -99,12 +98,11 @@ def main() -> int:
     add("--steps", type=int, default=400, help="of every training")
     add("--seeds", type=int, default=2, help="trainings of each store")
     args = parser.parse_args()
-    out, result = args.out.resolve(), args.out / "result.json"
+    out = args.out.resolve()
     apart = ("--disable-radix-cache",)  # every row is computed
     held_out = record(out, "held out", 1.0, conversations(64, 1), *apart)
-    turns = conversations(args.conversations, 0)
-    found = json.loads(result.read_text())["by_context"] if result.is_file() else {}
-    for share in (share for share in SHARES if str(share) not in found):
+    turns, found = conversations(args.conversations, 0), {}
+    for share in SHARES:
         store = record(out, f"context {share}", share, turns)
         samples = StoreReader(store).samples
         row: dict[str, Any] = {"requests": len(samples)}
@@ -117,10 +115,9 @@ def main() -> int:
         ]
         found[str(share)] = row
         print(f"context {share}: {row}", flush=True)
-        asked = {"requests": args.conversations * TURNS}
-        write_json(
-            result, {"provenance": provenance(), "asked": asked, "by_context": found}, indent=1
-        )
+    asked = {"requests": args.conversations * TURNS}
+    result = {"provenance": provenance(), "asked": asked, "by_context": found}
+    write_json(out / "result.json", result, indent=1)
     return 0
 
 

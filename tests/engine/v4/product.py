@@ -220,32 +220,30 @@ class Requests:
             r, (rows, pages) = kind.ratio, self.before[i]
             who, at = _pairs([live(n, r) for n in lengths])
             ours, theirs = (self.pools.ring(kind, who + 1, at, x) for x in (kind.rows, rows))
-            new = self._expect(theirs, who, at, truth.rows[i])
-            rows = (ours != theirs).any(1)
-            wrong[who[rows]] = True
+            differ = self._differs(ours, theirs, who, at, truth.rows[i], found)
+            wrong[who[differ]] = True
             found.ring_rows += len(who)
-            found.wrong_ring_rows += int(rows.sum())
+            found.wrong_ring_rows += int(differ.sum())
             who, window = _pairs([range(max(0, n // r - LAST), n // r) for n in lengths])
             ours, theirs = (self.pools.keys(kind, who + 1, window, x) for x in (kind.pages, pages))
-            new += self._expect(theirs, who, (window + 1) * r - 1, truth.keys[i])
-            keys = (ours != theirs).any(1)
-            wrong[who[keys]] = True
+            differ = self._differs(ours, theirs, who, (window + 1) * r - 1, truth.keys[i], found)
+            wrong[who[differ]] = True
             found.keys += len(who)
-            found.wrong_keys += int(keys.sum())
-            found.written += new
+            found.wrong_keys += int(differ.sum())
         return wrong
 
-    def _expect(self, states, who, at, truth: torch.Tensor) -> int:
-        """Put the truth's in place of those states that are newer than the prompts; how many.
+    def _differs(self, ours, theirs, who, at, truth: torch.Tensor, found: Found) -> torch.Tensor:
+        """Which states are other than after the prompts or, since then, in truth, ``[n]`` bool.
 
         Args:
-            states: ``[n, words]`` after the prompts, of requests ``who [n]`` and the positions
-                ``at [n]`` that made them. truth: ``[steps, requests, words]``.
+            ours, theirs: ``[n, words]``, now and after the prompts, of requests ``who [n]`` and the
+                positions ``at [n]`` that made them. truth: ``[steps, requests, words]``.
         """
         step = at - self.prefix[who]
         new = step >= 0
-        states[new] = truth[step[new], who[new]]
-        return int(new.sum())
+        theirs[new] = truth[step[new], who[new]]
+        found.written += int(new.sum())
+        return (ours != theirs).any(1)
 
 
 def _pairs(ranges: list[range]) -> tuple[torch.Tensor, torch.Tensor]:

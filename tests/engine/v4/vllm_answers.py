@@ -54,8 +54,7 @@ class Recorder:
     def __init__(self, model, tokens: list[int]) -> None:
         self.tokens, self.last = tokens, -1
         self.logits, self.residual, self.computed = [], [], []
-        self.model, self.own_forward = model, model.forward
-        self.own_logits = model.compute_logits
+        self.own_forward, self.own_logits = model.forward, model.compute_logits
         model.forward, model.compute_logits = self.forward, self.chosen
         model.model.hc_head_op.register_forward_pre_hook(
             lambda _module, inputs: self.residual.append(inputs[0].float().clone())
@@ -107,11 +106,9 @@ def main(target: str, question: str, out: str) -> None:
     os.environ.update(ENVIRONMENT)
     triton_on_a_cpu()
     import torch
-    import vllm
 
     asked = json.loads(Path(question).read_text())
-    found = answer(Path(target), asked["tokens"], asked["decoded"])
-    torch.save(found | {"version": vllm.__version__}, out)
+    torch.save(answer(Path(target), asked["tokens"], asked["decoded"]), out)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The target is the tiny one, the client SGLang's own; users share system prompts. A server runs four
 requests at once: one user never queues, and of sixteen twelve do, so that a conversation's K/V must
-outlast the others' turns. A drafter's K/V take memory, so there are two servers with HYPERDFLASH:
-one has as many slots as the baseline, the other as many bytes.
+outlast the others' turns in a pool that has no room for all. A drafter's K/V take memory, so there
+are two servers with HYPERDFLASH: one has as many slots as the baseline, the other as many bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import comparable_arguments
 
 TARGET, DRAFTER = EXAMPLE / "target", EXAMPLE / "drafter"
-SLOTS, RUNNING, USERS, TURNS = 8192, 4, (1, 16), 4
+SLOTS, RUNNING, USERS, TURNS = 4096, 4, (1, 16), 4
 TRAFFIC = {
     "gsp-num-groups": 4,
     "gsp-prompts-per-group": 4,
     "gsp-num-turns": TURNS,
     "gsp-system-prompt-len": 128,
     "gsp-question-len": 48,
-    "gsp-output-len": 32,
+    "gsp-output-len": 16,
     "seed": 0,
 }
 SAME_BYTES = "hyperdflash, as many bytes"
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.reuse", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for logs")
     parser.add_argument("--out", type=Path, required=True, metavar="F", help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = measure(args.rounds, args.work)

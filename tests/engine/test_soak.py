@@ -50,15 +50,14 @@ MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
 CONCURRENCY = 16
 # Less than sixteen requests of the mix want: the pool is full, and prefixes are evicted.
 POOL = 3000
-# Sixteen at a time wait up to three minutes where two pieces share two cores.
-STUCK_SECONDS = 600.0
+STUCK_SECONDS = 180.0
 GROWTH = {"memory_mib": 200, "handles": 16, "threads": 8}
 # Prompts are cached, so a recorded request is mostly its answer.
 RECORDING = {"SHARE": "1", "GIB": "0.5", "LENGTH": "256", "CONTEXT": "0"}
 SHAPE = "--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window 0"
 LEARN = "--lr 2e-3 --batch 16 --anchors 8 --every 50 --judges 32 --passes 100 --threads 1"
-# A drafter of random weights is published so often, for the server to leave: after 128 requests.
-POISON_MINUTES = min(10.0, MINUTES / 6)
+# A drafter of random weights is published so often, for the server to leave.
+POISON_MINUTES = min(5.0, MINUTES / 6)
 
 
 class Traffic:

@@ -100,8 +100,8 @@ def replay(
     The policy learns a round later, as overlap schedules it.
 
     Args:
-        acceptance: of (round, request), for each draft position. policy: chooses widths; None
-            always runs ``width``. noise: relative standard deviation of a round's time.
+        acceptance: of (round, request), of each draft after accepted ones. policy: chooses widths;
+            None always runs ``width``. noise: relative standard deviation of a round's time.
     """
     rng, found = random.Random(seed), Replay()
     result = None

@@ -67,9 +67,8 @@ def _token(chosen: Scored, listed: Sequence[Scored]) -> tuple[float, bool]:
     for name, logprob in (chosen, *listed):
         if not logprob <= SLACK:
             raise ValueError(f"a log-probability of {logprob} for token {name!r}")
-    names = {name: math.exp(logprob) for name, logprob in listed}
-    likeliest = max(names, key=names.__getitem__)
-    return names[likeliest], likeliest == chosen[0]
+    likeliest, logprob = max(listed, key=lambda one: one[1])
+    return min(1.0, math.exp(logprob)), likeliest == chosen[0]
 
 
 def _rows(reply: dict[str, Any]) -> Iterator[Iterator[tuple[Scored, list[Scored]]]]:
@@ -79,6 +78,8 @@ def _rows(reply: dict[str, Any]) -> Iterator[Iterator[tuple[Scored, list[Scored]
     """
     if "meta_info" in reply:
         meta = reply["meta_info"]
+        if meta.get("finish_reason", "") is None:
+            raise ValueError("a part of a stream")
         pairs = zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True)
         yield ((one[1::-1], [each[1::-1] for each in listed]) for one, listed in pairs)
         return
@@ -105,7 +106,7 @@ def read_answers(path: Path) -> Iterator[list[Answer]]:
     for number, reply in read_lines(path):
         try:
             answers = [[_token(*row) for row in rows][1:] for rows in _rows(reply)]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise HyperDFlashConfigError(
                 f"{path}:{number}: expected {EXPECTED}; found one with "
                 f"{', '.join(list(reply)[:8]) or 'no fields'} ({type(error).__name__}: {error})."
@@ -114,20 +115,20 @@ def read_answers(path: Path) -> Iterator[list[Answer]]:
 
 
 def own_rounds(answer: Answer, width: int) -> tuple[int, int]:
-    """Accepted drafts and rounds where each draft is the target's own likeliest token."""
+    """Tokens and rounds where each draft is the target's own likeliest token."""
     misses = np.append(np.flatnonzero(answer.top == 0), len(answer.top))
-    accepted = rounds = at = 0
+    rounds = at = 0
     while at < len(answer.top):
         run = int(min(misses[np.searchsorted(misses, at)] - at, width - 1))
-        accepted, rounds, at = accepted + run, rounds + 1, at + run + 1
-    return accepted, rounds
+        rounds, at = rounds + 1, at + run + 1
+    return len(answer.top), rounds
 
 
 def request_sums(answers: Sequence[Answer], widths: Sequence[int]) -> np.ndarray:
     """All that is summed over requests, ``[2, 3 + widths]``: numerators over denominators.
 
-    Columns: largest probability; whether its token was drawn, and that draw's variance; drafts that
-    the target's own argmax accepts a round, by width.
+    Columns: largest probability; whether its token was drawn, and that draw's variance; tokens a
+    round if each draft is the target's own argmax, by width.
     """
     total = np.zeros((2, 3 + len(widths)))
     for answer in answers:
@@ -162,12 +163,11 @@ class Bounds:
 
 
 def _values(sums: np.ndarray, widths: Sequence[int]) -> np.ndarray:
-    """The columns of :func:`request_sums` as ratios, the last ones as tokens a round; and bounds.
+    """The columns of :func:`request_sums` as ratios; and bounds.
 
     A bound of tokens a round for each width: a rejection ends a round, or its last row does.
     """
     found = sums[0] / sums[1]
-    found[3:] += 1
     rejected = 1 - found[0]
     return np.append(found, [1 / max(rejected, 1 / w) for w in widths])
 
@@ -295,8 +295,8 @@ def add_arguments(parser) -> None:
         "--logprobs",
         type=Path,
         metavar="FILE",
-        help="answers with top log-probabilities, one SGLang or OpenAI reply a line (default: "
-        "K/V memory)",
+        help="answers with top log-probabilities, one SGLang or OpenAI reply a line, no list of "
+        "replies (default: K/V memory)",
     )
     add(
         "--round-costs",

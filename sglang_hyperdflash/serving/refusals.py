@@ -4,7 +4,7 @@ SGLang checks the ids of ``token_ids_logprob`` and ``logit_bias`` before it sche
 checks neither a prompt's ids nor how many top logprobs are asked for: the scheduler fails at them
 while it runs a batch, and the server ends with every request it holds.
 
-Routes whose fields SGLang does not type (Vertex, Ollama) can still send what ends it.
+Fields of sessions, and of routes that SGLang does not type (Vertex, Ollama), can still end it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT32 = 2**31 - 1
     "9ed02514ad0b",
 )
 def refuse_what_ends_a_server(_, self, obj: Any, input_ids: Sequence[int] | None) -> None:
-    """Refuse an empty prompt, ids outside the vocabulary, and numbers that no batch can hold.
+    """Refuse an empty prompt, ids outside the vocabulary, and what no batch can hold.
 
     Every HTTP request of Python's server comes by here, each of a batch too. SGLang answers a
     ``ValueError`` with HTTP 400.
@@ -37,18 +37,24 @@ def refuse_what_ends_a_server(_, self, obj: Any, input_ids: Sequence[int] | None
     if is_ours(self.server_args.speculative_algorithm):
         # A processor has placeholders of its own; without one SGLang ignores the image.
         text = None if self.mm_processor and obj.contains_mm_input() else input_ids
-        wrong = what_ends_a_server(obj, text, self.model_config.vocab_size)
+        config = self.model_config
+        wrong = what_ends_a_server(obj, text, config.vocab_size, config.hidden_size)
         if wrong is not None:
             raise ValueError(wrong)
 
 
-def what_ends_a_server(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> str | None:
+def what_ends_a_server(
+    obj: Any, input_ids: Sequence[int] | None, vocab_size: int, hidden_size: int
+) -> str | None:
     """What is wrong with a request, or None.
 
     Args:
         obj: SGLang's ``GenerateReqInput`` of one prompt.
         input_ids: the prompt's tokens; None where embeddings or a multimodal processor replace it.
     """
+    for name in ("top_logprobs_num", "logprob_start_len"):
+        if not isinstance(getattr(obj, name), int):
+            return f"{name} of one prompt must be a number; found {getattr(obj, name)}."
     if obj.top_logprobs_num > vocab_size:  # whether it asks for logprobs: another of its batch may
         return f"top logprobs must be at most {vocab_size}; found {obj.top_logprobs_num}."
     if obj.return_logprob and obj.logprob_start_len < -1:
@@ -57,6 +63,9 @@ def what_ends_a_server(obj: Any, input_ids: Sequence[int] | None, vocab_size: in
         return f"top_k must be at most {INT32}; found {obj.sampling_params['top_k']}."
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         return "positional_embed_overrides cannot be sent as JSON."
+    rows = obj.input_embeds or getattr(obj.positional_embed_overrides, "embeds", ())
+    for length in {len(row) for row in rows} - {hidden_size}:
+        return f"an embedding must have {hidden_size} numbers; found {length}."
     if input_ids is None:
         return None
     if not len(input_ids):

@@ -392,6 +392,10 @@ FATAL = {
         "/generate",
         {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": -5},
     ),
+    "list of logprobs": (
+        "/generate",
+        {"text": "a", "return_logprob": True, "top_logprobs_num": [2]},
+    ),
     "token_ids_logprob": (
         "/generate",
         {"text": "a", "return_logprob": True, "token_ids_logprob": [1363]},
@@ -405,6 +409,11 @@ FATAL = {
     "chat of ids": (CHAT, {"input_ids": [5, -1]}),
     "scored items": (SCORE, {"query": [5], "items": [[6], [-1]], **LABELS}),
     "scored query": (SCORE, {"query": [1363], "items": [[6], [7]], **LABELS}),
+    "scored embeddings": (
+        SCORE,
+        {"query": [5], "items": [[6]], "embed_override_token_id": 5, **LABELS}
+        | {"query_embed_overrides": [[0.5, 0.5]]},
+    ),
 }
 
 
@@ -431,7 +440,7 @@ def test_a_stream_that_is_refused_says_so(hyper_server):
 SGLANG_ENDS = (
     *("negative id", "id past the vocabulary", "empty text", "top logprobs", "first logprob"),
     *("top-k", "completion with logprobs", "chat with logprobs", "ids with an image"),
-    *("session without id", "embeddings"),
+    *("session without id", "embeddings", "scored embeddings", "list of logprobs"),
 )
 
 

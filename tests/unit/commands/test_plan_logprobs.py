@@ -79,22 +79,22 @@ def test_both_forms_give_the_numbers_of_a_hand(tmp_path, capsys):
         # At most 1 / (1 - 0.7), and the width.
         most = {width: value for width, (value, _, _) in found["argmax"].items()}
         assert most == pytest.approx({"1": 1.0, "2": 2.0, "4": 1 / 0.3})
-        # The likeliest token is drawn, missed, drawn, drawn: rounds accept 1 and 1, or 1 and 2.
+        # The likeliest token is drawn, missed, drawn, drawn: two rounds of two rows or four.
         own = {width: value for width, (value, _, _) in found["own"].items()}
-        assert own == {"1": 1.0, "2": 2.0, "4": 2.5}
+        assert own == {"1": 1.0, "2": 2.0, "4": 2.0}
         assert (found["requests"], found["tokens"]) == (2, 8)
 
 
 def test_the_width_that_pays_is_by_the_servers_own_rounds(tmp_path, capsys):
     options = (written(tmp_path, native(), native()), "--round-costs", metrics(tmp_path, CELLS))
     one, many = json.loads(planned(capsys, *options, "--json"))["pays"].values()
-    # Tokens a round: 1, 2, 2.5; at most 1, 2, 3.33; sampled 1, 2, 4.
+    # Tokens a round: 1, 2, 2; at most 1, 2, 3.33; sampled 1, 2, 4.
     assert one["own"] == pytest.approx([2, 2 / 1.2])
     assert one["argmax"] == pytest.approx([4, 1 / 0.3 / 1.6])
     assert one["sampled"] == pytest.approx([4, 2.5])
     assert {kind: best for kind, (best, _) in many.items()} == dict.fromkeys(one, 1)
     said = planned(capsys, *options)
-    assert "    4  2.50 (2.50 to 2.50)     3.33 (3.33 to 3.33)     4\n" in said
+    assert "    4  2.00 (2.00 to 2.00)     3.33 (3.33 to 3.33)     4\n" in said
     assert "       1  2 (1.67)                4 (2.08)                4 (2.50)\n" in said
 
 
@@ -153,8 +153,24 @@ def test_no_drafter_needs_fewer_rounds_than_the_bound(width):
 def test_a_product_of_means_is_no_bound():
     """Every other token is sure: a round of two rows starts before it, every time."""
     top = np.array([1.0, 0.0] * 50)
-    accepted, rounds = own_rounds(Answer(top, top), 2)
-    assert 1 + accepted / rounds == 2 > 1 + top.mean()
+    tokens, rounds = own_rounds(Answer(top, top), 2)
+    assert tokens / rounds == 2 > 1 + top.mean()
+
+
+def test_equal_names_do_not_hide_the_likeliest(tmp_path, capsys):
+    """OpenAI allows tokens without bytes: two pieces of a character look the same."""
+    reply = openai()
+    for one in reply["choices"][0]["logprobs"]["content"]:
+        one["top_logprobs"] = [each | {"bytes": None} for each in one["top_logprobs"]]
+    found = json.loads(planned(capsys, written(tmp_path, reply, reply), "--json"))
+    assert found["likeliest"][0] == pytest.approx(0.7)
+
+
+def test_a_probability_just_above_one_is_one(tmp_path, capsys):
+    """Rounding gives such log-probabilities."""
+    sure = native([(1.001, 1e-6)] * 3)
+    found = json.loads(planned(capsys, written(tmp_path, sure, sure), "--json"))
+    assert found["likeliest"] == [1.0, 1.0, 1.0]
 
 
 def test_text_that_was_not_sampled_is_noticed(tmp_path, capsys):
@@ -169,6 +185,10 @@ def test_text_that_was_not_sampled_is_noticed(tmp_path, capsys):
 
 WRONG = native()
 WRONG["meta_info"]["output_top_logprobs"][2] = None
+STREAMED, HUGE = native(), native()
+STREAMED["meta_info"]["finish_reason"] = None
+HUGE["meta_info"]["output_token_logprobs"][2][0] = -(10**400)
+HUGE["meta_info"]["output_top_logprobs"][2] = [[-(10**400), 2, None]]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +199,8 @@ WRONG["meta_info"]["output_top_logprobs"][2] = None
         ([{"prompt": "a"}], "or an OpenAI chat completion with logprobs"),
         ([native([(0.9, 0.1), (2.0, 0.1)])], "a log-probability of 0.69"),
         ([WRONG], "found one with text, meta_info"),
+        ([STREAMED], "a part of a stream"),
+        ([HUGE], "OverflowError"),
         ([[native()]], ":1: expected a JSON object"),
         ([native()] * 2 + [7], ":3: expected a JSON object"),
         ([native()], "expected at least two requests"),

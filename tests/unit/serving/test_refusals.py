@@ -13,7 +13,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_hyperdflash.serving.refusals import refuse_what_ends_a_server
 
-VOCABULARY = 100
+VOCABULARY, HIDDEN = 100, 8
 # Fields of a request with its tokens, and what the refusal says of it.
 REFUSED = {
     "negative id": ({"input_ids": [5, -1, 7]}, "found -1"),
@@ -39,6 +39,14 @@ REFUSED = {
     "top-k": ({"input_ids": [5], "sampling_params": {"top_k": 2**31}}, "found 2147483648"),
     # Another request of its batch may ask for logprobs.
     "embeddings": ({"input_embeds": [[0.5]], "top_logprobs_num": 10_000}, "found 10000"),
+    "short embeddings": ({"input_embeds": [[0.5] * HIDDEN, [0.5]]}, "have 8 numbers; found 1"),
+    "short embeddings of a score": (
+        {"input_ids": [5], "positional_embed_overrides": PositionalEmbeds([torch.zeros(2)], [0])},
+        "have 8 numbers; found 2",
+    ),
+    # SGLang takes lists of one prompt as they are, and fails in the scheduler or here.
+    "list of top logprobs": ({"text": "a", "tokens": [5], "top_logprobs_num": [2]}, "found .2."),
+    "list of first logprobs": ({"input_ids": [5], "logprob_start_len": [0]}, "must be a number"),
 }
 ALLOWED = {
     "ends of the vocabulary": {"input_ids": [0, 99]},
@@ -47,12 +55,12 @@ ALLOWED = {
     "negative logprobs": {"input_ids": [5], "top_logprobs_num": -1},
     "no logprob": {"input_ids": [5], "logprob_start_len": -2},
     "any top-k": {"input_ids": [5], "sampling_params": {"top_k": 1 << 30}},
-    "embeddings": {"input_embeds": [[0.5]]},
+    "embeddings": {"input_embeds": [[0.5] * HIDDEN] * 2},
     "a session's turn": {"input_ids": [], "session_params": {"id": "s", "rid": "r"}},
     "a session's empty text": {"text": "", "tokens": [], "session_params": {"id": "s"}},
     "embeddings of a score": {
         "input_ids": [5],
-        "positional_embed_overrides": PositionalEmbeds([torch.zeros(8)], [0]),
+        "positional_embed_overrides": PositionalEmbeds([torch.zeros(HIDDEN)], [0]),
     },
 }
 
@@ -64,7 +72,7 @@ def validate(fields: dict, algorithm: str | None, processor: object = None) -> N
     request.normalize_batch_and_arguments()
     manager = SimpleNamespace(
         server_args=SimpleNamespace(speculative_algorithm=algorithm),
-        model_config=SimpleNamespace(vocab_size=VOCABULARY),
+        model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=HIDDEN),
         mm_processor=processor,
     )
     refuse_what_ends_a_server(None, manager, request, tokens)

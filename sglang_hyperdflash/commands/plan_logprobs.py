@@ -114,14 +114,14 @@ def read_answers(path: Path) -> Iterator[list[Answer]]:
         yield [Answer(*np.array(rows, float).reshape(-1, 2).T) for rows in answers]
 
 
-def own_rounds(answer: Answer, width: int) -> tuple[int, int]:
-    """Tokens and rounds where each draft is the target's own likeliest token."""
+def own_rounds(answer: Answer, width: int) -> int:
+    """Rounds of an answer where each draft is the target's own likeliest token."""
     misses = np.append(np.flatnonzero(answer.top == 0), len(answer.top))
     rounds = at = 0
     while at < len(answer.top):
         run = int(min(misses[np.searchsorted(misses, at)] - at, width - 1))
         rounds, at = rounds + 1, at + run + 1
-    return len(answer.top), rounds
+    return rounds
 
 
 def request_sums(answers: Sequence[Answer], widths: Sequence[int]) -> np.ndarray:
@@ -132,8 +132,10 @@ def request_sums(answers: Sequence[Answer], widths: Sequence[int]) -> np.ndarray
     """
     total = np.zeros((2, 3 + len(widths)))
     for answer in answers:
+        tokens = len(answer.top)
         sums = answer.most, answer.top, answer.most * (1 - answer.most)
-        each = [(one.sum(), len(one)) for one in sums] + [own_rounds(answer, w) for w in widths]
+        each = [(one.sum(), tokens) for one in sums]
+        each += [(tokens, own_rounds(answer, w)) for w in widths]
         total += np.array(each).T
     return total
 

@@ -64,8 +64,9 @@ def what_ends_a_server(
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         return "positional_embed_overrides cannot be sent as JSON."
     rows = obj.input_embeds or getattr(obj.positional_embed_overrides, "embeds", ())
-    for length in {len(row) for row in rows} - {hidden_size}:
-        return f"an embedding must have {hidden_size} numbers; found {length}."
+    lengths = {len(row) for row in rows} - {hidden_size}
+    if lengths:
+        return f"an embedding must have {hidden_size} numbers; found {min(lengths)}."
     if input_ids is None:
         return None
     if not len(input_ids):

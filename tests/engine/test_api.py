@@ -374,7 +374,7 @@ CHAT, SCORE = "/v1/chat/completions", "/v1/score"
 LABELS = {"label_token_ids": [7, 8]}
 EMBEDDED = {"embed_override_token_id": 5, "query_embed_overrides": [[0.5, 0.5]]}
 # Without our refusal the scheduler fails in its forward pass, and the server ends; but for
-# token_ids_logprob, which SGLang checks.
+# token_ids_logprob, which SGLang checks, and the list of logprobs (HTTP 500).
 FATAL = {
     "negative id": ("/generate", {"input_ids": [5, -1]}),
     "id past the vocabulary": ("/generate", {"input_ids": [5, 1363]}),

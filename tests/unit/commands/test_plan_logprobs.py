@@ -153,7 +153,7 @@ def test_no_drafter_needs_fewer_rounds_than_the_bound(width):
 def test_a_product_of_means_is_no_bound():
     """Every other token is sure: a round of two rows starts before it, every time."""
     top = np.array([1.0, 0.0] * 50)
-    tokens, rounds = own_rounds(Answer(top, top), 2)
+    tokens, rounds = len(top), own_rounds(Answer(top, top), 2)
     assert tokens / rounds == 2 > 1 + top.mean()
 
 

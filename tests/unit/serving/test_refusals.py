@@ -44,7 +44,7 @@ REFUSED = {
         {"input_ids": [5], "positional_embed_overrides": PositionalEmbeds([torch.zeros(2)], [0])},
         "have 8 numbers; found 2",
     ),
-    # SGLang takes lists of one prompt as they are, and fails in the scheduler or here.
+    # A list for one prompt stays a list: to compare it would be HTTP 500.
     "list of top logprobs": ({"text": "a", "tokens": [5], "top_logprobs_num": [2]}, "found .2."),
     "list of first logprobs": ({"input_ids": [5], "logprob_start_len": [0]}, "must be a number"),
 }

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.draft.adjust import adjust_rows
@@ -33,6 +33,7 @@ from sglang_hyperdflash.serving.verification.exact import (
     verify_block,
     weights_of,
 )
+from sglang_hyperdflash.serving.verification.grammar import block_mask
 
 
 def renorm_kernels() -> tuple | None:
@@ -121,13 +122,7 @@ class Verifier:
         lay_out_rows(output)
         logits = output.next_token_logits
         if tree is not None:
-            mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=tree,
-                sampling_info=requests.info,
-                device=logits.device,
-                barrier=barrier,
-            )
+            mask = block_mask(batch, tree, logits.device, barrier)
             if mask is not None:
                 mask.apply(logits)
         changes = requests.changes()

@@ -1,0 +1,93 @@
+"""A matcher that fails at any row of a block ends its own request, and masks no other's rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+from sglang_hyperdflash.serving.verification.grammar import block_mask
+
+WIDTH = 7
+CALLS = "fill_vocab_mask", "accept_token", "rollback"
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request, target_dir):
+    tokenizer = get_tokenizer(str(target_dir))
+    size, eos = len(tokenizer), [tokenizer.eos_token_id]
+    if request.param == "xgrammar":
+        return tokenizer, XGrammarGrammarBackend(tokenizer, size, eos)
+    return tokenizer, GuidanceBackend(tokenizer, n_vocab=size, eos_token_ids=eos)
+
+
+def batch_of(backend, *regexes: str | None):
+    """Requests and their blocks: an anchor and six digits each."""
+    tokenizer, made = backend
+    grammars = [None if one is None else made.dispatch_regex(one).copy() for one in regexes]
+    reqs = [SimpleNamespace(rid=str(i), grammar=g, to_finish=None) for i, g in enumerate(grammars)]
+    digit = tokenizer.encode("7", add_special_tokens=False)[0]
+    tokens = torch.full((len(reqs), WIDTH), digit)
+    for grammar in filter(None, grammars):
+        grammar.accept_token(digit)
+    info = SimpleNamespace(vocab_size=len(tokenizer), grammar_mask=object())
+    return SimpleNamespace(reqs=reqs, sampling_info=info), tokens
+
+
+def masks(batch, tokens) -> torch.Tensor:
+    mask = block_mask(batch, GrammarTree.from_linear_chain(tokens), "cpu", None)
+    assert batch.sampling_info.grammar_mask is None
+    return mask.vocab_mask.view(*tokens.shape, -1)
+
+
+def fail(grammar, method: str, call: int) -> None:
+    """Let one call fail, and leave the matcher as it was before it."""
+    original, left = getattr(grammar, method), [call]
+
+    def failing(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("planted")
+        return original(*args)
+
+    setattr(grammar, method, failing)
+
+
+def test_masks_are_sglangs(backend):
+    batch, tokens = batch_of(backend, "[0-9]{4}[a-z]*", None, "[0-9]+")
+    found = masks(batch, tokens)
+    batch, tokens = batch_of(backend, "[0-9]{4}[a-z]*", None, "[0-9]+")
+    tree = GrammarTree.from_linear_chain(tokens)
+    expected = build_grammar_vocab_mask(
+        reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device="cpu", barrier=None
+    )
+    assert torch.equal(found.flatten(0, 1), expected.vocab_mask)
+    assert len(found.unique(dim=0)) == 3
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize("call", range(1, WIDTH))
+def test_a_failing_matcher_ends_its_request_only(backend, method, call):
+    expected = masks(*batch_of(backend, "[0-9]+", "[0-9]+"))
+    assert not (expected == -1).all(-1).any()
+    batch, tokens = batch_of(backend, "[0-9]+", "[0-9]+", "[0-9]+")
+    fail(batch.reqs[1].grammar, method, call)
+    found = masks(batch, tokens)
+    assert [req.to_finish is not None for req in batch.reqs] == [False, True, False]
+    assert torch.equal(found[[0, 2]], expected) and (found[1] == -1).all()
+
+
+def test_a_matcher_that_has_failed_already(backend):
+    """SGLang has ended its request, for a reason of its own."""
+    batch, tokens = batch_of(backend, "7(yes|no)", "[0-9]+")
+    failed = batch.reqs[0]
+    with pytest.raises(ValueError):
+        failed.grammar.accept_token(int(tokens[0, 0]))
+    reason = failed.to_finish = object()
+    masks(batch, tokens)
+    assert failed.to_finish is reason and batch.reqs[1].to_finish is None

@@ -22,6 +22,7 @@ from sglang_hyperdflash.tools.server_process import (
     hyperdflash_arguments,
 )
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
+from tests.waiting import PATIENCE
 from tests.warm_start.client import start
 
 # Too little K/V for eight requests: some go back to the queue.
@@ -69,7 +70,7 @@ class Servers:
             log.unlink(missing_ok=True)
             self.running[name] = Server(model, *arguments, log=log, start=start, **options)
         # A server that ends is noticed at once; a slow machine is no failure.
-        return self.running[name].wait(1800)
+        return self.running[name].wait(PATIENCE)
 
     def stop(self, name: str) -> None:
         # SGLang takes longer to end by itself than we would wait.
@@ -196,8 +197,9 @@ def reused(answers: list[dict]) -> list[tuple[int, int]]:
 
 
 def flush(server: Server) -> None:
-    """Empty the prefix cache."""
-    requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+    """Empty the prefix cache, once the last answer's batch has ended too."""
+    asked = {"params": {"timeout": PATIENCE}, "timeout": PATIENCE}
+    requests.post(f"{server.url}/flush_cache", **asked).raise_for_status()
 
 
 def captured_prefill(server: Server, tokens: list[int], folder: Path) -> tuple[torch.Tensor, int]:
@@ -228,6 +230,12 @@ def greedy_all(
     """Every prompt's answer, ``concurrency`` of them in flight at a time."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda prompt: ask(server, prompt), prompts))
+
+
+def greedy_together(server: Server, prompts: list[list[int]]) -> list[dict]:
+    """As :func:`greedy_all`, by one call: they share batches however slow a client is."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return server.generate(timeout=PATIENCE, input_ids=prompts, sampling_params=sampling)
 
 
 def ids(answers: list[dict]) -> list[list[int]]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32
+from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, start
 
 
@@ -61,7 +62,7 @@ def resolution_error(*arguments: str) -> str:
         text=True,
         env={**os.environ, **ENVIRONMENT},
     )
-    _, errors = process.communicate(timeout=180)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0, "the arguments were accepted"
     return errors
 
@@ -124,5 +125,5 @@ def test_damaged_checkpoints_through_a_real_server(
     arguments = (*FP32, *hyperdflash_arguments(draft))
     server = Server(target, *arguments, log=log, start=start)
     with server, pytest.raises(ServerFailed):
-        server.wait(120)
+        server.wait(PATIENCE)
     assert message in log.read_text(errors="replace")

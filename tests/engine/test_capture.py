@@ -16,6 +16,7 @@ from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.samples import OnlineFeatures
 from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.conftest import EXAMPLE
+from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
 
 ENGINE = {"chunked_prefill_size": 64, "max_total_tokens": 8192, "mem_fraction_static": 0.2}
@@ -40,7 +41,7 @@ def capture(target_dir, data, out, share: str) -> str:
     command = ["capture", "--target", target_dir, "--data", data, "--out", out, "--share", share]
     command += ["--dtype", "float32", "--shard-mib", 1, "--engine-args", json.dumps(ENGINE)]
     # Without --verbose its processes start another environment than the template has.
-    ended = run_command(*command, "--verbose", timeout=300)
+    ended = run_command(*command, "--verbose", timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 

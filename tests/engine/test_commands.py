@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from functools import partial
 
 import psutil
@@ -15,7 +14,8 @@ import pytest
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import greedy
+from tests.engine.conftest import greedy, install_plugin
+from tests.waiting import PATIENCE, until
 from tests.warm_start.client import COMMAND, finish, run_command, start, start_command
 
 
@@ -48,14 +48,40 @@ def test_a_signal_ends_the_demo_and_its_servers(tmp_path, number, code):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    family, deadline = [], time.monotonic() + 300
-    while sum("spawn" in " ".join(child.cmdline()) for child in family) < 4:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.2)
-        family = psutil.Process(process.pid).children(recursive=True)
+    family = []
+
+    def started() -> bool:
+        assert process.poll() is None
+        family[:] = psutil.Process(process.pid).children(recursive=True)
+        return sum("spawn" in " ".join(child.cmdline()) for child in family) >= 4
+
+    until(started)
     process.send_signal(number)
-    assert process.wait(30) == code
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert process.wait(PATIENCE) == code
+    assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
+
+
+# From the eighth answer on, the launch's own included, the server stands still: the batch cannot
+# end before it is killed.
+STANDS_STILL = """
+ended = set()
+
+
+def wait(result, self, batch, *_):
+    import threading
+
+    ended.update(req.rid for req in batch.reqs if req.finished())
+    if len(ended) >= 8:
+        threading.Event().wait()
+    return result
+
+
+def load():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    name = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+    HookRegistry.register(name, wait, HookType.AFTER)
+"""
 
 
 def batch_command(source, output, drafter_dir, target_dir):
@@ -68,17 +94,9 @@ def batch_command(source, output, drafter_dir, target_dir):
     ]
 
 
-def wait_for_lines(path, count, process, seconds=180):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if path.is_file() and path.read_bytes().count(b"\n") >= count:
-            return
-        assert process.poll() is None, "the batch ended before it could be killed"
-        time.sleep(0.02)
-    raise AssertionError(f"no {count} answers after {seconds} s")
-
-
-def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_server, tokenizer):
+def test_generate_survives_a_kill(
+    tmp_path, target_dir, drafter_dir, target_server, tokenizer, monkeypatch
+):
     lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
     records = [{"messages": line["messages"]} for line in lines]
     records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
@@ -86,21 +104,30 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = batch_command(source, output, drafter_dir, target_dir)
 
-    process = start_command(
-        *command, "--verbose", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    with monkeypatch.context() as patch:
+        for name, value in install_plugin(tmp_path, "stands_still", STANDS_STILL).items():
+            patch.setenv(name, value)
+        process = start_command(
+            *command, "--verbose", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    until(
+        lambda: (
+            process.poll() is not None
+            or (output.is_file() and output.read_bytes().count(b"\n") >= 5)
+        )
     )
-    wait_for_lines(output, 5, process)
+    assert process.poll() is None, "the batch ended before it could be killed"
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 3, "a server, its scheduler and its detokenizer"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert not psutil.wait_procs(started, timeout=10)[1], "processes of the server are left"
+    assert not psutil.wait_procs(started, timeout=PATIENCE)[1], "processes of the server are left"
     with output.open("ab") as out:  # a line cut in the middle, as a crash leaves it
         out.write(b'{"index": 3')
     before = output.read_bytes().rsplit(b"\n", 1)[0]
 
     # With imports of its own: what they print a user would see.
-    ended = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert output.read_bytes().startswith(before)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
@@ -115,7 +142,7 @@ def test_generate_survives_a_kill(tmp_path, target_dir, drafter_dir, target_serv
     expected = greedy(target_server, prompt, 64, sampling={"ignore_eos": False})["text"]
     assert by_index[len(records) - 2]["outputs"] == [expected]
 
-    again = run_command(*command, timeout=120)
+    again = run_command(*command, timeout=PATIENCE)
     assert again.returncode == 0
     assert f"{len(records)} already answered" in again.stdout
 
@@ -144,7 +171,7 @@ def test_bad_batches_end_with_one_line(tmp_path, target_dir, begin, arguments, m
         cwd=tmp_path,
         start_new_session=True,
     )
-    ended = finish(process, 120)
+    ended = finish(process, PATIENCE)
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

@@ -18,6 +18,7 @@ from sglang_hyperdflash.tools.server_process import Server, hyperdflash_argument
 from tests.engine.conftest import FP32, HOT, install_plugin
 from tests.engine.drafters import with_window
 from tests.engine.test_exact import VOCABULARY_ORDER
+from tests.waiting import PATIENCE
 
 # The target's own limit: one position more and its rotary table has no row.
 CONTEXT = 160
@@ -95,7 +96,7 @@ def payloads(prompts: list[list[int]]) -> list[dict]:
 def answer(server: Server, payload: dict) -> tuple:
     """Tokens of an answer, streamed if the payload says so, and why it ended; or the refusal."""
     url = f"{server.url}/generate"
-    with requests.post(url, json=payload, timeout=600) as reply:
+    with requests.post(url, json=payload, timeout=PATIENCE) as reply:
         if reply.status_code != 200:
             return (reply.status_code,)
         text = reply.text

@@ -20,7 +20,7 @@ from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdfla
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import assert_lengths_vary, poisoned
 from tests.engine.test_exact import sampled, tokens_of
-from tests.engine.test_following import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.disaggregation
 # SGLang copies the page list to pinned memory behind a CUDA event, unless the sender asks not to.
@@ -149,12 +149,14 @@ def test_both_nodes_follow_what_is_published(
     answers = greedy_all(hyper_server, own_prompts, 1)
     expected = [counters(one["meta_info"])[2] for one in answers]
     publish(pair.folder, poisoned(drafter_dir, tmp_path / "bad"))
-    until(lambda: rounds(4), lambda: said(pair.decode, "version 1 is not taken: its first drafts"))
+    refused = "version 1 is not taken: its first drafts"
+    until(lambda: said(pair.decode, refused), meanwhile=lambda: rounds(4))
     assert said(pair.prefill, "drafting with version 1")
     mixed = with_own_kv()
     publish(pair.folder, drafter_dir)
     nodes = (pair.prefill, pair.decode)
-    until(lambda: rounds(4), lambda: all(said(node, "drafting with version 2") for node in nodes))
+    taken = "drafting with version 2"
+    until(lambda: all(said(node, taken) for node in nodes), meanwhile=lambda: rounds(4))
     assert not said(pair.prefill, "is not taken")
     print(f"tau {tau(mixed):.3f} with the poisoned version's K/V, {tau(expected):.3f} with its own")
     assert tau(mixed) < tau(expected)

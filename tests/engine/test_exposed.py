@@ -23,6 +23,7 @@ from tests.engine import exposed_plugin
 from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import assert_varied, rescale_folder
 from tests.engine.test_train_and_serve import RECORDER, recorded, replayed
+from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, start
 
 TOKENS = 48
@@ -66,7 +67,7 @@ def target(tmp_path_factory) -> Path:
         shutil.copy(EXAMPLE / "target" / name, folder / name)
     script = f"from tests.engine.exposed_plugin import main; main({str(folder)!r})"
     process = start([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **ENVIRONMENT})
-    assert process.wait(300) == 0
+    assert process.wait(PATIENCE) == 0
     return folder
 
 

@@ -20,6 +20,7 @@ from tests.engine.conftest import (
     flush,
     greedy,
     greedy_all,
+    greedy_together,
     ids,
     install_plugin,
     retractions,
@@ -158,7 +159,7 @@ def variant_server(request, servers, target_dir, drafter_dir, tmp_path_factory):
 
 def test_scheduling_variants(variant_server, own_prompts, own_reference):
     longer = [p + r[:64] for p, r in zip(own_prompts, own_reference, strict=True)]
-    answers = ids(greedy_all(variant_server, [*own_prompts, *longer], 8))
+    answers = ids(greedy_together(variant_server, [*own_prompts, *longer]))
     assert_identical(answers[:12], own_reference)
     assert_identical([a[: NEW_TOKENS - 64] for a in answers[12:]], [r[64:] for r in own_reference])
     if SMALL_POOL[1] in variant_server.command:

@@ -24,8 +24,8 @@ from sglang_hyperdflash.tools.server_process import Server, hyperdflash_argument
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.engine.conftest import FP32, chat_ids, greedy, greedy_all, held_out_problems, ids
-from tests.engine.test_following import until
 from tests.unit.training.streams import learn_arguments
+from tests.waiting import until
 from tests.warm_start.client import start_command
 
 SHAPE = "--layers 1 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 256 --window 0"
@@ -135,7 +135,7 @@ def test_kills_lose_nothing_that_was_on_the_disk_and_double_nothing(
     """Of the learner, of the server, and of both: what is restarted goes on."""
     learning.start_server()
     learning.start_learner()
-    until(learning.traffic, lambda: learning.drafts_with() > 0, 900)
+    until(lambda: learning.drafts_with() > 0, meanwhile=learning.traffic)
     stored: list[Tokens] = []
     for victims in (("learner",), ("server",), ("server", "learner")):
         stored = learning.check(stored)
@@ -155,7 +155,7 @@ def test_kills_lose_nothing_that_was_on_the_disk_and_double_nothing(
         assert ids(greedy_all(learning.server, own_prompts, 4)) == own_reference
 
         end = {"step": step, "samples": len(stored)}
-        until(learning.traffic, partial(learning.is_past, end, version.number), 900)
+        until(partial(learning.is_past, end, version.number), meanwhile=learning.traffic)
         assert "learner" not in victims or f"resumed at step {step}" in learning.said()
         print(f"killed {victims}: {len(stored)} samples, step {step}, version {version.number}")
     stored = learning.check(stored)

@@ -15,6 +15,7 @@ from sglang_hyperdflash.serving.scheduler.metrics import (
 )
 from tests.conftest import ROOT
 from tests.engine.conftest import greedy_all
+from tests.waiting import PATIENCE
 
 DRAFTS = 6
 
@@ -23,7 +24,7 @@ def samples(server, family: str) -> dict[frozenset, float]:
     """The samples of one counter family by their labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    answer = requests.get(f"{server.url}/metrics", timeout=30)
+    answer = requests.get(f"{server.url}/metrics", timeout=PATIENCE)
     answer.raise_for_status()
     return {
         frozenset(sample.labels.items()): sample.value
@@ -45,7 +46,7 @@ def missing_from_dashboard(server) -> set[str]:
     """Metrics that the dashboard draws and this server does not show (yet)."""
     dashboard = json.loads((ROOT / "docs" / "grafana_hyperdflash.json").read_text())
     drawn = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
-    shown = requests.get(f"{server.url}/metrics", timeout=30).text
+    shown = requests.get(f"{server.url}/metrics", timeout=PATIENCE).text
     return {
         name
         for name in re.findall(r"\b(?:sglang|hyperdflash):\w+", drawn)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-import requests
 
 from sglang_hyperdflash.serving.record.settings import RECORD
-from sglang_hyperdflash.serving.scheduler.metrics import RECORDED, RECORDED_BYTES, SHED
+from sglang_hyperdflash.serving.scheduler.metrics import RECORDED, RECORDED_BYTES, ROUNDS, SHED
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
@@ -24,13 +22,16 @@ from tests.engine.conftest import (
     FP32,
     OPTIMISTIC,
     SMALL_POOL,
+    flush,
     greedy,
     greedy_all,
+    greedy_together,
     ids,
     install_plugin,
     retractions,
 )
 from tests.engine.test_metrics import samples
+from tests.waiting import until
 
 CHUNK = 16
 
@@ -69,20 +70,14 @@ def scheduler_of(server: Server) -> int:
     return found
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 def wait_until_recorded(server: Server, count: int) -> None:
     """So many requests are in the store, or were shed."""
-    deadline = time.monotonic() + 120
-    while (done := total(server, RECORDED) + total(server, SHED)) < count:
-        assert time.monotonic() < deadline, f"{done} of {count} recorded"
-        time.sleep(1)
-    assert done == count
+
+    def done() -> float:
+        return total(server, RECORDED) + total(server, SHED)
+
+    until(lambda: done() >= count, "not all were recorded")
+    assert done() == count
 
 
 def assert_samples(target_dir: Path, source: StoreReader, asked: list[tuple[list[int], dict]]):
@@ -119,7 +114,7 @@ def test_a_sample_is_what_a_capture_of_the_request_would_be(
 ):
     """Chunked prefills, cached prefixes, retractions, drafts accepted and rejected."""
     server, prompts = start(), own_prompts[:8]
-    answers = greedy_all(server, prompts, 8)
+    answers = greedy_together(server, prompts)
     assert ids(answers) == own_reference[:8]
     assert retractions(server) > 0 and max(map(len, prompts)) > CHUNK
     out = greedy(server, own_prompts[11], sampling={"custom_params": {"hyperdflash_record": False}})
@@ -147,7 +142,7 @@ def test_a_full_disk_sheds_requests_while_their_answers_go_on(
     """From half way on, no file of the scheduler's can grow to the size of a shard."""
     server = start()
     scheduler = scheduler_of(server)
-    requests.post(f"{server.url}/flush_cache", params={"timeout": 30}, timeout=60)
+    flush(server)
 
     def shed() -> float:
         return {dict(k)["reason"]: n for k, n in samples(server, SHED).items()}.get("disk", 0.0)
@@ -156,18 +151,18 @@ def test_a_full_disk_sheds_requests_while_their_answers_go_on(
         chosen = slice(first, first + 4)
         assert ids(greedy_all(server, own_prompts[chosen], 4)) == own_reference[chosen]
 
-    wait_until(lambda: total(server, RECORDED) > 0)  # the launch's own request
+    until(lambda: total(server, RECORDED) > 0)  # the launch's own request
     stored, most = total(server, RECORDED), server.log.stat().st_size + (64 << 10)
     before = resource.prlimit(scheduler, resource.RLIMIT_FSIZE)
     resource.prlimit(scheduler, resource.RLIMIT_FSIZE, (most, before[1]))
     try:
         serve(0)
-        wait_until(lambda: shed() == 4)
+        until(lambda: shed() == 4)
         assert total(server, RECORDED) == stored
     finally:
         resource.prlimit(scheduler, resource.RLIMIT_FSIZE, before)
     serve(4)
-    wait_until(lambda: total(server, RECORDED) == stored + 4)
+    until(lambda: total(server, RECORDED) == stored + 4)
     found = [sample.tokens.tolist() for sample in StoreReader(folder).samples]
     for prompt, answer in zip(own_prompts[4:8], own_reference[4:8], strict=True):
         assert any((prompt + answer)[-len(tokens) :] == tokens for tokens in found)
@@ -181,8 +176,10 @@ def test_a_killed_server_leaves_a_store_that_the_next_one_continues(
     held = [sample.tokens.tolist() for sample in StoreReader(folder).samples]
     assert held
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(greedy_all, server, own_prompts, 8)
-        time.sleep(2)
+        # More than can be answered before the kill.
+        begun = total(server, ROUNDS)
+        running = pool.submit(greedy_all, server, own_prompts * 50, 8)
+        until(lambda: total(server, ROUNDS) > begun + 50 or running.done())
         servers.stop("recording")  # SIGKILL
         assert running.exception() is not None
     again = [sample.tokens.tolist() for sample in StoreReader(folder).samples]

@@ -6,13 +6,14 @@ import pytest
 import requests
 
 from tests.engine.conftest import greedy
+from tests.waiting import PATIENCE
 
 LATER = " Now the same once more, please."
 
 
 def open_session(server) -> str:
     reply = requests.post(
-        f"{server.url}/open_session", json={"capacity_of_str_len": 4096}, timeout=60
+        f"{server.url}/open_session", json={"capacity_of_str_len": 4096}, timeout=PATIENCE
     )
     reply.raise_for_status()
     return reply.json()
@@ -26,7 +27,8 @@ def two_turns(server, prompt: list[int], later: list[int], sampling: dict) -> li
             {"id": session, "rid": answers[-1]["meta_info"]["id"]} if answers else {"id": session}
         )
         answers.append(greedy(server, tokens, sampling=sampling, session_params=said))
-    reply = requests.post(f"{server.url}/close_session", json={"session_id": session}, timeout=60)
+    url = f"{server.url}/close_session"
+    reply = requests.post(url, json={"session_id": session}, timeout=PATIENCE)
     reply.raise_for_status()
     return [
         {"tokens": one["output_ids"], "context": one["meta_info"]["prompt_tokens"]}

@@ -12,6 +12,7 @@ from sglang_hyperdflash.tools.server_process import Server, hyperdflash_argument
 from tests.engine.conftest import FP32, HOT, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary
 from tests.pool_log import logged_pools
+from tests.waiting import PATIENCE
 
 RANKS = 2
 TOKENS = 64
@@ -69,7 +70,7 @@ def test_sampled_requests_finish_on_both_ranks(parallel_server, own_prompts, own
     sampled = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     def sample(server, prompt):
-        return server.generate(input_ids=prompt, sampling_params=sampled, timeout=60)
+        return server.generate(input_ids=prompt, sampling_params=sampled, timeout=PATIENCE)
 
     answers = greedy_all(parallel_server, own_prompts[:4], CONCURRENCY, sample)
     assert {len(tokens) for tokens in ids(answers)} == {TOKENS}
@@ -89,7 +90,7 @@ def test_a_seed_gives_one_ranks_tokens_on_two(parallel_server, hyper_server, own
             "max_new_tokens": TOKENS,
             "ignore_eos": True,
         }
-        return server.generate(input_ids=prompt, sampling_params=sampling, timeout=120)
+        return server.generate(input_ids=prompt, sampling_params=sampling, timeout=PATIENCE)
 
     found, expected = (
         ids(greedy_all(server, own_prompts[:6], CONCURRENCY, sample))

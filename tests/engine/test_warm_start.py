@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +14,8 @@ import pytest
 from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32, greedy_all, ids, install_plugin
+from tests.unit.test_warm_start import running
+from tests.waiting import PATIENCE, until
 from tests.warm_start import client
 from tests.warm_start.template import REFUSED
 
@@ -77,8 +77,11 @@ class Started:
         )
 
     def told(self) -> dict[str, dict]:
-        """By title, what each process said last."""
-        time.sleep(2)
+        """By title, what each process says now."""
+        for _ in range(2):  # it may have looked before it wrote the first one
+            for path in self.folder.glob("*.json"):
+                path.unlink()
+            until(lambda: len(list(self.folder.glob("*.json"))) >= 3)
         found = [json.loads(path.read_text()) for path in self.folder.glob("*.json")]
         return {f["title"]: f for f in found}
 
@@ -108,7 +111,7 @@ def pair(target_dir, drafter_dir, tmp_path_factory):
             folder = tmp_path_factory.mktemp("started")
             started.append(Started(start, target_dir, drafter_dir, folder))
         for one in started:
-            one.server.wait(1800)
+            one.server.wait(PATIENCE)
         if client.why_ordinary(started[0].server.command):
             pytest.skip("the template is switched off")
         assert len(client.ordinary_starts) == before
@@ -164,11 +167,7 @@ def test_a_killed_scheduler_ends_the_server_and_nothing_is_left(pair):
         scheduler = next(pid for pid, line in family.items() if "scheduler" in line)
         os.kill(scheduler, signal.SIGKILL)
     for one in pair:
-        codes.append(one.server.process.wait(120))
+        codes.append(one.server.process.wait(PATIENCE))
         one.server.stop()
-    time.sleep(1)
-    for family in families:
-        for pid in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, family[pid]
+    until(lambda: not any(map(running, [pid for family in families for pid in family])))
     assert codes[0] == codes[1]

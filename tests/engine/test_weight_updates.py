@@ -13,9 +13,10 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import FP32, greedy, greedy_all, ids, install_plugin
+from tests.engine.conftest import FP32, flush, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import with_idle_head
 from tests.engine.test_width import RANDOM
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def pair(servers, target_dir, drafter_dir):
 
 def update(server, target) -> requests.Response:
     payload = {"model_path": str(target), "recapture_cuda_graph": True}
-    return requests.post(f"{server.url}/update_weights_from_disk", json=payload, timeout=300)
+    return requests.post(f"{server.url}/update_weights_from_disk", json=payload, timeout=PATIENCE)
 
 
 def send(server, tensors: dict[str, torch.Tensor], **selected) -> list[requests.Response]:
@@ -70,7 +71,7 @@ def send(server, tensors: dict[str, torch.Tensor], **selected) -> list[requests.
         ),
         ("end_weight_update", {}),
     ]
-    return [requests.post(f"{server.url}/{at}", json=body, timeout=300) for at, body in steps]
+    return [requests.post(f"{server.url}/{at}", json=body, timeout=PATIENCE) for at, body in steps]
 
 
 def test_answers_follow_the_target_s_new_weights(pair, target_dir, other_target, own_prompts):
@@ -128,8 +129,7 @@ def load():
 
 def lengths(server, prompts) -> list[list[int]]:
     """Rounds of every answer by accepted drafts, without anything cached."""
-    asked = {"params": {"timeout": 30}, "timeout": 60}
-    requests.post(f"{server.url}/flush_cache", **asked).raise_for_status()
+    flush(server)
     answers = [greedy(server, prompt) for prompt in prompts]
     return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
 

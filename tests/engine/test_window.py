@@ -10,7 +10,7 @@ from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
-from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids
+from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, greedy_together, ids
 from tests.engine.drafters import assert_lengths_vary, with_window
 from tests.engine.reference_decoder import block_draft, decode
 from tests.pool_log import logged_pools
@@ -81,7 +81,7 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(
         # Two at a time have the five windows to themselves.
         alone = greedy_all(server, own_prompts, 2)
         assert_lengths_vary(rounds(alone))
-        together = greedy_all(server, own_prompts, REQUESTS)
+        together = greedy_together(server, own_prompts)
         assert ids(alone) == ids(together) == own_reference
         # Eight requests share five windows: some rounds had lost context.
         assert sum(map(sum, rounds(together))) > sum(map(sum, rounds(alone)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from tests.engine.conftest import Servers
 from tests.engine.v4 import controls, drafts
 from tests.gpu import readings, steps, visit
 from tests.gpu.stage import CPU, GPU, WEIGHTS
+from tests.waiting import PATIENCE
 
 CUDA_LOG = """
 KV Cache is allocated. dtype: fp8, #tokens: 900, K size: 9.00 GB, V size: 9.00 GB
@@ -192,14 +193,19 @@ def passes(prompt: list[int], tokens: int, multiple: int) -> bool:
 
 
 def test_the_most_is_seen_while_work_runs():
-    held = [3]
+    held, seen = [3], threading.Event()
+
+    def read() -> int:
+        if held[0] == 9:
+            seen.set()
+        return held[0]
 
     def work() -> None:
         held[0] = 9
-        time.sleep(0.1)
+        assert seen.wait(PATIENCE)
         held[0] = 4
 
-    assert readings.most_while(lambda: held[0], work) == (3, 9)
+    assert readings.most_while(read, work) == (3, 9)
 
 
 def test_a_step_that_breaks_is_written_down_and_the_next_one_runs(tmp_path, monkeypatch):

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE, until
 from tests.warm_start import client
 from tests.warm_start.asking import Refused
 
@@ -31,7 +31,7 @@ command = [sys.executable, "-m", "tests.unit.warm_child", "wait"]
 child = template.start(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 print(template.process.pid, flush=True)
 print(child.stdout.readline(), flush=True)
-time.sleep(600)
+time.sleep(7200)
 """
 
 
@@ -58,7 +58,7 @@ def answers(start, folder: Path, **changes: str) -> list[dict]:
             cwd=folder,
             start_new_session=True,
         )
-    assert process.wait(120) == 7, log.read_text()
+    assert process.wait(PATIENCE) == 7, log.read_text()
     found = json.loads(log.read_text())
     assert found[0]["parent"] == os.getpid() and found[0]["process"] == process.pid
     return found
@@ -106,7 +106,7 @@ def test_what_would_be_another_process_is_refused(template, tmp_path, command, o
         template.start([sys.executable, *command], env=environment(**changes))
     # It goes on.
     done = template.start([sys.executable, "-c", "raise SystemExit(5)"], env=environment())
-    assert done.wait(60) == 5
+    assert done.wait(PATIENCE) == 5
 
 
 def test_a_variable_that_an_import_reads_is_refused_when_it_is_another(tmp_path, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_variable_that_an_import_reads_is_refused_when_it_is_another(tmp_path,
             code = f"import os; raise SystemExit(os.environ['{name}'] == '1')"
             command = [sys.executable, "-c", code]
             if name == "READ_LATE":
-                assert made.start(command, env=environment(**{name: value})).wait(60) == 1
+                assert made.start(command, env=environment(**{name: value})).wait(PATIENCE) == 1
             else:
                 with pytest.raises(Refused, match=name):
                     made.start(command, env=environment(**{name: value}))
@@ -146,7 +146,7 @@ def test_everything_else_is_started_in_the_ordinary_way(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(variable, value)
     process = client.start(command)
-    assert process.wait(60) == 4
+    assert process.wait(PATIENCE) == 4
     assert (type(process) is subprocess.Popen) == bool(why)
     assert [(c, why in reason) for c, reason in client.ordinary_starts] == [(command, True)] * bool(
         why
@@ -154,7 +154,8 @@ def test_everything_else_is_started_in_the_ordinary_way(
 
 
 def test_a_template_whose_imports_start_a_thread_says_so(tmp_path, monkeypatch):
-    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\n"
+    source = "import threading, time\n"
+    source += "threading.Thread(target=time.sleep, args=(7200,), daemon=True).start()\n"
     (tmp_path / "threaded.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
     with pytest.raises(RuntimeError, match="starts threads"):
@@ -169,10 +170,10 @@ def test_signals_end_a_forked_child_as_any_other(template, how):
         process = waiting(start)
         family = [process.pid, *children(process.pid)]
         os.kill(process.pid, how)
-        codes.append(process.wait(30))
+        codes.append(process.wait(PATIENCE))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        assert gone(family)
+        wait_until_gone(family)
     assert codes[0] == codes[1] == -how
 
 
@@ -182,12 +183,11 @@ def test_a_spawned_process_can_be_killed(template):
         found = json.loads(process.said)
         assert {f["process"] for f in found[1:]} <= set(children(process.pid))
         os.kill(found[1]["process"], signal.SIGKILL)
-        time.sleep(0.2)
-        assert psutil.Process(found[1]["process"]).status() == psutil.STATUS_ZOMBIE
+        until(lambda: psutil.Process(found[1]["process"]).status() == psutil.STATUS_ZOMBIE)
         assert process.poll() is None
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(PATIENCE)
 
 
 def waiting(start) -> subprocess.Popen:
@@ -208,14 +208,9 @@ def children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def gone(pids: list[int], seconds: float = 20) -> bool:
-    """Whether all of these processes end in time."""
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if running(pid)]:
-        if time.monotonic() > deadline:
-            return not left
-        time.sleep(0.1)
-    return True
+def wait_until_gone(pids: list[int]) -> None:
+    """All of these processes end."""
+    until(lambda: not any(map(running, pids)), "processes were left")
 
 
 def running(pid: int) -> bool:
@@ -238,8 +233,8 @@ def test_nothing_is_left_of_a_tester_that_is_killed(tmp_path, how):
     family = [made, *(found["process"] for found in json.loads(tester.stdout.readline()))]
     assert all(map(running, family))
     tester.send_signal(how)
-    tester.wait(30)
-    assert gone([*family, *children_of_none(family)])
+    tester.wait(PATIENCE)
+    wait_until_gone([*family, *children_of_none(family)])
 
 
 def children_of_none(family: list[int]) -> list[int]:

@@ -25,6 +25,7 @@ from sglang_hyperdflash.training.store.manifest import Data
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.writer import open_writer
 from tests.unit.training.store import small
+from tests.waiting import PATIENCE
 
 FP8 = ("--states-dtype", "fp8")
 SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
@@ -216,7 +217,7 @@ def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, monkeypatch)
     class Slow:
         def add(self, start, *_):
             begun.append(start)
-            assert start or asked.wait(30), "the second shard waited for the first to be written"
+            assert start or asked.wait(PATIENCE), "the second waited for the first"
 
     monkeypatch.setattr(capture, "ask", answered)
     ranges = [(i, i + 1) for i in range(len(SAMPLES))]

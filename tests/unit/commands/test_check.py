@@ -10,13 +10,14 @@ import pytest
 from sglang_hyperdflash import seams
 from sglang_hyperdflash.commands import check
 from sglang_hyperdflash.tools.errors import SeamError
+from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
 
 
 def test_a_sound_installation_is_told_in_five_lines():
     """With imports of its own: what they print a user would see."""
     command = [sys.executable, "-m", "sglang_hyperdflash.cli", "check"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     lines = ended.stdout.splitlines()
     subjects = ["sglang", "seams", "platform", "kernels", "environment"]
@@ -28,7 +29,7 @@ def test_a_sound_installation_is_told_in_five_lines():
 
 def test_a_plugin_that_is_switched_off_is_wrong(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "no-such-plugin")
-    ended = run_command("check", timeout=600)
+    ended = run_command("check", timeout=PATIENCE)
     found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in ended.stdout.splitlines()}
     assert ended.returncode == 2
     assert [name for name, (state, _) in found.items() if state == "WRONG"] == ["seams"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.unit.training.streams import add, learn_arguments, new_drafter, recorded, writer
+from tests.waiting import PATIENCE, until
 from tests.warm_start.client import run_command, start_command
 
 
@@ -27,10 +27,8 @@ def arguments(folder, target_dir, work: str = "work", publish: str = "published"
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: process.poll() is not None or holds())
+    assert process.poll() is None
 
 
 def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
@@ -49,7 +47,7 @@ def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
             (arguments(here, target_dir, work="other"), here / "published"),
             (arguments(here, target_dir, "other", "too"), here / "store" / "learner"),
         ):
-            refused = run_command(*other, timeout=120, cwd=tmp_path)
+            refused = run_command(*other, timeout=PATIENCE, cwd=tmp_path)
             assert refused.returncode == 2 and refused.stderr.count("\n") == 1
             assert f"{place} is in use by process {first.pid}" in refused.stderr
         first.send_signal(signal.SIGKILL)
@@ -60,13 +58,13 @@ def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
         wait_until(lambda: f"resumed at step {step}" in log.read_text(), second)
         wait_until(lambda: "not judged" in log.read_text(), second)
         second.send_signal(signal.SIGTERM)
-        assert second.wait(60) == 143, log.read_text()
+        assert second.wait(PATIENCE) == 143, log.read_text()
     assert list((tmp_path / "work" / "tensorboard").iterdir())
 
 
 def test_the_drafter_folder_is_no_place_to_publish(target, target_dir, tmp_path):
     drafter = new_drafter(target)
     drafter.save(tmp_path / "draft")
-    done = run_command(*arguments(tmp_path, target_dir, publish="draft"), timeout=120)
+    done = run_command(*arguments(tmp_path, target_dir, publish="draft"), timeout=PATIENCE)
     assert done.returncode == 2 and "--publish" in done.stderr and "is the draft" in done.stderr
     assert not (tmp_path / "work").exists()

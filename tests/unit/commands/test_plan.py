@@ -17,6 +17,7 @@ from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.conftest import EXAMPLE, ROOT
 from tests.documents import commands, fences, shell_fences
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
+from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
 
 NODE = Node(gpu_gib=100, weights_gib=35, tp=4, mem_fraction=0.85)
@@ -154,7 +155,7 @@ def test_a_rival_that_does_not_start_is_listed_with_the_reason(tmp_path):
 
 def run_plan(target: Path, draft: Path, *options: str) -> subprocess.CompletedProcess:
     command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
-    return run_command(*command, *options, timeout=500)
+    return run_command(*command, *options, timeout=PATIENCE)
 
 
 def planned(folder: Path, shape: dict, *options: str) -> list[dict]:
@@ -173,7 +174,7 @@ def test_the_shipped_sample_is_planned_as_the_pages_print_it():
     (command,) = {fence.text for fence in shell if SAMPLE.name in fence.text}
     (words,) = commands(next(fence for fence in shell if fence.text == command))
     assert words[:2] == ["hyperdflash", "plan"]
-    ended = run_command(*words[1:], cwd=ROOT, timeout=500)
+    ended = run_command(*words[1:], cwd=ROOT, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (shown,) = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
     assert shown in ended.stdout, ended.stdout

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from sglang_hyperdflash.commands import pool
 from sglang_hyperdflash.commands.answers import hold_answers
 from sglang_hyperdflash.commands.regenerate import KIND, Tasks
 from tests.unit.commands.native_server import Answers
+from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -45,20 +46,21 @@ def indices(out) -> list[int]:
     return sorted(json.loads(line)["index"] for line in out.read_text().splitlines())
 
 
-def until(holds) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_less_busy_server_gets_more(servers, target_dir, tmp_path):
     fast, slow = servers
-    slow.delay = 0.2
+    slow.hold = threading.Event()
     data, out = write(tmp_path / "data.jsonl", 60), tmp_path / "out.jsonl"
-    assert main(arguments(servers, target_dir, data, out, "--concurrency", "4")) == 0
+    command = arguments(servers, target_dir, data, out, "--concurrency", "4")
+    run = threading.Thread(target=main, args=(command,))
+    run.start()
+    try:
+        # One is busy until the other has answered all the rest.
+        until(lambda: len(slow.prompts) > 3 or len(fast.prompts) + len(slow.prompts) == 60)
+        assert 0 < len(slow.prompts) < 4
+    finally:
+        slow.hold.set()
+        run.join()
     assert indices(out) == list(range(60))
-    assert len(fast.prompts) > 3 * len(slow.prompts) > 0
     assert max(fast.connections, slow.connections) <= 2 + 4, "connections are kept"
 
 
@@ -128,7 +130,7 @@ def test_a_thousand_are_in_flight_at_once_where_few_files_may_be_open(
     finally:
         for server in servers:
             server.hold.set()
-        assert process.wait(120) == 0
+        assert process.wait(PATIENCE) == 0
     assert indices(out) == list(range(1024))
 
 
@@ -155,15 +157,24 @@ def test_a_silent_server_is_probed(servers, target_dir, tmp_path):
 
 def test_a_killed_run_is_resumed_without_asking_twice(servers, target_dir, tmp_path):
     data, out = write(tmp_path / "data.jsonl", 40), tmp_path / "out.jsonl"
+    enough, first = threading.Event(), itertools.count(1)
+
+    def answer(ids: list[int]) -> list[int]:
+        if next(first) > 16:  # the run cannot end before it is killed
+            enough.wait()
+        return [len(ids)] * 3
+
     for server in servers:
-        server.delay = 0.1
+        server.answer = answer
     command = arguments(servers, target_dir, data, out, "--concurrency", "4")
     process = subprocess.Popen(
         [sys.executable, "-m", "sglang_hyperdflash.cli", *command], start_new_session=True
     )
+    until(lambda: process.poll() is not None or sum(len(s.prompts) for s in servers) == 20)
     until(lambda: process.poll() is not None or (out.is_file() and len(indices(out)) >= 12))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    enough.set()
     done = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
     assert 12 <= len(done) < 40
     for server in servers:

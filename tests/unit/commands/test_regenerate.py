@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
 from tests.unit.commands.native_server import Answers
 from tests.unit.targets.published_v4 import published_v4
+from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -290,8 +290,7 @@ def test_other_settings_another_file_and_a_second_run_are_refused(
     server.hold = threading.Event()
     first = threading.Thread(target=call, args=(server, target_dir, data, out))
     first.start()
-    while len(server.prompts) == asked:
-        time.sleep(0.01)
+    until(lambda: len(server.prompts) > asked)
     assert f"in use by process {os.getpid()}" in refused(out)
     server.hold.set()
     first.join()
@@ -374,10 +373,9 @@ def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_pa
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
-    while not server.prompts and process.poll() is None:
-        time.sleep(0.05)
+    until(lambda: server.prompts or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=PATIENCE)
     server.hold.set()
     assert process.returncode == 130
     assert b"interrupted" in said

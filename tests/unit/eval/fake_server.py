@@ -19,7 +19,7 @@ def lengths(tokens: int) -> Callable[[str], list[int]]:
 
 
 class FakeServer:
-    """An OpenAI-compatible server that drafts.
+    """An OpenAI-compatible server that drafts; ``before`` is called before each answer.
 
     Args:
         answer: token ids of a prompt, or their number. histogram: of every answer.
@@ -44,7 +44,7 @@ class FakeServer:
     ) -> None:
         self.answer = lengths(answer) if isinstance(answer, int) else answer
         self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
-        self.die_after, self.delay = die_after, delay
+        self.die_after, self.before = die_after, lambda: time.sleep(delay)
         self.refuse, self.says_ids, self.widths = refuse, says_ids, list(widths)
         self.requests: list[dict] = []
         self.generated: list[dict] = []
@@ -72,7 +72,7 @@ class FakeServer:
                 if outer.die_after is not None and len(outer.requests) > outer.die_after:
                     self.connection.close()
                     return
-                time.sleep(outer.delay)
+                outer.before()
                 if outer.refuse and asked["messages"][-1]["content"] == outer.refuse[0]:
                     _, code, reason = outer.refuse
                     self.reply(reason, code)

@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE
 
 
 def measured(folder, *options: str) -> dict:
     command = [sys.executable, str(ROOT / "examples" / "store_rates.py"), "--folder", str(folder)]
     command += ["--shards", "3", "--samples", "4", "--tokens", "50", "--batches", "6", *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

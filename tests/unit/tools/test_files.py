@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import suppress
 
 import pytest
@@ -274,7 +273,7 @@ with claim(Path(sys.argv[1]), "train", {}):
     in_child = forks and os.fork() == 0
     if in_child or not forks:
         print("held", flush=True)
-    time.sleep(60)
+    time.sleep(7200)
     if in_child:
         os._exit(0)
 """
@@ -306,22 +305,31 @@ def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path, 
 
 def test_of_many_runs_that_start_together_one_gets_the_folder(tmp_path):
     source = textwrap.dedent("""
-        import sys, time
+        import sys
         from pathlib import Path
         from sglang_hyperdflash.tools.errors import HyperDFlashError
         from sglang_hyperdflash.tools.ownership import claim
-        time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
+        print("ready", flush=True)
+        sys.stdin.readline()
         try:
             with claim(Path(sys.argv[1]), "train", {}):
                 print("held", flush=True)
-                time.sleep(3)
+                sys.stdin.readline()
         except HyperDFlashError as error:
             print(type(error).__name__, flush=True)
     """)
-    start = str(time.time() + 2)
-    command = [sys.executable, "-c", source, str(tmp_path / "new"), start]
-    every = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(5)]
-    assert sorted(p.communicate()[0] for p in every) == ["InUse\n"] * 4 + ["held\n"]
+    command = [sys.executable, "-c", source, str(tmp_path / "new")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    every = [subprocess.Popen(command, **pipes) for _ in range(5)]
+    assert [process.stdout.readline() for process in every] == ["ready\n"] * 5
+    for process in every:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    # Whoever holds the folder does so until all have said what they got.
+    said = sorted(process.stdout.readline() for process in every)
+    for process in every:
+        process.communicate()
+    assert said == ["InUse\n"] * 4 + ["held\n"]
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):

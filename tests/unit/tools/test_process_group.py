@@ -6,22 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
+from tests.waiting import PATIENCE, until
 
 # A server with a child that ignores every polite signal.
 SERVER = """
 import subprocess, sys, time
 child = "import signal, time;"
 child += "[signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)];"
-child += "print('child', flush=True); time.sleep(600)"
+child += "print('child', flush=True); time.sleep(7200)"
 subprocess.Popen([sys.executable, "-c", child])
-time.sleep(600)
+time.sleep(7200)
 """
 # A command with two servers, started in threads as some studies do: those end, the servers do not.
 COMMAND = """
@@ -44,7 +44,7 @@ for name in ("a", "b"):
     thread.join()
 print(*(server.process.pid for server in found), flush=True)
 with found[0], found[1]:
-    time.sleep(600)
+    time.sleep(7200)
 """
 
 
@@ -60,13 +60,6 @@ def members(session: int) -> list[int]:
         except (ValueError, OSError):
             continue
     return found
-
-
-def wait_until(condition, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +85,12 @@ def test_no_server_outlives_its_command(tmp_path, number, code):
     try:
         for name in ("a", "b"):
             log = tmp_path / name
-            wait_until(lambda log=log: "child" in log.read_text(), 60, "no child started")
+            until(lambda log=log: "child" in log.read_text(), "no child started")
         assert [len(members(session)) for session in sessions] == [2, 2]
         command.send_signal(number)
-        ended = command.wait(30)
+        ended = command.wait(PATIENCE)
         assert code is None or ended == code
-        wait_until(lambda: not any(map(members, sessions)), 5, "processes were left")
+        until(lambda: not any(map(members, sessions)), "processes were left")
     finally:
         command.kill()
         command.wait()
@@ -108,8 +101,15 @@ def test_no_server_outlives_its_command(tmp_path, number, code):
 def started(tmp_path) -> Server:
     """A server with its child running."""
     server = Server("any", log=tmp_path / "log", launcher=(sys.executable, "-c", SERVER))
-    wait_until(lambda: "child" in server.log.read_text(), 60, "no child started")
+    until(lambda: "child" in server.log.read_text(), "no child started")
     return server
+
+
+def pending(pid: int) -> set[int]:
+    """Signals that a process has been sent and has not been given; none of one that has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
+    return {number for number in signal.Signals if mask >> number - 1 & 1}
 
 
 def test_a_signal_to_the_guard_leaves_no_process(tmp_path):
@@ -117,9 +117,9 @@ def test_a_signal_to_the_guard_leaves_no_process(tmp_path):
     server = started(tmp_path)
     session = server.process.pid
     server._guard._shell.terminate()
-    time.sleep(0.2)
+    until(lambda: signal.SIGTERM not in pending(server._guard._shell.pid), "it never arrived")
     server.stop()
-    wait_until(lambda: not members(session), 5, "processes were left")
+    until(lambda: not members(session), "processes were left")
 
 
 def test_a_forked_child_does_not_keep_servers(tmp_path):
@@ -127,11 +127,11 @@ def test_a_forked_child_does_not_keep_servers(tmp_path):
     server = started(tmp_path)
     session, child = server.process.pid, os.fork()
     if child == 0:
-        time.sleep(60)
+        signal.pause()
         os._exit(0)
     try:
         server._guard._shell.stdin.close()  # as at the end of this process
-        wait_until(lambda: not members(session), 5, "the child keeps the guard's pipe open")
+        until(lambda: not members(session), "the child keeps the guard's pipe open")
         server.stop()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -154,7 +154,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).
 """
     launcher = (sys.executable, "-c", health)
     with Server("any", log=tmp_path / "log", launcher=launcher) as server:
-        server.wait(30)
+        server.wait(PATIENCE)
     assert os.environ["no_proxy"] == "example.org,127.0.0.1,localhost"
 
 
@@ -169,7 +169,7 @@ with exit_on_signals():
     print("not reached")
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE
     )
     assert (ended.returncode, ended.stdout) == (143, "held\n")
 
@@ -188,7 +188,7 @@ def main():
 raise SystemExit(main())
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE
     )
     assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, "")
 
@@ -203,4 +203,5 @@ with exit_on_signals():
     with signals_deferred():
         os.kill(os.getpid(), signal.SIGHUP)
 """
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=PATIENCE)
+    assert ended.returncode == 0

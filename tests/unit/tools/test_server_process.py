@@ -8,6 +8,7 @@ import pytest
 
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server
+from tests.waiting import PATIENCE
 
 
 def test_a_later_server_leaves_the_earlier_one_s_log(tmp_path):
@@ -17,7 +18,7 @@ def test_a_later_server_leaves_the_earlier_one_s_log(tmp_path):
         launcher = (sys.executable, "-c", f"print('the {word} died')")
         with Server("any", log=log, launcher=launcher) as server:
             with pytest.raises(ServerFailed) as found:
-                server.wait(60)
+                server.wait(PATIENCE)
             assert f"the {word} died" in str(found.value)
     assert log.read_text() == "the first died\nthe second died\n"
     assert "first" not in str(found.value)

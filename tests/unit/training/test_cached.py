@@ -14,6 +14,7 @@ from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from tests.waiting import PATIENCE
 
 SAMPLES = [Sample.continuation([5, 9, 7, 11, 4, 8, 6][:n], 2) for n in (7, 3, 5, 7)]
 
@@ -57,7 +58,7 @@ def test_processes_share_the_work_and_the_states(target, tmp_path, monkeypatch):
             self.rank, self.size = rank, 2
 
         def on_main(self, action) -> None:
-            together.wait(60)
+            together.wait(PATIENCE)
 
     def run(rank: int) -> None:
         counting = Counting(target)
@@ -68,7 +69,7 @@ def test_processes_share_the_work_and_the_states(target, tmp_path, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert [found[rank][0] for rank in range(2)] == [2, 2]
     assert torch.equal(found[0][1], found[1][1])
     stored = list(tmp_path.glob("*/shards/*"))

@@ -14,6 +14,7 @@ from sglang_hyperdflash.training import process_group
 from sglang_hyperdflash.training.drafter import Drafter
 from tests.conftest import ROOT
 from tests.unit.training.conftest import LargestTensor
+from tests.waiting import PATIENCE
 
 FLASH = ROOT / "examples" / "deepseek_v4_flash_config" / "drafter" / "config.json"
 
@@ -63,6 +64,6 @@ def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
     done = subprocess.run(
-        [*torchrun, sys.executable, "-c", BACKEND], capture_output=True, text=True, timeout=120
+        [*torchrun, sys.executable, "-c", BACKEND], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.stdout.split() == ["gloo", "3.0"] * 2, done.stderr[-2000:]

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +32,8 @@ from sglang_hyperdflash.training.samples import (
 )
 from sglang_hyperdflash.training.trainer import Trainer, read_state, saved_states
 from tests.unit.training.streams import new_drafter
-from tests.warm_start.client import run_command, start_command
+from tests.waiting import PATIENCE
+from tests.warm_start.client import ENVIRONMENT, run_command, start
 
 RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
 
@@ -411,22 +411,40 @@ def command(prepared, target_dir, name: str, steps: int, every: int) -> list[str
     return ["train", "--config", str(config), "--work", work, "--threads", "1"]
 
 
+# A training that is killed in the middle of a step, between two checkpoints.
+KILLED_AT_17 = """
+import os, signal, sys
+from sglang_hyperdflash import cli
+from sglang_hyperdflash.training.trainer import Trainer
+
+accumulate = Trainer.accumulate
+
+
+def killed(self, step):
+    found = accumulate(self, step)
+    if step == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+
+Trainer.accumulate = killed
+cli.main(sys.argv[1:])
+"""
+
+
 def run(arguments: list[str]) -> None:
-    done = run_command(*arguments, timeout=300)
+    done = run_command(*arguments, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
     run(command(prepared, target_dir, "whole", 40, 10))
     arguments = command(prepared, target_dir, "killed", 40, 10)
-    process = start_command(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, **ENVIRONMENT}
+    killed = start([sys.executable, "-c", KILLED_AT_17, *arguments], env=environment)
+    assert killed.wait(PATIENCE) == -signal.SIGKILL
     stage = prepared / "killed" / "stage-1"
-    deadline = time.monotonic() + 120
-    while not saved_states(stage) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert 10 <= read_state(saved_states(stage)[-1])["state"]["step"] < 40
+    assert read_state(saved_states(stage)[-1])["state"]["step"] == 10
     run(arguments)
     found = [
         (prepared / f"{name}-out" / "model.safetensors").read_bytes()
@@ -440,7 +458,7 @@ def test_two_processes_follow_the_loss_of_one(prepared, target_dir):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun += ["-m", "sglang_hyperdflash.cli", *command(prepared, target_dir, "two", 30, 3)]
-    two = subprocess.run(torchrun, capture_output=True, text=True, timeout=300)
+    two = subprocess.run(torchrun, capture_output=True, text=True, timeout=PATIENCE)
     assert two.returncode == 0, two.stderr[-3000:]
     curves = []
     for name in ("one", "two"):

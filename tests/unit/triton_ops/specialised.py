@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+from tests.waiting import PATIENCE
+
 BEFORE = """
 import itertools, json, torch
 from triton.backends.compiler import GPUTarget
@@ -39,7 +41,7 @@ def compilations(script: str) -> dict[str, int]:
         [sys.executable, "-c", BEFORE + script + AFTER],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
     )
     assert ended.returncode == 0, ended.stderr

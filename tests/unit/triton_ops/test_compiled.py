@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 REVIEWED = Path(__file__).with_name("compiled.json")
 # Those of servers; the others take as long, and `make slow-test` compiles them.
 SERVERS, OTHERS = ("90", "100"), ("80", "120")
@@ -27,7 +29,7 @@ def report(sizes: list[str], dtypes: list[str], architectures: tuple[str, ...]) 
         [*command, "--dtypes", *dtypes, "--architectures", *architectures],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
         # FlashInfer names another assembler, where it finds one.
         env={k: v for k, v in os.environ.items() if not k.startswith("TRITON_")},
     )

@@ -12,6 +12,7 @@ import torch
 
 from cpu_engine.platform import activation, memory
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from tests.waiting import PATIENCE
 
 
 def test_a_machine_without_any_accelerator_gets_it(monkeypatch):
@@ -36,7 +37,9 @@ def test_sglang_finds_the_platform_by_its_entry_point():
     code = (
         "from sglang.srt.platforms import current_platform as p; print(type(p).__name__, p._enum)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
     expected = "CudaSRTPlatform" if torch.cuda.is_available() else "TorchCpuPlatform"
     assert expected in done.stdout or expected in done.stderr, done.stderr[-2000:]
 

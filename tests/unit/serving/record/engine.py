@@ -23,6 +23,7 @@ from sglang_hyperdflash.serving.record.settings import BYTES, REASONS, REQUESTS,
 from sglang_hyperdflash.serving.record.writer import Writer, open_store
 from sglang_hyperdflash.training.store.manifest import Identity
 from sglang_hyperdflash.training.store.reader import StoreReader
+from tests.waiting import until
 
 M, D, BLOCK = 2, 4, 4
 IDENTITY = Identity("Target", "abc", "def", M, D, "float32")
@@ -155,6 +156,11 @@ class Engine:
                 req.emit(count)
         if host is not None:
             Processor.consume_auxiliary_output(batch, host, starts)
+
+    def wait_for_writer(self) -> None:
+        """Until the writer has done with all that it was handed: it passes over an empty item."""
+        self.recorder.queue.put(())
+        until(self.recorder.queue.empty, "the writer stands still")
 
     def close(self) -> list[tuple[list[int], tuple, torch.Tensor]]:
         """Tokens, spans and residual of all that is stored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -264,10 +264,11 @@ def test_a_width_nearly_as_good_is_kept():
     assert best_width({1: 100.0}, 7) == 1
 
 
-def test_a_round_costs_the_host_less_than_50_microseconds(tmp_path, monkeypatch):
+def test_a_round_costs_the_host_fewer_than_250_calls(tmp_path, monkeypatch):
     """All that a round does on the host: its width, its result, its metrics, as a server does it.
 
-    A server's metrics lie in files that its processes share, which is slower than memory.
+    A server's metrics lie in files that its processes share, which is slower than memory. Calls are
+    counted, for their time depends on what else runs: about 40 microseconds on idle cores.
     """
     requests = 64
     control = WidthController(WidthSetting("adaptive", WIDTHS), 7)
@@ -282,15 +283,17 @@ def test_a_round_costs_the_host_less_than_50_microseconds(tmp_path, monkeypatch)
         for i in range(requests)
     ]
     results = {w: [(kinds[i], min(i % 7, w - 1)) for i in range(requests)] for w in WIDTHS}
-    times = []
-    for _ in range(9):
-        started = time.process_time()
-        for _ in range(200):
-            width = control.next(requests // 2, requests // 2)
-            control.learn(width, results[width])
-            metrics.add([accepted for _, accepted in results[width]], width)
-        times.append((time.process_time() - started) / 200)
+    rounds, calls = 200, []
+    for _ in range(2):  # the first rounds make what is made once
+        calls.clear()
+        sys.setprofile(lambda _, event, __: event in ("call", "c_call") and calls.append(event))
+        try:
+            for _ in range(rounds):
+                width = control.next(requests // 2, requests // 2)
+                control.learn(width, results[width])
+                metrics.add([accepted for _, accepted in results[width]], width)
+        finally:
+            sys.setprofile(None)
     assert control.predicted_gain() and list(tmp_path.iterdir())
-    print(f"{1e6 * statistics.median(times):.1f} microseconds a round")
-    # What else runs on the machine makes it longer, never shorter.
-    assert min(times) < 50e-6, times
+    # 216; one call a request would be 64 more.
+    assert len(calls) / rounds < 250

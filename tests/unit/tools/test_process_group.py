@@ -108,7 +108,8 @@ def started(tmp_path) -> Server:
 def pending(pid: int) -> set[int]:
     """Signals that a process has been sent and has not been given; none of one that has ended."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
+    found = dict(line.split(":\t", 1) for line in lines)
+    mask = 0 if found["State"].startswith("Z") else int(found["ShdPnd"], 16)
     return {number for number in signal.Signals if mask >> number - 1 & 1}
 
 

@@ -242,7 +242,7 @@ def test_processes_write_to_one_store_at_once(tmp_path):
     for each in writers:
         each.start()
     for each in writers:
-        each.join(60)
+        each.join()
         assert each.exitcode == 0
     assert found(StoreReader(tmp_path)) == EXPECTED
     assert [shard.start for shard in read_shards(tmp_path)] == [0, 2]

@@ -8,14 +8,14 @@ change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from eval.client import Sampling, chat, messages_before
+from eval.client import Answer, Sampling, chat, messages_before
 from eval.errors import one_line
 from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, Plan, Servers, is_whole, read_sealed, write_sealed
@@ -24,7 +24,8 @@ from sglang_hyperdflash.tools.errors import ServerFailed
 
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
 # the largest logits lie, its numbers are 0.125 apart; the hidden states before them round as well.
-TIE_GAPS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
+# TF32 keeps as many bits as fp16.
+TIE_GAPS = {"float32": 1e-3, "float16": 0.03, "tf32": 0.03, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def read_gaps(out: Path) -> dict[str, Any]:
 def data_type(url: str) -> str:
     """The data type of a server's model, a key of ``TIE_GAPS``.
 
+    ``tf32``: a GPU's attention kernels multiply fp32 with fewer bits.
+
     Raises:
         requests.RequestException: the server does not answer.
         OSError, KeyError: the config of a model started with ``--dtype auto`` cannot be read.
@@ -97,7 +100,35 @@ def data_type(url: str) -> str:
         from transformers import PretrainedConfig
 
         config = PretrainedConfig.get_config_dict(info["model_path"])[0]
-    return model_dtype(asked, config)
+    dtype = model_dtype(asked, config)
+    return "tf32" if dtype == "float32" and info.get("device", "cpu") != "cpu" else dtype
+
+
+def judged(
+    url: str, dtype: str, turns: list[str], given: Mapping[str, list[Answer]], sampling: Sampling
+) -> str:
+    """``identical``, ``tie`` or ``fault``: the worst of all greedy answers to one prompt.
+
+    In fp32 every difference is a fault, otherwise what :func:`verdict` does not call a tie.
+
+    Args:
+        url, dtype: the baseline's server and its data type. given: the answers of every method;
+            each is compared with the baseline's first.
+
+    Raises:
+        requests.RequestException, LookupError: as of :func:`logit_gap`.
+    """
+    baseline = given[BASELINE][0]
+    answers = (answer for several in given.values() for answer in several)
+    found = {first_difference(0, baseline.output_ids, a.output_ids) for a in answers} - {None}
+    if not found or dtype == "float32":
+        return "fault" if found else "identical"
+    for at in found:
+        ended = None in (at.expected, at.found)
+        gap = None if ended else logit_gap(url, turns, vars(baseline), at, sampling)
+        if verdict(gap, TIE_GAPS[dtype]) != "tie":
+            return "fault"
+    return "tie"
 
 
 def logit_gap(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cpu_engine import registration
 from cpu_engine.platform import activation
+from cpu_engine.portable import PORTABLE_TARGET, choose_arguments
 from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.commands import capture_rows
 from sglang_hyperdflash.serving import refusals
@@ -44,12 +45,21 @@ def _register_algorithm() -> None:
 
 
 def _register_resolution() -> None:
-    """Seam: ``register_resolution_hook``, which would register the same hook twice."""
+    """Seams: ``register_resolution_hook``, which would register the same hook twice, and
+    ``register_model_override``.
+    """
     from sglang.srt.arg_groups.resolution_hooks import _HOOKS, register_resolution_hook
 
     step = "handle_missing_default_values"
     if deepseek_v4.resolve_early not in _HOOKS.get(step, ()):
         register_resolution_hook(step)(deepseek_v4.resolve_early)
+
+    def add() -> None:
+        from sglang.srt.arg_groups.model_override_base import register_model_override
+
+        register_model_override(PORTABLE_TARGET)(choose_arguments)
+
+    seams.when_imported("sglang.srt.arg_groups.model_override_base", add)
 
 
 def _register_models() -> None:

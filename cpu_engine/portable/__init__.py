@@ -4,3 +4,21 @@
 # would select V4's own chat encoding, cache layout and start-up rules.
 PORTABLE_TARGET = "PortableDeepSeekV4ForCausalLM"
 PORTABLE_NEXTN = "PortableDeepSeekV4ForCausalLMNextN"
+
+
+def choose_arguments(server_args, hf_config) -> dict[str, str]:
+    """Dtype or attention backend of a portable target, where the user named none.
+
+    On a CPU fp32: in the checkpoint's bf16 a near-tie rounds differently in a 7-row and a 1-row
+    pass. On CUDA Triton, which has sinks and any dtype, and bf16: fp32 would be multiplied as TF32.
+    Seam: ``register_model_override``.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.runtime_context import get_platform
+
+    resolved = resolving_view(server_args)
+    if resolved.device == "cpu" and resolved.dtype == "auto":
+        return {"dtype": "float32"}
+    if get_platform().is_cuda and resolved.attention_backend is None:
+        return {"attention_backend": "triton"}
+    return {}

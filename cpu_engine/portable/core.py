@@ -190,6 +190,7 @@ class MoE(nn.Module):
     def _sparse(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
+        # Experts are read on the host: on CUDA, SGLang must not capture it (--disable-cuda-graph).
         output = swiglu(F.linear(x, self.gate_up[-1]), self.limit) @ self.down[-1]
         for expert in indices.unique().tolist():
             token, slot = (indices == expert).nonzero(as_tuple=True)

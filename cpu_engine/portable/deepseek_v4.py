@@ -1,8 +1,8 @@
 """The portable DeepSeek-V4 target as an SGLang model: the core over paged RadixAttention.
 
-Runs wherever SGLang has an attention backend with sinks: the torch reference on a CPU, triton or
-flashinfer on CUDA. It gives the speculative framework what SGLang's own V4 class does: the
-pre-collapse residual ``[N, m * d]`` as ``hidden_states_before_norm``.
+Runs wherever SGLang has an attention backend with sinks: the torch reference on a CPU, triton on
+CUDA. It gives the speculative framework what SGLang's own V4 class does: the pre-collapse residual
+``[N, m * d]`` as ``hidden_states_before_norm``.
 """
 
 from __future__ import annotations

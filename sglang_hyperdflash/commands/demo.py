@@ -1,7 +1,8 @@
 """``hyperdflash demo``: serve the tiny DeepSeek-V4 with HYPERDFLASH, compared with the baseline.
 
 Two servers on loopback answer the same prompts in turns, through the client of ``eval``. Every
-answer is compared token by token, and judged by the checkers of the example's exchanges.
+answer is compared token by token (bf16 on a GPU: ``eval.identity`` tells ties from faults), and
+judged by the checkers of the example's exchanges.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ def check_out(out: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, ask, compare, print and write the report; 1 when an output differs."""
+    """Serve, ask, compare, print and write the report; 1 when an output differs at no tie."""
     check_out(args.out)
     example = find_example()
     from eval.client import Sampling, converse
+    from eval.identity import data_type, judged
     from eval.methods import resolve
 
     methods = resolve(["baseline", "hyperdflash2"], {"hyperdflash2_draft": example / "drafter"}, {})
@@ -92,32 +94,33 @@ def run(args: argparse.Namespace) -> int:
             servers[method.name] = stack.enter_context(server)
         for server in servers.values():
             converse(server.wait().url, ["Hello"], Sampling(0.0, 16))  # pays for lazy set-up
+        dtype = data_type(url := servers["baseline"].url)
         for prompt in prompts:
             turns = [message["content"] for message in prompt["messages"]]
             given: dict[str, list[Any]] = {name: [] for name in servers}
             for round_index in range(args.rounds):
                 for name in list(servers)[:: 1 if round_index % 2 == 0 else -1]:
                     given[name].append(converse(servers[name].url, turns, sampling))
-            entries.append(compare(prompt, given))
+            verdict = judged(url, dtype, turns, given, sampling)
+            entries.append(compare(prompt, given, verdict))
             histograms.append(given["hyperdflash2"][0].histogram)
             print_answer(len(entries), entries[-1])
-    result = summarise(entries, histograms, methods[-1].num_drafts)
+    result = summarise(entries, histograms, methods[-1].num_drafts, dtype)
     write_text(args.out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print_summary(result, args.out)
-    return 0 if result["outputs_identical"] else 1
+    return 1 if result["faults"] else 0
 
 
-def compare(prompt: dict[str, Any], given: dict[str, list[Any]]) -> dict[str, Any]:
+def compare(prompt: dict[str, Any], given: dict[str, list[Any]], verdict: str) -> dict[str, Any]:
     """A prompt's entry of the report, from the answers (``eval.client.Answer``) of every round."""
     drafted = given["hyperdflash2"][0]
-    everything = [answer.output_ids for answers in given.values() for answer in answers]
     seconds = {name: [a.seconds for a in answers] for name, answers in given.items()}
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "kind": prompt["kind"],
         "prompt": prompt["messages"][-1]["content"],
         "text": drafted.texts[-1],
-        "identical": all(ids == everything[0] for ids in everything),
+        "verdict": verdict,
         "tau": accept_length(drafted.correct_drafts, drafted.verify_rounds),
         "tokens": sum(map(len, drafted.output_ids)),
         "seconds": seconds,
@@ -127,13 +130,15 @@ def compare(prompt: dict[str, Any], given: dict[str, list[Any]]) -> dict[str, An
 
 
 def summarise(
-    entries: list[dict[str, Any]], histograms: list[list[int]], num_drafts: int
+    entries: list[dict[str, Any]], histograms: list[list[int]], num_drafts: int, dtype: str
 ) -> dict[str, Any]:
     """The whole report; tau is over all rounds, None where nothing was verified."""
+    verdicts = [entry["verdict"] for entry in entries]
     total = add_histograms(histograms)
     speedups = [entry["speedup"] for entry in entries]
     return {
-        "outputs_identical": all(entry["identical"] for entry in entries),
+        "outputs_identical": set(verdicts) == {"identical"},
+        **{"dtype": dtype, "ties": verdicts.count("tie"), "faults": verdicts.count("fault")},
         "answers_right": sum(entry["right"] for entry in entries),
         "answers_judged": len(entries),
         "tau": accept_length_of(total),
@@ -151,7 +156,7 @@ def _shown(number: float | None) -> str:
 
 def print_answer(number: int, entry: dict[str, Any]) -> None:
     """A prompt, its answer and their numbers."""
-    mark = "identical" if entry["identical"] else "DIFFERENT FROM THE BASELINE"
+    mark = entry["verdict"].replace("fault", "DIFFERENT FROM THE BASELINE")
     print(f"\n[{number}] {entry['kind']}: {entry['prompt'].strip()[:100]!r}")
     print(f"    {entry['text'].strip()[:240]!r}")
     print(
@@ -171,5 +176,7 @@ def print_summary(result: dict[str, Any], out: Path) -> None:
     print(f"speedup over the baseline, interleaved: {result['speedup']:.2f}x median over prompts")
     print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
     print(f"outputs identical to the baseline's: {result['outputs_identical']}")
+    rule = "any difference" if result["dtype"] == "float32" else "past the tie gap of `eval run`"
+    print(f"  ({result['dtype']}; faults, {rule}: {result['faults']}; ties: {result['ties']})")
     print(f"right answers: {result['answers_right']} of {result['answers_judged']}")
     print(f"report: {out}")

@@ -30,7 +30,7 @@ SMALL_POOL = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01"
 COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
 COMMON += ("--constrained-json-disable-any-whitespace",)
-FP32 = (*comparable_arguments(32768, "info"), *COMMON[3:])
+FP32 = ("--dtype", "float32", *comparable_arguments(32768, "info"), *COMMON[3:])
 # Of a kind that constrains a call from its first token; the tiny target never begins one itself.
 TOOL_CALLS = ("--tool-call-parser", "pythonic")
 # ``/health`` says what SGLang knows, and does not wait a second for a token of its own.

@@ -27,7 +27,7 @@ def test_demo(tmp_path, monkeypatch, capsys, warm):
     command = ["demo", "--rounds", "1", "--max-new-tokens", "48", "--out", str(out)]
     assert main(command) == 0
     report = json.loads(out.read_text())
-    assert report["outputs_identical"] is True
+    assert (report["outputs_identical"], report["dtype"]) == (True, "float32")
     assert len({p["kind"] for p in report["prompts"]}) == len(report["prompts"]) == 12
     assert report["answers_judged"] == 12
     assert report["answers_right"] > 6

@@ -14,11 +14,13 @@ from tests.warm_start.client import ENVIRONMENT, finish, start
 MARK = "ANSWER "
 
 
-def ask(module: str, question: Any, warm: bool = True, **environment: str) -> Any:
+def ask(
+    module: str, question: Any, warm: bool = True, seconds: float = 300, **environment: str
+) -> Any:
     """What ``python -m module`` answers to a question on its standard input.
 
     Args:
-        warm: SGLang's imports may be there already.
+        warm: SGLang's imports may be there already. seconds: how long it may take.
     """
     script = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     process = (start if warm else subprocess.Popen)(
@@ -31,7 +33,7 @@ def ask(module: str, question: Any, warm: bool = True, **environment: str) -> An
         env={**os.environ, **ENVIRONMENT, **environment},
         start_new_session=True,
     )
-    done = finish(process, 300, json.dumps(question))
+    done = finish(process, seconds, json.dumps(question))
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[-1].removeprefix(MARK))

@@ -14,6 +14,7 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo
 from sglang_hyperdflash.tools.ownership import lock
 from tests.conftest import EXAMPLE, ROOT
+from tests.unit.eval.fake_server import FakeServer
 
 PROMPT = {
     "kind": "addition",
@@ -81,8 +82,8 @@ def test_without_a_verification_round_nothing_is_measured(capsys, tmp_path, roun
     """Found as: one token an answer, and a tau of 0.00."""
     demo.find_example()
     answer = Answer([[1]], ["1 + 1 = 2"], 1.0, rounds, rounds, [0, rounds])
-    entry = demo.compare(PROMPT, {"baseline": [answer], "hyperdflash2": [answer]})
-    result = demo.summarise([entry], [answer.histogram], 1)
+    entry = demo.compare(PROMPT, {"baseline": [answer], "hyperdflash2": [answer]}, "identical")
+    result = demo.summarise([entry], [answer.histogram], 1, "float32")
     demo.print_answer(1, entry)
     demo.print_summary(result, tmp_path / "demo.json")
     printed = capsys.readouterr().out
@@ -91,10 +92,40 @@ def test_without_a_verification_round_nothing_is_measured(capsys, tmp_path, roun
     assert f"included): {said}\n" in printed
 
 
-def test_a_different_answer_and_a_wrong_one_are_seen():
-    demo.find_example()
-    own, other = Answer([[1, 2]], ["2"], 2.0), Answer([[1, 3]], ["3"], 1.0, 1, 1, [0, 1])
-    entry = demo.compare(PROMPT, {"baseline": [own], "hyperdflash2": [other]})
-    assert (entry["identical"], entry["right"], entry["speedup"]) == (False, False, 2.0)
-    same = demo.compare(PROMPT, {"baseline": [own], "hyperdflash2": [own]})
-    assert demo.summarise([entry, same], [[0, 1]], 1)["outputs_identical"] is False
+@pytest.mark.parametrize(
+    "dtype, gap, code, ties, faults",
+    [
+        *[("float32", None, 0, 0, 0), ("float32", 0.0, 1, 0, 12)],
+        *[("bfloat16", None, 0, 0, 0), ("bfloat16", 0.2, 0, 12, 0), ("bfloat16", 0.5, 1, 0, 12)],
+    ],
+)
+def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
+    tmp_path, monkeypatch, capsys, dtype, gap, code, ties, faults
+):
+    """Found as: bf16, which a GPU needs, would have failed the demo at a tie."""
+
+    class Fake(FakeServer):
+        def __init__(self, model, *arguments, log, environment) -> None:
+            drafts = "--speculative-algorithm" in arguments
+            third = 91 if drafts and gap is not None else 90
+            logits = {90: 20.0, 91: 20.0 - (gap or 0.0)}
+            histogram = [1, 1] if drafts else []
+            super().__init__(lambda _: [5, 5, third], histogram, logits=logits, dtype=dtype)
+
+        def wait(self) -> Fake:
+            return self
+
+        def __enter__(self) -> Fake:
+            return self
+
+        def __exit__(self, *_) -> None:
+            self.stop()
+
+    monkeypatch.setattr(demo, "Server", Fake)
+    out = tmp_path / "demo.json"
+    assert main(["demo", "--out", str(out), "--rounds", "2"]) == code
+    report = json.loads(out.read_text())
+    assert (report["dtype"], report["ties"], report["faults"]) == (dtype, ties, faults)
+    assert report["outputs_identical"] is (gap is None)
+    assert not any(prompt["right"] for prompt in report["prompts"])
+    assert f"faults, {'any' if dtype == 'float32' else 'past'}" in capsys.readouterr().out

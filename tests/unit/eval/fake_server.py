@@ -36,6 +36,7 @@ class FakeServer:
         *,
         logits: dict[int, float] | None = None,
         dtype: str = "bfloat16",
+        device: str = "cpu",
         die_after: int | None = None,
         delay: float = 0.0,
         refuse: tuple[str, int, bytes] | None = None,
@@ -43,7 +44,8 @@ class FakeServer:
         widths: Sequence[int] = (),
     ) -> None:
         self.answer = lengths(answer) if isinstance(answer, int) else answer
-        self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
+        self.histogram, self.logits = histogram, logits or {}
+        self.info = {"dtype": dtype, "device": device}
         self.die_after, self.before = die_after, lambda: time.sleep(delay)
         self.refuse, self.says_ids, self.widths = refuse, says_ids, list(widths)
         self.requests: list[dict] = []
@@ -59,7 +61,7 @@ class FakeServer:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
-                self.reply({"dtype": outer.dtype})
+                self.reply(outer.info)
 
             def do_POST(self) -> None:
                 length = int(self.headers["Content-Length"])

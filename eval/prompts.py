@@ -51,7 +51,7 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
 
     Raises:
         EvalError: a missing or empty file, a line without turns, or two benchmarks of one title.
-        JsonlError: a line that is not a JSON object.
+        BadRow: a line that is not a JSON object.
     """
     titles: dict[str, str] = {}
     for name in names:
@@ -75,5 +75,5 @@ def load(data_dir: Path, names: Sequence[str], limit: int) -> dict[str, list[lis
         # At even distances a file whose kinds of task come in turn would give some kinds only.
         places = random.Random(limit).sample(range(len(lines)), min(limit, len(lines)))
         chosen = [lines[place] for place in sorted(places)]
-        found[_title(name)] = [_turns_of(value, f"{path}:{number}") for number, value in chosen]
+        found[_title(name)] = [_turns_of(value, where) for where, value in chosen]
     return found

@@ -1,31 +1,29 @@
 """Commands that answer prompts: how a server is asked, and an output that is its own resume state.
 
-Neither the prompts nor the answers are kept in memory. Refused prompts are listed in
-``OUTPUT.skipped.jsonl``; the next run asks them again, but for conversations that have answers from
-before the refused turn: these keep them, with the reason.
+Neither the prompts nor the answers are kept in memory. Rows that cannot be used and refused prompts
+are listed in ``OUTPUT.left_out.jsonl``; the next run asks the refused ones again, but for
+conversations that have answers from before the refused turn: these keep them, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from sglang_hyperdflash.commands.pool import Pool, Refused
-from sglang_hyperdflash.targets.chats import Chat, ChatRefused, Chats, Message, arguments_of
-from sglang_hyperdflash.tools.atomic import write_text
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.targets.chats import Chat, Chats, Message, arguments_of
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
 from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
-
-SHOWN = 5  # printed lines of a list; the rest is in its file
+from sglang_hyperdflash.training.rows import LeftOut, read_rows
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,26 @@ class Conversation:
     steps: list[list[Message]]
     text: str | None = None
     chat: Chat = field(default_factory=lambda: Chat([]))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Conversations of some data, read again each time, so that none is kept in memory.
+
+    Attributes:
+        noun: what they are called. parse: makes one of a row; see :meth:`LeftOut.usable`.
+        limit: the most rows, or None. strict: no row may be left out.
+    """
+
+    noun: str
+    sources: Sequence[str | Path]
+    parse: Callable[[int, dict[str, Any], str], Conversation]
+    limit: int | None
+    strict: bool
+
+    def read(self, left_out: LeftOut) -> Iterator[Conversation]:
+        """The usable ones in order; their indices have gaps where rows are left out."""
+        return left_out.usable(islice(read_rows(self.sources), self.limit), self.parse)
 
 
 @dataclass(frozen=True)
@@ -81,14 +99,14 @@ class Asker:
             try:
                 tokens = self._tokens(asked, following)
                 reply = await self._generate(tokens)
-            except (Refused, ChatRefused) as error:
+            except (Refused, BadRow) as error:
                 turn = f"turn {number}: " if asked.text is None else ""
                 return chat.messages, replies, f"{turn}{getattr(error, 'reason', error)}"
             if asked.text is None:
                 answer = self.chats.message(following, reply)
                 chat = chat.with_messages([*following.messages, answer])
             replies.append(reply | {"input_ids": tokens})
-        return chat.messages, replies, None if asked.steps else "it has no turn of a user"
+        return chat.messages, replies, None
 
     def _tokens(self, asked: Conversation, chat: Chat) -> list[int]:
         """The prompt of the next answer."""
@@ -126,41 +144,24 @@ def _calls(message: Message) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], arguments_of(call)) for call in calls]
 
 
-def write_skipped(path: Path, entries: Sequence[Mapping[str, Any]], word: str) -> None:
-    """Print the first of what was left out and write the whole list; raises ``WriteFailed``.
-
-    Args:
-        entries: with ``where`` and ``reason``. word: what happened to them, "refused".
-    """
-    if not entries:
-        path.unlink(missing_ok=True)
-        return
-    for entry in entries[:SHOWN]:
-        print(f"  {word} {entry['where']}: {entry['reason']}")
-    write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
-    print(f"{len(entries)} {word}: listed in {path}")
-
-
 @dataclass(frozen=True)
 class Answers:
     """An output file that this run holds.
 
     Attributes:
-        asked: all prompts, read again by every iteration. count: how many.
+        count: of usable prompts.
         done: the indices of those that the file answers. served: the names of the models that
             answered them.
-        ended: of those the ones that end early, as listed.
-        noun: what the prompts are called, ``prompts``.
+        left_out: rows that cannot be used, and prompts that are refused or end early.
     """
 
     path: Path
     writer: ResumableWriter
-    asked: Iterable[Conversation]
+    prompts: Prompts
     count: int
     done: frozenset[int]
     served: frozenset[str]
-    ended: tuple[dict[str, Any], ...]
-    noun: str
+    left_out: LeftOut
 
     @property
     def left(self) -> int:
@@ -169,7 +170,7 @@ class Answers:
 
     def waiting(self) -> Iterator[Conversation]:
         """The prompts without an answer, read one by one."""
-        return (one for one in self.asked if one.index not in self.done)
+        return (one for one in self.prompts.read(LeftOut()) if one.index not in self.done)
 
     async def add_all(
         self,
@@ -189,7 +190,7 @@ class Answers:
         Raises:
             HyperDFlashConfigError: everything was refused.
         """
-        queue, written, refused = self.waiting(), 0, list(self.ended)
+        queue, written = self.waiting(), 0
         done = len(self.done)
         bar = tqdm(total=self.count, initial=done, unit="prompt", dynamic_ncols=True)
 
@@ -199,7 +200,7 @@ class Answers:
                 messages, replies, reason = await asker.converse(one)
                 record = {"index": one.index, "digest": one.digest}
                 if reason is not None:
-                    refused.append(record | {"where": one.where, "reason": reason})
+                    self.left_out.add(one.index, one.where, reason)
                     record |= {"refused": reason, "where": one.where}
                 if replies:
                     self.writer.append(record | fields(messages, replies))
@@ -209,39 +210,38 @@ class Answers:
         with bar:
             async with asker.pool:
                 await asyncio.gather(*(worker() for _ in range(min(concurrency, self.left))))
-        if refused and not done + written:
-            raise HyperDFlashConfigError(
-                f"the target refused all {self.noun}: {refused[0]['where']}: "
-                f"{refused[0]['reason']}. Fix or shorten them, or give a longer context."
-            )
-        write_skipped(skipped_path(self.path), refused, "refused")
+        if not done + written:
+            advice = "Fix or shorten them, or give a longer context."
+            raise self.left_out.nothing_usable(f"the {self.prompts.noun}", advice)
         return written
-
-
-def skipped_path(output: Path) -> Path:
-    """The path of the list of refused prompts."""
-    return output.with_name(f"{output.stem}.skipped.jsonl")
 
 
 @contextmanager
 def hold_answers(
-    output: Path, kind: str, settings: Mapping[str, Any], asked: Iterable[Conversation], noun: str
+    output: Path, kind: str, settings: Mapping[str, Any], prompts: Prompts
 ) -> Iterator[Answers]:
     """Hold an output file whose records have ``index`` and ``digest``; print how many are done.
 
-    The prompt of a last line that a kill cut is asked again.
+    The prompt of a last line that a kill cut is asked again. What was left out is reported at the
+    end.
 
     Args:
-        settings: everything that affects an answer. asked: numbered from 0, in order; iterated
-            more than once.
+        settings: everything that affects an answer.
 
     Raises:
         NotOurs: the file is something else, or answers with other settings. InUse: another run
-            writes it. HyperDFlashConfigError: it answers another input, or is damaged.
-        JsonlError: a line inside it is damaged.
+            writes it. HyperDFlashConfigError: it answers another input, or is damaged; no prompt
+            is usable.
+        BadRow: a line inside it is damaged.
     """
-    digests = array("Q", (int(one.digest, 16) for one in asked))
-    listed = skipped_path(output)
+    left_out, digests, count = LeftOut(prompts.strict), array("Q"), 0
+    for one in prompts.read(left_out):
+        digests.extend([0] * (one.index - len(digests)))
+        digests.append(int(one.digest, 16))
+        count += 1
+    if not count:
+        raise left_out.nothing_usable("--input", "docs/training.md lists what is accepted.")
+    listed = output.with_name(f"{output.stem}.left_out.jsonl")
     if check(output, kind, settings, is_file=True) is None and listed.exists():
         raise NotOurs(
             f"{listed} is there, but no run of these settings in {output}: it is not this run's "
@@ -249,7 +249,6 @@ def hold_answers(
         )
     done: set[int] = set()
     served: set[str] = set()
-    ended: list[dict[str, Any]] = []
 
     def see(record: dict[str, Any]) -> None:
         index, digest = record.get("index"), record.get("digest")
@@ -261,16 +260,17 @@ def hold_answers(
         if index < len(digests):
             done.add(index)
             if "refused" in record:
-                shown = {"where": record.get("where"), "reason": record["refused"]}
-                ended.append({"index": index, "digest": digest} | shown)
+                left_out.add(index, str(record.get("where")), str(record["refused"]))
         served.add(record.get("served", ""))
 
     with claim(output, kind, settings, is_file=True), ResumableWriter(output, see) as writer:
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
-        print(f"{len(digests)} {noun}, {len(done)} already answered in {output}")
-        held = frozenset(done), frozenset(served - {""}), tuple(ended)
-        yield Answers(output, writer, asked, len(digests), *held, noun)
+        print(f"{count} {prompts.noun}, {len(done)} already answered in {output}")
+        held = frozenset(done), frozenset(served - {""})
+        yield Answers(output, writer, prompts, count, *held, left_out)
+        left_out.entries.sort(key=lambda entry: entry["index"])
+        left_out.report(listed)
 
 
 def _is_of(digests: array[int], index: int, digest: Any) -> bool:

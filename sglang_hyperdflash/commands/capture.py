@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from sglang_hyperdflash.commands.answers import write_skipped
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import own_server
@@ -33,6 +32,7 @@ from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
+from sglang_hyperdflash.training.rows import SOURCES, STRICT, LeftOut
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store.identity import identity_of
 from sglang_hyperdflash.training.store.manifest import (
@@ -79,7 +79,8 @@ def add_parser(commands) -> None:
     )
     add = parser.add_argument
     add("--target", dest="model", required=True, help="target folder or hub id")
-    add("--data", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
+    add("--data", nargs="+", required=True, help=f"chat data: {SOURCES}")
+    add("--strict", action="store_true", help=STRICT)
     add("--out", type=Path, required=True, help="folder of the store")
     add(
         "--share",
@@ -151,12 +152,10 @@ def run(args: argparse.Namespace) -> int:
     name = args.writer or "capture-{}-of-{}".format(*args.share)
     identity = identity_of(files, arguments["dtype"], fp8=args.states_dtype == "fp8")
     with open_writer(args.out, identity, name, KIND, settings) as writer:
-        loaded = load_samples(args.data, load_chats(args.model), limit)
+        left_out = LeftOut(args.strict)
+        loaded = load_samples(args.data, load_chats(args.model), limit, left_out)
         print(loaded)
-        entries = [(where, f"over {limit} tokens") for where in loaded.too_long]
-        entries += [(where, "no answer") for where in loaded.without_answer]
-        skipped = [{"where": where, "reason": reason} for where, reason in entries]
-        write_skipped(args.out / f"{name}.left_out.jsonl", skipped, "left out")
+        left_out.report(args.out / f"{name}.left_out.jsonl")
         return _capture(args, arguments, writer, loaded)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, hold_answers
+from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, Prompts, hold_answers
 from sglang_hyperdflash.commands.own_server import own_server
 from sglang_hyperdflash.commands.pool import Pool, server_info
 from sglang_hyperdflash.draft.config import load_config
@@ -27,10 +27,11 @@ from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
-from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import keep_apart, location
+from sglang_hyperdflash.training.conversations import parse_conversation
+from sglang_hyperdflash.training.rows import STRICT
 
 KIND = "hyperdflash generate"
 # Server arguments that --engine-args may not set, and what to do instead.
@@ -51,55 +52,27 @@ MEMORY_ONLY = frozenset(
         *("max_running_requests", "max_total_tokens", "mem_fraction_static", "nccl_port", "port"),
     )
 )
-SHAPES = {
-    "prompt": "a non-empty string",
-    "turns": "a non-empty list of strings",
-    "messages": "a non-empty list of {role, content} objects with text",
-}
+KINDS = ("prompt", "messages", "turns")
 
 
 def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversation:
-    """Check a line's object, which has one of ``prompt``, ``messages`` and ``turns``.
+    """A row's prompt, which is one of ``prompt``, ``messages`` and ``turns``.
 
     Raises:
-        HyperDFlashConfigError: none or several of the three, or of the wrong shape; starts with
-            ``where``.
+        BadRow: none or several of the three, or of the wrong shape.
     """
-    given = [kind for kind in SHAPES if kind in record]
+    given, digest = [kind for kind in KINDS if kind in record], short_hash(record)
     if len(given) != 1:
-        others = f"only {', '.join(record)}" if record else "an empty object"
-        raise HyperDFlashConfigError(
-            f"{where}: expected exactly one of prompt, messages or turns; found "
-            f"{' and '.join(given) or others}."
-        )
-    kind, digest, value = given[0], short_hash(record), record[given[0]]
-    if kind == "prompt" and isinstance(value, str) and value:
-        return Conversation(index, digest, where, [[]], text=value)
-    if kind == "turns" and value and _all(value, lambda turn: isinstance(turn, str)):
-        steps = [[{"role": "user", "content": turn}] for turn in value]
-        return Conversation(index, digest, where, steps)
-    if kind == "messages" and value and _all(value, _is_message):
-        return Conversation(index, digest, where, [value])
-    raise HyperDFlashConfigError(f"{where}: {kind} must be {SHAPES[kind]}, found {shown(value)}.")
-
-
-def _all(value: Any, accept) -> bool:
-    return isinstance(value, list) and all(accept(item) for item in value)
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and all(isinstance(item.get(k), str) for k in ("role", "content"))
-
-
-def read_prompts(path: Path) -> list[Conversation]:
-    """Read and check the whole input before any model is loaded."""
-    if not path.is_file():
-        raise FileNotFoundError(f"--input {path} does not exist.")
-    lines = read_lines(path)
-    prompts = [parse_prompt(n - 1, record, f"{path}:{n}") for n, record in lines]
-    if not prompts:
-        raise HyperDFlashConfigError(f"--input {path} holds no prompts.")
-    return prompts
+        others = " and ".join(given) or f"only {', '.join(record) or 'an empty object'}"
+        raise BadRow(where, f"expected exactly one of prompt, messages or turns, found {others}")
+    if given == ["prompt"]:
+        text = record["prompt"]
+        if not isinstance(text, str) or not text:
+            raise BadRow(where, f"prompt must be a non-empty string, found {shown(text)}")
+        return Conversation(index, digest, where, [[]], text=text)
+    chat = parse_conversation(record, where)
+    steps = [[turn] for turn in chat.messages] if given == ["turns"] else [chat.messages]
+    return Conversation(index, digest, where, steps, chat=chat.with_messages([]))
 
 
 def add_parser(commands) -> None:
@@ -110,7 +83,9 @@ def add_parser(commands) -> None:
     add = parser.add_argument
     add("--model", required=True, help="target folder or hub id")
     add("--draft", help="drafter (default: none, no speculation)")
-    add("--input", type=Path, required=True, help="JSONL with prompt, messages or turns")
+    text = "JSONL or a JSON array, with prompt, messages or turns"
+    add("--input", type=Path, required=True, help=text)
+    add("--strict", action="store_true", help=STRICT)
     add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
     add_sampling(parser, max_new_tokens=512, temperature=0.0, top_p=1.0, top_k=-1)
     min_p = number(float, "from 0 to 1", lambda p: 0 <= p <= 1)
@@ -209,13 +184,13 @@ def run(args: argparse.Namespace) -> int:
         check_draft(args.draft)
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
-    prompts = read_prompts(args.input)
+    prompts = Prompts("prompts", [args.input], parse_prompt, None, args.strict)
     settings = sampling | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
-    with hold_answers(args.output, KIND, settings, prompts, "prompts") as answers:
+    with hold_answers(args.output, KIND, settings, prompts) as answers:
         if answers.left:
             chats = load_chats(args.model)
-            if any(prompt.text is None for prompt in prompts):
+            if any(prompt.text is None for prompt in answers.waiting()):
                 chats.check({})  # before the model is loaded
             _with_server(arguments, sampling, args, answers, chats)
     return 0

@@ -101,14 +101,14 @@ def read_answers(path: Path) -> Iterator[list[Answer]]:
     """The answers of each line; SGLang's and OpenAI's lines may be mixed.
 
     Raises:
-        HyperDFlashConfigError: a line is neither. JsonlError: it is not a JSON object.
+        HyperDFlashConfigError: a line is neither. BadRow: it is not a JSON object.
     """
-    for number, reply in read_lines(path):
+    for where, reply in read_lines(path):
         try:
             answers = [[_token(*row) for row in rows][1:] for rows in _rows(reply)]
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise HyperDFlashConfigError(
-                f"{path}:{number}: expected {EXPECTED}; found one with "
+                f"{where}: expected {EXPECTED}; found one with "
                 f"{', '.join(list(reply)[:8]) or 'no fields'} ({type(error).__name__}: {error})."
             ) from error
         yield [Answer(*np.array(rows, float).reshape(-1, 2).T) for rows in answers]

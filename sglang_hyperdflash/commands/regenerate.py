@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, hold_answers
+from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, Prompts, hold_answers
 from sglang_hyperdflash.commands.generate import SAMPLING, add_sampling, json_option
 from sglang_hyperdflash.commands.pool import MOST_IN_FLIGHT, Pool, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
@@ -29,28 +29,18 @@ from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.training.conversations import joined, read_conversations
+from sglang_hyperdflash.training.conversations import joined, parse_conversation
+from sglang_hyperdflash.training.rows import SOURCES, STRICT
 
 KIND = "hyperdflash regenerate"
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """The conversations of some data, read again by every iteration; each user turn is answered.
-
-    Attributes:
-        limit: the most conversations, or None.
-    """
-
-    paths: Sequence[str]
-    limit: int | None
-
-    def __iter__(self) -> Iterator[Conversation]:
-        every = (found for path in self.paths for found in read_conversations(path))
-        for index, (chat, where) in enumerate(islice(every, self.limit)):
-            steps = steps_of(chat.messages)
-            digest = short_hash([steps, chat.tools, dict(chat.options)])
-            yield Conversation(index, digest, where, steps, chat=chat.with_messages([]))
+def read_task(index: int, record: Mapping[str, Any], where: str) -> Conversation:
+    """A row's conversation, every user turn of which is answered; raises ``BadRow``."""
+    chat = parse_conversation(record, where)
+    steps = steps_of(chat.messages)
+    digest = short_hash([steps, chat.tools, dict(chat.options)])
+    return Conversation(index, digest, where, steps, chat=chat.with_messages([]))
 
 
 def steps_of(messages: Sequence[Message]) -> list[list[Message]]:
@@ -143,13 +133,14 @@ def add_parser(commands) -> None:
     text = "address of a running SGLang server, http://HOST:PORT; repeat it to spread the requests"
     add("--server", required=True, action="append", help=text)
     add("--target", required=True, help="folder or hub id of the target's tokenizer")
-    add("--input", nargs="+", required=True, help="chat JSONL files, or hub:OWNER/NAME")
+    add("--input", nargs="+", required=True, help=f"chat data: {SOURCES}")
     add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
     add_sampling(parser, max_new_tokens=2048, temperature=0.7, top_p=0.8, top_k=20)
     most = number(int, f"from 1 to {MOST_IN_FLIGHT}", lambda n: 1 <= n <= MOST_IN_FLIGHT)
     text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
     add("--concurrency", type=most, default=32, help=text)
     add("--limit", type=COUNT, help="most conversations to answer (default: all)")
+    add("--strict", action="store_true", help=STRICT)
     text = "arguments of the chat template as JSON, for example '{\"thinking\": true}'"
     add("--template-args", default="{}", help=text)
     parser.set_defaults(run=run)
@@ -164,8 +155,8 @@ def run(args: argparse.Namespace) -> int:
     chats = load_chats(args.target)
     chats.check(options)
     settings = sampling | {"target": location(args.target), "template": options}
-    tasks = Tasks(args.input, args.limit)
-    with hold_answers(args.output, KIND, settings, tasks, "conversations") as answers:
+    tasks = Prompts("conversations", args.input, read_task, args.limit, args.strict)
+    with hold_answers(args.output, KIND, settings, tasks) as answers:
         if answers.left:
             servers = check_servers(args, answers)
             limit = min(server.limit for server in servers)

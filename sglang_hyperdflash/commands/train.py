@@ -33,6 +33,7 @@ from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
+from sglang_hyperdflash.training.rows import STRICT, LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
 from sglang_hyperdflash.training.store.manifest import content_hash
 from sglang_hyperdflash.training.store.reader import StoreReader
@@ -125,15 +126,22 @@ def train(
     world: ProcessGroup,
     device: torch.device,
     states: Path | None = None,
+    strict: bool = False,
 ) -> None:
     """Run every stage; finished ones are skipped, an interrupted one resumes.
 
     Args:
         states: where the target's states are kept for other runs; None for the working folder.
+        strict: no row of the data may be left out.
     """
     target, drafter = load_pair(schedule)
     captures = schedule.features == "captured"
-    chats = None if captures else load_chats(schedule.target)
+    loaded, left_out = {}, LeftOut(strict)
+    if not captures:  # all of it before any work
+        chats, held = load_chats(schedule.target), [(file,) for file in schedule.held_out.values()]
+        for files in dict.fromkeys([*held, *(stage.data for stage in schedule.stage)]):
+            loaded[files] = load_samples(files, chats, schedule.max_length, left_out)
+        world.on_main(lambda: left_out.report(work / "left_out.jsonl"))
     target.to(device)
 
     def say(line: str) -> None:
@@ -143,12 +151,11 @@ def train(
     def source(files: tuple[str, ...], title: str) -> Source:
         if captures:
             return captured(files, drafter.config, target.final.norm)
-        loaded = load_samples(files, chats, schedule.max_length)
-        say(f"{title}: {loaded}")
-        layer_ids = drafter.config.captured_layers
+        say(f"{title}: {loaded[files]}")
+        samples, layer_ids = loaded[files].samples, drafter.config.captured_layers
         if schedule.features == "online":
-            return OnlineFeatures(target, loaded.samples, layer_ids)
-        return cached(states or work / "states", target, loaded.samples, layer_ids, world)
+            return OnlineFeatures(target, samples, layer_ids)
+        return cached(states or work / "states", target, samples, layer_ids, world)
 
     held_out: dict[str, Source] = {}
     for kind, file in schedule.held_out.items():
@@ -269,6 +276,7 @@ def add_parser(commands) -> None:
         help="folder that keeps the target's states for later runs on the same samples "
         "(default: WORK/states)",
     )
+    parser.add_argument("--strict", action="store_true", help=STRICT)
     add_process_options(parser)
     parser.set_defaults(run=run)
 
@@ -317,5 +325,5 @@ def run(args: argparse.Namespace) -> int:
     check_reporters(schedule.report_to)
     with processes(args) as (world, device), ExitStack() as held:
         world.on_main(lambda: hold(schedule, args.work, held))
-        train(schedule, args.work, world, device, args.states)
+        train(schedule, args.work, world, device, args.states, args.strict)
     return 0

@@ -7,6 +7,7 @@ encoder of its own, whatever template lies in its folder; other targets need a J
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,9 +17,11 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from sglang_hyperdflash.targets.files import TargetFiles, load_tokenizer
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.targets.kinds import text_fields
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 
 Message = dict[str, Any]
+THINKING = ("thinking", "enable_thinking")  # names of one option; the second is other templates'
 DEEPSEEK = ("dsv4", "dsv41")  # SGLang's names of the encoders that are supported here
 
 
@@ -42,22 +45,15 @@ class Chat:
         return replace(self, messages=messages)
 
 
-class ChatRefused(HyperDFlashConfigError):
-    """The target's encoding refuses one conversation; ``reason`` does not name which."""
-
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}. Fix or remove it.")
-        self.reason = reason
-
-
 class Chats(Protocol):
     """How one target encodes conversations.
 
     Attributes:
-        tokenizer: the target's, of transformers.
+        tokenizer: the target's, of transformers. vocab_size: rows of its embedding.
     """
 
     tokenizer: Any
+    vocab_size: int
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Refuse a target that can encode no conversation, or none with these options.
@@ -73,14 +69,14 @@ class Chats(Protocol):
             where: names the conversation in errors.
 
         Raises:
-            ChatRefused: a server would refuse it.
+            BadRow: a server would refuse it.
         """
 
     def answer(self, chat: Chat, where: str) -> list[int]:
         """The last message as the target would write it after the others, end token included.
 
         Raises:
-            ChatRefused: as ``prompt``, or the answer cannot be told from its prompt.
+            BadRow: as ``prompt``, or the answer cannot be told from its prompt.
         """
 
     def message(self, chat: Chat, reply: Mapping[str, Any]) -> Message:
@@ -105,14 +101,15 @@ def load_chats(target: str) -> Chats:
         architectures=config.get("architectures"), model_type=str(config.get("model_type"))
     )
     spec = resolve_chat_encoding_spec(hf_config=asked, tokenizer=tokenizer)
-    return DeepSeekChats(spec, tokenizer) if spec in DEEPSEEK else TemplateChats(tokenizer)
+    known = tokenizer, text_fields(config).get("vocab_size", sys.maxsize)
+    return DeepSeekChats(spec, *known) if spec in DEEPSEEK else TemplateChats(*known)
 
 
 class TemplateChats:
     """A target with a Jinja template."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, vocab_size: int = sys.maxsize) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Refuse a tokenizer without a template; a template takes any option."""
@@ -132,11 +129,17 @@ class TemplateChats:
         before = self._text(chat.with_messages(chat.messages[:-1]), where, prompt=True)
         after = self._text(chat, where, prompt=False)
         if not after.startswith(before):
-            raise ChatRefused(
+            raise BadRow(
                 where,
                 "the chat template renders an answer differently once it is there, so its tokens "
                 "cannot be told apart",
             )
+        reasoning = chat.messages[-1].get("reasoning_content") or ""
+        if (
+            all(chat.options.get(name, True) for name in THINKING)
+            and reasoning.strip() not in after[len(before) :]
+        ):
+            raise BadRow(where, "the chat template drops the reasoning of an answer")
         ids, end = self._ids(after[len(before) :]), self.tokenizer.eos_token_id
         if end in ids:  # a template may go on, with a newline that the target never writes
             ids = ids[: len(ids) - ids[::-1].index(end)]
@@ -162,7 +165,7 @@ class TemplateChats:
         except (TemplateError, ValueError, TypeError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             reason = f"the target's chat template refuses the conversation: {said}"
-            raise ChatRefused(where, reason) from error
+            raise BadRow(where, reason) from error
 
 
 def _for_template(message: Message) -> Message:
@@ -196,8 +199,8 @@ class DeepSeekChats:
         spec: SGLang's name of the encoding.
     """
 
-    def __init__(self, spec: str, tokenizer: Any) -> None:
-        self.tokenizer, self.spec = tokenizer, spec
+    def __init__(self, spec: str, tokenizer: Any, vocab_size: int = sys.maxsize) -> None:
+        self.tokenizer, self.vocab_size, self.spec = tokenizer, vocab_size, spec
 
     @cached_property
     def _served(self) -> Any:
@@ -226,12 +229,6 @@ class DeepSeekChats:
 
     def check(self, options: Mapping[str, Any]) -> None:
         """See :class:`Chats`."""
-        unknown = sorted(set(options) - {"thinking", "reasoning_effort"})
-        if unknown:
-            raise HyperDFlashConfigError(
-                "expected thinking or reasoning_effort, the options of DeepSeek-V4's "
-                f"conversations; found {', '.join(unknown)}. Remove it."
-            )
         self.prompt(Chat([{"role": "user", "content": ""}], options=options), "the chat options")
 
     def prompt(self, chat: Chat, where: str) -> list[int]:
@@ -245,6 +242,9 @@ class DeepSeekChats:
             body["tool_choice"] = "auto"
         served, effort, budget = self._served, chat.options.get("reasoning_effort"), None
         try:
+            unknown = ", ".join(sorted(chat.options.keys() - {*THINKING, "reasoning_effort"}))
+            if unknown:
+                raise ValueError(f"expected thinking or reasoning_effort, found {unknown}")
             if isinstance(effort, int | float):
                 if self.spec == "dsv4":
                     raise ValueError(f"reasoning_effort must be a named tier, found {effort}")
@@ -255,7 +255,7 @@ class DeepSeekChats:
         except (ValueError, KeyError, TypeError) as error:
             said = str(error).rstrip(".")
             reason = f"DeepSeek-V4's encoder refuses the conversation: {said}"
-            raise ChatRefused(where, reason) from error
+            raise BadRow(where, reason) from error
 
     def answer(self, chat: Chat, where: str) -> list[int]:
         """See :class:`Chats`."""
@@ -266,7 +266,8 @@ class DeepSeekChats:
             recipe.ToolCall(str(call.get("id")), call["function"]["name"], _as_text(call))
             for call in said.get("tool_calls") or ()
         ]
-        reasoning = said.get("reasoning_content") if thinks else None
+        # Without reasoning a target that thinks closes an empty thought.
+        reasoning = said.get("reasoning_content") or "" if thinks else None
         message = recipe.AssistantMessage(said.get("content") or "", reasoning, calls or None)
         # A text between special tokens is tokenized alone, so that any prompt serves; where there
         # are tools no reasoning is dropped.
@@ -313,7 +314,7 @@ class DeepSeekChats:
 
         effort = chat.options.get("reasoning_effort")
         given = envs.SGLANG_DEFAULT_THINKING.get() if effort is None else effort != "none"
-        return bool(chat.options.get("thinking", given))
+        return bool([given, *(chat.options[n] for n in chat.options if n in THINKING)][-1])
 
 
 def _as_text(call: Mapping[str, Any]) -> str:

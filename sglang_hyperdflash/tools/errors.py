@@ -11,6 +11,14 @@ class HyperDFlashConfigError(HyperDFlashError, ValueError):
     """A checkpoint, option, file or request that cannot work."""
 
 
+class BadRow(HyperDFlashConfigError):
+    """One row of data that cannot be used; ``reason`` does not name which."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}. Fix or remove it.")
+        self.reason = reason
+
+
 class SeamError(HyperDFlashError, RuntimeError):
     """SGLang is not the version that a hook was written for, or a hooked function changed."""
 

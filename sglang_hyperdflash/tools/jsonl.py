@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.tools.atomic import write_failed
-from sglang_hyperdflash.tools.errors import HyperDFlashError
-
-
-class JsonlError(HyperDFlashError):
-    """A malformed line; the message starts with ``file:line``."""
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashError
+from sglang_hyperdflash.tools.fields import shown
 
 
 def _encode(record: dict[str, Any]) -> bytes:
@@ -23,44 +23,50 @@ def _encode(record: dict[str, Any]) -> bytes:
         return json.dumps(record).encode("ascii") + b"\n"
 
 
-def parse(line: bytes, where: str) -> dict[str, Any]:
-    """One line's object; ``where`` is its ``file:line``.
+def parse(line: Any, where: str) -> dict[str, Any]:
+    """The object of one line, as bytes or parsed; ``where`` is its ``file:line``.
 
     Raises:
-        JsonlError: not UTF-8, not JSON, or not an object.
+        BadRow: not UTF-8, not JSON, or not an object.
     """
-    reason = ""
+    value, reason = line, ""
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8-sig")) if isinstance(line, bytes) else line
         if isinstance(value, dict):
             return value
-    except json.JSONDecodeError as error:
-        reason = f" ({error.msg} at column {error.colno})"
-    except UnicodeDecodeError as error:
-        reason = f" ({error})"
-    text = line.decode("utf-8", errors="replace").strip()
-    text = text if len(text) <= 80 else text[:77] + "..."
-    raise JsonlError(
-        f"{where}: expected a JSON object, found {text!r}{reason}. Fix or remove this line."
-    )
+    except (ValueError, RecursionError) as error:
+        value, reason = line.decode("utf-8", errors="replace").strip(), f" ({error})"
+    raise BadRow(where, f"expected a JSON object, found {shown(value)}{reason}")
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every line that is not blank, as ``(its number from 1, its value)``.
+def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every line's place and bytes, None for a blank one; or the values of a JSON array.
 
     Raises:
-        JsonlError: the file is missing, or a line is wrong (see :func:`parse`).
+        OSError: there is no such file. HyperDFlashError: it is damaged.
     """
+    with path.open("rb") as file:
+        opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
     try:
-        file = path.open("rb")
-    except OSError as error:
-        raise JsonlError(
-            f"{path}: expected a file of JSON lines, found none ({error.strerror})."
-        ) from error
-    with file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, parse(line, f"{path}:{number}")
+        with opened(path, "rb") as file:
+            lines: Iterable[bytes] = file
+            if file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                whole = file.read()
+                try:
+                    values = enumerate(json.loads(whole), 1)
+                    yield from ((f"{path}, row {n}", value) for n, value in values)
+                    return
+                except (ValueError, RecursionError):  # lines, of which the first is no object
+                    lines = io.BytesIO(whole)
+            for number, line in enumerate(lines, 1):
+                yield f"{path}:{number}", line if line.strip() else None
+    except (EOFError, zlib.error) as error:
+        raise HyperDFlashError(f"{path} is damaged: {error}. Copy it again.") from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of a file and its place; raises as :func:`file_rows` and :func:`parse`."""
+    return ((where, parse(v, where)) for where, v in file_rows(path) if v is not None)
 
 
 class ResumableWriter:
@@ -76,7 +82,7 @@ class ResumableWriter:
         torn: the number of the line that was cut, or None.
 
     Raises:
-        JsonlError: a line inside the file is not a JSON object.
+        BadRow: a line inside the file is not a JSON object.
         WriteFailed: the file cannot be written.
     """
 

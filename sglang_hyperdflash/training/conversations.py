@@ -1,106 +1,76 @@
-"""Chat data to samples: several JSONL forms, the target's own encoding, the answers as spans.
+"""Chat data to samples: several forms of rows, the target's own encoding, the answers as spans.
 
-Forms, told apart by their fields: ``{"messages": [{"role", "content"}]}``; ShareGPT's
-``{"conversations": [{"from", "value"}]}`` (or, as in EagleChat, with role and content);
-``{"instruction", "output"}`` (Evol-CodeAlpaca); ``{"turns": [...]}``, user turns without answers,
-for ``hyperdflash regenerate``, whose own lines hold ``samples`` with the target's exact tokens.
-The first two may have ``tools`` and ``chat_template_kwargs``, as a request to a server has.
+docs/training.md lists the forms, told apart by their fields. A row is judged alike by all commands:
+what cannot be used raises ``BadRow``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.targets.chats import Chat, Chats, Message
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
-from sglang_hyperdflash.tools.jsonl import read_lines
+from sglang_hyperdflash.training.rows import LeftOut, read_rows
 from sglang_hyperdflash.training.samples import Sample
 
 _ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
-# What a message may hold besides its role and content.
-_MORE = ("reasoning_content", "tool_calls", "tool_call_id", "name")
-HUB = "hub:"
-
-
-def read_conversations(path: str | Path) -> Iterator[tuple[Chat, str]]:
-    """Conversations of a file, each with its place."""
-    for record, where in read_records(path):
-        yield parse_conversation(record, where), where
-
-
-def read_records(path: str | Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Objects of a file's lines, each with the ``file:line`` that names it in errors.
-
-    ``hub:OWNER/NAME`` (``hub:OWNER/NAME:SPLIT``) streams a data set of the hub, row by row.
-
-    Raises:
-        FileNotFoundError: no such file or data set. HyperDFlashError: it is empty, or a line is no
-            JSON object.
-    """
-    if str(path).startswith(HUB):
-        yield from _hub_rows(str(path).removeprefix(HUB))
-        return
-    path, number = Path(path), 0
-    if not path.is_file():
-        raise FileNotFoundError(f"data file {path} does not exist.")
-    for number, record in read_lines(path):
-        yield record, f"{path}:{number}"
-    if not number:
-        raise HyperDFlashConfigError(f"data file {path} is empty.")
-
-
-def _hub_rows(name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    from datasets import load_dataset
-
-    name, _, split = name.partition(":")
-    try:
-        rows = load_dataset(name, split=split or "train", streaming=True)
-    except Exception as error:  # the hub client raises many kinds
-        raise FileNotFoundError(f"data set {name} cannot be read from the hub: {error}") from error
-    for number, row in enumerate(rows, 1):
-        yield row, f"{HUB}{name}, row {number}"
+# Names of one thing in different data sets; the first that a row has counts.
+_LISTS = ("messages", "conversations", "conversation", "turns")
+_ASKED, _ANSWERED = ("instruction", "prompt", "question"), ("output", "response", "answer")
+_SYSTEM, _REASONING = ("system", "system_prompt"), ("reasoning_content", "reasoning", "thinking")
+# What a message may hold besides its role, content and reasoning.
+_MORE = ("tool_calls", "tool_call_id", "name")
+_THOUGHT, _TAG = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL), re.compile("</?think>")
 
 
 def parse_conversation(record: Mapping[str, Any], where: str) -> Chat:
-    """One line's object in any of the forms; ``where`` names it in errors."""
-    listed = next((name for name in ("messages", "conversations") if name in record), None)
-    if listed is not None:
-        messages = [_message(m, where) for m in _list(record, listed, where)]
-    elif "instruction" in record and "output" in record:
-        prompt, extra = record["instruction"], record.get("input") or ""
+    """One row's object in any of the forms, from its first user turn: earlier answers have no
+    prompt. ``where`` names it in errors.
+
+    Raises:
+        BadRow: it cannot be used.
+    """
+    record = _given(record)  # a table of the hub has all columns in all rows
+    asked, answered = _first(record, _ASKED), _first(record, _ANSWERED)
+    if listed := _first(record, _LISTS):
+        turns = _list(record, listed, where)
+        turns = [{"role": "user", "content": t} for t in turns] if listed == "turns" else turns
+    elif asked and answered:
+        prompt, extra = record[asked], asked == "instruction" and record.get("input")
         prompt = f"{prompt}\n{extra}" if extra and isinstance(prompt, str) else prompt
-        messages = [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": record["output"]},
-        ]
-    elif "turns" in record:
-        messages = [{"role": "user", "content": t} for t in _list(record, "turns", where)]
+        turns = [{"role": "user", "content": prompt}]
+        turns.append({"role": "assistant", "content": record[answered]})
     else:
-        raise HyperDFlashConfigError(
-            f"{where} needs messages, conversations, instruction and output, or turns; found "
-            f"{', '.join(map(repr, record)) or 'nothing'}."
-        )
-    for message in messages:
-        if message["content"] is None and message.get("tool_calls"):
-            continue
-        if not isinstance(message["content"], str):
-            raise HyperDFlashConfigError(
-                f"{where}: every message must be text, found {shown(message['content'])} of the "
-                f"{message['role']}. Fix or remove this line."
-            )
+        forms = "messages, conversations, instruction and output, turns or another known form"
+        held = ", ".join(map(repr, record)) or "nothing"
+        raise BadRow(where, f"expected {forms}, found {held}")
+    messages = [_message(turn, where) for turn in turns]
+    if system := record.get(_first(record, _SYSTEM) or ""):
+        if messages[0]["role"] != "system":
+            messages.insert(0, _message({"role": "system", "content": system}, where))
+        if messages[0]["content"] != system:
+            raise BadRow(where, "its system column and its first message differ")
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if first is None:
+        raise BadRow(where, "it has no turn of a user")
+    before = [m for m in messages[:first] if m["role"] in ("system", "developer")]
     options = record.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
-        raise HyperDFlashConfigError(
-            f"{where}: chat_template_kwargs must be an object, found {shown(options)}. Fix or "
-            "remove this line."
-        )
-    return Chat(messages, _tools(record.get("tools"), where), options)
+        raise BadRow(where, f"chat_template_kwargs must be an object, found {shown(options)}")
+    tools = _tools(record.get("tools"), where)
+    return Chat([*before, *messages[first:]], tools, options)
+
+
+def _first(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    return next((name for name in names if fields.get(name) is not None), None)
 
 
 def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
@@ -111,16 +81,17 @@ def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
         tools = [given]
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-        raise HyperDFlashConfigError(
-            f"{where}: tools must be a list of objects with a function, as OpenAI's API has them, "
-            f"found {shown(given)}. Fix or remove this line."
-        )
+    if not _have_functions(tools):
+        wanted = "a list of objects with a function, as OpenAI's API has them"
+        raise BadRow(where, f"tools must be {wanted}, found {shown(given)}")
     return [{**_given(tool), "function": _given(tool["function"])} for tool in tools]
 
 
-def _is_tool(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("function"), Mapping)
+def _have_functions(entries: Any) -> bool:
+    return isinstance(entries, list) and all(
+        isinstance(entry, Mapping) and isinstance(entry.get("function"), Mapping)
+        for entry in entries
+    )
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,13 +100,19 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line_samples(chats: Chats, record: Mapping[str, Any], where: str) -> list[Sample]:
-    """The samples of one line: regenerated tokens as they are, else its conversation's."""
+    """The samples of one row: regenerated tokens as they are, else its conversation's."""
     if "samples" in record:
-        return [_regenerated(entry, where) for entry in _list(record, "samples", where)]
+        entries = _list(record, "samples", where)
+        return [_regenerated(entry, where, chats.vocab_size) for entry in entries]
     return chat_samples(chats, parse_conversation(record, where), where)
 
 
-def _regenerated(entry: Any, where: str) -> Sample:
+def _regenerated(entry: Any, where: str, vocab_size: int) -> Sample:
+    """A sample that ``hyperdflash regenerate`` wrote, but for the spans of empty answers.
+
+    Raises:
+        HyperDFlashConfigError: it is damaged or of another target: the file is, not the row alone.
+    """
     try:
         tokens = [int(token) for token in entry["tokens"]]
         spans = tuple((int(start), int(end)) for start, end in entry["spans"])
@@ -143,48 +120,66 @@ def _regenerated(entry: Any, where: str) -> Sample:
         raise HyperDFlashConfigError(
             f"{where}: samples must hold tokens and spans of whole numbers ({error!r})."
         ) from error
-    if not all(0 < start < end <= len(tokens) for start, end in spans):
+    borders = [1, *chain(*spans), len(tokens)]
+    if borders != sorted(borders):
         raise HyperDFlashConfigError(
-            f"{where}: spans {list(spans)} do not lie inside {len(tokens)} tokens."
+            f"{where}: spans {list(spans)} do not lie inside {len(tokens)} tokens, one after "
+            "another. Regenerate this file."
         )
-    return Sample(tokens, spans)
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise HyperDFlashConfigError(
+            f"{where}: expected ids below {vocab_size}, the target's vocabulary; found "
+            f"{min(tokens)} to {max(tokens)}. Regenerate this file with the target."
+        )
+    return Sample(tokens, tuple(span for span in spans if span[0] < span[1]))
 
 
 def _list(record: Mapping[str, Any], name: str, where: str) -> list:
     value = record[name]
     if not isinstance(value, list) or not value:
-        raise HyperDFlashConfigError(
-            f"{where}: {name} must be a non-empty list, found {shown(value)}. Fix or remove "
-            "this line."
-        )
+        raise BadRow(where, f"{name} must be a non-empty list, found {shown(value)}")
     return value
 
 
 def _message(entry: Any, where: str) -> Message:
     fields = entry if isinstance(entry, Mapping) else {}
-    for role, content in (("role", "content"), ("from", "value")):
-        if role in fields and (content in fields or fields.get("tool_calls")):
-            break
-    else:
-        raise HyperDFlashConfigError(
-            f"{where}: every turn must have role and content (or from and value)."
-        )
+    role, content = ("role", "content") if "role" in fields else ("from", "value")
+    if role not in fields or not (content in fields or fields.get("tool_calls")):
+        raise BadRow(where, "every turn must have role and content (or from and value)")
     if not isinstance(fields[role], str) or fields[role] not in _ROLES:
-        raise HyperDFlashConfigError(
-            f"{where}: role {fields[role]!r} is not one of {', '.join(_ROLES)}."
-        )
-    message = {"role": _ROLES[fields[role]], "content": fields.get(content)}
+        raise BadRow(where, f"role {shown(fields[role])} is not one of {', '.join(_ROLES)}")
+    said, text = _ROLES[fields[role]], _joined(fields.get(content))
+    message = {"role": said, "content": text}
     message |= {name: fields[name] for name in _MORE if fields.get(name) is not None}
-    try:
-        named = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    except (TypeError, KeyError):
-        named = [None]
-    if not all(isinstance(name, str) for name in named):
-        raise HyperDFlashConfigError(
-            f"{where}: every tool call must have a function with a name and arguments, found "
-            f"{shown(message['tool_calls'])}. Fix or remove this line."
-        )
-    return message
+    calls = message.get("tool_calls", [])
+    if not isinstance(text, str) and not (text is None and calls):
+        raise BadRow(where, f"a message of the {said} must be text, found {shown(text)}")
+    names = [c["function"].get("name") for c in calls] if _have_functions(calls) else [None]
+    if not all(isinstance(name, str) for name in names):
+        wanted = "a function with a name and arguments"
+        raise BadRow(where, f"every tool call must have {wanted}, found {shown(calls)}")
+    return _with_reasoning(message, fields, where) if said == "assistant" else message
+
+
+def _joined(content: Any) -> Any:
+    """The text of content in parts, as DeepSeek-V4's encoder joins them; other content as it is."""
+    parts = content if isinstance(content, list) and content else [None]
+    texts = [p.get("text") for p in parts if isinstance(p, Mapping) and p.get("type") == "text"]
+    whole = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "\n\n".join(texts) if whole else content
+
+
+def _with_reasoning(message: Message, fields: Mapping[str, Any], where: str) -> Message:
+    """Reasoning under any of its names, or in tags at the beginning, as ``reasoning_content``."""
+    reasoning = fields.get(_first(fields, _REASONING) or "") or ""
+    tagged = _THOUGHT.fullmatch(message["content"] or "")
+    if tagged and not reasoning:
+        reasoning, message["content"] = tagged[1].strip(), tagged[2]
+    if not isinstance(reasoning, str):
+        raise BadRow(where, f"reasoning must be text, found {shown(reasoning)}")
+    if _TAG.search(f"{reasoning}{message['content']}"):
+        raise BadRow(where, "an answer holds a <think> tag that does not enclose its beginning")
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
@@ -193,7 +188,7 @@ def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
     Unless its options say otherwise, the target thinks if an answer holds reasoning.
 
     Raises:
-        HyperDFlashConfigError: the target's encoding refuses it, or an answer adds no token.
+        BadRow: the target's encoding refuses it, or an answer adds no token.
     """
     if any(message.get("reasoning_content") for message in chat.messages):
         chat = Chat(chat.messages, chat.tools, {"thinking": True, **chat.options})
@@ -204,9 +199,8 @@ def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
         prompt = chats.prompt(chat.with_messages(chat.messages[:i]), where)
         answer = chats.answer(chat.with_messages(chat.messages[: i + 1]), where)
         if not answer:
-            raise HyperDFlashConfigError(
-                f"{where}: the target's encoding yields no tokens for answer {len(turns) + 1}."
-            )
+            number = len(turns) + 1
+            raise BadRow(where, f"the target's encoding yields no tokens for answer {number}")
         turns.append((prompt, answer))
     return joined(turns)
 
@@ -231,45 +225,40 @@ def joined(turns: Iterable[tuple[list[int], list[int]]]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Samples, and the ``file:line`` of each, of each conversation without an answer, and of each
-    sample whose first answer is over the length limit.
-    """
+    """Samples, and the ``file:line`` of each."""
 
     samples: list[Sample]
     places: list[str]
-    without_answer: list[str]
-    too_long: list[str]
 
     def __str__(self) -> str:
         tokens = sum(sample.answer_tokens for sample in self.samples)
-        return (
-            f"{len(self.samples)} samples, {tokens} answer tokens; left out {len(self.too_long)} "
-            f"over the length limit and {len(self.without_answer)} without an answer"
-        )
+        return f"{len(self.samples)} samples, {tokens} answer tokens"
 
 
-def load_samples(paths: Iterable[str | Path], chats: Chats, max_length: int) -> Loaded:
-    """Samples of JSONL files, in order; answers that end after ``max_length`` tokens are left out.
+def load_samples(
+    paths: Sequence[str | Path], chats: Chats, max_length: int, left_out: LeftOut | None = None
+) -> Loaded:
+    """Samples of data, in order; answers that end after ``max_length`` tokens are left out.
+
+    Args:
+        left_out: takes the rows without an answer that can be used.
 
     Raises:
-        HyperDFlashConfigError: a bad line, or nothing left to train on (and why).
+        HyperDFlashConfigError: nothing is left to train on, or a row is of another target.
     """
-    loaded, paths = Loaded([], [], [], []), list(paths)
-    for path in paths:
-        for record, where in read_records(path):
-            found = line_samples(chats, record, where)
-            if not found:
-                loaded.without_answer.append(where)
-            for sample in found:
-                sample = sample.cut(max_length)
-                if not sample.spans:
-                    loaded.too_long.append(where)
-                    continue
-                loaded.samples.append(sample)
-                loaded.places.append(where)
-    if not loaded.samples:
-        raise HyperDFlashConfigError(
-            f"no samples in {', '.join(map(str, paths))} ({loaded}); raise max_length "
-            f"({max_length}), or answer the prompts with the target first."
-        )
-    return loaded
+
+    def use(_index: int, record: Mapping[str, Any], where: str) -> list[tuple[Sample, str]]:
+        samples = [s for s in line_samples(chats, record, where) if s.spans]
+        if not samples:
+            raise BadRow(where, "it has no answer")
+        cut = [(sample.cut(max_length), where) for sample in samples]
+        if not any(sample.spans for sample, _ in cut):
+            raise BadRow(where, f"its first answer ends after {max_length} tokens")
+        return [(sample, where) for sample, _ in cut if sample.spans]
+
+    left_out = left_out or LeftOut()
+    used = list(chain.from_iterable(left_out.usable(read_rows(paths), use)))
+    if not used:
+        advice = f"Raise max_length ({max_length}), or answer the prompts with the target first."
+        raise left_out.nothing_usable(", ".join(map(str, paths)), advice)
+    return Loaded([sample for sample, _ in used], [where for _, where in used])

@@ -18,8 +18,8 @@ from pydantic.dataclasses import dataclass
 from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import CLOSED, checked
-from sglang_hyperdflash.training.conversations import HUB
 from sglang_hyperdflash.training.objective import Count, Objective, Positive
+from sglang_hyperdflash.training.rows import HUB
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,7 +71,7 @@ class Stage(_Fields):
 
     data: Annotated[
         tuple[Text, ...],
-        Field(min_length=1, description="files, or hub:OWNER/NAME; one capture folder if captured"),
+        Field(min_length=1, description="as `capture --data`; one capture folder if captured"),
     ]
     epochs: Annotated[Positive | None, Field(description="length in passes over the data")] = None
 

@@ -215,11 +215,12 @@ def test_blocks_that_show_a_file_show_all_of_it():
 def test_the_commands_read_the_examples_prompts():
     from eval.prompts import load
     from sglang_hyperdflash.commands import generate, regenerate
+    from sglang_hyperdflash.training.rows import LeftOut, read_rows
 
     turns, chats = EXAMPLE / "turns.jsonl", EXAMPLE / "prompts.jsonl"
     assert len(load(ROOT, [str(turns)], 4)["turns"]) == 4
-    assert len(generate.read_prompts(turns)) == 12
-    assert sum(1 for _ in regenerate.Tasks([str(chats)], None)) == 12
+    for path, parse in ((turns, generate.parse_prompt), (chats, regenerate.read_task)):
+        assert sum(1 for _ in LeftOut(strict=True).usable(read_rows([path]), parse)) == 12
 
 
 # --- names in the prose --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash, short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import parse
 from sglang_hyperdflash.tools.ownership import MANIFEST
-from sglang_hyperdflash.training.conversations import HUB
+from sglang_hyperdflash.training.rows import HUB, files_of, hub_identity
 from sglang_hyperdflash.training.samples import Sample
 
 KIND = "hyperdflash store"
@@ -257,19 +257,19 @@ def data_digest(samples: Sequence[Sample]) -> str:
 
 
 def content_hash(place: str | Path) -> str:
-    """16 hex digits that stand for a file's bytes, or a store's samples; a hub name as it is.
+    """16 hex digits that stand for the bytes of a file, or of a folder's, or for a store's samples;
+    a hub name with its commit.
 
     Raises:
         FileNotFoundError: nothing is there.
     """
     if str(place).startswith(HUB):
-        return str(place)
+        return hub_identity(str(place))
     path = Path(place)
-    if path.is_dir():
+    if (path / MANIFEST).is_file():
         identity = read_identity(path)
         # Not of the states' bytes: a shard that was captured again may differ in their last bits.
         lines = [[shard.data, shard.start, shard.lengths] for shard in read_shards(path)]
         return short_hash([settings_of(identity), lines])
-    if not path.is_file():
-        raise FileNotFoundError(f"file {path} does not exist.")
-    return file_hash(path)[:16]
+    hashes = [file_hash(file)[:16] for file in files_of(path)]
+    return hashes[0] if path.is_file() else short_hash(hashes)

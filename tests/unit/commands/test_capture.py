@@ -141,13 +141,13 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "--max-length 4096 is cut to 2041: the context is 2048 tokens" in said
-    assert f"left out {data}:2: over 2041 tokens" in said
-    assert f"2 left out: listed in {out / listed}" in said
+    assert f"3 rows read, 1 kept, 2 left out, listed in {out / listed}" in said
+    assert f"1: {data}:2: its first answer ends after 2041 tokens" in said
     entries = [json.loads(line) for line in (out / listed).read_text().splitlines()]
     assert [entry["where"] for entry in entries] == [f"{data}:2", f"{data}:3"]
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--max-length", "0"])
-    loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [], [])
+    loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"])
     capture.check_fits(loaded, 10)
     with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* holds 8"):
         capture.check_fits(loaded, 9)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from itertools import islice
 
 import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, generate
-from sglang_hyperdflash.commands.answers import hold_answers
-from sglang_hyperdflash.commands.generate import KIND, read_prompts
+from sglang_hyperdflash.commands.answers import Prompts, hold_answers
+from sglang_hyperdflash.commands.generate import KIND, parse_prompt
 from sglang_hyperdflash.tools.acceptance import (
     accept_length,
     accept_length_of,
@@ -20,62 +21,72 @@ from sglang_hyperdflash.tools.acceptance import (
     position_acceptance,
 )
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+from sglang_hyperdflash.training.rows import LeftOut
+
+
+def prompts_of(tmp_path, *records, strict=False):
+    source = tmp_path / "in.jsonl"
+    lines = (r if isinstance(r, str) else json.dumps(r) for r in records)
+    source.write_text("".join(line + "\n" for line in lines))
+    return Prompts("prompts", [source], parse_prompt, None, strict)
 
 
 @pytest.mark.parametrize(
-    "line, message",
+    "line, reason",
     [
-        ("{", r"in.jsonl:4: expected a JSON object, found '{'"),
-        ("[1]", r"in.jsonl:4: expected a JSON object, found '\[1\]'"),
-        ("{}", "exactly one of prompt, messages or turns; found an empty object"),
-        ('{"text": "a", "id": 3}', "prompt, messages or turns; found only text, id"),
+        ("{", "expected a JSON object"),
+        ("[1]", "expected a JSON object"),
+        ("{}", "exactly one of prompt, messages or turns, found only an empty object"),
+        ('{"text": "a", "id": 3}', "found only text, id"),
         ('{"prompt": "a", "turns": ["b"]}', "found prompt and turns"),
         ('{"prompt": ""}', 'prompt must be a non-empty string, found ""'),
         ('{"prompt": 3}', "a non-empty string, found 3"),
-        ('{"turns": []}', "a non-empty list of strings"),
-        ('{"turns": [1]}', "a non-empty list of strings"),
-        ('{"messages": [{"role": "user"}]}', "role, content"),
+        ('{"prompt": "Hi \\ud83d"}', "lone surrogate"),
+        ('{"turns": []}', "turns must be a non-empty list"),
+        ('{"turns": [1]}', "must be text, found 1"),
+        ('{"messages": [{"role": "user"}]}', "role and content"),
     ],
 )
-def test_broken_lines_say_where_and_what(tmp_path, line, message):
-    source = tmp_path / "in.jsonl"
-    source.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n' + line + "\n")
-    with pytest.raises(HyperDFlashError, match=message):
-        read_prompts(source)
-
-
-def prompts_of(tmp_path, *records):
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_prompts(source)
+def test_a_broken_line_is_left_out_and_the_others_keep_their_index(tmp_path, capsys, line, reason):
+    """Found as: it ended the run; and a blank line before a prompt had it answered twice."""
+    output, good = tmp_path / "out.jsonl", {"prompt": "a"}
+    prompts = prompts_of(tmp_path, good, "", line, {"prompt": "b"})
+    for answered in (0, 2):
+        with held(output, prompts) as answers:
+            assert (answers.count, answers.left) == (2, 2 - answered)
+            for p in answers.waiting():
+                answers.writer.append({"index": p.index, "digest": p.digest})
+        assert [json.loads(entry)["index"] for entry in output.read_text().splitlines()] == [0, 3]
+        (entry,) = map(json.loads, (tmp_path / "out.left_out.jsonl").read_text().splitlines())
+        assert (entry["index"], entry["where"]) == (2, f"{tmp_path / 'in.jsonl'}:3")
+        assert reason in entry["reason"] and reason in capsys.readouterr().out
+    strict = prompts_of(tmp_path, good, "", line, strict=True)
+    for name, refused in (("a", strict), ("b", prompts_of(tmp_path, line))):
+        with (
+            pytest.raises(HyperDFlashError, match=r"in.jsonl(:|, row )[13]: "),
+            held(tmp_path / name, refused),
+        ):
+            pass
 
 
 def test_the_three_kinds(tmp_path):
     message = {"role": "user", "content": "a"}
     records = {"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [message]}
-    first, second, third = prompts_of(tmp_path, *records)
+    first, second, third = prompts_of(tmp_path, *records).read(LeftOut())
     assert first.text == "a"
     assert second.steps == [[message], [{"role": "user", "content": "b"}]]
     assert third.steps == [[message]]
 
 
-def test_missing_and_empty_inputs(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_prompts(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(HyperDFlashConfigError, match="holds no prompts"):
-        read_prompts(tmp_path / "empty.jsonl")
-
-
 def held(output, prompts, **settings):
-    return hold_answers(output, KIND, settings, prompts, "prompts")
+    return hold_answers(output, KIND, settings, prompts)
 
 
 def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path, capsys):
     prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(4)))
     output = tmp_path / "out.jsonl"
     with held(output, prompts) as answers:
-        for p in prompts[:3]:
+        for p in islice(answers.waiting(), 3):
             answers.writer.append({"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]})
     whole = output.read_bytes()
     output.write_bytes(whole + b'{"index": 3, "dig')
@@ -90,7 +101,8 @@ def test_resume_refuses_a_record_that_is_no_longer_of_its_prompt(tmp_path, found
     prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(3)))
     output = tmp_path / "out.jsonl"
     with held(output, prompts) as answers:
-        answers.writer.append({"index": 1, "digest": prompts[1].digest, "outputs": ["x"]})
+        _, second, _ = answers.waiting()
+        answers.writer.append({"index": 1, "digest": second.digest, "outputs": ["x"]})
     output.write_text(output.read_text().replace(found, damaged, 1))
     with pytest.raises(HyperDFlashConfigError, match="or is damaged"), held(output, prompts):
         pass
@@ -99,7 +111,8 @@ def test_resume_refuses_a_record_that_is_no_longer_of_its_prompt(tmp_path, found
 def test_resume_refuses_answers_to_another_input_and_other_settings(tmp_path):
     output, one = tmp_path / "out.jsonl", prompts_of(tmp_path, {"prompt": "a"})
     with held(output, one, temperature=0.0) as answers:
-        answers.writer.append({"index": 0, "digest": one[0].digest, "outputs": []})
+        (first,) = answers.waiting()
+        answers.writer.append({"index": 0, "digest": first.digest, "outputs": []})
     other = prompts_of(tmp_path, {"prompt": "b"})
     with (
         pytest.raises(HyperDFlashConfigError, match="answers to another input"),
@@ -108,7 +121,7 @@ def test_resume_refuses_answers_to_another_input_and_other_settings(tmp_path):
         pass
     with (
         pytest.raises(HyperDFlashError, match=r"other settings: temperature was 0.0, now 0.7"),
-        held(output, one, temperature=0.7),
+        held(output, other, temperature=0.7),
     ):
         pass
 

@@ -76,11 +76,11 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, caps
     lines = [{"prompt": "p" * n} for n in (5, 50, 7)] + [{"turns": ["t" * 20, "t" * 30]}]
     assert run(server, lines) == 0
     said = capsys.readouterr().out
-    source, listed = tmp_path / "in.jsonl", tmp_path / "out.skipped.jsonl"
-    assert f"refused {source}:2: the prompt has 50 tokens, the server accepts 49" in said
-    assert f"refused {source}:3: no such prompt" in said
+    source, listed = tmp_path / "in.jsonl", tmp_path / "out.left_out.jsonl"
+    assert f"1: {source}:2: the prompt has 50 tokens, the server accepts 49" in said
+    assert f"1: {source}:3: no such prompt" in said
     assert f"{source}:4: turn 2: the prompt has 53 tokens" in said
-    assert f"3 refused: listed in {listed}" in said
+    assert f"4 rows read, 1 kept, 3 left out, listed in {listed}" in said
     assert server.asked == [(5, 45), (20, 30)], "answers are cut to what the context leaves"
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {a["index"]: a["outputs"] for a in written} == {0: ["xxx"], 3: ["xxx"]}
@@ -110,8 +110,7 @@ def test_what_the_chat_template_refuses_is_skipped_and_listed(run, tmp_path, cap
     reason = "the target's chat template refuses the conversation: roles must alternate"
     said = capsys.readouterr().out
     source = tmp_path / "in.jsonl"
-    assert f"refused {source}:1: turn 1: {reason}\n" in said
-    assert f"refused {source}:2: turn 2: {reason}\n" in said
+    assert f"2: {source}:1: turn 1: {reason}\n" in said
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 2
 
 
@@ -158,12 +157,12 @@ def test_sampling_that_no_target_takes_is_refused_once(
 
 def test_a_target_that_refuses_everything_is_an_error(run, capsys):
     assert run(FakeServer(limit=3), [{"prompt": "long"}]) == 2
-    assert "the target refused all prompts: " in capsys.readouterr().err
+    assert "no usable row of 1 in the prompts; " in capsys.readouterr().err
 
 
 def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, tmp_path, capsys):
     """Found as: "it is not this run's list", of the list that the command itself had left."""
-    lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.skipped.jsonl"
+    lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.left_out.jsonl"
     assert run(FakeServer(limit=1), lines) == 2
     longer = FakeServer(limit=50)
     assert run(longer, lines, "--temperature", "0.5") == 0

@@ -190,12 +190,11 @@ def test_a_prompt_that_is_too_long_is_skipped_and_listed(
     out, server.context = tmp_path / "out.jsonl", 400
     assert call(server, target_dir, data, out, "--concurrency", "1") == 0
     said = capsys.readouterr().out
-    place = f"{data}:2: turn 1: the prompt has "
-    assert place in said
+    assert f"1: {data}:2: turn 1: the prompt has " in said
     assert "the server accepts 399" in said
     assert "3 conversations answered" in said
-    listed = tmp_path / "out.skipped.jsonl"
-    assert f"1 refused: listed in {listed}" in said
+    listed = tmp_path / "out.left_out.jsonl"
+    assert f"4 rows read, 3 kept, 1 left out, listed in {listed}" in said
     assert [r["index"] for r in records_of(out)] == [0, 2, 3]
     (entry,) = records_of(listed)
     assert (entry["index"], entry["where"]) == (1, f"{data}:2")
@@ -226,10 +225,9 @@ def test_a_conversation_that_the_chat_template_refuses_is_skipped_and_listed(
     assert call(server, target, data, out, "--concurrency", "1") == 0
     said = capsys.readouterr().out
     reason = "the target's chat template refuses the conversation: no two"
-    assert f"refused {data}:1: turn 2: {reason}\n" in said
-    assert f"refused {data}:4: turn 1: {reason}\n" in said
+    assert f"2: {data}:1: turn 2: {reason}\n" in said
     assert [len(r["samples"]) for r in records_of(out)] == [1, 1, 1]
-    listed = records_of(tmp_path / "out.skipped.jsonl")
+    listed = records_of(tmp_path / "out.left_out.jsonl")
     assert [e["index"] for e in listed] == [0, 3]
     asked = len(server.prompts)
     assert call(server, target, data, out) == 0
@@ -243,23 +241,23 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     assert call(server, target_dir, data, tmp_path / "whole.jsonl", "--concurrency", "1") == 0
     server.refuses = len(server.prompts[1]["input_ids"])
     assert call(server, target_dir, data, out, "--concurrency", "1") == 0
-    assert f"refused {data}:1: turn 2: no such prompt" in capsys.readouterr().out
+    assert f"1: {data}:1: turn 2: no such prompt" in capsys.readouterr().out
     assert [len(r["samples"]) for r in records_of(out)] == [1, 1, 1]
     assert records_of(out)[0]["messages"][-1]["role"] == "assistant"
-    assert records_of(tmp_path / "out.skipped.jsonl")[0]["index"] == 0
+    assert records_of(tmp_path / "out.left_out.jsonl")[0]["index"] == 0
     assert records_of(out)[0]["refused"] == "turn 2: no such prompt"
     assert len(load_samples([out], load_chats(str(target_dir)), 512).samples) == 3
     # A later run lists it again.
-    listed, lines = (tmp_path / "out.skipped.jsonl").read_text(), out.read_text().splitlines(True)
+    listed, lines = (tmp_path / "out.left_out.jsonl").read_text(), out.read_text().splitlines(True)
     out.write_text("".join(lines[:-1]))
     assert call(server, target_dir, data, out, "--concurrency", "1") == 0
-    assert (tmp_path / "out.skipped.jsonl").read_text() == listed
+    assert (tmp_path / "out.left_out.jsonl").read_text() == listed
 
 
 def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):
     server.context = 3
     assert call(server, target_dir, data, tmp_path / "out.jsonl") == 2
-    assert "the target refused all conversations: " in capsys.readouterr().err
+    assert f"no usable row of 3 in the conversations; {data}:" in capsys.readouterr().err
 
 
 def test_other_settings_another_file_and_a_second_run_are_refused(
@@ -281,7 +279,7 @@ def test_other_settings_another_file_and_a_second_run_are_refused(
     assert "lies inside the target" in refused(target_dir / "out.jsonl")
     (tmp_path / "notes").write_text("mine")
     assert "expected no file" in refused(tmp_path / "notes")
-    mine = tmp_path / "new.skipped.jsonl"
+    mine = tmp_path / "new.left_out.jsonl"
     mine.write_text('{"mine": 1}\n')
     for _ in range(2):  # found as: the second time it was moved away
         assert "it is not this run's list" in refused(tmp_path / "new.jsonl")

@@ -11,8 +11,8 @@ from sglang.srt.entrypoints.openai import serving_chat, serving_deepseek_recipe
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from transformers import AutoTokenizer
 
-from sglang_hyperdflash.targets.chats import Chat, ChatRefused, DeepSeekChats, load_chats
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.targets.chats import Chat, DeepSeekChats, load_chats
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from tests.unit.targets.published_v4 import published_v4
 
 V41 = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
@@ -169,10 +169,10 @@ def test_a_reply_becomes_the_message_that_it_is(folders, target):
 def test_what_no_server_takes_is_refused(folders, target_dir, tmp_path):
     chats = load_chats(str(folders["v4"]))
     result = {"role": "tool", "content": "a result of nothing"}
-    with pytest.raises(ChatRefused, match=r"^data:3: DeepSeek-V4's encoder .*tool_call_id.* Fix"):
+    with pytest.raises(BadRow, match=r"^data:3: DeepSeek-V4's encoder .*tool_call_id.* Fix"):
         chats.prompt(Chat([*USERS, result]), "data:3")
-    with pytest.raises(HyperDFlashConfigError, match=r"expected thinking or .* found enable_think"):
-        chats.check({"enable_thinking": True})
+    with pytest.raises(HyperDFlashConfigError, match=r"expected thinking or .* found think"):
+        chats.check({"think": True})
     for effort in ("great", 50):
         with pytest.raises(HyperDFlashConfigError, match=r"the chat options: .* Fix"):
             chats.check({"reasoning_effort": effort})

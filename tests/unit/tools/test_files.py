@@ -17,8 +17,8 @@ import pytest
 from sglang_hyperdflash.tools import atomic, jsonl, ownership
 from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, write_text
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.errors import HyperDFlashError
-from sglang_hyperdflash.tools.jsonl import JsonlError, ResumableWriter, read_lines
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashError
+from sglang_hyperdflash.tools.jsonl import ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, lock
 
 
@@ -80,8 +80,8 @@ def test_a_hash_of_json_does_not_depend_on_the_order_of_keys():
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"{", r"f:3: expected a JSON object, found '\{' \(.* at column \d\)\. Fix or remove"),
-        (b"[1]", r"f:3: expected a JSON object, found '\[1\]'"),
+        (b"{", r'f:3: expected a JSON object, found "\{" \(.* column \d.*\)\. Fix or remove'),
+        (b"[1]", r"f:3: expected a JSON object, found \[1\]"),
         (b'{"a": "\xff"}', r"f:3: expected a JSON object, .* byte 0xff in position 7"),
     ],
 )
@@ -89,10 +89,10 @@ def test_a_wrong_line_is_named_by_file_and_number(tmp_path, line, message):
     path = tmp_path / "f"
     path.write_bytes(b'{"a": 1}\n\n' + line + b"\n")
     lines = read_lines(path)
-    assert next(lines) == (1, {"a": 1})
-    with pytest.raises(JsonlError, match=message):
+    assert next(lines) == (f"{path}:1", {"a": 1})
+    with pytest.raises(BadRow, match=message):
         next(lines)
-    with pytest.raises(JsonlError, match="found none"):
+    with pytest.raises(FileNotFoundError):
         next(read_lines(tmp_path / "missing"))
 
 
@@ -117,7 +117,7 @@ def test_a_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path):
 def test_a_damaged_line_inside_a_file_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b'{"i": 0}\n\n{"i"\n{"i": 2}\n')
-    with pytest.raises(JsonlError, match=r"f:3: .*Fix or remove this line"):
+    with pytest.raises(BadRow, match=r"f:3: .*Fix or remove it"):
         ResumableWriter(path, print)
     path.write_bytes(path.read_bytes().replace(b'{"i"\n', b""))
     seen = []

@@ -1,8 +1,9 @@
-"""Chat data to samples: every accepted form, the assistant mask, and bad data's messages."""
+"""Chat data to samples: every accepted form, the assistant mask, and what becomes of bad rows."""
 
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 
 import pytest
@@ -15,8 +16,9 @@ from sglang_hyperdflash.training.conversations import (
     line_samples,
     load_samples,
     parse_conversation,
-    read_conversations,
 )
+from sglang_hyperdflash.training.rows import LeftOut, read_rows
+from sglang_hyperdflash.training.store.manifest import content_hash
 from tests.unit.targets.published_v4 import published_v4
 
 CHAT = [
@@ -26,6 +28,10 @@ CHAT = [
     {"role": "user", "content": "And 3 + 3?"},
     {"role": "assistant", "content": "It is 6."},
 ]
+USER = {"role": "user", "content": "Hi"}
+# What DeepSeek-V4 is served of a row that it can use.
+PLAIN, THOUGHT = "<U>Hi<A></think>Yo<E>", "<U>Hi<A><think>hm</think>Yo<E>"
+SYSTEM = f"Be brief.{PLAIN}"
 
 
 @pytest.fixture(scope="module")
@@ -33,46 +39,248 @@ def chats(target_dir):
     return load_chats(str(target_dir))
 
 
+@pytest.fixture(scope="module")
+def v4(target_dir, tmp_path_factory):
+    return load_chats(str(published_v4(tmp_path_factory.mktemp("v4"), target_dir)))
+
+
 def write(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
+def said(*contents, **fields):
+    """A row of a user's greeting and what the assistant says to it."""
+    answers = [{"role": "assistant", "content": content, **fields} for content in contents]
+    return {"messages": [USER, *answers]}
+
+
+def turn(role, value="x"):
+    return {"conversations": [{"from": "human", "value": "Hi"}, {"from": role, "value": value}]}
+
+
+def parts(*contents):
+    return [{"type": "text", "text": content} for content in contents]
+
+
+# A row, or its line, and the samples that it gives, or a part of the reason why it is left out.
+ROWS = [
+    (said("Yo"), [PLAIN]),
+    (turn("gpt", "Yo"), [PLAIN]),
+    ({"conversations": said("Yo")["messages"]}, [PLAIN]),
+    ({"conversation": said("Yo")["messages"], "language": "English"}, [PLAIN]),
+    ({"instruction": "Hi", "output": "Yo"}, [PLAIN]),
+    ({"instruction": "Hi", "input": "", "output": "Yo"}, [PLAIN]),
+    ({"instruction": "Hi", "input": "you", "output": "Yo"}, [PLAIN.replace("Hi", "Hi\nyou")]),
+    ({"prompt": "Hi", "response": "Yo"}, [PLAIN]),
+    ({"question": "Hi", "answer": "Yo", "messages": None}, [PLAIN]),
+    ({"system": "Be brief.", **said("Yo")}, [SYSTEM]),
+    ({"system": "Be brief.", **turn("gpt", "Yo")}, [SYSTEM]),
+    ({"system_prompt": "Be brief.", "question": "Hi", "response": "Yo"}, [SYSTEM]),
+    ({"system": "", **said("Yo")}, [PLAIN]),
+    ({"system": "S", "messages": [{"role": "system", "content": "T"}, USER]}, "system column"),
+    ({"system": 5, **said("Yo")}, "must be text, found 5"),
+    (said(parts("Yo")), [PLAIN]),
+    (said(parts("Y", "o")), [PLAIN.replace("Yo", "Y\n\no")]),
+    (said([*parts("Yo"), {"type": "image_url", "image_url": {"url": "x"}}]), "must be text"),
+    (said("<think>\nhm\n</think>\n\nYo"), [THOUGHT]),
+    (said("<think>\n\n</think>\n\nYo"), [PLAIN]),
+    (said("Yo", reasoning_content="hm"), [THOUGHT]),
+    (said("Yo", reasoning="hm"), [THOUGHT]),
+    (said("Yo", thinking="hm"), [THOUGHT]),
+    (said("Yo", thinking=True), "reasoning must be text"),
+    (said("<think>hm"), "<think> tag"),
+    (said("hm</think>Yo"), "<think> tag"),
+    (said("<think>a</think>b<think>c</think>Yo"), "<think> tag"),
+    (said("<think>a</think>Yo", reasoning="hm"), "<think> tag"),
+    (
+        {**said("Yo"), "chat_template_kwargs": {"enable_thinking": True}},
+        ["<U>Hi<A><think></think>Yo<E>"],
+    ),
+    ({**said("Yo", reasoning="hm"), "chat_template_kwargs": {"enable_thinking": False}}, [PLAIN]),
+    ({**said("Yo"), "chat_template_kwargs": {"effort": 1}}, "found effort"),
+    ({**said("Yo"), "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
+    ({"messages": [{"role": "assistant", "content": "Hey"}, *said("Yo")["messages"]]}, [PLAIN]),
+    ({"messages": [{"role": "assistant", "content": "Hey"}]}, "no turn of a user"),
+    ({"turns": ["Hi"]}, "no answer"),
+    ({"instruction": "Count", "output": "1 " * 900}, "after 500 tokens"),
+    ({"messages": []}, "messages must be a non-empty list"),
+    ({"conversations": []}, "conversations must be a non-empty list"),
+    (turn("bing"), 'role "bing" is not one of'),
+    (turn("function_call"), 'role "function_call" is not one of'),
+    (turn("observation"), 'role "observation" is not one of'),
+    (turn(["user"]), "is not one of"),
+    (said(None), "must be text, found null"),
+    (said(None, tool_calls=[1]), "every tool call must have"),
+    (said(None, tool_calls={"a": 1}), "every tool call must have"),
+    ({"messages": [{"role": "tool", "content": None}]}, "must be text, found null"),
+    ({"messages": [{"role": "user"}]}, "must have role and content"),
+    ({"messages": ["Hi"]}, "must have role and content"),
+    ({"turns": [1]}, "must be text, found 1"),
+    ({"turns": ["a"], "tools": {"name": "b"}}, "tools must be a list"),
+    ({"turns": ["a"], "tools": "[{"}, "tools must be a list"),
+    ({"instruction": 1, "input": "y", "output": "x"}, "must be text, found 1"),
+    ({"instruction": None, "output": "x"}, "found 'output'"),
+    ({"text": "x"}, "expected messages, conversations"),
+    ({"samples": 5}, "samples must be a non-empty list"),
+    ({}, "found nothing"),
+    (b'{"messages": [{"role": "user", "content": "Hi \\ud83d"}]}', "lone surrogate"),
+    (b'{"instruction": "Hi", "output": "\\ud83d"}', "lone surrogate"),
+    (b"{", "expected a JSON object"),
+    (b"[1]", "expected a JSON object"),
+    (b'{"prompt": "\xff", "response": "x"}', "expected a JSON object"),
+    (b"[" * 99_999, "expected a JSON object"),
+    (b'{"turns": [' + b"9" * 5_000 + b"]}", "expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize("row, outcome", ROWS, ids=lambda value: str(value)[:70])
+def test_a_row_is_used_as_it_is_served_or_left_out(v4, tmp_path, capsys, row, outcome):
+    path, left_out = tmp_path / "data.jsonl", LeftOut()
+    lines = [
+        json.dumps(said("Good")).encode(),
+        row if isinstance(row, bytes) else json.dumps(row).encode(),
+    ]
+    path.write_bytes(b"\n".join(lines))
+    first, *samples = load_samples([path], v4, 500, left_out).samples
+    text = [v4.tokenizer.decode(sample.tokens) for sample in samples]
+    for name, short in {"User": "U", "Assistant": "A", "end▁of▁sentence": "E"}.items():
+        text = [t.replace(f"<｜{name}｜>", f"<{short}>") for t in text]
+    text = [t.removeprefix("<｜begin▁of▁sentence｜>") for t in text]
+    text = [t[t.find("\n\n<U>") + 2 if t.startswith("Reasoning Effort") else 0 :] for t in text]
+    assert first.answer_tokens and left_out.read == 2
+    left_out.report(listed := tmp_path / "left_out.jsonl")
+    printed = capsys.readouterr().out
+    if isinstance(outcome, list):
+        assert text == outcome and "2 kept, 0 left out" in printed and not listed.exists()
+        return
+    (entry,) = map(json.loads, listed.read_text().splitlines())
+    assert not text and (entry["index"], entry["where"]) == (1, f"{path}:2")
+    assert outcome in entry["reason"] and f"1: {path}:2: {entry['reason']}" in printed
+    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: "):
+        load_samples([path], v4, 500, LeftOut(strict=True))
+    path.write_bytes(lines[1])
+    with pytest.raises(HyperDFlashConfigError, match=r"no usable row of 1 in .*data.jsonl"):
+        load_samples([path], v4, 500)
+
+
+def lines_of(*texts):
+    return "\n".join(json.dumps(said(text)) for text in texts).encode()
+
+
+def array_of(*texts):
+    return json.dumps(list(map(said, texts)), indent=1).encode()
+
+
 @pytest.mark.parametrize(
-    "record",
+    "files, places",
     [
-        {"messages": CHAT[1:3]},
-        {
-            "conversations": [
-                {"from": "human", "value": "What is 2 + 2?"},
-                {"from": "gpt", "value": "It is 4."},
-            ]
-        },
-        {"conversations": CHAT[1:3]},
-        {"instruction": "What is 2 + 2?", "output": "It is 4."},
+        ({"a.jsonl": lines_of("1", "2")}, [":1", ":2"]),
+        ({"a.jsonl": b"\n" + lines_of("1") + b"\r\n\n" + lines_of("2")}, [":2", ":4"]),
+        ({"a.json": array_of("1", "2")}, [", row 1", ", row 2"]),
+        ({"a.txt": b"\xef\xbb\xbf" + lines_of("1", "2")}, [":1", ":2"]),
+        ({"a.json": b"\xef\xbb\xbf" + array_of("1", "2")}, [", row 1", ", row 2"]),
+        ({"a.jsonl.gz": gzip.compress(lines_of("1", "2"))}, [":1", ":2"]),
+        ({"a": gzip.compress(array_of("1", "2"))}, [", row 1", ", row 2"]),
+        (
+            {
+                **{
+                    "b.json": array_of("2"),
+                    "a.jsonl": lines_of("1"),
+                    "README.md": b"{",
+                    ".c.json": b"{",
+                },
+                **{"d.left_out.jsonl": b"{}"},
+            },
+            ["/a.jsonl:1", "/b.json, row 1"],
+        ),
     ],
 )
-def test_every_form_gives_the_same_conversation(record):
-    assert parse_conversation(record, "here") == Chat(CHAT[1:3])
+def test_a_source_is_read_whatever_it_is_packed_in(tmp_path, files, places):
+    source = tmp_path
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        source = tmp_path / name if len(files) == 1 else tmp_path
+    left_out = LeftOut()
+    read = left_out.usable(read_rows([source, source]), lambda *row: row)
+    rows = [(where, record["messages"][1]["content"]) for _, record, where in read]
+    assert (
+        rows == [(f"{source}{place}", text) for place, text in zip(places, "12", strict=True)] * 2
+    )
+    before = content_hash(source)
+    path = tmp_path / min(files, key=lambda name: name.startswith((".", "R")))
+    path.write_bytes(path.read_bytes() + b" ")
+    assert content_hash(source) != before
 
 
-def test_a_hub_data_set_is_streamed(monkeypatch, chats):
+def test_damaged_and_missing_sources_are_named(tmp_path, chats):
+    cut = tmp_path / "a.gz"
+    cut.write_bytes(gzip.compress(lines_of("1", "2"))[:-9])
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "folder").mkdir()
+    for name, kind, message in (
+        ("a.gz", HyperDFlashError, r"a.gz is damaged"),
+        ("empty.jsonl", HyperDFlashConfigError, r"no usable row of 0 in .*empty.jsonl"),
+        ("none.jsonl", FileNotFoundError, r"none.jsonl does not exist"),
+        ("folder", FileNotFoundError, r"folder does not exist, or holds no"),
+    ):
+        with pytest.raises(kind, match=message):
+            load_samples([tmp_path / name], chats, 9)
+
+
+def test_a_hub_data_set_is_streamed_and_pinned(monkeypatch, chats):
     import datasets
+    import huggingface_hub
 
     asked = []
 
-    def load_dataset(name, *, split, streaming):
-        asked.append((name, split, streaming))
+    def load_dataset(name, subset, *, revision, split, streaming):
+        asked.append((name, subset, revision, split, streaming))
         if name == "owner/gone":
             raise ConnectionError("offline")
-        return iter([{"conversations": CHAT, "id": 3}])
+        return iter([{"conversations": CHAT, "id": 3}, {"conversations": [], "id": 4}])
+
+    class Api:
+        def dataset_info(self, name, revision):
+            return {"owner/name": type("Info", (), {"sha": f"{revision} is abc"})}[name]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(read_conversations("hub:owner/name")) == [(Chat(CHAT), "hub:owner/name, row 1")]
-    assert len(load_samples(["hub:owner/name:test"], chats, 512).samples) == 1
-    assert asked == [("owner/name", "train", True), ("owner/name", "test", True)]
-    with pytest.raises(FileNotFoundError, match="owner/gone cannot be read from the hub: offline"):
-        list(read_conversations("hub:owner/gone"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    names = ["owner/name", "owner/name/main:test", "owner/name/main@v1.0:train", "name@refs/a/b"]
+    for name in names:
+        left_out = LeftOut()
+        assert load_samples([f"hub:{name}"], chats, 512, left_out).places == [f"hub:{name}, row 1"]
+        assert [entry["where"] for entry in left_out.entries] == [f"hub:{name}, row 2"]
+    assert asked == [
+        ("owner/name", None, None, "train", True),
+        ("owner/name", "main", None, "test", True),
+        ("owner/name", "main", "v1.0", "train", True),
+        ("name", None, "refs/a/b", "train", True),
+    ]
+    assert content_hash("hub:owner/name/main@v1:train").endswith("v1 is abc")
+    for call in (content_hash, lambda source: load_samples([source], chats, 512)):
+        with pytest.raises(FileNotFoundError, match=r"hub:owner/gone cannot be read as hub:"):
+            call("hub:owner/gone")
+
+
+@pytest.mark.parametrize(
+    "sample, message",
+    [
+        ({"tokens": [1]}, "samples must hold"),
+        ({"tokens": ["x"], "spans": []}, "samples must hold"),
+        ({"tokens": [1], "spans": [[0, 2]]}, "do not lie inside 1 tokens"),
+        ({"tokens": [1, 2, 3], "spans": [[1, 4]]}, "do not lie inside 3 tokens"),
+        ({"tokens": [1, 2, 3], "spans": [[2, 1]]}, "do not lie inside"),
+        ({"tokens": [1, 2, 3, 4], "spans": [[1, 3], [2, 4]]}, "one after another"),
+        ({"tokens": [1, 99_999], "spans": [[1, 2]]}, "expected ids below 1363.* found 1 to 99999"),
+        ({"tokens": [-1, 2], "spans": [[1, 2]]}, "expected ids below 1363"),
+    ],
+)
+def test_regenerated_tokens_of_another_target_end_the_run(chats, tmp_path, sample, message):
+    """Found as: an IndexError inside torch, and tokens that were trained on twice."""
+    path = write(tmp_path / "data.jsonl", said("Yo"), {"samples": [sample]})
+    with pytest.raises(HyperDFlashConfigError, match=rf"data.jsonl:2: .*{message}"):
+        load_samples([path], chats, max_length=512)
 
 
 def test_turns_are_prompts_without_answers(chats):
@@ -97,44 +305,12 @@ def test_what_follows_the_last_answer_is_left_out(chats):
     assert chat_samples(chats, trailing, "here") == chat_samples(chats, Chat(CHAT), "here")
 
 
-def test_long_and_unanswered_conversations_are_counted(chats, tmp_path):
-    path = write(
-        tmp_path / "data.jsonl",
-        {"messages": CHAT},
-        {"turns": ["hello"]},
-        {"instruction": "Count", "output": "1 " * 500},
-    )
-    loaded = load_samples([path], chats, max_length=100)
-    assert (len(loaded.samples), len(loaded.places)) == (1, 1)
-    assert (len(loaded.without_answer), len(loaded.too_long)) == (1, 1)
-    assert all(str(path) in where for where in (*loaded.without_answer, *loaded.too_long))
-    assert "left out 1 over the length limit and 1 without an answer" in str(loaded)
-    with pytest.raises(HyperDFlashConfigError, match=r"no samples in .* raise max_length \(5\)"):
-        load_samples([path], chats, max_length=5)
-
-
 def test_regenerated_lines_keep_their_exact_tokens(chats, tmp_path):
-    first = {"tokens": [5, 6, 7, 8], "spans": [[2, 4]]}
+    first = {"tokens": [5, 6, 7, 8], "spans": [[2, 3], [3, 4], [4, 4]]}
     second = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[5, 6]]}
     path = write(tmp_path / "data.jsonl", {"messages": CHAT, "samples": [first, second]})
     loaded = load_samples([path], chats, max_length=5)
-    assert [(s.tokens, s.spans) for s in loaded.samples] == [([5, 6, 7, 8], ((2, 4),))]
-    assert (len(loaded.without_answer), len(loaded.too_long)) == (0, 1)
-    for bad in (
-        {"tokens": [1]},
-        {"tokens": ["x"], "spans": []},
-        {"tokens": [1], "spans": [[0, 2]]},
-    ):
-        path = write(tmp_path / "bad.jsonl", {"samples": [bad]})
-        with pytest.raises(HyperDFlashConfigError, match=r"bad.jsonl:1: (samples must hold|spans)"):
-            load_samples([path], chats, max_length=5)
-
-
-def test_samples_that_are_no_list_are_named(chats, tmp_path):
-    path = write(tmp_path / "data.jsonl", {"samples": 5})
-    message = r"data.jsonl:1: samples must be a non-empty list, found 5\. Fix or remove this line"
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        load_samples([path], chats, max_length=5)
+    assert [(s.tokens, s.spans) for s in loaded.samples] == [([5, 6, 7, 8], ((2, 3), (3, 4)))]
 
 
 def test_a_template_that_is_missing_or_refuses_is_one_line(chats, tmp_path):
@@ -142,55 +318,12 @@ def test_a_template_that_is_missing_or_refuses_is_one_line(chats, tmp_path):
     path = write(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
     other = TemplateChats(copy.deepcopy(chats.tokenizer))
     other.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = r"data.jsonl:1: the target's chat template refuses .*: roles must alternate\. Fix"
+    message = r"data.jsonl:1: the target's chat template refuses .*: roles must alternate\. Raise"
     with pytest.raises(HyperDFlashConfigError, match=message):
         load_samples([path], other, max_length=5)
     other.tokenizer.chat_template = None
     with pytest.raises(HyperDFlashConfigError, match=r"has no chat template, .* Add a chat_templ"):
         load_samples([path], other, max_length=5)
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", r"data.jsonl:1: expected a JSON object"),
-        ("[1]", r"data.jsonl:1: expected a JSON object"),
-        ("{}", "found nothing"),
-        ('{"text": "x"}', "needs messages, conversations, instruction and output, or turns"),
-        ('{"messages": []}', "messages must be a non-empty list"),
-        ('{"messages": [{"role": "user"}]}', "must have role and content"),
-        ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot' is not one of"),
-        (
-            '{"messages": [{"role": "tool", "content": null}]}',
-            "be text, found null of the tool",
-        ),
-        (
-            '{"messages": [{"role": "gpt", "tool_calls": [1]}]}',
-            "tool call must have a function",
-        ),
-        ('{"turns": ["a"], "tools": {"name": "b"}}', "tools must be a list of objects with a func"),
-        ('{"turns": ["a"], "tools": "[{"}', "tools must be a list of objects with a function"),
-        ('{"turns": ["a"], "chat_template_kwargs": [1]}', "chat_template_kwargs must be an object"),
-        ('{"conversations": [{"from": "bot", "value": "x"}]}', "role 'bot' is not one of"),
-        ('{"turns": [1]}', "every message must be text, found 1 of the user"),
-        ('{"instruction": null, "output": "x"}', "must be text, found null of the user"),
-        ('{"instruction": null, "input": "y", "output": "x"}', "must be text, found null"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', "is not one of"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path, line, message):
-    path = tmp_path / "data.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(HyperDFlashError, match=message):
-        list(read_conversations(path))
-
-
-def test_empty_and_missing_files_are_named(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(HyperDFlashConfigError, match=r"empty.jsonl is empty"):
-        list(read_conversations(tmp_path / "empty.jsonl"))
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        list(read_conversations(tmp_path / "none.jsonl"))
 
 
 class Template:
@@ -201,7 +334,7 @@ class Template:
     def __init__(self, render):
         self.render = render
 
-    def apply_chat_template(self, messages, *, tools, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, *, tools, tokenize, add_generation_prompt, **_options):
         assert not tokenize and tools is None
         return self.render(messages, add_generation_prompt)
 
@@ -258,9 +391,8 @@ def test_turns_that_continue_one_another_are_one_sample():
     assert (second.tokens, second.spans) == ([1, 9, 7, 8], ((2, 3), (3, 4)))
 
 
-def test_what_v4_drops_of_a_conversation_decides_its_samples(target_dir, tmp_path):
+def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):
     """Reasoning is given up for the next turn, unless there are tools: then all is one sequence."""
-    v4 = load_chats(str(published_v4(tmp_path, target_dir)))
     messages = [dict(m) for m in CHAT]
     messages[2]["reasoning_content"], messages[4]["reasoning_content"] = "Two twos.", "Threes."
     tool = {"type": "function", "function": {"name": "add"}}
@@ -284,4 +416,18 @@ def test_a_sample_that_is_too_long_keeps_its_first_answers(chats, tmp_path):
     path = write(tmp_path / "data.jsonl", {"messages": [*CHAT, CHAT[1], long]})
     loaded = load_samples([path], chats, max_length=100)
     assert loaded.samples == chat_samples(chats, Chat(CHAT), "here")
-    assert not loaded.too_long
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_reasoning_that_a_template_drops_leaves_the_row_out(reads):
+    def render(messages, prompt):
+        texts = (m.get("reasoning_content", "") * reads + m["content"] + "|" for m in messages)
+        return "".join(texts)
+
+    row = [USER, {"role": "assistant", "content": "Yo", "reasoning_content": "hm"}]
+    if reads:
+        (sample,) = samples_of(render, row)
+        assert "".join(map(chr, sample.tokens)) == "Hi|hmYo|"
+    else:
+        with pytest.raises(HyperDFlashConfigError, match="drops the reasoning"):
+            samples_of(render, row)

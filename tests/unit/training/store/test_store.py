@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_hyperdflash.tools.atomic import WriteFailed
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.jsonl import JsonlError
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import manifest as manifest_module
@@ -278,7 +277,7 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path):
     with pytest.raises(HyperDFlashConfigError, match=r"one.jsonl: expected the manifest of"):
         StoreReader(tmp_path)
     path.write_bytes(whole.replace(b'{"shard"', b'"shard"', 1))
-    with pytest.raises(JsonlError, match=r"one.jsonl:2: expected a JSON object"):
+    with pytest.raises(BadRow, match=r"one.jsonl:2: expected a JSON object"):
         StoreReader(tmp_path)
 
 

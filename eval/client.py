@@ -12,7 +12,7 @@ import requests
 
 from eval.errors import one_line
 from sglang_hyperdflash.tools.acceptance import add_histograms
-from sglang_hyperdflash.tools.server_process import reason_of
+from sglang_hyperdflash.tools.server_process import key_headers, reason_of
 
 
 class Unanswered(requests.RequestException):
@@ -61,7 +61,8 @@ def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dic
         "chat_template_kwargs": sampling.template_args,
         **more,
     }
-    reply = requests.post(f"{url}/v1/chat/completions", json=payload, timeout=sampling.timeout)
+    options = {"json": payload, "timeout": sampling.timeout, "headers": key_headers()}
+    reply = requests.post(f"{url}/v1/chat/completions", **options)
     if not reply.ok:
         reason = " ".join(reason_of(reply.text).split())[:500] or "no reason given"
         raise Unanswered(f"{url} refused with {reply.status_code}: {reason}")
@@ -81,7 +82,7 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
     """Ask the turns one after another, each seeing the answers before it.
 
     Raises:
-        Unanswered: the server refused, or did not say which tokens it wrote.
+        Unanswered: the server refused or aborted, or did not say which tokens it wrote.
         requests.RequestException: the server died.
     """
     answer = Answer()
@@ -94,6 +95,8 @@ def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
         extension = content.get("sglext") or {}
         details = extension.get("spec_tokens_details") or {}
         written = extension.get("output_ids")
+        if content["choices"][0].get("finish_reason") == "abort":
+            raise Unanswered(f"{url} aborted the answer")
         if not written:  # an empty answer is [[]]
             raise Unanswered(
                 f"{url} answered without sglext.output_ids, so tokens cannot be counted or "

@@ -21,6 +21,7 @@ from eval.methods import BASELINE
 from eval.runner import DIFFERENCES, Cell, Plan, Servers, is_whole, read_sealed, write_sealed
 from sglang_hyperdflash.targets.files import model_dtype
 from sglang_hyperdflash.tools.errors import ServerFailed
+from sglang_hyperdflash.tools.server_process import key_headers
 
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
 # the largest logits lie, its numbers are 0.125 apart; the hidden states before them round as well.
@@ -92,7 +93,7 @@ def data_type(url: str) -> str:
         OSError, KeyError: the config of a model started with ``--dtype auto`` cannot be read.
         HyperDFlashConfigError: the type is another.
     """
-    reply = requests.get(f"{url}/server_info", timeout=60)
+    reply = requests.get(f"{url}/server_info", timeout=60, headers=key_headers())
     reply.raise_for_status()
     info, config = reply.json(), {}
     asked = str(info["dtype"])
@@ -153,7 +154,8 @@ def logit_gap(
         "return_logprob": True,
         "token_ids_logprob": [at.expected, at.found],
     }
-    reply = requests.post(f"{url}/generate", json=payload, timeout=sampling.timeout)
+    options = {"json": payload, "timeout": sampling.timeout, "headers": key_headers()}
+    reply = requests.post(f"{url}/generate", **options)
     reply.raise_for_status()
     (values,) = reply.json()["meta_info"]["output_token_ids_logprobs"]
     of = {token: value for value, token, *_ in values}

@@ -6,6 +6,7 @@ The client is SGLang's own ``sglang.benchmark.serving``. One server is up at a t
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from eval.runner import Plan, Servers, read_run, read_sealed, write_sealed
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.provenance import provenance
+from sglang_hyperdflash.tools.server_process import API_KEY
 
 KIND = "python -m eval serving"
 FOLDER, RESULT = "serving", "serving.json"
@@ -57,9 +59,11 @@ def run_client(command: list[str], log: Path) -> None:
         EvalError: it failed; the message holds its last line and the log's path.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    key = os.environ.get(API_KEY)
+    environment = os.environ | ({"OPENAI_API_KEY": key} if key else {})  # read by the client
     with log.open("ab") as sink:
-        start = sink.tell()
-        code = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT).returncode
+        start, options = sink.tell(), {"stderr": subprocess.STDOUT, "env": environment}
+        code = subprocess.run(command, stdout=sink, **options).returncode
     if code:
         said = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
         raise EvalError(

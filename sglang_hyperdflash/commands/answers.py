@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class Asker:
             it leaves out what SGLang reserves of the context and of the K/V pool.
         sampling: SGLang's parameters; ``max_new_tokens`` is cut to what ``limit`` leaves.
         options: those of every conversation that does not have its own.
+        finished_only: an answer that is cut by length is emptied and ends its conversation.
+        cut: how many answers are cut, and how many are not.
     """
 
     pool: Pool
@@ -82,6 +85,8 @@ class Asker:
     chats: Chats
     sampling: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
+    finished_only: bool = False
+    cut: Counter[bool] = field(default_factory=Counter)
 
     async def converse(
         self, asked: Conversation
@@ -95,13 +100,18 @@ class Asker:
         chat = Chat([], asked.chat.tools, {**self.options, **asked.chat.options})
         replies: list[dict[str, Any]] = []
         for number, step in enumerate(asked.steps, 1):
+            turn = f"turn {number}: " if asked.text is None else ""
             following = chat.with_messages(_continued(chat.messages, step))
             try:
                 tokens = self._tokens(asked, following)
                 reply = await self._generate(tokens)
             except (Refused, BadRow) as error:
-                turn = f"turn {number}: " if asked.text is None else ""
                 return chat.messages, replies, f"{turn}{getattr(error, 'reason', error)}"
+            is_cut = reply["meta_info"]["finish_reason"]["type"] == "length"
+            self.cut[is_cut] += 1
+            if is_cut and self.finished_only:
+                replies.append(reply | {"input_ids": tokens, "output_ids": [], "text": ""})
+                return chat.messages, replies, f"{turn}the answer is cut by length"
             if asked.text is None:
                 answer = self.chats.message(following, reply)
                 chat = chat.with_messages([*following.messages, answer])
@@ -213,6 +223,8 @@ class Answers:
         if not done + written:
             advice = "Fix or shorten them, or give a longer context."
             raise self.left_out.nothing_usable(f"the {self.prompts.noun}", advice)
+        if asker.cut[True]:
+            print(f"{asker.cut[True]} of {asker.cut.total()} answers are cut by length")
         return written
 
 

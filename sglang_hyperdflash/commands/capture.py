@@ -23,7 +23,7 @@ import torch
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.commands.generate import OWN, engine_arguments, engine_settings
 from sglang_hyperdflash.commands.own_server import own_server
-from sglang_hyperdflash.commands.pool import Refused, ask, server_info
+from sglang_hyperdflash.commands.pool import Pool, Refused, server_info
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
@@ -220,7 +220,8 @@ def _with_server(arguments, scratch: Path, args, loaded, waiting, writer) -> Non
     with starting as server:
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
         in_flight = asyncio.Semaphore(args.concurrency)
-        prefill = Prefill(server.url, loaded.places, scratch, in_flight)
+        pool = Pool({server.url: args.model}, attempts=1)  # rows of two attempts would add up
+        prefill = Prefill(pool, loaded.places, scratch, in_flight)
         asyncio.run(capture_shards(prefill, loaded.samples, waiting, writer))
 
 
@@ -244,13 +245,16 @@ async def capture_shards(
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             # Of all of them: asyncio prints a traceback of an error that nothing asked for.
             for error in filter(None, [task.exception() for task in done]):
+                for task in pending:
+                    task.cancel()
                 raise error
 
-    with tqdm(total=len(waiting), unit="shard") as bar:
-        for start, end in waiting:
-            await until(SHARDS_IN_MEMORY - 1)
-            pending.add(asyncio.create_task(one(start, end)))
-        await until(0)
+    async with prefill.pool:
+        with tqdm(total=len(waiting), unit="shard") as bar:
+            for start, end in waiting:
+                await until(SHARDS_IN_MEMORY - 1)
+                pending.add(asyncio.create_task(one(start, end)))
+            await until(0)
 
 
 def check_fits(loaded: Loaded, limit: int) -> None:
@@ -280,7 +284,7 @@ class Prefill:
         places: the ``file:line`` of every sample.
     """
 
-    url: str
+    pool: Pool
     places: Sequence[str]
     scratch: Path
     in_flight: asyncio.Semaphore
@@ -294,8 +298,7 @@ class Prefill:
         rid = f"{REQUEST_PREFIX}{index}"
         async with self.in_flight:
             try:
-                await ask(
-                    self.url,
+                await self.pool.ask(
                     input_ids=sample.tokens,
                     sampling_params={"temperature": 0, "max_new_tokens": 1},
                     return_hidden_states=True,

@@ -41,6 +41,7 @@ OWN = {
     "dtype": "Use --dtype.",
     "tp_size": "Use --tp.",
     "log_level": "Use --verbose.",
+    "api_key": "Leave it out: the server answers this command alone.",
     "speculative_algorithm": "Use --draft.",
     "speculative_draft_model_path": "Use --draft.",
 }
@@ -100,7 +101,9 @@ def add_parser(commands) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, **defaults: float) -> None:
-    """Add the sampling options that commands have in common."""
+    """Add the options of answers that commands have in common."""
+    text = "leave out answers that are cut by length, and later turns"
+    parser.add_argument("--finished-only", action="store_true", help=text)
     kinds = {
         "max_new_tokens": (COUNT, "most tokens of an answer; less if the context leaves less"),
         "temperature": (
@@ -185,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     others = {"the target": args.model, "the input": args.input}
     keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
     prompts = Prompts("prompts", [args.input], parse_prompt, None, args.strict)
-    settings = sampling | engine_settings(args)
+    settings = sampling | {"finished_only": args.finished_only} | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     with hold_answers(args.output, KIND, settings, prompts) as answers:
         if answers.left:
@@ -218,7 +221,8 @@ def _with_server(
 
     with own_server(arguments, verbose=args.verbose) as server:
         limit = int(server_info(server.url)["max_req_input_len"])
-        asker = Asker(Pool([server.url]), limit, chats, sampling)
+        pool = Pool({server.url: args.model})
+        asker = Asker(pool, limit, chats, sampling, {}, args.finished_only)
         started = time.monotonic()
         written = asyncio.run(answers.add_all(asker, fields, args.concurrency))
         print(summary(written, totals, time.monotonic() - started))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import resource
 import socket
-from collections.abc import Iterable
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import requests
 from tqdm import tqdm
 
+from sglang_hyperdflash.serving.scheduler.finish import NAN_MATCHED
 from sglang_hyperdflash.tools.errors import ServerFailed
-from sglang_hyperdflash.tools.server_process import reason_of
+from sglang_hyperdflash.tools.server_process import key_headers, reason_of
 
-ATTEMPTS, PAUSE = 3, 2.0  # seconds before the second attempt, doubled for each further one
+ATTEMPTS = 3
+PAUSE, LONGEST_PAUSE = 2.0, 60.0  # s before the second attempt and the first probe, then doubled
 MOST_IN_FLIGHT = 1024
 SPARE_FILES = 512  # open files besides the connections
 # Seconds of silence before the first probe, and between the probes; how many go unanswered.
@@ -26,95 +30,116 @@ class Refused(Exception):
     """The server refuses a prompt; the text gives the reason."""
 
 
+class Busy(Exception):
+    """The server takes no request now, or aborted this one; the text gives the reason."""
+
+
+# By HTTP status, which the finish reason of an aborted answer may hold as well.
+ERRORS = {400: Refused, 413: Refused, 422: Refused, 429: Busy, 503: Busy}
+
+
 def server_info(url: str) -> dict[str, Any]:
     """A running server's ``/server_info``; raises ``ServerFailed`` where nothing answers."""
     try:
-        answer = requests.get(f"{url}/server_info", timeout=60)
+        answer = requests.get(f"{url}/server_info", timeout=60, headers=key_headers())
         answer.raise_for_status()
         return answer.json()
     except (requests.RequestException, ValueError) as error:
         raise ServerFailed(
-            f"no SGLang server answers at {url}: {error!r}. Start one with "
-            "`python -m sglang.launch_server --model-path TARGET`."
+            f"no SGLang server answers at {url}: {error!r}. Start one with `python -m "
+            "sglang.launch_server --model-path TARGET`; if it has a key, give it as --api-key."
         ) from error
-
-
-async def ask(url: str, **payload: Any) -> dict[str, Any]:
-    """The answer of one server to one request, asked once: see :meth:`Pool.ask`."""
-    async with Pool([url], attempts=1) as pool:
-        return await pool.ask(**payload)
 
 
 class Pool:
     """Servers that share the requests; an asynchronous context manager.
 
-    A server that fails ``attempts`` times is reported and left out; its requests go to the others.
+    A busy server is asked again for ever. One that fails is left out until it answers a probe; a
+    request that fails ``attempts`` times the number of servers ends the run.
 
     Attributes:
-        in_flight: requests at each server that is not left out.
+        models: the ``model_path`` of each server, which it must still serve after a failure.
+        in_flight: requests at each server. pauses: seconds before the next probe of each.
+        out: the probes of those that are left out. busy: those that were reported as busy.
     """
 
-    def __init__(self, urls: Iterable[str], attempts: int = ATTEMPTS) -> None:
-        self.in_flight, self.attempts = dict.fromkeys(urls, 0), attempts
+    def __init__(self, models: Mapping[str, str], attempts: int = ATTEMPTS) -> None:
+        self.models, self.most_failures = models, attempts * len(models)
+        self.in_flight, self.pauses = dict.fromkeys(models, 0), dict.fromkeys(models, PAUSE)
+        self.out, self.busy = dict[str, asyncio.Task[None]](), set[str]()
 
     async def __aenter__(self) -> Pool:
         _allow_connections()
+        # The commands limit what is in flight. SGLang closes a connection after 5 s without use.
+        options = {"limit": 0, "keepalive_timeout": 2, "socket_factory": _watched_socket}
         self._session = aiohttp.ClientSession(
-            # The commands limit what is in flight.
-            connector=aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket),
+            connector=aiohttp.TCPConnector(**options),
+            headers=key_headers(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
         )
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        for probe in self.out.values():
+            probe.cancel()
         await self._session.close()
 
     async def ask(self, **payload: Any) -> dict[str, Any]:
-        """The answer to one ``/generate`` request; a busy server is asked again.
+        """The whole answer to one ``/generate`` request.
 
         Raises:
-            Refused: the server does not take it. ServerFailed: no server is left.
+            Refused: the server does not take it. ServerFailed: it failed too often.
         """
+        failures, pause, tried = 0, PAUSE, set[str]()
         while True:
-            url = min(self.in_flight, key=self.in_flight.__getitem__)
+            left = self.in_flight.keys() - self.out.keys() or self.in_flight.keys()
+            if left <= tried:
+                await asyncio.sleep(random.uniform(pause / 2, pause))
+                pause, tried = min(2 * pause, LONGEST_PAUSE), set()
+            url = min(sorted(left - tried), key=self.in_flight.__getitem__)
+            tried.add(url)
             self.in_flight[url] += 1
             try:
                 return await self._ask(url, payload)
-            except ServerFailed as error:
-                self._leave_out(url, error)
+            except Busy as reason:
+                if url not in self.busy:
+                    tqdm.write(f"{url} is busy ({reason}): what it does not take is asked again")
+                self.busy.add(url)
+            except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
+                failures, failed = failures + 1, f"{url} failed: {error!r}"
+                if failures >= self.most_failures:
+                    advice = "What is finished is kept; run the same command again to resume."
+                    raise ServerFailed(f"{failed}. {advice}") from error
+                if url not in self.out:
+                    tqdm.write(f"{failed}; it is left out until it answers")
+                    self.out[url] = asyncio.create_task(self._probe(url))
             finally:
-                if url in self.in_flight:
-                    self.in_flight[url] -= 1
+                self.in_flight[url] -= 1
 
     async def _ask(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
-        failure: Exception | None = None
-        for attempt in range(self.attempts):
-            if attempt:
-                await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
-                if url not in self.in_flight:  # another request found that it is gone
-                    break
-            try:
-                async with self._session.post(f"{url}/generate", json=payload) as reply:
-                    if reply.status == 400:
-                        raise Refused(reason_of(await reply.text()))
-                    reply.raise_for_status()
-                    return await reply.json(content_type=None)
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                failure = error
-        raise ServerFailed(
-            f"{url} failed {self.attempts} time{'s' * (self.attempts > 1)}: {failure!r}. What is "
-            "finished is kept; run the same command again to resume."
-        ) from failure
+        async with self._session.post(f"{url}/generate", json=payload) as reply:
+            if not reply.ok:
+                reason = reason_of(await reply.text()) or reply.reason
+                raise ERRORS.get(reply.status, ValueError)(reason)
+            answer = await reply.json(content_type=None)
+        finish = answer["meta_info"]["finish_reason"]
+        if finish.get("matched") == NAN_MATCHED:
+            raise Refused("the target's logits are not finite")
+        if finish["type"] == "abort":
+            raise ERRORS.get(finish.get("status_code"), Busy)(f"aborted: {finish.get('message')}")
+        return answer
 
-    def _leave_out(self, url: str, error: ServerFailed) -> None:
-        if url not in self.in_flight:
-            return
-        if len(self.in_flight) == 1:
-            raise error
-        del self.in_flight[url]
-        others = ", ".join(self.in_flight)
-        reason = f"failed {self.attempts} time{'s' * (self.attempts > 1)}: {error.__cause__!r}"
-        tqdm.write(f"{url} {reason}; asking {others} instead")
+    async def _probe(self, url: str) -> None:
+        """Take a server back when it serves its model again."""
+        model, timeout = None, aiohttp.ClientTimeout(sock_connect=60, sock_read=60)
+        while model != self.models[url]:
+            await asyncio.sleep(self.pauses[url])
+            self.pauses[url] = min(2 * self.pauses[url], LONGEST_PAUSE)
+            with suppress(aiohttp.ClientError, ValueError, AttributeError):
+                async with self._session.get(f"{url}/server_info", timeout=timeout) as reply:
+                    model = (await reply.json(content_type=None)).get("model_path")
+        del self.out[url]
+        tqdm.write(f"{url} answers again")
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
+from sglang_hyperdflash.tools.server_process import API_KEY
 from sglang_hyperdflash.training.conversations import joined, parse_conversation
 from sglang_hyperdflash.training.rows import SOURCES, STRICT
 
@@ -68,7 +70,6 @@ class Served:
 
     url: str
     model: str
-
     limit: int
 
     @classmethod
@@ -140,6 +141,7 @@ def add_parser(commands) -> None:
     text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
     add("--concurrency", type=most, default=32, help=text)
     add("--limit", type=COUNT, help="most conversations to answer (default: all)")
+    add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
     add("--strict", action="store_true", help=STRICT)
     text = "arguments of the chat template as JSON, for example '{\"thinking\": true}'"
     add("--template-args", default="{}", help=text)
@@ -148,19 +150,26 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
+    if args.api_key:
+        os.environ[API_KEY] = args.api_key
     sampling = {name: getattr(args, name) for name in SAMPLING if name != "min_p"}
     options = json_option("--template-args", args.template_args)
     for name in args.input:
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
     chats = load_chats(args.target)
     chats.check(options)
-    settings = sampling | {"target": location(args.target), "template": options}
+    settings = sampling | {
+        "finished_only": args.finished_only,
+        "target": location(args.target),
+        "template": options,
+    }
     tasks = Prompts("conversations", args.input, read_task, args.limit, args.strict)
     with hold_answers(args.output, KIND, settings, tasks) as answers:
         if answers.left:
             servers = check_servers(args, answers)
             limit = min(server.limit for server in servers)
-            asker = Asker(Pool(s.url for s in servers), limit, chats, sampling, options)
+            pool = Pool({server.url: server.model for server in servers})
+            asker = Asker(pool, limit, chats, sampling, options, args.finished_only)
             fields = partial(record_fields, servers[0].name)
             answered = asyncio.run(answers.add_all(asker, fields, args.concurrency))
             print(f"{answered} conversations answered")
@@ -182,6 +191,6 @@ def record_fields(
     served: str, messages: list[Message], replies: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """A conversation's record, with its training samples."""
-    samples = joined((reply["input_ids"], reply["output_ids"]) for reply in replies)
+    samples = joined((r["input_ids"], r["output_ids"]) for r in replies if r["output_ids"])
     entries = [{"tokens": s.tokens, "spans": list(map(list, s.spans))} for s in samples]
     return {"served": served, "messages": messages, "samples": entries}

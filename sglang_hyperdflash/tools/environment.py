@@ -98,6 +98,7 @@ VARIABLES = (
         "the engine of `hyperdflash capture`, which sets it",
         "folder for the residuals of captured requests",
     ),
+    Variable("HYPERDFLASH_API_KEY", "unset", "`regenerate`, `eval`", "key of the servers' API"),
     Variable("HYPERDFLASH_SOAK_MINUTES", "30", "`make soak`", "minutes of traffic"),
     Variable(
         "HYPERDFLASH_TEST_TEMPLATE",

@@ -20,6 +20,7 @@ from sglang_hyperdflash.tools.process_group import GroupGuard, signals_deferred
 
 # Below Linux's range for outgoing connections, which could take the port meanwhile.
 SERVER_PORTS = range(20000, 32000)
+API_KEY = "HYPERDFLASH_API_KEY"
 
 
 def free_port() -> int:
@@ -50,6 +51,11 @@ def reason_of(text: str) -> str:
     if isinstance(said, dict):
         said = said.get("message") or said.get("detail") or said
     return str(said)
+
+
+def key_headers() -> dict[str, str]:
+    """Headers of every request to a server, which may want a key."""
+    return {"Authorization": f"Bearer {os.environ[API_KEY]}"} if os.environ.get(API_KEY) else {}
 
 
 class Server:

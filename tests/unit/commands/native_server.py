@@ -15,6 +15,8 @@ class Answers(ThreadingHTTPServer):
 
     ``context``, ``model``: what ``/server_info`` says. ``refuses``: prompts of so many
     tokens get 400. ``answer``: other output ids, from a prompt's. ``connections``: accepted so far.
+    ``failures``: HTTP statuses, or finish reasons, of the next requests.
+    ``key``: what a request must have. ``probes``: how often ``/server_info`` was read.
 
     Args:
         delay: seconds of each answer.
@@ -24,7 +26,8 @@ class Answers(ThreadingHTTPServer):
 
     def __init__(self, delay: float = 0.0) -> None:
         self.prompts: list[dict] = []
-        self.failures: list[int] = []
+        self.failures: list[int | dict] = []
+        self.key, self.probes = None, 0
         self.context, self.refuses = 4096, -1
         self.model = "owner/target"
         self.hold: threading.Event | None = None
@@ -54,15 +57,31 @@ class Handler(BaseHTTPRequestHandler):
         with suppress(OSError):  # a client that was killed
             self.wfile.write(data)
 
+    def locked(self) -> bool:
+        key = self.server.key
+        locked = key is not None and self.headers["Authorization"] != f"Bearer {key}"
+        if locked:
+            self.reply(401, {"error": "Unauthorized"})
+        return locked
+
     def do_GET(self):
+        self.server.probes += 1
+        if self.locked():
+            return
         info = {"max_req_input_len": self.server.context, "model_path": self.server.model}
         self.reply(200, info)
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.failures:
-            self.reply(self.server.failures.pop(), "no")
+        if self.locked():
             return
+        finish = None
+        if self.server.failures:
+            failure = self.server.failures.pop()
+            if isinstance(failure, int):
+                self.reply(failure, "no")
+                return
+            finish = failure
         self.server.prompts.append(request)
         n = len(request["input_ids"])
         if self.server.hold is not None:
@@ -72,5 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         time.sleep(self.server.delay)
         output = self.server.answer(request["input_ids"])
-        meta = {"finish_reason": {"type": "stop", "matched": output[-1]}}
+        if finish and finish["type"] == "abort":
+            output = output[:-2]  # what there was when it was aborted
+        meta = {"finish_reason": finish or {"type": "stop", "matched": output[-1]}}
         self.reply(200, {"output_ids": output, "text": f"answer {n}", "meta_info": meta})

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,13 +18,14 @@ from sglang.srt import runtime_context
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, capture_rows
 from sglang_hyperdflash.commands.capture_rows import append_rows, take_rows
-from sglang_hyperdflash.commands.pool import Refused
+from sglang_hyperdflash.commands.pool import Pool, Refused
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError, ServerFailed
 from sglang_hyperdflash.training.conversations import Loaded
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store.manifest import Data
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.writer import open_writer
+from tests.unit.commands.native_server import Answers
 from tests.unit.training.store import small
 from tests.waiting import PATIENCE
 
@@ -33,7 +35,8 @@ SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
 
 def prefill(folder: Path, concurrency: int = 4) -> capture.Prefill:
     places = [f"data.jsonl:{n}" for n in range(1, 100)]
-    return capture.Prefill("http://nowhere", places, folder, asyncio.Semaphore(concurrency))
+    pool = Pool({"http://nowhere": ""}, attempts=1)
+    return capture.Prefill(pool, places, folder, asyncio.Semaphore(concurrency))
 
 
 def test_too_little_space_is_said_before_it_starts(tmp_path, capsys):
@@ -60,7 +63,7 @@ def test_rows_that_found_no_space_end_the_command_with_one_line(tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
         append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
-    monkeypatch.setattr(capture, "ask", mock.AsyncMock())
+    monkeypatch.setattr(Pool, "ask", mock.AsyncMock())
     with pytest.raises(HyperDFlashError, match=r"expected 5 residual rows .* found 0; \d+ MiB"):
         asyncio.run(prefill(tmp_path)(0, SAMPLES[0]))
 
@@ -189,11 +192,11 @@ def test_a_capture_counts_and_names_the_dtype_that_its_engine_has(
 def test_every_share_is_captured_once_and_all_together(tmp_path, monkeypatch):
     """Found as: one engine, one writer, one folder of a capture."""
 
-    async def answered(_url, *, rid, input_ids, **_options) -> None:
+    async def answered(_pool, *, rid, input_ids, **_options) -> None:
         sample = next(s for s in small.SAMPLES if s.tokens == input_ids)
         append_rows(tmp_path, rid, small.residual(sample))
 
-    monkeypatch.setattr(capture, "ask", answered)
+    monkeypatch.setattr(Pool, "ask", answered)
     for part in (2, 1):
         with open_writer(tmp_path / "store", small.IDENTITY, f"{part}", small.KIND, {}) as writer:
             writer.begin(small.DATA)
@@ -205,11 +208,31 @@ def test_every_share_is_captured_once_and_all_together(tmp_path, monkeypatch):
         assert torch.equal(source.states([i]).residual[0], small.residual(sample))
 
 
+def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
+    """Found as: a session, and a connection, for every sample."""
+    server = Answers()
+
+    def answer(ids):
+        rid = next(p["rid"] for p in server.prompts if p["input_ids"] == ids)
+        append_rows(tmp_path, rid, small.residual(next(s for s in samples if s.tokens == ids)))
+        return [1]
+
+    samples = [Sample(list(range(n)), ((2, n),)) for n in range(4, 44)]
+    server.answer, loaded = answer, Loaded(samples, [""] * len(samples), [], [])
+    monkeypatch.setattr(capture, "own_server", lambda *_, **__: nullcontext(server))
+    options, ranges = SimpleNamespace(concurrency=2, verbose=False, model=""), [(0, 20), (20, 40)]
+    writer = mock.Mock()
+    capture._with_server({}, tmp_path, options, loaded, ranges, writer)
+    server.shutdown()
+    assert len(server.prompts) == 40 and writer.add.call_count == 2
+    assert server.connections <= 1 + 2, "one for /server_info, then one for each in flight"
+
+
 def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, monkeypatch):
     """Found as: prefill, write, hash and index, one after another for every shard."""
     asked, begun = threading.Event(), []
 
-    async def answered(_url, *, rid, input_ids, **_options) -> None:
+    async def answered(_pool, *, rid, input_ids, **_options) -> None:
         append_rows(tmp_path, rid, torch.ones(len(input_ids), 4))
         if rid.endswith("-1"):
             asked.set()
@@ -219,14 +242,14 @@ def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, monkeypatch)
             begun.append(start)
             assert start or asked.wait(PATIENCE), "the second waited for the first"
 
-    monkeypatch.setattr(capture, "ask", answered)
+    monkeypatch.setattr(Pool, "ask", answered)
     ranges = [(i, i + 1) for i in range(len(SAMPLES))]
     asyncio.run(capture.capture_shards(prefill(tmp_path, 1), SAMPLES, ranges, Slow()))
     assert sorted(begun) == [0, 1, 2, 3]
 
 
 def test_a_shard_that_cannot_be_written_ends_the_capture(tmp_path, monkeypatch):
-    async def answered(_url, *, rid, input_ids, **_options) -> None:
+    async def answered(_pool, *, rid, input_ids, **_options) -> None:
         append_rows(tmp_path, rid, torch.ones(len(input_ids), 4))
         asked.append(rid)
 
@@ -235,7 +258,7 @@ def test_a_shard_that_cannot_be_written_ends_the_capture(tmp_path, monkeypatch):
             raise HyperDFlashError("cannot write")
 
     asked: list[str] = []
-    monkeypatch.setattr(capture, "ask", answered)
+    monkeypatch.setattr(Pool, "ask", answered)
     many = SAMPLES * 20
     ranges = [(i, i + 1) for i in range(len(many))]
     with pytest.raises(HyperDFlashError, match="cannot write"):
@@ -247,7 +270,7 @@ def test_shards_that_fail_together_end_it_without_a_traceback(tmp_path, monkeypa
     """Found as: a server died with four shards in flight, and asyncio printed three errors."""
     heard: list[dict] = []
 
-    async def died(_url, **_options) -> None:
+    async def died(_pool, **_options) -> None:
         raise ServerFailed("gone")
 
     async def run() -> None:
@@ -255,7 +278,7 @@ def test_shards_that_fail_together_end_it_without_a_traceback(tmp_path, monkeypa
         ranges = [(i, i + 1) for i in range(len(SAMPLES))]
         await capture.capture_shards(prefill(tmp_path), SAMPLES, ranges, mock.Mock())
 
-    monkeypatch.setattr(capture, "ask", died)
+    monkeypatch.setattr(Pool, "ask", died)
     with pytest.raises(ServerFailed, match="gone"):
         asyncio.run(run())
     gc.collect()
@@ -264,7 +287,7 @@ def test_shards_that_fail_together_end_it_without_a_traceback(tmp_path, monkeypa
 
 def test_a_conversation_that_the_server_refuses_is_named(tmp_path, monkeypatch):
     """Found as: answers with token ids of another tokenizer ended in a traceback."""
-    monkeypatch.setattr(capture, "ask", mock.AsyncMock(side_effect=Refused("id 9999 is unknown")))
+    monkeypatch.setattr(Pool, "ask", mock.AsyncMock(side_effect=Refused("id 9999 is unknown")))
     with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: .* refuses .*: id 9999"):
         asyncio.run(prefill(tmp_path)(1, SAMPLES[1]))
 

@@ -95,6 +95,20 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, caps
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 4
 
 
+def test_a_cut_answer_is_left_out_where_that_is_asked_for(run, tmp_path, capsys):
+    lines = [{"prompt": "p"}, {"turns": ["one", "two"]}]
+    for options, found in ([], ["xxx"] * 3), (["--finished-only"], [""] * 2):
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+        server = FakeServer(limit=50)
+        assert run(server, lines, *options) == 0
+        written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert [text for one in written for text in one["outputs"]] == found
+        assert [one["finish_reason"] for one in written] == ["length"] * 2
+        count = len(server.asked)
+        assert f"{count} of {count} answers are cut" in capsys.readouterr().out
+        assert run(server, lines, *options) == 0 and len(server.asked) == count
+
+
 def test_what_the_chat_template_refuses_is_skipped_and_listed(run, tmp_path, capsys, monkeypatch):
     """Found as: one such line ended the whole run."""
 

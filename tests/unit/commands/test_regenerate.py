@@ -165,11 +165,11 @@ def test_it_resumes_and_drops_a_cut_line(server, target_dir, data, tmp_path, cap
     assert "3 already answered" in capsys.readouterr().out
 
 
-def test_a_busy_server_is_asked_again_and_a_dead_one_named(
+def test_a_server_that_fails_is_asked_again_and_a_dead_one_named(
     server, target_dir, data, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(pool, "PAUSE", 0)
-    server.failures = [503, 503]
+    server.failures = [500, 500]
     assert call(server, target_dir, data, tmp_path / "a.jsonl", "--concurrency", "1") == 0
     server.failures = [500] * 100
     assert call(server, target_dir, data, tmp_path / "b.jsonl") == 2
@@ -252,6 +252,38 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     out.write_text("".join(lines[:-1]))
     assert call(server, target_dir, data, out, "--concurrency", "1") == 0
     assert (tmp_path / "out.left_out.jsonl").read_text() == listed
+
+
+CUT, STOP = {"type": "length", "length": 3}, {"type": "stop", "matched": 1}
+
+
+def test_answers_that_are_cut_are_counted_and_can_be_left_out(
+    server, target_dir, data, tmp_path, capsys
+):
+    """Found as: they were kept without a word."""
+    kept, left = tmp_path / "kept.jsonl", tmp_path / "left.jsonl"
+    for out, options in (kept, []), (left, ["--finished-only"]):
+        server.failures = [STOP, CUT, CUT, STOP]
+        assert call(server, target_dir, data, out, "--concurrency", "1", *options) == 0
+        assert "2 of 4 answers are cut" in capsys.readouterr().out
+    assert [len(r["samples"]) for r in records_of(kept)] == [2, 1, 1]
+    assert [len(r["samples"]) for r in records_of(left)] == [1, 0, 1]
+    assert [len(r["messages"]) for r in records_of(left)] == [3, 0, 2]
+    assert [r["index"] for r in records_of(left) if "refused" in r] == [0, 1]
+    asked = len(server.prompts)
+    assert call(server, target_dir, data, left, "--finished-only") == 0
+    assert len(server.prompts) == asked, "they would be cut again"
+    assert call(server, target_dir, data, left) == 2
+    assert "finished_only was true, now false" in capsys.readouterr().err
+
+
+def test_an_empty_answer_is_no_sample(server, target_dir, data, tmp_path):
+    """Found as: no later command could read the file, for a span of no tokens."""
+    out, server.failures = tmp_path / "out.jsonl", [STOP]
+    server.answer = lambda ids: [] if len(server.prompts) == 1 else [len(ids)] * 3
+    assert call(server, target_dir, data, out, "--concurrency", "1") == 0
+    loaded = load_samples([out], load_chats(str(target_dir)), 512)
+    assert [sample.answer_tokens for sample in loaded.samples] == [3, 3, 3]
 
 
 def test_a_server_that_refuses_everything_is_an_error(server, target_dir, data, tmp_path, capsys):

@@ -27,6 +27,7 @@ class FakeServer:
         die_after: requests that are answered; delay: seconds of each.
         refuse: a prompt's last text that is refused, with its code and the refusal's body.
         says_ids: whether answers hold their token ids. widths: rounds by width of every answer.
+        finish: why every answer ended. key: what every request must have.
     """
 
     def __init__(
@@ -42,18 +43,26 @@ class FakeServer:
         refuse: tuple[str, int, bytes] | None = None,
         says_ids: bool = True,
         widths: Sequence[int] = (),
+        finish: str = "stop",
+        key: str | None = None,
     ) -> None:
         self.answer = lengths(answer) if isinstance(answer, int) else answer
+<<<<<<< HEAD
         self.histogram, self.logits = histogram, logits or {}
         self.info = {"dtype": dtype, "device": device}
         self.die_after, self.before = die_after, lambda: time.sleep(delay)
+=======
+        self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
+        self.die_after, self.delay, self.finish, self.key = die_after, delay, finish, key
+>>>>>>> w-pool
         self.refuse, self.says_ids, self.widths = refuse, says_ids, list(widths)
-        self.requests: list[dict] = []
-        self.generated: list[dict] = []
+        self.requests, self.generated = list[dict](), list[dict]()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def reply(self, body: dict | bytes, code: int = 200) -> None:
+                if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
+                    body, code = {"error": "Unauthorized"}, 401
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
@@ -97,7 +106,7 @@ class FakeServer:
             "spec_correct_drafts_histogram": self.histogram,
             "spec_cap_lens_histogram": self.widths,
         }
-        choice = {"message": {"content": "answer"}}
+        choice = {"message": {"content": "answer"}, "finish_reason": self.finish}
         if asked.get("return_prompt_token_ids"):
             choice["prompt_token_ids"] = [len(m["content"]) for m in asked["messages"]]
         ids = self.answer(text)[: asked["max_tokens"]]

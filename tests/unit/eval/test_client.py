@@ -52,6 +52,8 @@ def test_an_answer_without_its_tokens_is_no_answer(data, tmp_path, fake):
     silent, out = fake(4, [], says_ids=False), tmp_path / "out"
     with pytest.raises(Unanswered, match=r"without sglext\.output_ids"):
         converse(silent.url, ["one"], GREEDY)
+    with pytest.raises(Unanswered, match="aborted"):
+        converse(fake(4, [], finish="abort").url, ["one"], GREEDY)
     assert converse(fake(0, []).url, ["one"], GREEDY).output_ids == [[]]
     assert run_command(data, out, silent, fake(4, [1, 1])) == 1
     rows = rows_of(out)

@@ -192,6 +192,13 @@ def test_a_load_client_that_fails_is_quoted_and_its_output_kept(tmp_path):
         run_client([sys.executable, "-c", "import sys; sys.exit(3)"], log)
 
 
+def test_the_load_client_has_the_key_as_it_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERDFLASH_API_KEY", "secret")
+    source = "from sglang.benchmark.serving import get_auth_headers; print(get_auth_headers())"
+    run_client([sys.executable, "-c", source], tmp_path / "client.log")
+    assert "'Authorization': 'Bearer secret'" in (tmp_path / "client.log").read_text()
+
+
 CLIENT_NUMBERS = {"output_throughput": 10.0} | dict.fromkeys(
     (name for pair in serving.LATENCIES.values() for name in pair), 1.0
 )

@@ -297,6 +297,16 @@ def test_a_first_difference_is_a_tie_or_a_fault_by_the_target_s_gap(
     assert len(target.generated) == 1
 
 
+def test_locked_servers_are_asked_with_the_key(data, tmp_path, fake, monkeypatch, capsys):
+    monkeypatch.setenv("HYPERDFLASH_API_KEY", "")
+    target = fake(4, [], logits={5: 20.0, 90: 19.0}, key="secret")
+    ours, out = fake(parting, [1, 1], key="secret"), tmp_path / "out"
+    assert run_command(data, out, target, ours) == 1
+    assert "401: Unauthorized" in rows_of(out)["hyperdflash6"]["error"]
+    assert run_command(data, out, target, ours, "--api-key", "secret") == 0
+    assert len(target.generated) == 1 and rows_of(out)["hyperdflash6"]["compared_answers"] == 6
+
+
 def test_a_gap_that_cannot_be_measured_is_said_and_asked_again(data, tmp_path, fake, capsys):
     target, ours = fake(4, []), fake(parting, [1, 1])
     out = tmp_path / "out"

@@ -11,11 +11,10 @@ import argparse
 import asyncio
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from sglang_hyperdflash.commands.pool import Pool, Refused, server_info
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
-from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
@@ -155,8 +153,13 @@ def run(args: argparse.Namespace) -> int:
         left_out = LeftOut(args.strict)
         loaded = load_samples(args.data, load_chats(args.model), limit, left_out)
         print(loaded)
+        usable = _capture(args, arguments, writer, loaded)
+        for i in writer.left_out:
+            left_out.add(i, loaded.places[i], "NaN or infinite states")
         left_out.report(args.out / f"{name}.left_out.jsonl")
-        return _capture(args, arguments, writer, loaded)
+    if not usable and writer.left_out:
+        raise left_out.nothing_usable("--data", "Check the target's weights and --dtype.")
+    return 0
 
 
 def share(text: str) -> tuple[int, int]:
@@ -188,30 +191,16 @@ def _capture(
     if waiting:
         left = [s for start, end in waiting for s in loaded.samples[start:end]]
         check_space(args.out, sum(bytes_of(s, writer.identity) for s in left))
-        with _scratch(args.out, writer.name) as scratch:
-            _with_server(arguments, scratch, args, loaded, waiting, writer)
-    count = sum(end - start for start, end in ranges)
+        # Local: rows that are read and removed within seconds need not reach a shared disk.
+        with TemporaryDirectory(prefix="hyperdflash-", ignore_cleanup_errors=True) as scratch:
+            _with_server(arguments, Path(scratch), args, loaded, waiting, writer)
+    count = sum(end - start for start, end in ranges) - len(writer.left_out)
     print(f"{count} samples in {_shards(len(ranges))} ({args.out})")
-    return 0
+    return count
 
 
 def _shards(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
-
-
-@contextmanager
-def _scratch(out: Path, name: str) -> Iterator[Path]:
-    """A folder for rows before they are in a shard, emptied of a killed run's.
-
-    It is local: rows that are read and removed within seconds need not reach a shared disk.
-    """
-    folder = Path(tempfile.gettempdir()) / f"hyperdflash-{short_hash([location(out), name])}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_server(arguments, scratch: Path, args, loaded, waiting, writer) -> None:

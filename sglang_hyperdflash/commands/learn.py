@@ -16,6 +16,7 @@ from sglang_hyperdflash.commands.train import (
     check_target,
     processes,
 )
+from sglang_hyperdflash.draft.checkpoint import weight_files
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.command_line import COUNT, number
@@ -49,7 +50,7 @@ def hold(args: argparse.Namespace, held: ExitStack) -> None:
         "draft_config": content_hash(args.draft / "config.json"),
     }
     settings = drafter | {
-        "draft": content_hash(args.draft / "model.safetensors"),
+        "draft": list(map(content_hash, weight_files(args.draft))),
         "store": location(args.store),
         "publish": location(args.publish),
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_hyperdflash.draft.checkpoint import weight_files
 from sglang_hyperdflash.draft.config import HyperDFlashConfig, check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import load_chats
@@ -55,7 +56,7 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
     }
     return stages | {
         "target": location(schedule.target),
-        "draft": content_hash(schedule.draft / "model.safetensors"),
+        "draft": list(map(content_hash, weight_files(schedule.draft))),
         # Drafters of another block size, window or mask token may have the same weights.
         "draft_config": content_hash(schedule.draft / "config.json"),
         "max_length": schedule.max_length,

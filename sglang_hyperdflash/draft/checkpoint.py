@@ -1,8 +1,9 @@
-"""The draft checkpoint's tensors, checked by name, shape and value."""
+"""The draft checkpoint's files, and its tensors, checked by name, shape and value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,15 @@ from sglang_hyperdflash.draft.config import HyperDFlashConfig
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """A drafter's files of weights; raises ``HyperDFlashConfigError`` where there is none."""
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    raise HyperDFlashConfigError(
+        f"{folder} holds no *.safetensors; pickled weights are not loaded. Export it again."
+    )
 
 
 def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[str, tuple]:

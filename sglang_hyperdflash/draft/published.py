@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_hyperdflash.draft.checkpoint import weight_files
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.tools.atomic import replacing, write_failed, write_json, write_text
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 POINTER, MANIFEST, REFUSED = "current", "version.json", "refused"
-CONFIG, WEIGHTS = "config.json", "*.safetensors"
+CONFIG = "config.json"
 DIGITS = 6
 # Whole versions in the folder, the newest.
 KEPT = 3
@@ -109,9 +110,7 @@ def publish(folder: Path, drafter: Path) -> int:
         WriteFailed: the disk is full or the folder cannot be written; the pointer is as before.
     """
     load_config(drafter)
-    weights = sorted(drafter.glob(WEIGHTS))
-    if not weights:
-        raise HyperDFlashConfigError(f"{drafter} holds no {WEIGHTS}; expected a drafter folder.")
+    weights = weight_files(drafter)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = _numbers(folder)

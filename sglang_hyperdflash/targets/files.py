@@ -1,14 +1,15 @@
 """What a drafter needs of a target checkpoint without loading it: its config and its gate.
 
-A target is a folder or a hub id. Tensors are read by byte range through the safetensors index: of
-a 160 GB checkpoint some 300 KB are read, and no shard is downloaded.
+A target is a folder or a hub id, whose files come from the hub's cache, offline too. Tensors are
+read through the safetensors index. Of a checkpoint of 160 GB that is not in the cache, a gate's
+300 KB are read by their bytes; a shard is downloaded for an embedding or LM head alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
+from huggingface_hub import constants
 from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
@@ -25,6 +27,8 @@ from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+# Bytes of a tensor that is read from the hub's cache, not from the hub at every start.
+LARGE = 16 << 20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Names of SGLang's --dtype and of config.json, besides auto.
 DTYPE_NAMES = {name: name for name in ("float32", "float16", "bfloat16")}
@@ -111,8 +115,8 @@ class TargetFiles:
             raise FileNotFoundError(f"target {name} is neither a folder nor a hub id (owner/name).")
 
     def _path(self, file: str) -> Path:
-        """A small file of the folder, or its copy in the hub's cache."""
-        try:
+        """A file of the folder, or its copy in the hub's cache."""
+        try:  # hf_hub_download locks the file: one process of a node reads the hub, others wait
             if self.is_hub:
                 return Path(
                     huggingface_hub.hf_hub_download(self.name, file, revision=self.revision)
@@ -157,11 +161,9 @@ class TargetFiles:
         Raises:
             HyperDFlashConfigError: it is damaged.
         """
-        if self.is_hub:
-            found = huggingface_hub.file_exists(self.name, INDEX, revision=self.revision)
-        else:
-            found = (Path(self.name) / INDEX).is_file()
-        return self._json(INDEX) if found else None
+        with suppress(FileNotFoundError):
+            return self._json(INDEX)
+        return None
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, str]]:
@@ -169,8 +171,6 @@ class TargetFiles:
         index = self.index()
         if index is not None:
             files = index.get("weight_map")
-        elif self.is_hub:
-            files = dict.fromkeys(self._hub_header(WEIGHTS), WEIGHTS)
         else:
             with self._opened(WEIGHTS) as opened:
                 files = dict.fromkeys(opened.keys(), WEIGHTS)
@@ -190,8 +190,8 @@ class TargetFiles:
         if name not in self._places:
             raise HyperDFlashConfigError(f"target {self.name} has no tensor for {name}.")
         source, file = self._places[name]
-        if self.is_hub:
-            return self._hub_tensor(file, source).float()
+        if self.is_hub and (small := self._hub_tensor(file, source)) is not None:
+            return small.float()
         with self._opened(file) as opened:
             _check_dtype(file, source, opened.get_slice(source).get_dtype())
             return opened.get_tensor(source).float()
@@ -207,21 +207,22 @@ class TargetFiles:
                 f"{path} is damaged, cut short, or lacks a tensor of the index: {error}."
             ) from error
 
-    def _hub_header(self, file: str) -> dict[str, huggingface_hub.utils.TensorInfo]:
+    def _hub_tensor(self, file: str, name: str) -> torch.Tensor | None:
+        """A small tensor by its bytes; None where its file is in the cache, or has to be."""
+        place = {"filename": file, "revision": self.revision}
+        cached = huggingface_hub.try_to_load_from_cache(self.name, **place)
+        if constants.HF_HUB_OFFLINE or isinstance(cached, str):
+            return None
         try:
-            return huggingface_hub.parse_safetensors_file_metadata(
-                self.name, file, revision=self.revision
-            ).tensors
-        except SafetensorsParsingError as error:
-            raise HyperDFlashConfigError(f"{file} is not a safetensors file: {error}") from error
-
-    def _hub_tensor(self, file: str, name: str) -> torch.Tensor:
-        """A tensor by its bytes: ``hf_hub_download`` would fetch the whole shard."""
-        info = self._hub_header(file)[name]
+            info = huggingface_hub.parse_safetensors_file_metadata(self.name, **place).tensors[name]
+        except (SafetensorsParsingError, KeyError):
+            return None  # opened as a file, it is refused by name
+        begin, end = info.data_offsets
+        if end - begin >= LARGE:
+            return None
         _check_dtype(file, name, info.dtype)
         path = f"{self.name}{f'@{self.revision}' if self.revision else ''}/{file}"
         with huggingface_hub.HfFileSystem().open(path, "rb") as opened:
-            begin, end = info.data_offsets
             opened.seek(8 + int.from_bytes(opened.read(8), "little") + begin)
             data = bytearray(opened.read(end - begin))
         return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(info.shape)

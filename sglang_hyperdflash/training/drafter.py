@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
+from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors, weight_files
 from sglang_hyperdflash.draft.config import (
     DRAFT_ARCHITECTURE,
     FORMS,
@@ -344,20 +344,20 @@ class Drafter(nn.Module):
         """Read a checkpoint folder strictly, in fp32.
 
         Raises:
-            HyperDFlashConfigError: its config or a tensor is wrong, or the file is cut short.
+            HyperDFlashConfigError: its config or a tensor is wrong, or a file is cut short.
         """
-        path = Path(folder) / "model.safetensors"
         load_config(folder)
         raw = json.loads((Path(folder) / "config.json").read_text())
-        drafter = cls(raw)
-        try:
-            weights = load_file(path)
-        except SafetensorError as error:
-            raise HyperDFlashConfigError(
-                f"{path} is damaged: {error}. Copy or recreate the drafter."
-            ) from error
+        drafter, weights = cls(raw), []
+        for path in weight_files(Path(folder)):
+            try:
+                weights += load_file(path).items()
+            except SafetensorError as error:
+                raise HyperDFlashConfigError(
+                    f"{path} is damaged: {error}. Copy or recreate the drafter."
+                ) from error
         drafter.load_state_dict(
-            dict(checked_tensors(weights.items(), expected_tensors(raw, drafter.config)))
+            dict(checked_tensors(weights, expected_tensors(raw, drafter.config)))
         )
         return drafter
 

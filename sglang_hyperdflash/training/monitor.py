@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import socket
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -95,33 +94,34 @@ class TensorBoard:
     """Scalars in ``tensorboard/`` of the trainer's folder; steps that a resumed run repeats are
     purged.
 
-    It and :meth:`log` raise ``WriteFailed``.
+    torch's ``SummaryWriter`` has a thread, which would print a full disk's error as a traceback.
+    This and :meth:`log` raise ``WriteFailed``.
     """
 
     def __init__(self, trainer, _title: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        # Files are read in the order of their names.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self.path = trainer.folder / "tensorboard" / name
+        self._write(file_version="brain.Event:2")
+        self._write(step=trainer.state["step"] + 1, session_log={"status": "START"})
 
-        # The writer's thread ends with an OSError on a full disk, which `flush` raises again.
-        threading.excepthook = lambda thread: (
-            None if isinstance(thread.exc_value, OSError) else threading.__excepthook__(thread)
-        )
-        self.folder = trainer.folder / "tensorboard"
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         try:
-            self.writer = SummaryWriter(str(self.folder), purge_step=trainer.state["step"] + 1)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())
         except OSError as error:
-            raise write_failed(self.folder, error) from error
+            raise write_failed(self.path.parent, error) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        try:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
-        except OSError as error:
-            raise write_failed(self.folder, error) from error
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self._write(step=step, summary={"value": values})
 
     def close(self) -> None:
-        with suppress(OSError):  # of a full disk, which `log` has reported
-            self.writer.close()
+        """Every event is in the file."""
 
 
 class WandB:

@@ -26,6 +26,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import InUse
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store.manifest import MANIFESTS, Identity
+from sglang_hyperdflash.training.store.shard import is_finite
 from sglang_hyperdflash.training.store.writer import StoreWriter, bytes_of, open_writer
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Writer(threading.Thread):
             # The last token's own row: no pass has read that token.
             rows.append(rows[-1].new_zeros(missing, rows[-1].shape[1]))
         residual = torch.cat(rows)
-        if not residual.isfinite().all():
+        if not is_finite(residual):
             self.recorder.shed(recording, BROKEN)
             return
         if not self._waiting:

@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from sglang_hyperdflash import is_ours
-from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
+from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors, weight_files
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.draft.published import WEIGHTS, Version, current, refuse
+from sglang_hyperdflash.draft.published import Version, current, refuse
 from sglang_hyperdflash.seams import after
 from sglang_hyperdflash.serving.drafting.replace import in_own_memory
 from sglang_hyperdflash.serving.scheduler.guard import Guard, worse
@@ -76,10 +76,9 @@ def read(version: Version, model: Any) -> dict[str, torch.Tensor]:
             raise HyperDFlashConfigError(
                 f"expected a drafter with {name}={ours}, as the one that is served; found {theirs}."
             )
-    files = sorted(version.path.glob(WEIGHTS))
     expected = expected_tensors(model.raw_config, served)
     try:
-        tensors = (pair for file in files for pair in load_file(file).items())
+        tensors = (pair for file in weight_files(version.path) for pair in load_file(file).items())
         pinned = model.norm.weight.is_cuda
         return in_own_memory(checked_tensors(tensors, expected), pinned)
     except SafetensorError as error:

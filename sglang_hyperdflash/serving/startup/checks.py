@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.draft.checkpoint import weight_files
 from sglang_hyperdflash.draft.config import (
     HyperDFlashConfig,
     check_fingerprint,
@@ -126,13 +127,7 @@ def _check_draft_files(folder: Path) -> None:
     SGLang would load the target first and then end in a traceback that names no file. Names, shapes
     and values are checked when the drafter is loaded (``draft.checkpoint.checked_tensors``).
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise HyperDFlashConfigError(
-            f"--speculative-draft-model-path {folder} holds no *.safetensors; pickled weights are "
-            "not loaded. Export the drafter again."
-        )
-    for path in files:
+    for path in weight_files(folder):
         try:
             with safe_open(path, "pt"):  # compares the header with the file's length
                 pass

@@ -72,7 +72,7 @@ class Shard:
     Attributes:
         file: its name in ``shards``. sha256, size, modified: of the file; its time in ns.
         data: digest of its data set. start: its first sample's position in that.
-        lengths: tokens of each sample. spans: of each sample.
+        lengths: tokens of each sample, 0 for one whose states were not finite. spans: of each.
     """
 
     file: str
@@ -88,6 +88,11 @@ class Shard:
     def end(self) -> int:
         """One past its last sample's position."""
         return self.start + len(self.lengths)
+
+    @property
+    def kept(self) -> list[tuple[int, list[Sequence[int]]]]:
+        """Tokens and spans of every sample with finite states."""
+        return [one for one in zip(self.lengths, self.spans, strict=True) if one[0]]
 
     def untouched(self, folder: Path) -> bool:
         """Whether the file has the size and time that it was written with."""

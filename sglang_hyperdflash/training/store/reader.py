@@ -24,7 +24,7 @@ from sglang_hyperdflash.training.store.manifest import (
     read_identity,
     read_shards,
 )
-from sglang_hyperdflash.training.store.shard import OpenShard
+from sglang_hyperdflash.training.store.shard import OpenShard, is_finite
 
 THREADS = 8
 OPEN_SHARDS = 256
@@ -85,7 +85,7 @@ class StoreReader:
 
     Raises:
         FileNotFoundError: there is no store. HyperDFlashConfigError: it is not whole, or a shard is
-            missing; when it is used: a shard is corrupt.
+            missing; when it is used: a shard is corrupt, or holds states that are not finite.
     """
 
     def __init__(self, folder: str | Path, shards: list[Shard] | None = None) -> None:
@@ -101,14 +101,14 @@ class StoreReader:
     def _index(self, shards: list[Shard]) -> None:
         # The lists of a million samples' spans would be a GB in every process.
         self._shards = [(s.file, s.sha256) for s in shards]
-        flat = chain.from_iterable
-        counts = torch.tensor([len(s.lengths) for s in shards], dtype=torch.int64)
-        self.lengths = torch.tensor(list(flat(s.lengths for s in shards)), dtype=torch.int64)
+        flat, kept = chain.from_iterable, [s.kept for s in shards]
+        counts = torch.tensor([len(samples) for samples in kept], dtype=torch.int64)
+        self.lengths = torch.tensor([n for n, _ in flat(kept)], dtype=torch.int64)
         self._shard_of = torch.repeat_interleave(torch.arange(len(shards)), counts)
         before = self.lengths.cumsum(0) - self.lengths
         firsts = (counts.cumsum(0) - counts)[self._shard_of]
         self._row = before - before[firsts]
-        spans = list(flat(s.spans for s in shards))
+        spans = [spans for _, spans in flat(kept)]
         self._span_at = torch.tensor([0, *map(len, spans)]).cumsum(0)
         self._spans = torch.tensor(list(flat(spans)), dtype=torch.int32).view(-1, 2)
 
@@ -178,6 +178,12 @@ class StoreReader:
             out = getattr(states, name)[row]
             if out.shape[-1]:
                 shard.read(name, rows.start, out[:n])
+                if not is_finite(out[:n]):
+                    raise HyperDFlashConfigError(
+                        f"{self.folder}: sample {index} holds states that are not finite: rows "
+                        f"{rows.start} to {rows.stop - 1} of {shard.path}. Remove that file and "
+                        "capture again, which leaves the sample out; train with a new --work."
+                    )
                 out[n:] = 0
         # The batch is collated in another thread, which then finds the tokens in the page cache.
         shard.tokens[rows].sum()

@@ -114,10 +114,7 @@ class StreamReader(StoreReader):
     def _fill(self, states: States, row: int, index: int) -> None:
         try:
             super()._fill(states, row, index)
-            whole = bool(states.residual[row].isfinite().all())
         except GONE:
-            whole = False
-        if not whole:
             self._lose(index)
             states.residual[row], states.layers[row] = 0, 0
 
@@ -135,7 +132,7 @@ def held_out(folder: Path, shard: Shard, vocabulary: int) -> list[bool]:
     if ((tokens < 0) | (tokens >= vocabulary)).any():
         return []
     flags, at = [], 0
-    for length, spans in zip(shard.lengths, shard.spans, strict=True):
+    for length, spans in shard.kept:
         answers = (tokens[at + start : at + end].numpy().tobytes() for start, end in spans)
         flags.append(crc32(b"".join(answers)) % HELD_OUT == 0)
         at += length

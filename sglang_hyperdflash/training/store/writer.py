@@ -30,7 +30,7 @@ from sglang_hyperdflash.training.store.manifest import (
     shard_files,
 )
 from sglang_hyperdflash.training.store.retention import surplus
-from sglang_hyperdflash.training.store.shard import FP8, SCALE, to_fp8, write_shard
+from sglang_hyperdflash.training.store.shard import FP8, SCALE, is_finite, to_fp8, write_shard
 
 Range = tuple[int, int]
 
@@ -111,7 +111,7 @@ class StoreWriter:
     def add(
         self, start: int, samples: Sequence[Sample], states: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        """Write one shard, and then its line.
+        """Write one shard, and then its line; samples with states that are not finite are left out.
 
         Args:
             start: the first sample's position in the data set. states: of every sample, residual
@@ -121,11 +121,15 @@ class StoreWriter:
             WriteFailed: the disk is full; earlier shards are whole, nothing half-written stays.
         """
         file, dtype = f"{self.name}-{start:08d}.safetensors", getattr(torch, self.identity.dtype)
+        samples, states = list(samples), [[x.to("cpu", dtype) for x in parts] for parts in states]
+        for i, parts in enumerate(states):
+            if not all(map(is_finite, parts)):
+                samples[i], states[i] = Sample([], ()), [x[:0] for x in parts]
         tensors = {"tokens": [torch.as_tensor(s.tokens, dtype=torch.int32) for s in samples]}
         for name, parts in zip(("residual", "layers"), zip(*states, strict=True), strict=False):
             if parts[0].shape[-1]:
                 shape = (-1, self.identity.hidden_size)
-                rows = [each.to("cpu", dtype).unflatten(-1, shape) for each in parts]
+                rows = [each.unflatten(-1, shape) for each in parts]
                 if self.identity.fp8:
                     rows, tensors[name + SCALE] = zip(*map(to_fp8, rows), strict=True)
                 tensors[name] = rows
@@ -146,6 +150,12 @@ class StoreWriter:
             self._lines.append({"shard": vars(shard)})
             self._own.add(shard)  # readers see the line now: its place is taken even if this fails:
             self._lines.flush()  # other nodes see whole lines, one after another
+
+    @property
+    def left_out(self) -> list[int]:
+        """Positions of samples in the data set whose states were not finite."""
+        shards = self._own.shards.values()
+        return sorted(s.start + i for s in shards for i, n in enumerate(s.lengths) if not n)
 
     @property
     def position(self) -> int:

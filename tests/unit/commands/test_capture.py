@@ -208,6 +208,7 @@ def test_every_share_is_captured_once_and_all_together(tmp_path, monkeypatch):
         assert torch.equal(source.states([i]).residual[0], small.residual(sample))
 
 
+<<<<<<< HEAD
 def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
     """Found as: a session, and a connection, for every sample."""
     server = Answers()
@@ -226,6 +227,47 @@ def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
     server.shutdown()
     assert len(server.prompts) == 40 and writer.add.call_count == 2
     assert server.connections <= 1 + 2, "one for /server_info, then one for each in flight"
+=======
+@pytest.mark.parametrize("wrong", [{2}, {1, 2, 3}])
+def test_conversations_with_states_that_are_not_finite_are_listed(
+    tmp_path, target_dir, monkeypatch, capsys, wrong
+):
+    """Also by a run that captures nothing. Found as: they were stored, and ended the training."""
+    data, out, asked, scratches = tmp_path / "data.jsonl", tmp_path / "out", [], set()
+    lines = [{"instruction": "Count", "output": "7 " * n} for n in (9, 4, 6)]
+    lines.append({"messages": [{"role": "user", "content": "Four?"}]})
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    async def answered(_url, *, rid, input_ids, **_options) -> None:
+        (scratch,) = scratches
+        place = int(rid.removeprefix(capture_rows.REQUEST_PREFIX)) + 1
+        rows = torch.ones(len(input_ids), 4 * 256)
+        rows[-1, -1] = torch.nan if place in wrong else 1
+        append_rows(scratch, rid, rows)
+        asked.append(place)
+
+    def serve(_arguments, scratch, _args, loaded, waiting, writer) -> None:
+        scratches.add(scratch)
+        # Found as: a name that another user of the machine could take first, or read in.
+        assert scratch.stat().st_mode & 0o777 == 0o700 and not list(scratch.iterdir())
+        one = capture.Prefill("http://nowhere", loaded.places, scratch, asyncio.Semaphore(4))
+        asyncio.run(capture.capture_shards(one, loaded.samples, waiting, writer))
+
+    monkeypatch.setattr(capture, "ask", answered)
+    monkeypatch.setattr(capture, "_with_server", serve)
+    command = ["capture", "--target", str(target_dir), "--data", str(data), "--out", str(out)]
+    unusable = len(wrong) == 3
+    for _ in range(2):
+        assert main([*command, "--dtype", "float32"]) == (2 if unusable else 0)
+        said, listed = capsys.readouterr(), out / "capture-1-of-1.left_out.jsonl"
+        entries = [json.loads(line) for line in listed.read_text().splitlines()]
+        assert [e["where"] for e in entries] == [f"{data}:{n}" for n in [*sorted(wrong), 4]]
+        assert f"{len(entries)} left out" in said.out and said.err.count("capture: ") == unusable
+        assert f"{3 - len(wrong)} samples in 1 shard" in said.out
+    assert sorted(asked) == [1, 2, 3] and not any(scratch.exists() for scratch in scratches)
+    if not unusable:
+        assert len(StoreReader(out).samples) == 2
+>>>>>>> w-states
 
 
 def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
 from tests.conftest import EXAMPLE
+from tests.unit.shards import split
 
 SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
 
@@ -274,18 +275,19 @@ def test_of_a_hub_id_only_the_bytes_of_the_gate_are_read(
 
     root, read, downloaded = tmp_path / "owner" / "name@main", [], []
     shutil.copytree(target_dir, root)
+    split(root)
 
     class Counting(io.FileIO):
         def readinto(self, buffer):
             read.append(super().readinto(buffer))
             return read[-1]
 
-    def path_of(repo: str, file: str, revision: str) -> Path:
-        return tmp_path / f"{repo}@{revision}" / file
+    def path_of(repo: str, filename: str, revision: str) -> Path:
+        return tmp_path / f"{repo}@{revision}" / filename
 
     def download(repo: str, file: str, revision: str) -> str:
         downloaded.append(file)
-        return str(path_of(repo, file, revision))
+        return str(path_of(repo, file, revision).resolve(strict=True))
 
     def metadata(*place, **more):
         return huggingface_hub.parse_local_safetensors_file_metadata(path_of(*place, **more))
@@ -294,7 +296,7 @@ def test_of_a_hub_id_only_the_bytes_of_the_gate_are_read(
         open=lambda path, mode: io.BufferedReader(Counting(tmp_path / path), 1024)
     )
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "file_exists", lambda *a, **k: path_of(*a, **k).exists())
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", metadata)
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: filesystem)
     options = ["--revision", "main", "--mask-token-id", "4"]
@@ -302,8 +304,9 @@ def test_of_a_hub_id_only_the_bytes_of_the_gate_are_read(
     reducer = Drafter.load(tmp_path / "draft").reducer
     for part, expected in zip(NAMES, hc_head, strict=True):
         assert torch.equal(getattr(reducer, part), expected), part
-    assert set(downloaded) == {"config.json"}
-    assert 16_000 < sum(read) < 30_000 < (root / "model.safetensors").stat().st_size
+    assert set(downloaded) == {"config.json", "model.safetensors.index.json"}
+    smallest = min(path.stat().st_size for path in root.glob("*.safetensors"))
+    assert 16_000 < sum(read) < 30_000 < smallest
     assert initialise("owner/gone", tmp_path / "other", *options) == 2
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.trainer import saved_states
+from tests.unit.shards import split
 from tests.unit.training.streams import add, learn_arguments, new_drafter, recorded, writer
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import run_command, start_command
@@ -32,8 +33,9 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
-    """By paths from its working folder, of which only the draft's is there at first."""
+    """By paths from its working folder, of which only the draft's is there at first, in shards."""
     new_drafter(target).save(tmp_path / "draft")
+    split(tmp_path / "draft")
     here, log = Path(), tmp_path / "log"
     own = arguments(here, target_dir)
     with log.open("wb") as sink:

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import train
+from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
 from sglang_hyperdflash.training.samples import Sample, collate
 from tests.conftest import EXAMPLE
+from tests.unit.shards import split
 
 DRAFTER = EXAMPLE / "hyperdflash"
 
@@ -312,6 +315,33 @@ def test_a_stage_starts_from_the_fp32_weights_of_the_one_before(tmp_path, target
     published = load_file(tmp_path / "out" / "model.safetensors")
     name = "layers.0.mlp.up_proj.weight"
     assert torch.equal(published[name], second["best"]["weights"][name].bfloat16())
+
+
+def test_a_draft_in_shards_is_trained_as_one_file_is(tmp_path, target_dir, capsys):
+    """Found as: it was served, and ``model.safetensors does not exist`` here."""
+    config = small(tmp_path, target_dir)
+    command = ["train", "--config", str(config), "--work", str(tmp_path / "work")]
+    assert main(command) == 0
+    (whole,) = (tmp_path / "out").glob("*.safetensors")
+    expected = whole.read_bytes()
+    for name in ("out", "work"):
+        shutil.rmtree(tmp_path / name)
+    shards = split(tmp_path / "draft")
+    assert main(command) == 0 and whole.read_bytes() == expected
+    tensors = load_file(shards[1])
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, shards[1])
+    assert main(command) == 2
+    assert "other settings: draft was" in capsys.readouterr().err
+    version = publish(tmp_path / "published", tmp_path / "draft")
+    published = Drafter.load(current(tmp_path / "published").path)
+    assert version == 1
+    name = next(iter(tensors))
+    assert torch.equal(published.state_dict()[name], tensors[name].float() + 1)
+    shards[0].unlink()
+    shutil.rmtree(tmp_path / "work")
+    assert main([*command[:-1], str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert "tensors are missing" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

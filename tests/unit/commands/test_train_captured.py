@@ -20,6 +20,7 @@ from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Recipe, read_schedule
 from sglang_hyperdflash.training.samples import OnlineFeatures, Sample
+from sglang_hyperdflash.training.store import writer as store_writer
 from sglang_hyperdflash.training.store.manifest import Data, Identity, data_digest
 from sglang_hyperdflash.training.store.writer import open_writer
 from sglang_hyperdflash.training.trainer import Trainer
@@ -61,7 +62,7 @@ def test_a_target_of_another_class_is_trained_from_a_capture(tmp_path, target_di
     assert type(load_pair(ours)[0]) is LocalTarget
 
 
-def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir):
+def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir, monkeypatch, capsys):
     """Found as: V4.1 could have a drafter, and no states to train it from."""
     target = deepseek_v41(tmp_path / "target", target_dir)
     weights, g = load_file(target / "model.safetensors"), torch.Generator().manual_seed(0)
@@ -84,6 +85,18 @@ def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir):
     assert line["step"] == 4 and line["kl"] > 0.1
     before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("draft", "out"))
     assert not torch.equal(before["reducer.fn"], after["reducer.fn"])
+    # A store from before such samples were left out is no reason to lower the learning rate.
+    monkeypatch.setattr(store_writer, "is_finite", lambda _: True)
+    states[1][4, 5] = torch.nan
+    with open_writer(tmp_path / "broken", identity, "one", "hyperdflash capture", {}) as writer:
+        writer.begin(Data(data_digest(samples), len(samples), 2**30))
+        writer.add(0, samples, [(each,) for each in states])
+    config.write_text(config.read_text().replace('"states"', '"broken"').replace('"out"', '"new"'))
+    capsys.readouterr()
+    assert main(["train", "--config", str(config), "--work", str(tmp_path / "second")]) == 2
+    error = capsys.readouterr().err
+    assert f"rows 20 to 52 of {tmp_path}/broken/shards/one-00000000.safetensors" in error
+    assert "lr" not in error.split()
 
 
 def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import resource
 import signal
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_full_disk_is_one_error_with_the_path(tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.__cause__.errno == errno.EFBIG
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_errors_of_other_threads_are_not_hidden(tmp_path, monkeypatch):
+    """Found as: an OSError of any thread of the process disappeared, even after the run."""
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda thread: seen.append(thread.exc_type))
+    monitored(trainer_at(tmp_path), {1: 1.0})
+    thread = threading.Thread(target=(tmp_path / "none").read_bytes)
+    thread.start()
+    thread.join()
+    assert seen == [FileNotFoundError]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

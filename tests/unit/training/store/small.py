@@ -35,6 +35,13 @@ def add(writer: StoreWriter, ranges=RANGES) -> None:
         writer.add(start, chosen, [(residual(sample),) for sample in chosen])
 
 
+def broken(sample: Sample) -> torch.Tensor:
+    """Its states with one number that is not finite."""
+    rows = residual(sample)
+    rows[1, 3] = torch.nan if len(sample.tokens) % 2 else -torch.inf
+    return rows
+
+
 def write(folder: Path, ranges=RANGES, name: str = "one") -> None:
     """One writer's whole run."""
     with ExitStack() as held:

@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs
+from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import manifest as manifest_module
 from sglang_hyperdflash.training.store import reader as reader_module
+from sglang_hyperdflash.training.store import writer as writer_module
 from sglang_hyperdflash.training.store.manifest import (
     Data,
     Manifest,
@@ -28,6 +30,7 @@ from sglang_hyperdflash.training.store.manifest import (
     read_shards,
 )
 from sglang_hyperdflash.training.store.reader import StoreReader
+from sglang_hyperdflash.training.store.stream import StreamReader
 from sglang_hyperdflash.training.store.writer import bytes_of, open_writer, shard_ranges
 from tests.unit.training.store.small import (
     DATA,
@@ -40,6 +43,7 @@ from tests.unit.training.store.small import (
     D,
     M,
     add,
+    broken,
     found,
     residual,
     write,
@@ -89,6 +93,44 @@ def test_layers_are_kept_next_to_the_residual(tmp_path):
     states = StoreReader(tmp_path).states([1])
     assert torch.equal(states.layers[0], layers[1])
     assert torch.equal(states.residual[0], residual(SAMPLES[1]))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("wrong", [{1}, {0, 1}, {0, 3}])
+def test_a_sample_that_is_not_finite_is_left_out_of_its_shard(tmp_path, fp8, wrong):
+    """Found as: the trainer ended at it, and again after every restart."""
+    states = [(broken(s) if i in wrong else residual(s),) for i, s in enumerate(SAMPLES)]
+    with open_writer(tmp_path, replace(IDENTITY, fp8=fp8), "one", KIND, {}) as writer:
+        writer.begin(DATA)
+        for start, end in reversed(RANGES):
+            writer.add(start, SAMPLES[start:end], states[start:end])
+        assert writer.left_out == sorted(wrong) and writer.missing(RANGES) == []
+    kept = [i for i in range(len(SAMPLES)) if i not in wrong]
+    stream = StreamReader(tmp_path, 100, 9)
+    stream.refresh(ProcessGroup())
+    assert len(stream.held_out) == len(kept)
+    for source in (StoreReader(tmp_path), stream):
+        assert found(source) == [EXPECTED[i] for i in kept]
+        for place, i in enumerate(kept):
+            states = source.states([place]).residual[0]
+            close = {"rtol": 0.1, "atol": 0.02} if fp8 else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(states, residual(SAMPLES[i]), **close)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_store_that_holds_such_a_sample_names_it(tmp_path, monkeypatch, fp8):
+    """Found as: advice to lower the learning rate, where it had no part."""
+    with open_writer(tmp_path, replace(IDENTITY, fp8=fp8), "one", KIND, {}) as writer:
+        writer.begin(DATA)
+        with monkeypatch.context() as patched:  # written before it was left out
+            patched.setattr(writer_module, "is_finite", lambda _: True)
+            writer.add(0, SAMPLES[:2], [(residual(SAMPLES[0]),), (broken(SAMPLES[1]),)])
+        add(writer, RANGES[1:])
+    source = StoreReader(tmp_path)
+    source.states([0, 2, 3])
+    place = rf"sample 1 .* rows 5 to 13 of .*/{FIRST}"
+    with pytest.raises(HyperDFlashConfigError, match=place):
+        source.states([2, 1])
 
 
 def test_ranges_follow_the_size_limit():

@@ -193,11 +193,12 @@ def gather(
         slots = new([slot for slot, _ in places], torch.int64)
         penalties = new([_penalties(p) for p in parameters], torch.float32)
     ends = _end_tokens(reqs, new)
+    plain = penalties is None and ends == (None, None)
     return BatchRequests(
         list(reqs),
         places,
         draws,
-        not any(sampled) and penalties is None and ends == (None, None),
+        not any(sampled) and plain and not any(p.logit_bias for p in parameters),
         Adjustments(None, slots, penalties, *ends),
         (len(reqs) - sum(sampled), sum(sampled)),
     )

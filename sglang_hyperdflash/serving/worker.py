@@ -194,7 +194,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
     def _result(
         self, target: Any, committed: Committed, new_seq_lens: torch.Tensor, width: int
     ) -> GenerationBatchResult:
-        result = GenerationBatchResult(
+        return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=committed.tokens.flatten(),
             accept_lens=committed.accept_lens,
@@ -206,11 +206,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
             new_seq_lens=new_seq_lens,
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
+            # What SGLang calls caps; ``scheduler/metrics`` counts drafts by them.
+            cap_lens=torch.full_like(committed.accept_lens, width),
         )
-        if not self.width_control.setting.fixed:
-            # SGLang's own gauge and the answers' ``spec_cap_length`` are then the mean width.
-            result.cap_lens = torch.full_like(committed.accept_lens, width)
-        return result
 
     def prefill(
         self, batch, on_publish, grammar_barrier, pp_proxy_tensors

@@ -117,6 +117,9 @@ def test_a_sample_is_what_a_capture_of_the_request_would_be(
     answers = greedy_together(server, prompts)
     assert ids(answers) == own_reference[:8]
     assert retractions(server) > 0 and max(map(len, prompts)) > CHUNK
+    # Nobody writes weights, so the recording goes on.
+    looked = requests.get(f"{server.url}/weights_checker", timeout=120).json()
+    assert looked["success"] and {n[:6] for n in looked["ranks"][0]["checksums"]} > {"draft."}
     out = greedy(server, own_prompts[11], sampling={"custom_params": {"hyperdflash_record": False}})
     assert out["output_ids"] == own_reference[11]
     # Conversations of which most is cached, and a little less than half.

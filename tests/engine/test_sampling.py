@@ -246,3 +246,21 @@ def test_greedy_rows_go_on_when_the_sampled_ones_have_ended(
     answers = hyper_server.generate(input_ids=own_prompts[:4], sampling_params=sampling)
     for i in (0, 2):
         assert answers[i]["output_ids"] == own_reference[i][:96]
+
+
+def test_a_greedy_request_drafts_with_its_bias_whoever_is_next_to_it(hyper_server, own_prompts):
+    """The bias forbids what it would say; drafts of that are refused."""
+    greedy = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+    biased = greedy | {"logit_bias": dict.fromkeys(("1", "20", "22", "225"), -100.0)}
+    sampled = greedy | {"temperature": 1, "max_new_tokens": 96}
+
+    def rounds(prompt: list[int], *sampling: dict) -> tuple[list[int], list[int]]:
+        """Tokens of the first request of a batch, and its rounds by accepted drafts."""
+        prompts = [prompt, *own_prompts[-1:]][: len(sampling)]
+        answer = hyper_server.generate(input_ids=prompts, sampling_params=list(sampling))[0]
+        return answer["output_ids"], answer["meta_info"]["spec_correct_drafts_histogram"]
+
+    alone = [rounds(prompt, biased) for prompt in own_prompts[:6]]
+    plain = [rounds(prompt, greedy) for prompt in own_prompts[:6]]
+    assert not any(a[0] == b[0] for a, b in zip(alone, plain, strict=True))
+    assert alone == [rounds(prompt, biased, sampled) for prompt in own_prompts[:6]]

@@ -156,6 +156,36 @@ def test_counters_are_right_when_widths_change(random_server, own_prompts):
     assert next(iter(samples(random_server, WIDTH_NOW).values())) in (1, 2, 4, 7)
 
 
+def assert_drafts_are_counted(details: dict) -> None:
+    """The proposed drafts of an answer are one less than the width of each of its rounds."""
+    caps = details["spec_cap_lens_histogram"]
+    proposed = sum((width - 1) * rounds for width, rounds in enumerate(caps) if rounds)
+    assert details["spec_num_proposed_drafts"] == proposed > 0
+    rate = details["spec_num_correct_drafts"] / proposed
+    assert details["spec_accept_rate"] == pytest.approx(rate)
+
+
+def test_accept_rates_are_of_the_drafts_that_were_made(random_server, own_prompts):
+    sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, "n": 2}
+    payload = {"input_ids": own_prompts[0], "sampling_params": sampling}
+    chat = {"model": "default", "messages": [{"role": "user", "content": "Add 2 and 3."}]}
+    chat |= {"max_tokens": 60, "ignore_eos": True, "return_spec_tokens_details": True}
+    reply = requests.post(f"{random_server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    stream = requests.post(f"{random_server.url}/generate", json=payload | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    answers = [*random_server.generate(**payload), *events]
+    ended = [a["meta_info"] for a in answers if a["meta_info"]["finish_reason"]]
+    assert len(ended) == 4
+    for details in (*ended, reply["sglext"]["spec_tokens_details"]):
+        assert_drafts_are_counted(details)
+    # The gauges of the last log interval: lengths with a round's own token, by round.
+    length, width, rate = (
+        next(iter(samples(random_server, f"sglang:spec_{name}").values()))
+        for name in ("accept_length", "cap_length", "accept_rate")
+    )
+    assert 1 < width < 7 and rate == pytest.approx((length - 1) / (width - 1))
+
+
 def test_without_a_variable_the_width_follows_load(
     servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):

@@ -157,7 +157,7 @@ class Recorder:
     Attributes:
         counters: prometheus counters of ``REQUESTS``, ``BYTES`` and ``REASONS``; empty in a server
             without metrics. queue: ``(pass, its kept rows, finished requests)`` for the writer.
-        stopped: nothing is recorded any more.
+        stopped: nothing is recorded any more. shedding: held to give a recording up, or rows.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Recorder:
         self.stream = self.streams.Stream() if self.ring.on_device else None
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
         self.counters: dict[str, Any] = {}
-        self._shedding = threading.Lock()
+        self.shedding = threading.Lock()
 
     # In the worker's passes.
 
@@ -255,10 +255,10 @@ class Recorder:
 
     def shed(self, recording: Recording, reason: str) -> None:
         """Give a request up, and count it once."""
-        with self._shedding:
+        with self.shedding:
             first, recording.shed = not recording.shed, True
-        if first:
             recording.rows, recording.size = [], 0
+        if first:
             self.count(reason)
 
     def stop(self, why: str) -> None:

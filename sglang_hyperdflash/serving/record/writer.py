@@ -111,11 +111,12 @@ class Writer(threading.Thread):
         if done.event is not None:
             done.event.synchronize()
         for recording, rows in kept:
-            if not recording.shed:
-                found = self.recorder.ring.host[rows].clone()
-                recording.rows.append(found)
-                recording.size += found.nbytes
-                self._recordings.add(recording)
+            copied = self.recorder.ring.host[rows].clone()
+            with self.recorder.shedding:
+                if not recording.shed:
+                    recording.rows.append(copied)
+                    recording.size += copied.nbytes
+                    self._recordings.add(recording)
         done.piece.free = True
         for one in finished:
             self._add(one)

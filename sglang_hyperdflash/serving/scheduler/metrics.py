@@ -192,3 +192,31 @@ def count_round(tokens, self, result, batch) -> None:
     if _metrics is not None:
         _metrics.add([n for _, n in live], width)
     follow.learn(width, live)
+
+
+@after(
+    "sglang.srt.managers.scheduler_components.metrics_reporter"
+    ":SchedulerMetricsReporter.update_spec_metrics",
+    "c373b3571486",
+)
+def rate_what_was_drafted(_, self, *counts, **more) -> None:
+    """Make the accept rate that SGLang logs and exports that of the drafts of all widths.
+
+    It divides ``spec_num_correct_drafts``, which nothing else reads, by those of whole blocks.
+    """
+    if is_ours(self.scheduler.spec_algorithm):
+        rounds, whole = self.spec_num_forward_ct, self.scheduler.model_worker.block - 1
+        drafted, correct = self.spec_num_cap_tokens - rounds, self.spec_num_accept_tokens - rounds
+        self.spec_num_correct_drafts = correct * rounds * whole / max(drafted, 1)
+
+
+@after(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics",
+    "ee7396caabc7",
+)
+def count_an_answers_drafts(_, self, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
+    """Replace an answer's number of proposed drafts, which SGLang takes for whole blocks."""
+    name = "spec_num_proposed_drafts"
+    if is_ours(self.server_args.speculative_algorithm) and name in meta_info:
+        meta_info[name] = drafted = recv_obj.spec_num_cap_tokens[i] - recv_obj.spec_verify_ct[i]
+        meta_info["spec_accept_rate"] = recv_obj.spec_num_correct_drafts[i] / max(drafted, 1)

@@ -30,6 +30,8 @@ FOLLOWS = (
     "HYPERDFLASH_FOLLOW is set: this server takes drafters from that folder only. Publish the "
     "drafter there."
 )
+# Before the selector of a request that only reads.
+READ = "read "
 # Of update_weights_from_tensor: those that end in the draft model's load_weights.
 LOAD_FORMATS = (None, "flattened_bucket")
 
@@ -44,13 +46,27 @@ def target_by_default(original, self, selector: str = "all") -> list[tuple[str, 
 
     ``all`` is what a client means that names none, and a trainer of the target sends no drafter.
     """
-    runners = original(self, selector)
+    runners = original(self, selector.removeprefix(READ))
+    if selector.startswith(READ):
+        return runners
     if selector == "all" and is_ours(self.tp_worker.model_runner.spec_algorithm):
         runners = [(role, runner) for role, runner in runners if role == "target"]
     recorder = getattr(self.draft_worker, "recorder", None)
     if recorder is not None and any(role == "target" for role, _ in runners):
         recorder.stop("the target may have other weights now than its store is of")
     return runners
+
+
+@around(
+    "sglang.srt.managers.scheduler_components.weight_updater"
+    ":SchedulerWeightUpdaterManager.check_weights",
+    "92aa98b2e3cd",
+)
+def read_what_is_selected(original, self, recv_req) -> Any:
+    """Look at both models' weights, and record on; of these actions ``reset_tensors`` writes."""
+    if is_ours(self.tp_worker.model_runner.spec_algorithm) and recv_req.action != "reset_tensors":
+        recv_req.selector = READ + recv_req.selector
+    return original(self, recv_req)
 
 
 @around(

@@ -208,7 +208,7 @@ class WidthController:
         self._last: tuple[list[Any] | None, int, float] = None, block, 0.0
         self.forced: int | None = None
         self.trial = False
-        adapts = setting.mode == ADAPTIVE and not setting.fixed
+        adapts = setting.mode == ADAPTIVE and len(setting.widths) > 1
         self.policy = WidthPolicy(setting.widths) if adapts else None
         self._least_drafting = min(w for w in (*setting.widths, block) if w > 1)
         # Every rank draws the same.

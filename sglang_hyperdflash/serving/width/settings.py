@@ -29,10 +29,6 @@ class WidthSetting:
     mode: str
     widths: tuple[int, ...]
 
-    @property
-    def fixed(self) -> bool:
-        return len(self.widths) == 1
-
     def built(self, block: int) -> tuple[int, ...]:
         """Widths with buffers, backends and graphs: the block's too, which every start has."""
         return tuple(sorted({*self.widths, block}))

@@ -24,6 +24,7 @@ class Request:
             "min_new_tokens": 0,
             "stop_token_ids": None,
             "sampling_seed": None,
+            "logit_bias": None,
         }
         self.rid = rid
         self.sampling_params = SimpleNamespace(**neutral | values)
@@ -114,9 +115,9 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert gather(requests[1:2], [2], Seeds(0)).adjustments.end_ids is None
     assert gather(requests[2:], [7], Seeds(0)).adjustments.penalties is None
     assert gather(requests[:1], [5], Seeds(0)).argmax_only
-    # A greedy request's penalties make its block more than an argmax.
-    penalised = [Request("d", top_k=1, repetition_penalty=1.1)]
-    assert not gather(penalised, [0], Seeds(0)).argmax_only
+    # What changes a greedy request's logits makes its block more than an argmax.
+    for changed in ({"repetition_penalty": 1.1}, {"logit_bias": {"7": 2.0}}):
+        assert not gather([Request("d", top_k=1, **changed)], [0], Seeds(0)).argmax_only
 
 
 def test_end_tokens_are_those_that_sglang_forbids():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import resource
+import time
+from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -12,6 +15,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.serving.record import writer as writer_module
 from sglang_hyperdflash.serving.record.ring import Ring
+from sglang_hyperdflash.serving.record.settings import BEHIND
 from sglang_hyperdflash.serving.scheduler.weight_updates import target_by_default
 from tests.unit.serving.record.engine import (
     BLOCK,
@@ -159,6 +163,28 @@ def test_what_is_held_in_memory_has_a_limit(tmp_path, monkeypatch):
     (found,) = engine.close()
     assert_whole(found, small)
     assert engine.counts() == {"requests": 1, "memory": 1}
+
+
+def test_rows_of_a_request_that_is_shed_meanwhile_are_not_held(tmp_path):
+    """The scheduler's thread gives it up while the writer copies its rows."""
+    engine, req = Engine(tmp_path / "store"), Request("a", 10, 3)
+    engine.prefill((req, 0, 10))
+    engine.process()
+    done, kept, finished = engine.recorder.queue.get()
+    ((recording, _),) = kept
+
+    def copy() -> torch.Tensor:
+        shedding = Thread(target=engine.recorder.shed, args=(recording, BEHIND))
+        shedding.start()
+        shedding.join(1)  # no longer than this if the writer holds a lock now
+        return torch.zeros(10, M * D)
+
+    engine.recorder.ring.host = MagicMock(**{"__getitem__.return_value.clone": copy})
+    engine.writer.take(done, kept, finished)
+    while not recording.shed:
+        time.sleep(0.01)
+    assert (recording.rows, recording.size) == ([], 0)
+    assert engine.counts() == {"behind": 1}
 
 
 def test_a_full_disk_sheds_and_recording_goes_on_when_there_is_room(tmp_path, monkeypatch, caplog):

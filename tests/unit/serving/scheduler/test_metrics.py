@@ -30,7 +30,9 @@ from sglang_hyperdflash.serving.scheduler.metrics import (
     WIDTH_NOW,
     WIDTH_ROUNDS,
     Metrics,
+    count_an_answers_drafts,
     count_round,
+    rate_what_was_drafted,
     start_counting,
 )
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
@@ -228,6 +230,49 @@ def test_other_algorithms_are_not_counted(counter, algorithm):
 def test_nothing_is_counted_or_created_without_metrics(counter):
     one_round(counter, [3], enabled=False)
     assert counter.values == {} and metrics._metrics is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "proposed"), [("HYPERDFLASH", 12 * 0 + 3 * 3 + 2 * 6), ("DSPARK", 17 * 6)]
+)
+def test_accept_rates_count_the_drafts_that_were_made(monkeypatch, algorithm, proposed):
+    """Of 12 rounds of width 1, 3 of 4 and 2 of 7: of an answer, and of a log interval."""
+    from sglang.srt.managers import tokenizer_manager
+    from sglang.srt.managers.scheduler_components import metrics_reporter
+
+    spec, rounds = (
+        SimpleNamespace(speculative_num_draft_tokens=7),
+        ((12, 1, 0), (3, 4, 2), (2, 7, 4)),
+    )
+    for module in (tokenizer_manager, metrics_reporter):
+        monkeypatch.setattr(module, "get_spec", lambda: spec)
+    correct = sum(n * accepted for n, _, accepted in rounds)
+    sent = SimpleNamespace(
+        spec_verify_ct=[17],
+        spec_num_correct_drafts=[correct],
+        spec_num_cap_tokens=[sum(n * width for n, width, _ in rounds)],
+        spec_correct_drafts_histogram=None,
+        completion_tokens=[17 + correct],
+    )
+    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
+    original = inspect.unwrap(tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics)
+    meta: dict = {}
+    assert count_an_answers_drafts(original(manager, meta, sent, 0), manager, meta, sent, 0) is None
+    assert meta["spec_num_proposed_drafts"] == proposed
+    assert meta["spec_accept_rate"] == pytest.approx(correct / proposed)
+
+    reporter = SimpleNamespace(scheduler=scheduler(None, algorithm))
+    reporter.scheduler.model_worker.block = 7
+    names = ("accept_tokens", "correct_drafts", "forward_ct", "block_accept_tokens", "cap_tokens")
+    for name in names:
+        setattr(reporter, f"spec_num_{name}", 0)
+    original = inspect.unwrap(metrics_reporter.SchedulerMetricsReporter.update_spec_metrics)
+    for n, width, accepted in rounds:
+        given = (n, n * accepted, n * (accepted + 1), 0, n * width)
+        assert rate_what_was_drafted(original(reporter, *given), reporter, *given) is None
+    # What SGLang will export.
+    rate = reporter.spec_num_correct_drafts / (reporter.spec_num_forward_ct * 6)
+    assert rate == pytest.approx(correct / proposed)
 
 
 def test_the_start_s_round_times_and_the_gain_are_exported(counter):

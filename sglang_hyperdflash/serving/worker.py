@@ -69,6 +69,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         check_installed()
+        if get_parallel().tp_size > 1:
+            check_ranks_agree(get_parallel().tp_group.all_gather_object)
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.block = int(self.block_size)
         runner = target_worker.model_runner
@@ -88,8 +90,6 @@ class HyperDFlashWorker(DFlashWorkerV2):
         setting = WidthSetting(FULL, (self.block,))
         if self._width_1_allowed:
             setting = read_setting(self.block, self.draft_model.hyperdflash_config.causal)
-        if get_parallel().tp_size > 1:
-            check_ranks_agree(setting, get_parallel().tp_group.all_gather_object)
         alone = get_parallel().tp_size == 1
         self.width_control = WidthController(setting, self.block, alone)
         # Width 1 is for custom logit processors and the ends of contexts at least.

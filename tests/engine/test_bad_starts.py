@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.tools.errors import ServerFailed
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.engine.conftest import FP32
 from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, start
@@ -71,6 +71,7 @@ def resolution_error(*arguments: str) -> str:
     "arguments, message",
     [
         (("--tokenizer-worker-num", "2"), "does not support tokenizer_worker_num=2"),
+        (("--grpc-mode",), "does not support smg_grpc_mode=True"),
         (("--speculative-num-draft-tokens", "16"), "trained with block size 7"),
         (("--speculative-accept-threshold-single", "0.5"), "changes the output distribution"),
     ],
@@ -127,3 +128,22 @@ def test_damaged_checkpoints_through_a_real_server(
     with server, pytest.raises(ServerFailed):
         server.wait(PATIENCE)
     assert message in log.read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_nodes_of_different_settings_end_with_one_message_each(tmp_path, target_dir, drafter_dir):
+    arguments = (*FP32, *hyperdflash_arguments(drafter_dir), "--tp-size", "2", "--nnodes", "2")
+    arguments += ("--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank")
+    name, logs = "HYPERDFLASH_DRAFT_TEMPERATURE", [tmp_path / "0.log", tmp_path / "1.log"]
+    first, second = (
+        Server(target_dir, *arguments, str(rank), log=log, start=start, environment=environment)
+        for rank, (log, environment) in enumerate(zip(logs, ({}, {name: "0.5"}), strict=True))
+    )
+    with first, second:
+        for node in (first, second):
+            with pytest.raises(ServerFailed):
+                node.wait(300)
+    for log in logs:
+        assert f"{name} must be the same on all nodes; found rank 0: unset; rank 1: 0.5" in (
+            log.read_text(errors="replace")
+        )

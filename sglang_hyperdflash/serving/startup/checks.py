@@ -38,6 +38,7 @@ _STATES = (
     "its rounds keep the residual before the collapse, not the states that SGLang returns; drop "
     "the flag, or ask a server without speculation"
 )
+_CONFIG = "the drafter would be built from other values than are checked; edit config.json instead"
 # Field -> why its values are refused and what to do. What SGLang itself refuses of every algorithm
 # but its own (pipeline stages, LMCache, its own block verification) is not repeated.
 UNSUPPORTED = {
@@ -60,6 +61,9 @@ UNSUPPORTED = {
     "grammar_backend": "SGLang can neither check a block of drafts with it nor undo a rejected "
     "draft; use --grammar-backend xgrammar or llguidance",
     "enable_pdmux": "its split prefills bypass the speculative worker; drop the flag",
+    "smg_grpc_mode": "its server does not refuse requests that end a scheduler; use HTTP",
+    "json_model_override_args": _CONFIG,
+    "decrypted_draft_config_file": _CONFIG,
 }
 # Values of these fields that are served; of all others, those that mean no.
 SERVED = {
@@ -67,7 +71,10 @@ SERVED = {
     "speculative_accept_threshold_single": (None, 1),
     "speculative_accept_threshold_acc": (None, 1),
     "speculative_draft_load_format": (None, "auto", "safetensors", "dummy"),
+    "json_model_override_args": ("{}",),
 }
+# ``DFlashWorkerV2._maybe_merge_trained_mask_embedding`` copies it into the target.
+MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def _refused(name: str, value: Any) -> bool:
@@ -83,9 +90,15 @@ def validate_server_args(server_args) -> None:
         HyperDFlashConfigError: expected, found and what to do, in one message.
         SeamError: a hook is not in place.
     """
+    from sglang.srt.environ import envs
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     check_installed()
+    if envs.SGLANG_RUST_SERVER.get():
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support SGLANG_RUST_SERVER=1: its server does not refuse "
+            "requests that end a scheduler, and counts no drafts. Unset the variable."
+        )
     for name, reason in UNSUPPORTED.items():
         value = getattr(server_args, name)
         if _refused(name, value):
@@ -93,6 +106,7 @@ def validate_server_args(server_args) -> None:
                 f"{ALGORITHM} does not support {name}={value!r}: {reason}."
             )
     config = load_draft_config(server_args)
+    check_ranks(server_args, _draft_hub_config(server_args).to_dict())
     _check_trained_sizes(server_args, config)
     if config.window is not None:
         _check_window(server_args)
@@ -159,33 +173,34 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
     folder = Path(path)
     if folder.is_absolute() or folder.exists() or path.startswith("."):
         load_config(folder)  # names what is wrong with the file; transformers does not
+        if (folder / MASK_EMBEDDING).exists():
+            raise HyperDFlashConfigError(
+                f"{folder / MASK_EMBEDDING} would replace a row of the target's embedding. Remove "
+                "the file, or train a drafter without one."
+            )
     try:
         config = _draft_hub_config(server_args)
     except (OSError, ValueError) as error:
         raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {error}") from error
-    raw = config.to_dict()
-    parsed = parse_config(raw)
-    check_ranks(server_args, raw)
-    return parsed
+    return parse_config(config.to_dict())
 
 
 def check_ranks(server_args, draft: Mapping[str, Any]) -> None:
     """Refuse ranks that the drafter's layers cannot be split over, before any of them starts.
 
-    Source: the assertions of SGLang's ``DFlashAttention`` and parallel linears. K/V heads fewer
-    than ranks are replicated. Attention data parallelism has groups of its own, checked there.
+    Source: the assertions of SGLang's ``DFlashAttention`` and parallel linears; its
+    ``resolve_draft_parallel_layout`` splits drafters over a group of attention data parallelism,
+    else over all ranks. K/V heads fewer than ranks are replicated.
     """
-    ranks = server_args.tp_size
-    if server_args.enable_dp_attention:
-        return
+    ranks = server_args.tp_size // server_args.attn_dp_size
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     heads, kv_heads, width = (int(draft[name]) for name in names)
     if heads % ranks or width % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise HyperDFlashConfigError(
-            f"the drafter's layers cannot be split over --tp-size {ranks}: expected its "
-            f"num_attention_heads and intermediate_size to be multiples of it, and "
-            f"num_key_value_heads a multiple or a divisor; found {heads}, {width} and "
-            f"{kv_heads}. Choose another --tp-size."
+            f"the drafter's layers cannot be split over {ranks} ranks (--tp-size by "
+            f"--attn-dp-size): expected its num_attention_heads and intermediate_size to be "
+            f"multiples of it, and num_key_value_heads a multiple or a divisor; found {heads}, "
+            f"{width} and {kv_heads}. Choose another size."
         )
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from sglang_hyperdflash.draft.config import check_fingerprint
 from sglang_hyperdflash.draft.reducer import check_kernels
-from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS, WidthSetting
+from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
+from sglang_hyperdflash.serving.drafting.temperature import DRAFT_TEMPERATURE
+from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.loaded import target_hc_head
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 logger = logging.getLogger(__name__)
+
+# What makes a rank's rounds, or the requests that it takes, others than its peers'. Where a rank
+# records is its own affair.
+SHARED = (WIDTH, WIDTHS, DRAFT_TEMPERATURE, POOL_RATIO, FOLLOW)
 
 
 def check_pair(worker: Any) -> None:
@@ -39,22 +47,19 @@ def check_pair(worker: Any) -> None:
     )
 
 
-def check_ranks_agree(
-    setting: WidthSetting, gather: Callable[[WidthSetting], list[WidthSetting]]
-) -> None:
-    """Refuse nodes whose environments name different widths: their rounds would not meet.
+def check_ranks_agree(gather: Callable[[list[str]], list[list[str]]]) -> None:
+    """Refuse nodes whose environments differ in a variable of ``SHARED``.
 
     Seam: ``gather`` is ``GroupCoordinator.all_gather_object``.
 
     Raises:
         HyperDFlashConfigError: on every rank, so that all of them end.
     """
-    found = gather(setting)
-    if any(other != setting for other in found):
-        said = "; ".join(f"rank {i}: {one.mode} of {one.widths}" for i, one in enumerate(found))
-        raise HyperDFlashConfigError(
-            f"{WIDTH} and {WIDTHS} must be the same on all nodes; found {said}."
-        )
+    every = gather([os.environ.get(name, "").strip() for name in SHARED])
+    for name, values in zip(SHARED, zip(*every, strict=True), strict=True):
+        if len(set(values)) > 1:
+            said = "; ".join(f"rank {i}: {value or 'unset'}" for i, value in enumerate(values))
+            raise HyperDFlashConfigError(f"{name} must be the same on all nodes; found {said}.")
 
 
 def check_processors(width_1_allowed: bool, enabled: bool) -> None:

@@ -13,13 +13,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from sglang_hyperdflash.serving import worker as worker_module
-from sglang_hyperdflash.serving.startup.pair import check_ranks_agree
 from sglang_hyperdflash.serving.width import lanes as lanes_module
 from sglang_hyperdflash.serving.width.lanes import Lanes
 from sglang_hyperdflash.serving.width.settings import WIDTHS as WIDTHS_VARIABLE
 from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.serving.worker import whole_blocks_only
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 BLOCK = 7
 
@@ -197,15 +195,6 @@ def test_widths_that_are_planned_are_those_that_are_built(worker, text):
     lanes = Lanes(worker, setting.widths)
     lanes.build()
     assert setting.built(7) == tuple(sorted(lanes._lanes))
-
-
-def test_ranks_of_different_widths_are_refused_on_every_rank():
-    alike = read_setting(7, True, {"HYPERDFLASH_WIDTH": "adaptive"})
-    check_ranks_agree(alike, lambda own: [own, own])
-    other = read_setting(7, True, {"HYPERDFLASH_WIDTH": "full"})
-    for own in (alike, other):
-        with pytest.raises(HyperDFlashConfigError, match=r"rank 1: full of \(7,\)"):
-            check_ranks_agree(own, lambda _: [alike, other])
 
 
 def test_sglang_s_own_check_of_a_draft_graph_is_the_same():

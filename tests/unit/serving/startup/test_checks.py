@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.startup import checks
@@ -167,12 +168,19 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
         ("speculative_draft_load_format", "pt", "safetensors only"),
         ("speculative_num_draft_tokens", 16, "trained with block size 7"),
         ("speculative_dflash_block_size", 4, "trained with block size 7"),
+        ("smg_grpc_mode", True, "use HTTP"),
+        ("json_model_override_args", '{"num_hidden_layers": 4}', "num_hidden_layers.*config.json"),
+        ("decrypted_draft_config_file", "/config.json", "config.json"),
+        ("SGLANG_RUST_SERVER", "1", "SGLANG_RUST_SERVER=1"),
         ("speculative_draft_model_path", None, "needs --speculative-draft-model-path"),
         ("speculative_draft_model_path", "/nowhere/draft", "no config.json in"),
     ],
 )
-def test_refused_flags(arguments, name, value, message):
-    setattr(arguments, name, value)
+def test_refused_flags(arguments, monkeypatch, name, value, message):
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+    else:
+        setattr(arguments, name, value)
     with pytest.raises(HyperDFlashConfigError, match=message):
         checks.validate_server_args(arguments)
 
@@ -191,6 +199,17 @@ def test_pickled_weights_are_refused(arguments, drafter_dir, tmp_path):
     arguments.speculative_draft_model_path = str(tmp_path)
     with pytest.raises(HyperDFlashConfigError, match="pickled weights are not loaded"):
         checks.validate_server_args(arguments)
+
+
+def test_a_mask_embedding_for_the_target_is_refused(arguments, drafter_dir, tmp_path):
+    """SGLang's DFLASH worker would write it into the target's table, with dummy weights too."""
+    copy = shutil.copytree(drafter_dir, tmp_path / "draft")
+    torch.save({"mask_token_id": 3, "embedding": torch.ones(256)}, copy / "mask_embedding.pt")
+    arguments.speculative_draft_model_path = str(copy)
+    for load_format in ("auto", "dummy"):
+        arguments.load_format = load_format
+        with pytest.raises(HyperDFlashConfigError, match=f"{copy}/mask_embedding.pt"):
+            checks.validate_server_args(arguments)
 
 
 def cut(path: Path, count: int) -> None:

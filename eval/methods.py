@@ -55,7 +55,8 @@ KINDS: Mapping[str, Kind] = {
     # The source, head and loss of another method on our layers, served by our worker.
     "dspark-style": _hyperdflash("DSpark-style (6)", "dspark_style_draft"),
     "dflash2-style": _hyperdflash("DFlash 2-style (6)", "dflash2_style_draft"),
-    "dspark": Kind("DSpark", "DSPARK", 6, "dspark_draft"),
+    # Bundled in V4-Flash-0731, whose config says five drafts.
+    "dspark": Kind("DSpark", "DSPARK", 5, "dspark_draft", draft_required=False),
     "ngram": Kind("n-gram", "NGRAM", 6),
 }
 

@@ -70,8 +70,9 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     add("--suite", choices=SUITES, help="other defaults, of a known comparison (default: none)")
     text = f"comma-separated, of {', '.join(KINDS)}"
     add("--methods", type=_names, default="baseline,mtp3,mtp6,dflash6,hyperdflash6", help=text)
+    needed = {kind.draft_option for kind in KINDS.values() if kind.draft_required}
     for name in DRAFTS:
-        need = "the target's own layer" if name == "mtp_draft" else "none; its method needs one"
+        need = "none; its method needs one" if name in needed else "the one in the target"
         add(f"--{name.replace('_', '-')}", help=f"folder or hub id (default: {need})")
 
 

@@ -141,7 +141,7 @@ def source_hash(function: Callable) -> str:
 
 
 def _outline(node: object) -> object:
-    """A syntax tree as nested tuples, the same in Python 3.10 to 3.13.
+    """A syntax tree as nested tuples, the same in Python 3.11 to 3.13.
 
     Empty fields are left out, since each version adds some (``type_params`` in 3.12), and so is
     ``kind``, the ``u`` before a string.

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -38,11 +38,6 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
 from study_report import BASELINE, NOISE, render
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 TRAINING_FILE = Path(__file__).resolve().parent / "drafter.toml"
 SAMPLING = {

@@ -19,7 +19,14 @@ from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_con
 from sglang_hyperdflash.training.model_card import CARD, model_card, shape_lines
 
 KIND = "hyperdflash init"
-OR_NONE = number(int, "at least 0", lambda n: n >= 0)
+
+
+def size(text: str) -> int:
+    """A size; ``none``, as ``init`` prints it, is 0."""
+    return 0 if text == "none" else int(text)
+
+
+OR_NONE = number(size, "at least 0", lambda n: n >= 0)
 # Options that replace one size of the default shape: what they are, and their default.
 SIZES = {
     "layers": ("transformer layers", "from the target"),
@@ -28,7 +35,7 @@ SIZES = {
     "head_dim": ("width of a head", "from the target"),
     "intermediate_size": ("width of the MLP", "three times the hidden size"),
     "block_size": ("rows of a block: the anchor plus the drafts", "7"),
-    "window": ("context tokens that a block may see; 0 for all of them", "from the target"),
+    "window": ("context tokens that a block may see; none for all", "from the target"),
     "dependency_rank": (
         "rank of the dependency head; 0 for the paper's drafter, which has none",
         "from the target",

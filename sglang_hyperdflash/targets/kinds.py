@@ -2,7 +2,7 @@
 and how a drafter's reducer can start.
 
 One table, :data:`TARGETS`; an architecture that is not in it is refused. Read in SGLang's
-``models/{deepseek_v4,hunyuan_v4,qwen4_exp}.py``. Nothing here imports SGLang.
+``models/{deepseek_v4,glm5_next,hunyuan_v4,qwen4_exp}.py``. Nothing here imports SGLang.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ HY_V4 = TargetKind(
 )
 
 QWEN4_EXP = TargetKind(
-    name="Qwen4-exp",
+    name="Qwen3.8-Flash-Next",
     architectures=("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
     exposed=True,  # the streams [N, m*d], returned as the output's hidden_states
     gate_start="fc",
@@ -103,6 +103,11 @@ QWEN4_EXP = TargetKind(
 )
 
 TARGETS = (DEEPSEEK_V4, DEEPSEEK_V41, HY_V4, QWEN4_EXP)
+# Hyper-connections without anything that a gate could start from or read, and why.
+AVERAGED = {
+    "Glm5NextForConditionalGeneration": "GLM-5.3-Flash has residual streams, but its last layer "
+    "averages them: it has no hc_head, and SGLang hands out only their mean"
+}
 
 
 def _is_v41(config: Mapping[str, Any]) -> bool:
@@ -130,10 +135,11 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     kind = next((kind for kind in TARGETS if architecture in kind.architectures), None)
     if kind is None:
         known = ", ".join(name for kind in TARGETS for name in kind.architectures)
+        reason = AVERAGED.get(architecture, f"the target's config.json names {architecture}")
         raise HyperDFlashConfigError(
-            f"{ALGORITHM} needs a target with hyper-connection residual streams; supported are "
-            f"{known}. The target's config.json names {architecture}. Use DFLASH or EAGLE for this "
-            "model, or add it to sglang_hyperdflash/targets/kinds.py."
+            f"{ALGORITHM} needs a target that hands out its hyper-connection residual streams; "
+            f"supported are {known}. Found: {reason}. Use DFLASH or EAGLE for this model, or add "
+            "it to sglang_hyperdflash/targets/kinds.py."
         )
     fields = text_fields(config)
     if kind is DEEPSEEK_V4 and _is_v41(fields):

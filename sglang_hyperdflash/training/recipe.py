@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,11 +20,6 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import CLOSED, checked
 from sglang_hyperdflash.training.objective import Count, Objective, Positive
 from sglang_hyperdflash.training.rows import HUB
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 AtLeast0 = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
-from typing_extensions import Self
 
 # The largest 64-bit prime: torch generators take 64 bits.
 SEEDS = 2**64 - 59

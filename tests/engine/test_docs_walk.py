@@ -28,6 +28,7 @@ PRINTED_ADDRESS = "127.0.0.1:30000"
 READ = ("install", "serving", "training", "benchmarking", "troubleshooting")
 MODULE = ["python", "-m", "sglang.launch_server"]
 SECONDS = 1800
+SUM = "698"  # of what README and docs/serving.md ask
 # A busy machine may take minutes to start a server.
 START_SECONDS = 1200
 
@@ -129,12 +130,15 @@ def test_the_readme(reader):
             script.write_text(fence.text)
             reader.run(["python", script.name], fence)
     (answer,) = curled(reader)
-    assert json.loads(answer)["choices"][0]["message"]["content"]
+    assert SUM in json.loads(answer)["choices"][0]["message"]["content"]
+    # Found as: a prompt without the chat template, answered by four other words.
+    assert SUM in reader.answers[-1][1].splitlines()[-1]
 
 
 def test_the_page_on_serving(reader):
     reader.read(page("docs/serving.md"))
     generated, metrics = curled(reader)
+    assert SUM in json.loads(generated)["text"]
     assert json.loads(generated)["meta_info"]["spec_verify_ct"] > 0
     assert "hyperdflash:verify_rounds_total" in metrics
     prompts = (reader.folder / "examples/tiny_deepseek_v4/turns.jsonl").read_text().splitlines()
@@ -160,6 +164,8 @@ def test_the_page_on_installation(reader):
 
 def test_the_page_on_benchmarking(reader):
     reader.read(page("docs/benchmarking.md"))
+    load = json.loads((reader.folder / "build" / "load.jsonl").read_text())
+    assert load["completed"] == 8 and load["accept_length"] > 1
     out = reader.folder / "build" / "comparison"
     assert (out / "report.md").is_file()
     rows = json.loads((out / "results.json").read_text())["rows"]

@@ -8,12 +8,12 @@ own, :data:`PARTS`. A budget is a count rounded up to three digits.
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tomllib
 import torch
 
 from tests.launches.counter import Counter, FakeCuda, Launch

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import re
 import shlex
 import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -83,7 +85,12 @@ def parse_script(path: str, words: list[str]) -> None:
     found = [base / path for base in (ROOT, EXAMPLE) if (base / path).is_file()]
     if not found:
         raise ValueError(f"there is no {path}")
-    text = found[0].read_text()
+    check_named(found[0], words)
+
+
+def check_named(path: Path, words: list[str]) -> None:
+    """The file names every option."""
+    text = path.read_text()
     missing = [word for word in words if word.startswith("--") and f'"{word}"' not in text]
     if missing:
         raise ValueError(f"{path} does not name {missing}")
@@ -107,6 +114,9 @@ def check(words: list[str]) -> None:
     if program == "torchrun":
         at = rest.index("-m")
         return parse(module_parser(rest[at + 1]), rest[at + 2 :])
+    if rest[:2] == ["-m", "sglang.bench_serving"]:  # its parser is made where it runs
+        client = importlib.util.find_spec("sglang.benchmark.serving")
+        return check_named(Path(client.origin), rest[2:])
     if program == "python" and rest[0] == "-m":
         return parse(module_parser(rest[1]), rest[2:])
     if program == "python":
@@ -175,6 +185,7 @@ def test_no_block_is_indented_where_no_test_looks(page):
         ("hyperdflash train --config c --work w --steps 3", "refuses"),
         ("python -m eval run --outt o", "refuses"),
         ("python -m sglang.launch_server --model-path T --speculative-algorythm X", "algorythm"),
+        ("python -m sglang.bench_serving --base-uri U", "does not name"),
         ("python docs/figures/draw.py --folder f", "does not name"),
         ("python docs/figures/drow.py", "there is no"),
         ("cd doc", "there is no folder"),
@@ -185,6 +196,26 @@ def test_no_block_is_indented_where_no_test_looks(page):
 def test_a_command_that_is_wrong_is_found(command, message):
     with pytest.raises(ValueError, match=message):
         check(shlex.split(command))
+
+
+def test_comparisons_on_gpus_load_one_method_at_a_time_on_all_of_them():
+    """Found as: five servers of the paper's comparison, all on GPU 0."""
+    options = importlib.import_module("eval.options")
+    page = [ROOT / "docs" / "benchmarking.md"]
+    shown = [words for f in shell_fences(page) if "GPU node" in f.detail for words in commands(f)]
+    asked = [options.parser().parse_args(words[3:]) for words in shown]
+    assert [args.command for args in asked] == ["run", "serving"]
+    assert asked[0].one_at_a_time and all("--tp-size" in args.server_args for args in asked)
+
+
+def test_the_python_that_is_asked_for_is_sglang_s():
+    """Found as: Python 3.10, for which there is no SGLang 0.5.23."""
+    needed = importlib.metadata.metadata("sglang")["Requires-Python"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == needed
+    pages = README.read_text() + (ROOT / "docs" / "install.md").read_text()
+    named = set(re.findall(r"(?:Python |\| )(3\.\d+) or newer", pages))
+    assert named == {needed.removeprefix(">=")}
 
 
 def test_marks_are_known_and_say_why_or_where():

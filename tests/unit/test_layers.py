@@ -100,8 +100,8 @@ LIBRARIES = {
     "portable": {"numba", "sglang", "torch"},
     "serving": {"numpy", "prometheus_client", "safetensors", "sglang", "torch"},
     "training": {
-        *("datasets", "huggingface_hub", "pydantic", "safetensors", "tensorboard", "tomli"),
-        *("torch", "tqdm", "transformers", "typing_extensions", "wandb"),
+        *("datasets", "huggingface_hub", "pydantic", "safetensors", "tensorboard"),
+        *("torch", "tqdm", "transformers", "wandb"),
     },
     "platform": {"numpy", "psutil", "sglang", "torch"},
     "rivals": {"sglang", "torch"},

@@ -9,11 +9,13 @@ from __future__ import annotations
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.serving.draft_kv.attention import (
     check_window_attention,
     choose_draft_attention,
 )
 from sglang_hyperdflash.serving.startup.checks import load_draft_config
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # KV dtypes of an unquantised cache.
 PLAIN_KV = (None, "auto", "bfloat16", "bf16")
@@ -53,7 +55,10 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
 
         window = load_draft_config(server_args).window
         choose_draft_attention(server_args, window)
-        _handle_dflash(server_args)
+        try:
+            _handle_dflash(server_args)
+        except ValueError as refused:  # says DFLASH to a user who asked for HYPERDFLASH
+            raise HyperDFlashConfigError(str(refused).replace("DFLASH", ALGORITHM)) from None
         resolved = resolving_view(server_args)
         for name in (
             "speculative_num_steps",

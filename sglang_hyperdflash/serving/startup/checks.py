@@ -40,7 +40,7 @@ _STATES = (
 )
 _CONFIG = "the drafter would be built from other values than are checked; edit config.json instead"
 # Field -> why its values are refused and what to do. What SGLang itself refuses of every algorithm
-# but its own (pipeline stages, LMCache, its own block verification) is not repeated.
+# but its own (LMCache, its own block verification) is not repeated.
 UNSUPPORTED = {
     "tokenizer_worker_num": "extra tokenizer workers load no plugins; use 1",
     "enable_lora": _LORA,
@@ -64,10 +64,12 @@ UNSUPPORTED = {
     "smg_grpc_mode": "its server does not refuse requests that end a scheduler; use HTTP",
     "json_model_override_args": _CONFIG,
     "decrypted_draft_config_file": _CONFIG,
+    "pp_size": "one pipeline stage drafts the whole block; use 1",
 }
 # Values of these fields that are served; of all others, those that mean no.
 SERVED = {
     "tokenizer_worker_num": (None, 1),
+    "pp_size": (1,),
     "speculative_accept_threshold_single": (None, 1),
     "speculative_accept_threshold_acc": (None, 1),
     "speculative_draft_load_format": (None, "auto", "safetensors", "dummy"),

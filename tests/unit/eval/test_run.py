@@ -15,12 +15,13 @@ import pytest
 from eval import client
 from eval.errors import EvalError
 from eval.identity import Difference, first_difference, verdict
-from eval.methods import parse_urls, resolve
+from eval.methods import DRAFT_OPTION, parse_urls, resolve
 from eval.prompts import load
 from eval.runner import read_sealed, write_sealed
 from sglang_hyperdflash.tools import atomic
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim
+from tests.conftest import ROOT
 from tests.unit.eval.fake_server import in_a_process, rows_of, run_command, run_options
 from tests.waiting import PATIENCE, until
 
@@ -30,6 +31,16 @@ def timeless(out) -> list[dict]:
     clock = ("tokens_per_s", "speedup", "speedup_range", "speedup_interval", "round_cost")
     rows = json.loads((out / "results.json").read_text())["rows"]
     return [{k: v for k, v in row.items() if k not in clock} for row in rows]
+
+
+def test_dspark_takes_the_draft_that_v4_flash_bundles():
+    """Found as: --dspark-draft was demanded, and a sixth draft counted that is never made."""
+    (_, bundled) = resolve(["baseline", "dspark"], {}, {})
+    assert bundled.arguments == ("--speculative-algorithm", "DSPARK")
+    config = ROOT / "examples" / "deepseek_v4_flash_config" / "dspark" / "config.json"
+    assert bundled.num_drafts == json.loads(config.read_text())["dspark_block_size"]
+    (_, named) = resolve(["baseline", "dspark"], {"dspark_draft": "owner/draft"}, {})
+    assert named.arguments == (*bundled.arguments, DRAFT_OPTION, "owner/draft")
 
 
 # --- a run and its rows

@@ -72,6 +72,7 @@ def answers(tmp_path_factory) -> dict[str, dict]:
         "tokenizer_worker_num": 2,
     }.items():
         cases[option] = start_only | {"options": {option: value}}
+    cases["attn_dp_size"] = start_only | {"options": {"attn_dp_size": 8}, "node": EIGHT}
     cases |= v41_cases(root)
     return start(cases)
 
@@ -224,7 +225,9 @@ def test_other_algorithms_are_untouched(answers):
         ("v41 prefill", "does not support disaggregation_mode on DeepSeek-V4.1"),
         ("window, prefill", "with a windowed drafter"),
         ("window, fa3", "needs draft attention that reads single K/V slots"),
-        ("pp_size", "only supports pp_size == 1"),
+        ("pp_size", "HYPERDFLASH does not support pp_size=2"),
+        # SGLang's rules for DFLASH.
+        ("attn_dp_size", " HYPERDFLASH with dp attention requires --enable-dp-lm-head"),
         ("enable_lora", "enable_lora=True"),
         ("enable_hisparse", "hisparse"),
         ("enable_unified_memory", "admits SGLang's own algorithms only"),

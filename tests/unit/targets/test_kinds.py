@@ -187,6 +187,11 @@ def test_v41_is_told_from_v4_as_sglang_does(config):
             r"supported are DeepseekV4.*names LlamaForCausalLM",
         ),
         ({"architectures": ["LlamaForCausalLM"]}, "Use DFLASH or EAGLE"),
+        # Found as: a model with four residual streams was told that it needs them.
+        (
+            {"architectures": ["Glm5NextForConditionalGeneration"]},
+            r"GLM-5\.3-Flash.*averages.*Use DFLASH or EAGLE",
+        ),
         ({"architectures": []}, "lacks architectures"),
     ],
 )
@@ -268,7 +273,7 @@ def test_v41_s_final_state_is_by_its_lagged_gate(tmp_path, folders, target_dir):
     gated = _mhc_pre_torch(paths, fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 1)[2]
     expected = F.rms_norm(gated.float(), norm.shape, norm, 1e-6)
     assert_same(FinalState.of(files)(paths.flatten(1)), expected)
-    with pytest.raises(HyperDFlashConfigError, match=r"Qwen4-exp.*expected a gate per residual"):
+    with pytest.raises(HyperDFlashConfigError, match=r"Qwen3.*expected a gate per residual"):
         identity_of(TargetFiles(str(folders[QWEN4_EXP.name])), "bfloat16")
 
 

@@ -149,6 +149,7 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
     "name, value, message",
     [
         ("tokenizer_worker_num", 2, "tokenizer_worker_num=2"),
+        ("pp_size", 2, "HYPERDFLASH does not support pp_size=2"),
         ("enable_lora", True, "enable_lora=True"),
         ("lora_paths", ["a=b"], "lora_paths"),
         ("enable_hisparse", True, "enable_hisparse"),

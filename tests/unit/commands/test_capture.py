@@ -208,7 +208,6 @@ def test_every_share_is_captured_once_and_all_together(tmp_path, monkeypatch):
         assert torch.equal(source.states([i]).residual[0], small.residual(sample))
 
 
-<<<<<<< HEAD
 def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
     """Found as: a session, and a connection, for every sample."""
     server = Answers()
@@ -219,7 +218,7 @@ def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
         return [1]
 
     samples = [Sample(list(range(n)), ((2, n),)) for n in range(4, 44)]
-    server.answer, loaded = answer, Loaded(samples, [""] * len(samples), [], [])
+    server.answer, loaded = answer, Loaded(samples, [""] * len(samples))
     monkeypatch.setattr(capture, "own_server", lambda *_, **__: nullcontext(server))
     options, ranges = SimpleNamespace(concurrency=2, verbose=False, model=""), [(0, 20), (20, 40)]
     writer = mock.Mock()
@@ -227,7 +226,8 @@ def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
     server.shutdown()
     assert len(server.prompts) == 40 and writer.add.call_count == 2
     assert server.connections <= 1 + 2, "one for /server_info, then one for each in flight"
-=======
+
+
 @pytest.mark.parametrize("wrong", [{2}, {1, 2, 3}])
 def test_conversations_with_states_that_are_not_finite_are_listed(
     tmp_path, target_dir, monkeypatch, capsys, wrong
@@ -238,7 +238,7 @@ def test_conversations_with_states_that_are_not_finite_are_listed(
     lines.append({"messages": [{"role": "user", "content": "Four?"}]})
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    async def answered(_url, *, rid, input_ids, **_options) -> None:
+    async def answered(*, rid, input_ids, **_options) -> None:
         (scratch,) = scratches
         place = int(rid.removeprefix(capture_rows.REQUEST_PREFIX)) + 1
         rows = torch.ones(len(input_ids), 4 * 256)
@@ -250,10 +250,10 @@ def test_conversations_with_states_that_are_not_finite_are_listed(
         scratches.add(scratch)
         # Found as: a name that another user of the machine could take first, or read in.
         assert scratch.stat().st_mode & 0o777 == 0o700 and not list(scratch.iterdir())
-        one = capture.Prefill("http://nowhere", loaded.places, scratch, asyncio.Semaphore(4))
+        pool = mock.MagicMock(ask=answered)
+        one = capture.Prefill(pool, loaded.places, scratch, asyncio.Semaphore(4))
         asyncio.run(capture.capture_shards(one, loaded.samples, waiting, writer))
 
-    monkeypatch.setattr(capture, "ask", answered)
     monkeypatch.setattr(capture, "_with_server", serve)
     command = ["capture", "--target", str(target_dir), "--data", str(data), "--out", str(out)]
     unusable = len(wrong) == 3
@@ -267,7 +267,6 @@ def test_conversations_with_states_that_are_not_finite_are_listed(
     assert sorted(asked) == [1, 2, 3] and not any(scratch.exists() for scratch in scratches)
     if not unusable:
         assert len(StoreReader(out).samples) == 2
->>>>>>> w-states
 
 
 def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, monkeypatch):

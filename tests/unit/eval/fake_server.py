@@ -47,14 +47,10 @@ class FakeServer:
         key: str | None = None,
     ) -> None:
         self.answer = lengths(answer) if isinstance(answer, int) else answer
-<<<<<<< HEAD
         self.histogram, self.logits = histogram, logits or {}
         self.info = {"dtype": dtype, "device": device}
         self.die_after, self.before = die_after, lambda: time.sleep(delay)
-=======
-        self.histogram, self.logits, self.dtype = histogram, logits or {}, dtype
-        self.die_after, self.delay, self.finish, self.key = die_after, delay, finish, key
->>>>>>> w-pool
+        self.finish, self.key = finish, key
         self.refuse, self.says_ids, self.widths = refuse, says_ids, list(widths)
         self.requests, self.generated = list[dict](), list[dict]()
         outer = self

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
 from sglang_hyperdflash.serving.record.settings import RECORD
 from sglang_hyperdflash.serving.scheduler.metrics import RECORDED, RECORDED_BYTES, ROUNDS, SHED

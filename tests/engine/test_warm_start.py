@@ -21,6 +21,7 @@ from tests.warm_start.template import REFUSED
 
 # A plugin: every process of the server writes, over and over, what it is.
 TELLER = '''
+import contextlib
 import json
 import os
 import sys
@@ -35,20 +36,25 @@ def load():
 
 
 def tell():
+    path = Path(os.environ["TOLD"]) / f"{os.getpid()}.json"
+    while True:
+        time.sleep(0.5)
+        with contextlib.suppress(RuntimeError):  # what an import in another thread changes
+            found = facts()
+            path.with_suffix(".new").write_text(json.dumps(found))
+            path.with_suffix(".new").rename(path)
+
+
+def facts():
     import setproctitle
 
     from sglang_hyperdflash import seams
 
-    path = Path(os.environ["TOLD"]) / f"{os.getpid()}.json"
-    while True:
-        time.sleep(0.5)
-        title = setproctitle.getproctitle()
-        found = {"title": title if title.startswith("sglang::") else "server"}
-        found |= {"seams": sorted(seams.in_place), "environment": dict(os.environ)}
-        found |= {"arguments": sys.argv, "folder": os.getcwd(), "path": sys.path}
-        found["hooked"] = sorted(hooked())
-        path.with_suffix(".new").write_text(json.dumps(found))
-        path.with_suffix(".new").rename(path)
+    title = setproctitle.getproctitle()
+    found = {"title": title if title.startswith("sglang::") else "server"}
+    found |= {"seams": sorted(seams.in_place), "environment": dict(os.environ)}
+    found |= {"arguments": sys.argv, "folder": os.getcwd(), "path": sys.path}
+    return found | {"hooked": sorted(hooked())}
 
 
 def hooked():

@@ -234,17 +234,13 @@ def hold_answers(
 ) -> Iterator[Answers]:
     """Hold an output file whose records have ``index`` and ``digest``; print how many are done.
 
-    The prompt of a last line that a kill cut is asked again. What was left out is reported at the
-    end.
-
-    Args:
-        settings: everything that affects an answer.
+    The prompt of a last line that a kill cut is asked again. At the end comes the report of what is
+    left out. ``settings`` are everything that affects an answer.
 
     Raises:
         NotOurs: the file is something else, or answers with other settings. InUse: another run
-            writes it. HyperDFlashConfigError: it answers another input, or is damaged; no prompt
-            is usable.
-        BadRow: a line inside it is damaged.
+            writes it. HyperDFlashConfigError: it answers another input, or is damaged; or no
+            prompt is usable.
     """
     left_out, digests, count = LeftOut(prompts.strict), array("Q"), 0
     for one in prompts.read(left_out):
@@ -279,8 +275,8 @@ def hold_answers(
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         print(f"{count} {prompts.noun}, {len(done)} already answered in {output}")
-        held = frozenset(done), frozenset(served - {""})
-        yield Answers(output, writer, prompts, count, *held, left_out)
+        held = frozenset(done), frozenset(served - {""}), left_out
+        yield Answers(output, writer, prompts, count, *held)
         left_out.entries.sort(key=lambda entry: entry["index"])
         left_out.report(listed)
 

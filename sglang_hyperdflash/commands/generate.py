@@ -53,16 +53,12 @@ MEMORY_ONLY = frozenset(
         *("max_running_requests", "max_total_tokens", "mem_fraction_static", "nccl_port", "port"),
     )
 )
-KINDS = ("prompt", "messages", "turns")
 
 
 def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversation:
-    """A row's prompt, which is one of ``prompt``, ``messages`` and ``turns``.
-
-    Raises:
-        BadRow: none or several of the three, or of the wrong shape.
-    """
-    given, digest = [kind for kind in KINDS if kind in record], short_hash(record)
+    """A row's prompt, one of ``prompt``, ``messages`` and ``turns``; raises ``BadRow``."""
+    given = [kind for kind in ("prompt", "messages", "turns") if kind in record]
+    digest = short_hash(record)
     if len(given) != 1:
         others = " and ".join(given) or f"only {', '.join(record) or 'an empty object'}"
         raise BadRow(where, f"expected exactly one of prompt, messages or turns, found {others}")

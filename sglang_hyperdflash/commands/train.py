@@ -133,7 +133,7 @@ def train(
 
     Args:
         states: where the target's states are kept for other runs; None for the working folder.
-        strict: no row of the data may be left out.
+        strict: see :class:`LeftOut`.
     """
     target, drafter = load_pair(schedule)
     captures = schedule.features == "captured"

@@ -134,11 +134,8 @@ class TemplateChats:
                 "the chat template renders an answer differently once it is there, so its tokens "
                 "cannot be told apart",
             )
-        reasoning = chat.messages[-1].get("reasoning_content") or ""
-        if (
-            all(chat.options.get(name, True) for name in THINKING)
-            and reasoning.strip() not in after[len(before) :]
-        ):
+        thinks = all(chat.options.get(name, True) for name in THINKING)
+        if thinks and (chat.messages[-1].get("reasoning_content") or "").strip() not in after:
             raise BadRow(where, "the chat template drops the reasoning of an answer")
         ids, end = self._ids(after[len(before) :]), self.tokenizer.eos_token_id
         if end in ids:  # a template may go on, with a newline that the target never writes

@@ -8,6 +8,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,11 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with opened(path, "rb") as file:
             lines: Iterable[bytes] = file
             if file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                whole = file.read()
-                try:
+                lines = io.BytesIO(whole := file.read())
+                with suppress(ValueError, RecursionError):  # of lines, the first no object
                     values = enumerate(json.loads(whole), 1)
                     yield from ((f"{path}, row {n}", value) for n, value in values)
                     return
-                except (ValueError, RecursionError):  # lines, of which the first is no object
-                    lines = io.BytesIO(whole)
             for number, line in enumerate(lines, 1):
                 yield f"{path}:{number}", line if line.strip() else None
     except (EOFError, zlib.error) as error:

@@ -33,10 +33,7 @@ _THOUGHT, _TAG = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL), re.co
 
 def parse_conversation(record: Mapping[str, Any], where: str) -> Chat:
     """One row's object in any of the forms, from its first user turn: earlier answers have no
-    prompt. ``where`` names it in errors.
-
-    Raises:
-        BadRow: it cannot be used.
+    prompt. Raises ``BadRow``.
     """
     record = _given(record)  # a table of the hub has all columns in all rows
     asked, answered = _first(record, _ASKED), _first(record, _ANSWERED)
@@ -50,8 +47,7 @@ def parse_conversation(record: Mapping[str, Any], where: str) -> Chat:
         turns.append({"role": "assistant", "content": record[answered]})
     else:
         forms = "messages, conversations, instruction and output, turns or another known form"
-        held = ", ".join(map(repr, record)) or "nothing"
-        raise BadRow(where, f"expected {forms}, found {held}")
+        raise BadRow(where, f"expected {forms}, found {', '.join(record) or 'nothing'}")
     messages = [_message(turn, where) for turn in turns]
     if system := record.get(_first(record, _SYSTEM) or ""):
         if messages[0]["role"] != "system":
@@ -121,15 +117,11 @@ def _regenerated(entry: Any, where: str, vocab_size: int) -> Sample:
             f"{where}: samples must hold tokens and spans of whole numbers ({error!r})."
         ) from error
     borders = [1, *chain(*spans), len(tokens)]
-    if borders != sorted(borders):
+    if borders != sorted(borders) or not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise HyperDFlashConfigError(
-            f"{where}: spans {list(spans)} do not lie inside {len(tokens)} tokens, one after "
-            "another. Regenerate this file."
-        )
-    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise HyperDFlashConfigError(
-            f"{where}: expected ids below {vocab_size}, the target's vocabulary; found "
-            f"{min(tokens)} to {max(tokens)}. Regenerate this file with the target."
+            f"{where}: expected ids below {vocab_size}, the target's vocabulary, and spans inside "
+            f"the tokens, one after another; found ids up to {max(tokens, default=0)}, "
+            f"{len(tokens)} tokens and spans {list(spans)}. Regenerate this file with the target."
         )
     return Sample(tokens, tuple(span for span in spans if span[0] < span[1]))
 
@@ -251,10 +243,10 @@ def load_samples(
         samples = [s for s in line_samples(chats, record, where) if s.spans]
         if not samples:
             raise BadRow(where, "it has no answer")
-        cut = [(sample.cut(max_length), where) for sample in samples]
-        if not any(sample.spans for sample, _ in cut):
+        samples = [sample for s in samples if (sample := s.cut(max_length)).spans]
+        if not samples:
             raise BadRow(where, f"its first answer ends after {max_length} tokens")
-        return [(sample, where) for sample, _ in cut if sample.spans]
+        return [(sample, where) for sample in samples]
 
     left_out = left_out or LeftOut()
     used = list(chain.from_iterable(left_out.usable(read_rows(paths), use)))

@@ -78,16 +78,6 @@ def hub_identity(source: str) -> str:
         return f"{source} at {HfApi().dataset_info(name, revision=revision).sha}"
 
 
-def _text(value: Any, where: str) -> dict[str, Any]:
-    """A row's object, if it is one that tokenizers take; raises ``BadRow``."""
-    record = parse(value, where)
-    try:
-        json.dumps(record, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(where, "it holds a lone surrogate, half of a character") from error
-    return record
-
-
 @dataclass
 class LeftOut:
     """The rows that a command reads but cannot use.
@@ -101,16 +91,18 @@ class LeftOut:
     read: int = 0
     entries: list[dict[str, Any]] = field(default_factory=list)
 
-    def usable(
-        self, rows: Iterable[Row], use: Callable[[int, dict[str, Any], str], T]
-    ) -> Iterator[T]:
+    def usable(self, rows: Iterable[Row], use: Callable[..., T]) -> Iterator[T]:
         """What ``use(index, record, where)`` makes of rows, but of those where it is ``BadRow``."""
         for index, where, value in rows:
             self.read += 1
             try:
-                made = use(index, _text(value, where), where)
+                record = parse(value, where)
+                json.dumps(record, ensure_ascii=False, default=str).encode()
+                made = use(index, record, where)
             except BadRow as error:
                 self.add(index, where, error.reason)
+            except UnicodeEncodeError:  # which no tokenizer takes
+                self.add(index, where, "it holds a lone surrogate, half of a character")
             else:
                 yield made
 

@@ -120,7 +120,7 @@ ROWS = [
     ({"turns": ["a"], "tools": {"name": "b"}}, "tools must be a list"),
     ({"turns": ["a"], "tools": "[{"}, "tools must be a list"),
     ({"instruction": 1, "input": "y", "output": "x"}, "must be text, found 1"),
-    ({"instruction": None, "output": "x"}, "found 'output'"),
+    ({"instruction": None, "output": "x"}, "found output"),
     ({"text": "x"}, "expected messages, conversations"),
     ({"samples": 5}, "samples must be a non-empty list"),
     ({}, "found nothing"),
@@ -268,11 +268,14 @@ def test_a_hub_data_set_is_streamed_and_pinned(monkeypatch, chats):
     [
         ({"tokens": [1]}, "samples must hold"),
         ({"tokens": ["x"], "spans": []}, "samples must hold"),
-        ({"tokens": [1], "spans": [[0, 2]]}, "do not lie inside 1 tokens"),
-        ({"tokens": [1, 2, 3], "spans": [[1, 4]]}, "do not lie inside 3 tokens"),
-        ({"tokens": [1, 2, 3], "spans": [[2, 1]]}, "do not lie inside"),
-        ({"tokens": [1, 2, 3, 4], "spans": [[1, 3], [2, 4]]}, "one after another"),
-        ({"tokens": [1, 99_999], "spans": [[1, 2]]}, "expected ids below 1363.* found 1 to 99999"),
+        ({"tokens": [1], "spans": [[0, 2]]}, r"found ids up to 1, 1 tokens and spans \[\(0, 2\)\]"),
+        ({"tokens": [1, 2, 3], "spans": [[1, 4]]}, r"spans \[\(1, 4\)\]"),
+        ({"tokens": [1, 2, 3], "spans": [[2, 1]]}, r"spans \[\(2, 1\)\]"),
+        ({"tokens": [1, 2, 3, 4], "spans": [[1, 3], [2, 4]]}, r"spans \[\(1, 3\), \(2, 4\)\]"),
+        (
+            {"tokens": [1, 99_999], "spans": [[1, 2]]},
+            "expected ids below 1363.* found ids up to 99999",
+        ),
         ({"tokens": [-1, 2], "spans": [[1, 2]]}, "expected ids below 1363"),
     ],
 )

@@ -26,7 +26,7 @@ from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.cached import cached
-from sglang_hyperdflash.training.conversations import load_samples
+from sglang_hyperdflash.training.conversations import Loaded, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.model_card import CARD, model_card
@@ -137,11 +137,9 @@ def train(
     """
     target, drafter = load_pair(schedule)
     captures = schedule.features == "captured"
-    loaded, left_out = {}, LeftOut(strict)
-    if not captures:  # all of it before any work
-        chats, held = load_chats(schedule.target), [(file,) for file in schedule.held_out.values()]
-        for files in dict.fromkeys([*held, *(stage.data for stage in schedule.stage)]):
-            loaded[files] = load_samples(files, chats, schedule.max_length, left_out)
+    left_out = LeftOut(strict)
+    if not captures:
+        loaded = load_all(schedule, left_out)
         world.on_main(lambda: left_out.report(work / "left_out.jsonl"))
     target.to(device)
 
@@ -183,6 +181,13 @@ def train(
         card = model_card(drafter.raw, schedule.target, schedule, recipes, trainer.best)
         publish(best, schedule.out, card)
         print(f"{last} ({schedule.out})")
+
+
+def load_all(schedule: Schedule, left_out: LeftOut) -> dict[tuple[str, ...], Loaded]:
+    """The samples of every stage's data and of every held-out file, before any work."""
+    chats, held = load_chats(schedule.target), [(file,) for file in schedule.held_out.values()]
+    every = dict.fromkeys([*held, *(stage.data for stage in schedule.stage)])
+    return {files: load_samples(files, chats, schedule.max_length, left_out) for files in every}
 
 
 def continue_from(drafter: Drafter, stage: Path) -> None:

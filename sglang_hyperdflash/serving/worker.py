@@ -207,7 +207,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
             # What SGLang calls caps; ``scheduler/metrics`` counts drafts by them.
-            cap_lens=torch.full_like(committed.accept_lens, width),
+            cap_lens=torch.full((len(committed.accept_lens),), width, dtype=torch.int32),
         )
 
     def prefill(

@@ -78,6 +78,7 @@ class Request:
             **{
                 "top_k": 1,
                 "sampling_seed": None,
+                "logit_bias": None,
                 "frequency_penalty": 0.0,
                 "presence_penalty": 0.0,
                 "repetition_penalty": 1.0,

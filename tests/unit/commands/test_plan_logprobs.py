@@ -201,7 +201,7 @@ HUGE["meta_info"]["output_top_logprobs"][2] = [[-(10**400), 2, None]]
         ([WRONG], "found one with text, meta_info"),
         ([STREAMED], "a part of a stream"),
         ([HUGE], "OverflowError"),
-        ([[native()]], ":1: expected a JSON object"),
+        ([7, native()], ":1: expected a JSON object"),
         ([native()] * 2 + [7], ":3: expected a JSON object"),
         ([native()], "expected at least two requests"),
         ([native(TOKENS[:1])] * 2, "answers of two tokens or more, found 0"),

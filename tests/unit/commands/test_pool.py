@@ -16,8 +16,8 @@ import pytest
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import pool
-from sglang_hyperdflash.commands.answers import hold_answers
-from sglang_hyperdflash.commands.regenerate import KIND, Tasks
+from sglang_hyperdflash.commands.answers import Prompts, hold_answers
+from sglang_hyperdflash.commands.regenerate import KIND, read_task
 from tests.unit.commands.native_server import Answers
 from tests.waiting import PATIENCE, until
 
@@ -253,9 +253,9 @@ def test_neither_prompts_nor_answers_stay_in_memory(tmp_path):
     """Found as: 40 bytes a token of all earlier answers, and every prompt, for the whole run."""
     count = 400
     data, out = write(tmp_path / "data.jsonl", count, size=400), tmp_path / "out.jsonl"
-    tasks = Tasks([str(data)], None)
-    with hold_answers(out, KIND, {}, tasks, "conversations") as answers:
-        for one in tasks:
+    tasks = Prompts("conversations", [data], read_task, None, strict=False)
+    with hold_answers(out, KIND, {}, tasks) as answers:
+        for one in list(answers.waiting()):
             if one.index % 2:
                 samples = [{"tokens": list(range(5000)), "spans": [[1, 5000]]}]
                 record = {"index": one.index, "digest": one.digest, "samples": samples}
@@ -263,7 +263,7 @@ def test_neither_prompts_nor_answers_stay_in_memory(tmp_path):
     assert out.stat().st_size > 5e6 and data.stat().st_size > 1.5e6
     tracemalloc.start()
     try:
-        with hold_answers(out, KIND, {}, tasks, "conversations") as answers:
+        with hold_answers(out, KIND, {}, tasks) as answers:
             waiting = answers.waiting()
             assert sum(1 for _ in waiting) == answers.left == count / 2
             _, peak = tracemalloc.get_traced_memory()

@@ -50,8 +50,8 @@ class FakeServer:
         self.histogram, self.logits = histogram, logits or {}
         self.info = {"dtype": dtype, "device": device}
         self.die_after, self.before = die_after, lambda: time.sleep(delay)
-        self.finish, self.key = finish, key
-        self.refuse, self.says_ids, self.widths = refuse, says_ids, list(widths)
+        self.finish, self.key, self.refuse, self.says_ids = finish, key, refuse, says_ids
+        self.widths = list(widths)
         self.requests, self.generated = list[dict](), list[dict]()
         outer = self
 
@@ -73,17 +73,14 @@ class FakeServer:
                 asked = json.loads(self.rfile.read(length))
                 if self.path == "/generate":
                     outer.generated.append(asked)
-                    self.reply(outer.logprobs(asked))
-                    return
+                    return self.reply(outer.logprobs(asked))
                 outer.requests.append(asked)
                 if outer.die_after is not None and len(outer.requests) > outer.die_after:
                     self.connection.close()
                     return
                 outer.before()
                 if outer.refuse and asked["messages"][-1]["content"] == outer.refuse[0]:
-                    _, code, reason = outer.refuse
-                    self.reply(reason, code)
-                    return
+                    return self.reply(outer.refuse[2], outer.refuse[1])
                 self.reply(outer.chat(asked))
 
             def log_message(self, *args) -> None:

@@ -9,6 +9,7 @@ import pytest
 import requests
 
 from tests.engine.test_exact import SCHEMA, TOKENS, sampled
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.parametrize("grammar", [{}, {"json_schema": json.dumps(SCHEMA)}], ids=["", "json"])

@@ -152,7 +152,11 @@ def test_generate_survives_a_kill(
     [
         # With imports of its own, whose noise would be lines.
         (subprocess.Popen, ("--input", "nowhere.jsonl", "--output", "o"), "does not exist"),
-        (start, ("--input", "{broken}", "--output", "o"), "broken:2: expected a JSON object"),
+        (
+            start,
+            ("--input", "{broken}", "--output", "o", "--strict"),
+            "broken:2: expected a JSON object",
+        ),
         (start, ("--input", "{good}", "--output", "o", "--max-new-tokens", "0"), "at least 1"),
         (start, ("--input", "{good}", "--output", "o", "--engine-args", "[]"), "be a JSON object"),
     ],

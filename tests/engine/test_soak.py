@@ -41,10 +41,11 @@ from sglang_hyperdflash.tools.server_process import Server, hyperdflash_argument
 from tests.conftest import ROOT
 from tests.engine.conftest import COMMON, HOT, NEW_TOKENS
 from tests.engine.drafters import poisoned
-from tests.engine.test_api import CONTEXT, SCHEMA, wait_until_idle
+from tests.engine.test_api import CONTEXT, SCHEMA, is_idle
 from tests.engine.test_following import by_version
 from tests.engine.test_metrics import samples
 from tests.unit.training.streams import learn_arguments
+from tests.waiting import until
 
 MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
 CONCURRENCY = 16
@@ -249,7 +250,7 @@ def usage(process: Popen) -> dict[str, float]:
 
 def idle_state(server: Server, prompt: list[int], learning: Learning | None) -> dict[str, dict]:
     """Pool, queue and processes once everything is answered and the cache is flushed."""
-    wait_until_idle(server, 60)
+    until(lambda: is_idle(server), "a request is stuck")
     requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
     # Gauges move with batches: one small request after the flush brings them up to date.
     server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})

@@ -63,7 +63,7 @@ _SERVED = {
     "test_api.py::test_hidden_states_get_400_and_the_server_goes_on": {
         "return_hidden_states": "refused with HTTP 400"
     },
-    "test_exact.py::test_a_broken_row_does_not_end_its_batchmates_sampling_mask": {
+    "test_broken_rows.py::test_a_broken_row_does_not_end_its_batchmates_sampling_mask": {
         "return_sampling_mask": "exact; SGLang refuses it with `min_p`, and when sampling without "
         "a finite `top_k`"
     },

@@ -165,7 +165,7 @@ def test_the_page_on_installation(reader):
 def test_the_page_on_benchmarking(reader):
     reader.read(page("docs/benchmarking.md"))
     load = json.loads((reader.folder / "build" / "load.jsonl").read_text())
-    assert load["completed"] == 8 and load["accept_length"] > 1
+    assert load["completed"] == 8
     out = reader.folder / "build" / "comparison"
     assert (out / "report.md").is_file()
     rows = json.loads((out / "results.json").read_text())["rows"]

@@ -142,7 +142,7 @@ def test_a_refused_row_is_left_out_alone(servers, target_dir, tmp_path, capsys, 
     servers[0].failures = [failure]
     data, out = write(tmp_path / "data.jsonl", 5), tmp_path / "out.jsonl"
     assert main(arguments(servers[:1], target_dir, data, out)) == 0
-    assert len(indices(out)) == 4 and "1 refused" in capsys.readouterr().out
+    assert len(indices(out)) == 4 and "1 left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given, code", [(None, 2), ("option", 0), ("variable", 0)])

@@ -153,10 +153,13 @@ def run(args: argparse.Namespace) -> int:
         left_out = LeftOut(args.strict)
         loaded = load_samples(args.data, load_chats(args.model), limit, left_out)
         print(loaded)
+        listed = args.out / f"{name}.left_out.jsonl"
+        left_out.report(listed)
         usable = _capture(args, arguments, writer, loaded)
         for i in writer.left_out:
             left_out.add(i, loaded.places[i], "NaN or infinite states")
-        left_out.report(args.out / f"{name}.left_out.jsonl")
+        if writer.left_out:
+            left_out.report(listed)
     if not usable and writer.left_out:
         raise left_out.nothing_usable("--data", "Check the target's weights and --dtype.")
     return 0

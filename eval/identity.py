@@ -121,12 +121,12 @@ def judged(
     """
     baseline = given[BASELINE][0]
     answers = (answer for several in given.values() for answer in several)
-    found = {first_difference(0, baseline.output_ids, a.output_ids) for a in answers} - {None}
-    if not found or dtype == "float32":
-        return "fault" if found else "identical"
-    for at in found:
-        ended = None in (at.expected, at.found)
-        gap = None if ended else logit_gap(url, turns, vars(baseline), at, sampling)
+    firsts = {first_difference(0, baseline.output_ids, a.output_ids) for a in answers} - {None}
+    if not firsts or dtype == "float32":
+        return "fault" if firsts else "identical"
+    for difference in firsts:
+        ended = None in (difference.expected, difference.found)
+        gap = None if ended else logit_gap(url, turns, vars(baseline), difference, sampling)
         if verdict(gap, TIE_GAPS[dtype]) != "tie":
             return "fault"
     return "tie"

@@ -156,11 +156,12 @@ def run(args: argparse.Namespace) -> int:
         listed = args.out / f"{name}.left_out.jsonl"
         left_out.report(listed)
         usable = _capture(args, arguments, writer, loaded)
-        for i in writer.left_out:
+        broken = writer.left_out
+        for i in broken:
             left_out.add(i, loaded.places[i], "NaN or infinite states")
-        if writer.left_out:
+        if broken:
             left_out.report(listed)
-    if not usable and writer.left_out:
+    if broken and not usable:
         raise left_out.nothing_usable("--data", "Check the target's weights and --dtype.")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 
 import pytest
 import requests
@@ -78,12 +77,12 @@ def test_a_grammar_without_a_possible_token(failing_server, own_prompts, own_ref
 def test_a_call_that_fails_ends_its_request(failing_server, own_prompts, own_reference):
     """At every position of a block, and in the rounds after it."""
     constrained = ask(failing_server, own_prompts[0], regex=TEXT)
-    calls = list(
-        chain.from_iterable(
-            [(method, n) for n in range(2, 16)] for method in ("fill_vocab_mask", "accept_token")
-        )
-    )
-    calls += [("rollback", n) for n in range(1, 13)]
+    methods = {
+        "fill_vocab_mask": range(2, 16),
+        "accept_token": range(2, 16),
+        "rollback": range(1, 13),
+    }
+    calls = [(method, number) for method, numbers in methods.items() for number in numbers]
 
     def status(call: tuple[str, int]) -> int:
         method, number = call

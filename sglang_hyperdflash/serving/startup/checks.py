@@ -108,7 +108,8 @@ def validate_server_args(server_args) -> None:
                 f"{ALGORITHM} does not support {name}={value!r}: {reason}."
             )
     config = load_draft_config(server_args)
-    check_ranks(server_args, _draft_hub_config(server_args).to_dict())
+    draft_config = _draft_hub_config(server_args)
+    check_ranks(server_args, draft_config.to_dict())
     _check_trained_sizes(server_args, config)
     if config.window is not None:
         _check_window(server_args)
@@ -125,7 +126,7 @@ def validate_server_args(server_args) -> None:
         revision=server_args.revision,
     )
     _check_served_target(server_args, target, config)
-    _check_context(server_args, target)
+    _check_context(server_args, target, draft_config)
     if "dummy" in (server_args.load_format, server_args.speculative_draft_load_format):
         return
     draft = Path(server_args.speculative_draft_model_path)
@@ -270,12 +271,11 @@ def _check_follow(server_args, folder: Path, widths: tuple[int, ...]) -> None:
         raise HyperDFlashConfigError(f"{FOLLOW}: {wrong}. Correct or unset it.")
 
 
-def _check_context(server_args, target) -> None:
+def _check_context(server_args, target, draft) -> None:
     """The drafter must have positions for all that the target may serve."""
     from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
 
-    configs = target, _draft_hub_config(server_args)
-    own, drafted = (int(get_context_length(get_hf_text_config(one))) for one in configs)
+    own, drafted = (int(get_context_length(get_hf_text_config(one))) for one in (target, draft))
     served = server_args.context_length or own
     if drafted < served:
         raise HyperDFlashConfigError(

@@ -9,7 +9,6 @@ import pytest
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture
-from tests.unit.commands.native_server import Answers
 from tests.unit.commands.test_train import small
 
 COUNT = ", ".join(map(str, range(30)))
@@ -27,13 +26,6 @@ ROWS[1]["conversation"].append({"from": "gpt", "value": COUNT})
 ROWS[6]["conversations"].append({"from": "gpt", "value": COUNT})
 NAMES = ("regenerate", "train", "capture")
 BAD = [0, 2, 3, 4, 7]
-
-
-@pytest.fixture
-def server():
-    server = Answers()
-    yield server
-    server.shutdown()
 
 
 @pytest.fixture

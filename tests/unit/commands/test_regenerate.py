@@ -21,16 +21,8 @@ from sglang_hyperdflash.commands import pool, regenerate
 from sglang_hyperdflash.targets.chats import Chat, load_chats
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
-from tests.unit.commands.native_server import Answers
 from tests.unit.targets.published_v4 import published_v4
 from tests.waiting import PATIENCE, until
-
-
-@pytest.fixture
-def server():
-    server = Answers()
-    yield server
-    server.shutdown()
 
 
 @pytest.fixture

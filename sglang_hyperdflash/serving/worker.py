@@ -36,6 +36,7 @@ from sglang_hyperdflash.serving.startup.pair import (
 )
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.serving.verification.exact import Committed
+from sglang_hyperdflash.serving.verification.grammar import pass_by_failed
 from sglang_hyperdflash.serving.verification.rehearsal import compile_kernels, verification_peak
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lanes
@@ -221,6 +222,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         if batch.decoding_reqs and batch.has_grammar and grammar_barrier is not None:
             # A mixed batch draws the running requests' tokens under their grammars' masks.
             grammar_barrier()
+            pass_by_failed(batch.decoding_reqs)
         # The hooks read ``request_state.current`` in SGLang's sampler, during the target's pass.
         self.request_state.begin(batch, prefill=True)
         self.lanes.activate(self.block)

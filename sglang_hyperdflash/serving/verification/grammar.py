@@ -8,7 +8,7 @@ request when it counts that token. Under overlap scheduling the next round has b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -46,12 +46,22 @@ def block_mask(
         try:
             traverse_tree(children[i], siblings[i], tokens[i], grammar, blocks[i], info.vocab_size)
         except Exception as error:  # of any backend
-            blocks[i] = -1  # all tokens; none of them is kept
+            blocks[i] = -1  # all tokens
             _end(req, error)
     if mask is None:
         return None
     info.grammar_mask = None  # of a prefill, which SGLang would apply instead
     return GrammarMask(grammar, mask.to(device, non_blocking=True))
+
+
+def pass_by_failed(reqs: Iterable[Any]) -> None:
+    """Leave requests that end out of a mixed batch's masks, where a failed matcher may raise.
+
+    Seam: ``SamplingBatchInfo.update_regex_vocab_mask`` passes by grammars that are finished.
+    """
+    for req in reqs:
+        if req.grammar is not None and req.to_finish is not None:
+            req.grammar.finished = True
 
 
 def _end(req: Any, error: Exception) -> None:

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_hyperdflash.serving.verification.grammar import block_mask
+from sglang_hyperdflash.serving.verification.grammar import block_mask, pass_by_failed
 
 WIDTH = 7
 CALLS = "fill_vocab_mask", "accept_token", "rollback"
@@ -91,3 +93,21 @@ def test_a_matcher_that_has_failed_already(backend):
     reason = failed.to_finish = object()
     masks(batch, tokens)
     assert failed.to_finish is reason and batch.reqs[1].to_finish is None
+
+
+def test_a_failed_matcher_is_passed_by_in_a_mixed_batch(backend):
+    """A reasoning parser wraps every grammar, and SGLang then asks each one for its mask alone."""
+    batch, tokens = batch_of(backend, "7(yes|no)", "[0-9]+")
+    for req in batch.reqs:
+        req.grammar = ReasonerGrammarObject(req.grammar, think_end_ids=[1, 2])
+        req.grammar.maybe_init_reasoning(False)
+    failed, healthy = batch.reqs
+    with pytest.raises(ValueError):
+        failed.grammar.accept_token(int(tokens[0, 0]))
+    failed.to_finish = object()
+    pass_by_failed(batch.reqs)
+    grammars = [failed.grammar, healthy.grammar]
+    fields = {"grammars": grammars, "temperatures": [1, 1], "device": "cpu"}
+    info = SimpleNamespace(**fields, vocab_size=batch.sampling_info.vocab_size)
+    SamplingBatchInfo.update_regex_vocab_mask(info)
+    assert [bool((row == -1).all()) for row in info.grammar_mask.vocab_mask] == [True, False]

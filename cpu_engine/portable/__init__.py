@@ -17,8 +17,7 @@ def choose_arguments(server_args, hf_config) -> dict[str, str]:
     from sglang.srt.runtime_context import get_platform
 
     resolved = resolving_view(server_args)
-    if resolved.device == "cpu" and resolved.dtype == "auto":
-        return {"dtype": "float32"}
-    if get_platform().is_cuda and resolved.attention_backend is None:
-        return {"attention_backend": "triton"}
-    return {}
+    chosen = {"dtype": "float32"} if resolved.device == "cpu" else {}
+    if get_platform().is_cuda:
+        chosen = {"dtype": "bfloat16", "attention_backend": "triton"}
+    return {k: v for k, v in chosen.items() if getattr(resolved, k) in (None, "auto")}

@@ -30,6 +30,7 @@ def tiny() -> dict[str, list[str]]:
         "readme": words[3:],
         "demo": [*TARGET, *comparable_arguments()],
         "deterministic": [*TARGET, "--enable-deterministic-inference"],
+        "fp32": [*TARGET, "--json-model-override-args", '{"dtype": "float32"}'],
         "named": [*TARGET, "--dtype", "float32", "--attention-backend", "flashinfer"],
     }
 
@@ -62,6 +63,7 @@ def test_a_gpu_serves_the_tiny_target_with_triton_in_bf16(started, gpu):
     cases, _ = started[gpu]
     assert cases["readme"] == ["triton", "triton", 1, "auto", "bfloat16"]
     assert cases["demo"] == cases["deterministic"] == ["triton", None, 1, "auto", "bfloat16"]
+    assert cases["fp32"] == cases["demo"], "SGLang's auto makes fp16 of an fp32 checkpoint"
     assert cases["named"] == ["flashinfer", None, 1, "auto", "float32"]
 
 
@@ -74,7 +76,7 @@ def test_a_gpu_starts_v4_with_every_hook_in_place(started, gpu, attention):
 
 
 def test_a_cpu_serves_the_tiny_target_in_fp32(tiny):
-    del tiny["named"]
+    del tiny["named"], tiny["fp32"]
     ((cases, _),) = ask("tests.unit.cuda_start", [(None, tiny, False)])
     assert cases["readme"] == [CPU, CPU, 1, "auto", "float32"]
     assert cases["demo"] == cases["deterministic"] == [CPU, None, 1, "auto", "float32"]

@@ -63,6 +63,7 @@ UNSUPPORTED = {
     "enable_pdmux": "its split prefills bypass the speculative worker; drop the flag",
     "smg_grpc_mode": "its server does not refuse requests that end a scheduler; use HTTP",
     "json_model_override_args": _CONFIG,
+    "decrypted_config_file": _CONFIG,
     "decrypted_draft_config_file": _CONFIG,
     "pp_size": "one pipeline stage drafts the whole block; use 1",
 }

@@ -55,7 +55,9 @@ def check_ranks_agree(gather: Callable[[list[str]], list[list[str]]]) -> None:
     Raises:
         HyperDFlashConfigError: on every rank, so that all of them end.
     """
-    every = gather([os.environ.get(name, "").strip() for name in SHARED])
+    values = {name: os.environ.get(name, "").strip() for name in SHARED}
+    values[FOLLOW] = values[FOLLOW] and "set"  # one folder may have several paths
+    every = gather(list(values.values()))
     for name, values in zip(SHARED, zip(*every, strict=True), strict=True):
         if len(set(values)) > 1:
             said = "; ".join(f"rank {i}: {value or 'unset'}" for i, value in enumerate(values))

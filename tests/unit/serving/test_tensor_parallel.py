@@ -117,7 +117,7 @@ OTHER_SETTINGS = {
     "HYPERDFLASH_WIDTHS": "1,7",
     "HYPERDFLASH_DRAFT_TEMPERATURE": "0.5",
     "HYPERDFLASH_DRAFT_POOL_RATIO": "0.2",
-    "HYPERDFLASH_FOLLOW": "published",
+    "HYPERDFLASH_FOLLOW": "set",  # its path may differ
 }
 
 

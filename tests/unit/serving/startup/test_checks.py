@@ -171,6 +171,7 @@ def test_two_batch_overlap_is_refused_where_sglang_has_none(arguments, architect
         ("speculative_dflash_block_size", 4, "trained with block size 7"),
         ("smg_grpc_mode", True, "use HTTP"),
         ("json_model_override_args", '{"num_hidden_layers": 4}', "num_hidden_layers.*config.json"),
+        ("decrypted_config_file", "/config.json", "config.json"),
         ("decrypted_draft_config_file", "/config.json", "config.json"),
         ("SGLANG_RUST_SERVER", "1", "SGLANG_RUST_SERVER=1"),
         ("speculative_draft_model_path", None, "needs --speculative-draft-model-path"),

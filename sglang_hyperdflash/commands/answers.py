@@ -163,6 +163,7 @@ class Answers:
         done: the indices of those that the file answers. served: the names of the models that
             answered them.
         left_out: rows that cannot be used, and prompts that are refused or end early.
+        digests: of the usable prompts, by index.
     """
 
     path: Path
@@ -172,6 +173,7 @@ class Answers:
     done: frozenset[int]
     served: frozenset[str]
     left_out: LeftOut
+    digests: array[int]
 
     @property
     def left(self) -> int:
@@ -179,8 +181,12 @@ class Answers:
         return self.count - len(self.done)
 
     def waiting(self) -> Iterator[Conversation]:
-        """The prompts without an answer, read one by one."""
-        return (one for one in self.prompts.read(LeftOut()) if one.index not in self.done)
+        """The prompts without an answer, read one by one; raises where the input has changed."""
+        for one in self.prompts.read(LeftOut()):
+            if not _is_of(self.digests, one.index, one.digest):
+                raise HyperDFlashConfigError(f"{one.where} has changed since this run began.")
+            if one.index not in self.done:
+                yield one
 
     async def add_all(
         self,
@@ -276,9 +282,10 @@ def hold_answers(
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         print(f"{count} {prompts.noun}, {len(done)} already answered in {output}")
         held = frozenset(done), frozenset(served - {""}), left_out
-        yield Answers(output, writer, prompts, count, *held)
-        left_out.entries.sort(key=lambda entry: entry["index"])
-        left_out.report(listed)
+        try:
+            yield Answers(output, writer, prompts, count, *held, digests)
+        finally:
+            left_out.report(listed)
 
 
 def _is_of(digests: array[int], index: int, digest: Any) -> bool:

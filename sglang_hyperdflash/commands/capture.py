@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         usable = _capture(args, arguments, writer, loaded)
         broken = writer.left_out
         for i in broken:
-            left_out.add(i, loaded.places[i], "NaN or infinite states")
+            left_out.add(loaded.rows[i], loaded.places[i], "NaN or infinite states")
         if broken:
             left_out.report(listed)
     if broken and not usable:

@@ -57,7 +57,8 @@ MEMORY_ONLY = frozenset(
 
 def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversation:
     """A row's prompt, one of ``prompt``, ``messages`` and ``turns``; raises ``BadRow``."""
-    given = [kind for kind in ("prompt", "messages", "turns") if kind in record]
+    kinds = ("prompt", "messages", "turns")
+    given = [kind for kind in kinds if record.get(kind) is not None]
     digest = short_hash(record)
     if len(given) != 1:
         others = " and ".join(given) or f"only {', '.join(record) or 'an empty object'}"

@@ -10,7 +10,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,8 @@ def load_all(schedule: Schedule, left_out: LeftOut) -> dict[tuple[str, ...], Loa
     """The samples of every stage's data and of every held-out file, before any work."""
     chats, held = load_chats(schedule.target), [(file,) for file in schedule.held_out.values()]
     every = dict.fromkeys([*held, *(stage.data for stage in schedule.stage)])
-    return {files: load_samples(files, chats, schedule.max_length, left_out) for files in every}
+    load = cache(lambda file: load_samples((file,), chats, schedule.max_length, left_out))
+    return {files: Loaded.of(map(load, files)) for files in every}
 
 
 def continue_from(drafter: Drafter, stage: Path) -> None:

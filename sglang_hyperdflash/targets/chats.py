@@ -135,7 +135,11 @@ class TemplateChats:
                 "cannot be told apart",
             )
         thinks = all(chat.options.get(name, True) for name in THINKING)
-        if thinks and (chat.messages[-1].get("reasoning_content") or "").strip() not in after:
+        if (
+            thinks
+            and (chat.messages[-1].get("reasoning_content") or "").strip()
+            not in after[len(before) :]
+        ):
             raise BadRow(where, "the chat template drops the reasoning of an answer")
         ids, end = self._ids(after[len(before) :]), self.tokenizer.eos_token_id
         if end in ids:  # a template may go on, with a newline that the target never writes

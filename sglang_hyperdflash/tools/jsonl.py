@@ -55,11 +55,13 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 lines = io.BytesIO(whole := file.read())
                 with suppress(ValueError, RecursionError):  # of lines, the first no object
                     values = enumerate(json.loads(whole), 1)
-                    yield from ((f"{path}, row {n}", value) for n, value in values)
+                    yield from (
+                        (f"{path}, row {n}", b"null" if v is None else v) for n, v in values
+                    )
                     return
             for number, line in enumerate(lines, 1):
                 yield f"{path}:{number}", line if line.strip() else None
-    except (EOFError, zlib.error) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise HyperDFlashError(f"{path} is damaged: {error}. Copy it again.") from error
 
 

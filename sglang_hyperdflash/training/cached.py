@@ -62,6 +62,14 @@ def cached(
     fill(place, target, samples, identity, data, world)
     world.on_main(lambda: None)  # all have filled in their share
     reader = StoreReader(place)
+    if lost := len(samples) - len(reader.samples):
+        world.on_main(
+            lambda: print(f"{lost} of {len(samples)} samples have NaN or infinite states")
+        )
+    if not reader.samples:
+        raise HyperDFlashConfigError(
+            f"{place}: the target's states are finite for no sample. Check the target's weights."
+        )
     _check_target(reader, target)
     return reader
 

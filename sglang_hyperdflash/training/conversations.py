@@ -1,7 +1,7 @@
 """Chat data to samples: several forms of rows, the target's own encoding, the answers as spans.
 
-docs/training.md lists the forms, told apart by their fields. A row is judged alike by all commands:
-what cannot be used raises ``BadRow``.
+docs/training.md lists the forms, told apart by their fields. What cannot be used raises ``BadRow``;
+what is wrong with answers alone counts where they are trained on.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
     """The tools of a line; data sets of the hub hold them as a text of JSON."""
     try:
         tools = json.loads(given) if isinstance(given, str) and given else given
-    except ValueError:
+    except (ValueError, RecursionError):
         tools = [given]
     if not tools:
         return None
@@ -97,7 +97,7 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def line_samples(chats: Chats, record: Mapping[str, Any], where: str) -> list[Sample]:
     """The samples of one row: regenerated tokens as they are, else its conversation's."""
-    if "samples" in record:
+    if record.get("samples") is not None:
         entries = _list(record, "samples", where)
         return [_regenerated(entry, where, chats.vocab_size) for entry in entries]
     return chat_samples(chats, parse_conversation(record, where), where)
@@ -112,7 +112,7 @@ def _regenerated(entry: Any, where: str, vocab_size: int) -> Sample:
     try:
         tokens = [int(token) for token in entry["tokens"]]
         spans = tuple((int(start), int(end)) for start, end in entry["spans"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise HyperDFlashConfigError(
             f"{where}: samples must hold tokens and spans of whole numbers ({error!r})."
         ) from error
@@ -135,7 +135,8 @@ def _list(record: Mapping[str, Any], name: str, where: str) -> list:
 
 def _message(entry: Any, where: str) -> Message:
     fields = entry if isinstance(entry, Mapping) else {}
-    role, content = ("role", "content") if "role" in fields else ("from", "value")
+    named = fields.get("role") is not None
+    role, content = ("role", "content") if named else ("from", "value")
     if role not in fields or not (content in fields or fields.get("tool_calls")):
         raise BadRow(where, "every turn must have role and content (or from and value)")
     if not isinstance(fields[role], str) or fields[role] not in _ROLES:
@@ -144,7 +145,7 @@ def _message(entry: Any, where: str) -> Message:
     message = {"role": said, "content": text}
     message |= {name: fields[name] for name in _MORE if fields.get(name) is not None}
     calls = message.get("tool_calls", [])
-    if not isinstance(text, str) and not (text is None and calls):
+    if not isinstance(text, str) and not (text is None and (calls or said == "assistant")):
         raise BadRow(where, f"a message of the {said} must be text, found {shown(text)}")
     names = [c["function"].get("name") for c in calls] if _have_functions(calls) else [None]
     if not all(isinstance(name, str) for name in names):
@@ -169,8 +170,6 @@ def _with_reasoning(message: Message, fields: Mapping[str, Any], where: str) -> 
         reasoning, message["content"] = tagged[1].strip(), tagged[2]
     if not isinstance(reasoning, str):
         raise BadRow(where, f"reasoning must be text, found {shown(reasoning)}")
-    if _TAG.search(f"{reasoning}{message['content']}"):
-        raise BadRow(where, "an answer holds a <think> tag that does not enclose its beginning")
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
@@ -180,7 +179,8 @@ def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
     Unless its options say otherwise, the target thinks if an answer holds reasoning.
 
     Raises:
-        BadRow: the target's encoding refuses it, or an answer adds no token.
+        BadRow: the target's encoding refuses it or has ids past the target's vocabulary, or an
+            answer has no text, a stray tag or no token.
     """
     if any(message.get("reasoning_content") for message in chat.messages):
         chat = Chat(chat.messages, chat.tools, {"thinking": True, **chat.options})
@@ -188,11 +188,19 @@ def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
     for i, message in enumerate(chat.messages):
         if message["role"] != "assistant":
             continue
+        if message["content"] is None and not message.get("tool_calls"):
+            raise BadRow(where, "a message of the assistant must be text, found null")
+        if _TAG.search(f"{message.get('reasoning_content')}{message['content']}"):
+            raise BadRow(where, "an answer holds a <think> tag that does not enclose its beginning")
         prompt = chats.prompt(chat.with_messages(chat.messages[:i]), where)
         answer = chats.answer(chat.with_messages(chat.messages[: i + 1]), where)
         if not answer:
             number = len(turns) + 1
             raise BadRow(where, f"the target's encoding yields no tokens for answer {number}")
+        largest = max(prompt + answer)
+        if largest >= chats.vocab_size:
+            reason = f"its tokenizer yields id {largest}, past the target's {chats.vocab_size}"
+            raise BadRow(where, reason)
         turns.append((prompt, answer))
     return joined(turns)
 
@@ -217,10 +225,17 @@ def joined(turns: Iterable[tuple[list[int], list[int]]]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Samples, and the ``file:line`` of each."""
+    """Samples, and the place (``file:line``) and index of each one's row."""
 
     samples: list[Sample]
     places: list[str]
+    rows: list[int]
+
+    @classmethod
+    def of(cls, parts: Iterable[Loaded]) -> Loaded:
+        """Those of several sources."""
+        every = [(part.samples, part.places, part.rows) for part in parts]
+        return cls(*(list(chain.from_iterable(each)) for each in zip(*every, strict=True)))
 
     def __str__(self) -> str:
         tokens = sum(sample.answer_tokens for sample in self.samples)
@@ -239,18 +254,20 @@ def load_samples(
         HyperDFlashConfigError: nothing is left to train on, or a row is of another target.
     """
 
-    def use(_index: int, record: Mapping[str, Any], where: str) -> list[tuple[Sample, str]]:
+    def use(index: int, record: Mapping[str, Any], where: str) -> list[tuple[Sample, str, int]]:
         samples = [s for s in line_samples(chats, record, where) if s.spans]
         if not samples:
             raise BadRow(where, "it has no answer")
         samples = [sample for s in samples if (sample := s.cut(max_length)).spans]
         if not samples:
             raise BadRow(where, f"its first answer ends after {max_length} tokens")
-        return [(sample, where) for sample in samples]
+        return [(sample, where, index) for sample in samples]
 
     left_out = left_out or LeftOut()
-    used = list(chain.from_iterable(left_out.usable(read_rows(paths), use)))
+    here = LeftOut(left_out.strict)
+    used = list(chain.from_iterable(here.usable(read_rows(paths), use)))
     if not used:
         advice = f"Raise max_length ({max_length}), or answer the prompts with the target first."
-        raise left_out.nothing_usable(", ".join(map(str, paths)), advice)
-    return Loaded([sample for sample, _ in used], [where for _, where in used])
+        raise here.nothing_usable(", ".join(map(str, paths)), advice)
+    left_out.read, left_out.entries = left_out.read + here.read, left_out.entries | here.entries
+    return Loaded(*map(list, zip(*used, strict=True)))

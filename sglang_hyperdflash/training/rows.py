@@ -71,11 +71,12 @@ def _hub_rows(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def hub_identity(source: str) -> str:
-    """A hub source with the commit that it has now; raises ``FileNotFoundError``."""
+    """A hub source's commit, named or the newest; raises ``FileNotFoundError``."""
     from huggingface_hub import HfApi
 
-    with _hub(source) as (name, _, revision, _):
-        return f"{source} at {HfApi().dataset_info(name, revision=revision).sha}"
+    with _hub(source) as (name, subset, revision, split):
+        commit = HfApi().dataset_info(name, revision=revision).sha
+        return f"{HUB}{name}/{subset or ''}@{commit}:{split or 'train'}"
 
 
 @dataclass
@@ -83,13 +84,13 @@ class LeftOut:
     """The rows that a command reads but cannot use.
 
     Attributes:
-        strict: the first one ends the command. read: rows so far. entries: those left out, with
-            ``index``, ``where`` and ``reason``.
+        strict: the first one ends the command. read: rows so far. entries: those left out by their
+            ``where``, each with ``index``, ``where`` and ``reason``.
     """
 
     strict: bool = False
     read: int = 0
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def usable(self, rows: Iterable[Row], use: Callable[..., T]) -> Iterator[T]:
         """What ``use(index, record, where)`` makes of rows, but of those where it is ``BadRow``."""
@@ -100,34 +101,38 @@ class LeftOut:
                 json.dumps(record, ensure_ascii=False, default=str).encode()
                 made = use(index, record, where)
             except BadRow as error:
-                self.add(index, where, error.reason)
+                reason = error.reason
             except UnicodeEncodeError:  # which no tokenizer takes
-                self.add(index, where, "it holds a lone surrogate, half of a character")
+                reason = "it holds a lone surrogate, half of a character"
             else:
                 yield made
+                continue
+            if self.strict:
+                raise BadRow(where, reason)
+            self.add(index, where, reason)
 
     def add(self, index: int, where: str, reason: str) -> None:
-        """Leave out a row; raises ``BadRow`` if ``strict``."""
-        if self.strict:
-            raise BadRow(where, reason)
-        self.entries.append({"index": index, "where": where, "reason": reason})
+        """Leave out a row, once; ``strict`` is for those that the command cannot use."""
+        reason = reason.encode(errors="backslashreplace").decode()  # a surrogate would end it
+        self.entries.setdefault(where, {"index": index, "where": where, "reason": reason})
 
     def nothing_usable(self, sources: str, advice: str) -> HyperDFlashConfigError:
         """The error to raise when no row could be used."""
-        last = "".join(f"; {e['where']}: {e['reason']}" for e in self.entries[-1:])
+        last = "".join(f"; {e['where']}: {e['reason']}" for e in [*self.entries.values()][-1:])
         return HyperDFlashConfigError(f"no usable row of {self.read} in {sources}{last}. {advice}")
 
     def report(self, path: Path) -> None:
         """Print the counts, with the first of each kind, and list all; raises ``WriteFailed``."""
         kinds: dict[str, list[str]] = {}
-        for entry in self.entries:
+        entries = sorted(self.entries.values(), key=lambda entry: entry["index"])
+        for entry in entries:
             kind = re.sub(r"\d+", "N", entry["reason"].partition(", found")[0])
             kinds.setdefault(kind, []).append(f"{entry['where']}: {entry['reason']}")
-        count = len(self.entries)
+        count = len(entries)
         listed = f", listed in {path}" * bool(count)
         print(f"{self.read} rows read, {self.read - count} kept, {count} left out{listed}")
         for places in sorted(kinds.values(), key=len, reverse=True):
             print(f"  {len(places)}: {places[0]}")
         path.unlink(missing_ok=True)
         if count:
-            write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+            write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))

@@ -150,7 +150,7 @@ def test_a_capture_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     assert [entry["where"] for entry in entries] == [f"{data}:2", f"{data}:3"]
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--max-length", "0"])
-    loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"])
+    loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [0, 1, 2, 3])
     capture.check_fits(loaded, 10)
     with pytest.raises(HyperDFlashConfigError, match=r"a:2 has 9 tokens; .* holds 8"):
         capture.check_fits(loaded, 9)
@@ -218,7 +218,7 @@ def test_a_capture_keeps_its_connections(tmp_path, monkeypatch):
         return [1]
 
     samples = [Sample(list(range(n)), ((2, n),)) for n in range(4, 44)]
-    server.answer, loaded = answer, Loaded(samples, [""] * len(samples))
+    server.answer, loaded = answer, Loaded(samples, [""] * len(samples), [0] * len(samples))
     monkeypatch.setattr(capture, "own_server", lambda *_, **__: nullcontext(server))
     options, ranges = SimpleNamespace(concurrency=2, verbose=False, model=""), [(0, 20), (20, 40)]
     writer = mock.Mock()

@@ -39,6 +39,7 @@ def prompts_of(tmp_path, *records, strict=False):
         ("{}", "exactly one of prompt, messages or turns, found only an empty object"),
         ('{"text": "a", "id": 3}', "found only text, id"),
         ('{"prompt": "a", "turns": ["b"]}', "found prompt and turns"),
+        ('{"prompt": null, "turns": ["b"], "messages": []}', "found messages and turns"),
         ('{"prompt": ""}', 'prompt must be a non-empty string, found ""'),
         ('{"prompt": 3}', "a non-empty string, found 3"),
         ('{"prompt": "Hi \\ud83d"}', "lone surrogate"),
@@ -67,6 +68,19 @@ def test_a_broken_line_is_left_out_and_the_others_keep_their_index(tmp_path, cap
             held(tmp_path / name, refused),
         ):
             pass
+
+
+def test_an_input_that_changes_during_a_run_ends_it(tmp_path, capsys):
+    """Found as: other rows than those that were counted were answered. The list is written too."""
+    output, prompts = tmp_path / "out.jsonl", prompts_of(tmp_path, {"prompt": "a"}, "{")
+    with (
+        pytest.raises(HyperDFlashError, match=r"in.jsonl:1 has changed"),
+        held(output, prompts) as answers,
+    ):
+        prompts_of(tmp_path, {"prompt": "new"}, {"prompt": "a"})
+        list(answers.waiting())
+    assert "1 left out" in capsys.readouterr().out
+    assert (tmp_path / "out.left_out.jsonl").exists()
 
 
 def test_the_three_kinds(tmp_path):

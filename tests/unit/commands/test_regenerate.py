@@ -254,7 +254,7 @@ def test_answers_that_are_cut_are_counted_and_can_be_left_out(
 ):
     """Found as: they were kept without a word."""
     kept, left = tmp_path / "kept.jsonl", tmp_path / "left.jsonl"
-    for out, options in (kept, []), (left, ["--finished-only"]):
+    for out, options in (kept, []), (left, ["--finished-only", "--strict"]):
         server.failures = [STOP, CUT, CUT, STOP]
         assert call(server, target_dir, data, out, "--concurrency", "1", *options) == 0
         assert "2 of 4 answers are cut" in capsys.readouterr().out
@@ -263,7 +263,7 @@ def test_answers_that_are_cut_are_counted_and_can_be_left_out(
     assert [len(r["messages"]) for r in records_of(left)] == [3, 0, 2]
     assert [r["index"] for r in records_of(left) if "refused" in r] == [0, 1]
     asked = len(server.prompts)
-    assert call(server, target_dir, data, left, "--finished-only") == 0
+    assert call(server, target_dir, data, left, "--finished-only", "--strict") == 0
     assert len(server.prompts) == asked, "they would be cut again"
     assert call(server, target_dir, data, left) == 2
     assert "finished_only was true, now false" in capsys.readouterr().err

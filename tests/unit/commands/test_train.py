@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
+from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import Sample, collate
 from tests.conftest import EXAMPLE
 from tests.unit.shards import split
@@ -463,3 +465,21 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, target_dir, drafter_di
     work = ["--work", str(tmp_path / "work")]
     assert main(["train", "--config", str(config), *work]) == 2
     assert "was made for another target" in capsys.readouterr().err
+
+
+def test_a_file_of_two_stages_is_read_and_listed_once(tmp_path, target_dir):
+    """Found as: its rows were counted twice, and another file blamed for an empty one."""
+    good, bad = {"instruction": "Hi", "output": "Yo"}, {"conversations": []}
+    a, b, empty = (tmp_path / name for name in ("a", "b", "empty"))
+    for path, rows in (a, [good, bad]), (b, [bad, good]), (empty, [{"text": ""}]):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stages = [SimpleNamespace(data=(a, b)), SimpleNamespace(data=(a,))]
+    schedule = SimpleNamespace(
+        target=str(target_dir), held_out={"a": a}, max_length=99, stage=stages
+    )
+    loaded = train.load_all(schedule, left_out := LeftOut())
+    assert left_out.read == 4 and list(left_out.entries) == [f"{a}:2", f"{b}:1"]
+    assert loaded[a, b].places == [f"{a}:1", f"{b}:2"] and loaded[a, b].rows == [0, 1]
+    stages.append(SimpleNamespace(data=(empty,)))
+    with pytest.raises(HyperDFlashConfigError, match=f"no usable row of 1 in {empty}; {empty}:1"):
+        train.load_all(schedule, LeftOut())

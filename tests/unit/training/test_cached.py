@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -129,3 +130,22 @@ def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkey
     said = capsys.readouterr().out
     assert said.count("waiting for another run's states") == 1 and "in use by process" in said
     assert kept.states([1]).residual.shape[1] == 3
+
+
+@pytest.mark.parametrize("broken", [[6], [5, 6, 7]])
+def test_samples_with_states_that_are_not_finite_are_counted(target, tmp_path, capsys, broken):
+    class Broken(Counting):
+        def features(self, tokens, layer_ids):
+            wrong = torch.isin(tokens[:, :1], torch.tensor(broken)).unsqueeze(-1)
+            return tuple(
+                x.masked_fill(wrong, torch.nan) for x in super().features(tokens, layer_ids)
+            )
+
+    samples = [Sample.continuation([first, 9, 7, 11], 2) for first in (5, 6, 7)]
+    run = partial(cached, tmp_path / "states", Broken(target), samples, (), ProcessGroup())
+    if len(broken) < 3:
+        assert [int(sample.tokens[0]) for sample in run().samples] == [5, 7]
+        assert "1 of 3 samples" in capsys.readouterr().out
+    else:
+        with pytest.raises(HyperDFlashConfigError, match="finite for no sample"):
+            run()

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from sglang_hyperdflash.targets.chats import Chat, TemplateChats, load_chats
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training.conversations import (
     chat_samples,
     joined,
@@ -123,10 +123,15 @@ ROWS = [
     ({"instruction": None, "output": "x"}, "found output"),
     ({"text": "x"}, "expected messages, conversations"),
     ({"samples": 5}, "samples must be a non-empty list"),
+    ({"samples": None, **said("Yo")}, [PLAIN]),
+    ({"messages": [USER, {"role": None, "from": "gpt", "value": "Yo"}]}, [PLAIN]),
+    ({"turns": ["a"], "tools": "[" * 9_999}, "tools must be a list"),
+    (b'"\\ud83d"', "expected a JSON object"),
     ({}, "found nothing"),
     (b'{"messages": [{"role": "user", "content": "Hi \\ud83d"}]}', "lone surrogate"),
     (b'{"instruction": "Hi", "output": "\\ud83d"}', "lone surrogate"),
     (b"{", "expected a JSON object"),
+    (b"null", "expected a JSON object"),
     (b"[1]", "expected a JSON object"),
     (b'{"prompt": "\xff", "response": "x"}', "expected a JSON object"),
     (b"[" * 99_999, "expected a JSON object"),
@@ -213,13 +218,33 @@ def test_a_source_is_read_whatever_it_is_packed_in(tmp_path, files, places):
     assert content_hash(source) != before
 
 
+def test_a_null_of_an_array_is_a_row(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([None, said("1")]))
+    left_out = LeftOut()
+    assert len(list(left_out.usable(read_rows([tmp_path / "a.json"]), lambda *row: row))) == 1
+    assert left_out.read == 2 and list(left_out.entries) == [f"{tmp_path}/a.json, row 1"]
+
+
+def test_ids_past_the_vocabulary_leave_the_row_out(chats, monkeypatch):
+    """A tokenizer may have more tokens than the target: they ended the training."""
+    chat = parse_conversation(said("Yo"), "here")
+    (sample,) = chat_samples(chats, chat, "here")
+    monkeypatch.setattr(chats, "vocab_size", max(sample.tokens) + 1)
+    assert chat_samples(chats, chat, "here") == [sample]
+    monkeypatch.setattr(chats, "vocab_size", max(sample.tokens))
+    with pytest.raises(BadRow, match=f"id {max(sample.tokens)}, past"):
+        chat_samples(chats, chat, "here")
+
+
 def test_damaged_and_missing_sources_are_named(tmp_path, chats):
-    cut = tmp_path / "a.gz"
-    cut.write_bytes(gzip.compress(lines_of("1", "2"))[:-9])
+    packed = gzip.compress(lines_of("1", "2"))
+    (tmp_path / "a.gz").write_bytes(packed[:-9])
+    (tmp_path / "crc.gz").write_bytes(packed[:-8] + bytes(8))
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "folder").mkdir()
     for name, kind, message in (
         ("a.gz", HyperDFlashError, r"a.gz is damaged"),
+        ("crc.gz", HyperDFlashError, r"crc.gz is damaged"),
         ("empty.jsonl", HyperDFlashConfigError, r"no usable row of 0 in .*empty.jsonl"),
         ("none.jsonl", FileNotFoundError, r"none.jsonl does not exist"),
         ("folder", FileNotFoundError, r"folder does not exist, or holds no"),
@@ -250,14 +275,16 @@ def test_a_hub_data_set_is_streamed_and_pinned(monkeypatch, chats):
     for name in names:
         left_out = LeftOut()
         assert load_samples([f"hub:{name}"], chats, 512, left_out).places == [f"hub:{name}, row 1"]
-        assert [entry["where"] for entry in left_out.entries] == [f"hub:{name}, row 2"]
+        assert list(left_out.entries) == [f"hub:{name}, row 2"]
     assert asked == [
         ("owner/name", None, None, "train", True),
         ("owner/name", "main", None, "test", True),
         ("owner/name", "main", "v1.0", "train", True),
         ("name", None, "refs/a/b", "train", True),
     ]
-    assert content_hash("hub:owner/name/main@v1:train").endswith("v1 is abc")
+    pinned = content_hash("hub:owner/name/main@v1:train")
+    assert pinned == "hub:owner/name/main@v1 is abc:train"
+    assert content_hash("hub:owner/name/main@v1").startswith(pinned)
     for call in (content_hash, lambda source: load_samples([source], chats, 512)):
         with pytest.raises(FileNotFoundError, match=r"hub:owner/gone cannot be read as hub:"):
             call("hub:owner/gone")
@@ -427,10 +454,11 @@ def test_reasoning_that_a_template_drops_leaves_the_row_out(reads):
         texts = (m.get("reasoning_content", "") * reads + m["content"] + "|" for m in messages)
         return "".join(texts)
 
-    row = [USER, {"role": "assistant", "content": "Yo", "reasoning_content": "hm"}]
+    asked = USER | {"content": "hm"}  # it is looked for in the answer alone
+    row = [asked, {"role": "assistant", "content": "Yo", "reasoning_content": "hm"}]
     if reads:
         (sample,) = samples_of(render, row)
-        assert "".join(map(chr, sample.tokens)) == "Hi|hmYo|"
+        assert "".join(map(chr, sample.tokens)) == "hm|hmYo|"
     else:
         with pytest.raises(HyperDFlashConfigError, match="drops the reasoning"):
             samples_of(render, row)

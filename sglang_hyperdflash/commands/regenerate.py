@@ -140,7 +140,7 @@ def add_parser(commands) -> None:
     most = number(int, f"from 1 to {MOST_IN_FLIGHT}", lambda n: 1 <= n <= MOST_IN_FLIGHT)
     text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
     add("--concurrency", type=most, default=32, help=text)
-    add("--limit", type=COUNT, help="most conversations to answer (default: all)")
+    add("--limit", type=COUNT, help="how many rows to read (default: all)")
     add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
     add("--strict", action="store_true", help=STRICT)
     text = "arguments of the chat template as JSON, for example '{\"thinking\": true}'"

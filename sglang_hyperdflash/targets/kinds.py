@@ -169,7 +169,7 @@ def check_served_target(config: Mapping[str, Any]) -> TargetKind:
     if kind.not_served is not None:
         raise HyperDFlashConfigError(
             f"{ALGORITHM} cannot serve {kind.name} ({config['architectures'][0]}) yet: "
-            f"{kind.not_served}. Drafters for it can be made and trained; serve the target with "
+            f"{kind.not_served}. `hyperdflash init` makes a drafter for it; serve the target with "
             "another algorithm or without speculative decoding."
         )
     return kind

@@ -34,6 +34,10 @@ class Busy(Exception):
     """The server takes no request now, or aborted this one; the text gives the reason."""
 
 
+class Failed(ValueError):
+    """The server answers with an error of its own, as HTTP 500; the text gives the reason."""
+
+
 # By HTTP status, which the finish reason of an aborted answer may hold as well.
 ERRORS = {400: Refused, 413: Refused, 422: Refused, 429: Busy, 503: Busy}
 
@@ -55,7 +59,8 @@ class Pool:
     """Servers that share the requests; an asynchronous context manager.
 
     A busy server is asked again for ever. One that fails is left out until it answers a probe; a
-    request that fails ``attempts`` times the number of servers ends the run.
+    request that fails ``attempts`` times the number of servers ends the run, or is refused where
+    others have been answered since it was first asked.
 
     Attributes:
         models: the ``model_path`` of each server, which it must still serve after a failure.
@@ -66,6 +71,7 @@ class Pool:
     def __init__(self, models: Mapping[str, str], attempts: int = ATTEMPTS) -> None:
         self.models, self.most_failures = models, attempts * len(models)
         self.in_flight, self.pauses = dict.fromkeys(models, 0), dict.fromkeys(models, PAUSE)
+        self.answered = 0
         self.out, self.busy = dict[str, asyncio.Task[None]](), set[str]()
 
     async def __aenter__(self) -> Pool:
@@ -90,7 +96,7 @@ class Pool:
         Raises:
             Refused: the server does not take it. ServerFailed: it failed too often.
         """
-        failures, pause, tried = 0, PAUSE, set[str]()
+        failures, pause, tried, answered = 0, PAUSE, set[str](), self.answered
         while True:
             left = self.in_flight.keys() - self.out.keys() or self.in_flight.keys()
             if left <= tried:
@@ -100,7 +106,9 @@ class Pool:
             tried.add(url)
             self.in_flight[url] += 1
             try:
-                return await self._ask(url, payload)
+                answer = await self._ask(url, payload)
+                self.answered += 1
+                return answer
             except Busy as reason:
                 if url not in self.busy:
                     tqdm.write(f"{url} is busy ({reason}): what it does not take is asked again")
@@ -108,6 +116,8 @@ class Pool:
             except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
                 failures, failed = failures + 1, f"{url} failed: {error!r}"
                 if failures >= self.most_failures:
+                    if isinstance(error, Failed) and self.answered > answered:
+                        raise Refused(f"every server fails: {error}") from error
                     advice = "What is finished is kept; run the same command again to resume."
                     raise ServerFailed(f"{failed}. {advice}") from error
                 if url not in self.out:
@@ -120,7 +130,7 @@ class Pool:
         async with self._session.post(f"{url}/generate", json=payload) as reply:
             if not reply.ok:
                 reason = reason_of(await reply.text()) or reply.reason
-                raise ERRORS.get(reply.status, ValueError)(reason)
+                raise ERRORS.get(reply.status, Failed)(reason)
             answer = await reply.json(content_type=None)
         finish = answer["meta_info"]["finish_reason"]
         if finish.get("matched") == NAN_MATCHED:

@@ -13,8 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Answers(ThreadingHTTPServer):
     """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
 
-    ``context``, ``model``: what ``/server_info`` says. ``refuses``: prompts of so many
-    tokens get 400. ``answer``: other output ids, from a prompt's. ``connections``: accepted so far.
+    ``context``, ``model``: what ``/server_info`` says. ``refuses``, ``breaks``: prompts of so many
+    tokens get 400, or 500. ``answer``: other output ids, from a prompt's. ``connections``: accepted
+    so far.
     ``failures``: HTTP statuses, or finish reasons, of the next requests.
     ``key``: what a request must have. ``probes``: how often ``/server_info`` was read.
 
@@ -28,7 +29,7 @@ class Answers(ThreadingHTTPServer):
         self.prompts: list[dict] = []
         self.failures: list[int | dict] = []
         self.key, self.probes = None, 0
-        self.context, self.refuses = 4096, -1
+        self.context, self.refuses, self.breaks = 4096, -1, -1
         self.model = "owner/target"
         self.hold: threading.Event | None = None
         self.delay = delay
@@ -86,8 +87,9 @@ class Handler(BaseHTTPRequestHandler):
         n = len(request["input_ids"])
         if self.server.hold is not None:
             self.server.hold.wait()
-        if n == self.server.refuses:
-            self.reply(400, {"error": {"message": "no such prompt"}})
+        if n in (self.server.refuses, self.server.breaks):
+            code = 400 if n == self.server.refuses else 500
+            self.reply(code, {"error": {"message": "no such prompt"}})
             return
         time.sleep(self.server.delay)
         output = self.server.answer(request["input_ids"])

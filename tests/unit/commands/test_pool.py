@@ -145,6 +145,22 @@ def test_a_refused_row_is_left_out_alone(servers, target_dir, tmp_path, capsys, 
     assert len(indices(out)) == 4 and "1 left out" in capsys.readouterr().out
 
 
+def test_a_row_on_which_every_server_fails_is_left_out(servers, target_dir, tmp_path, capsys):
+    """Found as: it ended the run, and again each time that the run was resumed."""
+    data, out = write(tmp_path / "data.jsonl", 40), tmp_path / "out.jsonl"
+    lines = data.read_text().splitlines(keepends=True)
+    lines[9] = json.dumps({"turns": ["a b c " * 9]}) + "\n"
+    data.write_text("".join(lines))
+    assert main(arguments(servers, target_dir, data, tmp_path / "before.jsonl")) == 0
+    longest = max(len(prompt["input_ids"]) for server in servers for prompt in server.prompts)
+    for server in servers:
+        server.breaks = longest
+    capsys.readouterr()
+    assert main(arguments(servers, target_dir, data, out, "--concurrency", "8")) == 0
+    assert indices(out) == [i for i in range(40) if i != 9]
+    assert "1 left out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("given, code", [(None, 2), ("option", 0), ("variable", 0)])
 def test_a_key_is_given_as_an_option_or_a_variable(
     servers, target_dir, tmp_path, capsys, monkeypatch, given, code

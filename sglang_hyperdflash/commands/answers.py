@@ -281,9 +281,9 @@ def hold_answers(
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         print(f"{count} {prompts.noun}, {len(done)} already answered in {output}")
-        held = frozenset(done), frozenset(served - {""}), left_out
+        held = frozenset(done), frozenset(served - {""}), left_out, digests
         try:
-            yield Answers(output, writer, prompts, count, *held, digests)
+            yield Answers(output, writer, prompts, count, *held)
         finally:
             left_out.report(listed)
 

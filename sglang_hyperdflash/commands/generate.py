@@ -30,7 +30,7 @@ from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.training.conversations import parse_conversation
+from sglang_hyperdflash.training.conversations import check_answer, parse_conversation
 from sglang_hyperdflash.training.rows import STRICT
 
 KIND = "hyperdflash generate"
@@ -69,6 +69,9 @@ def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversat
             raise BadRow(where, f"prompt must be a non-empty string, found {shown(text)}")
         return Conversation(index, digest, where, [[]], text=text)
     chat = parse_conversation(record, where)
+    for message in chat.messages:
+        if message["role"] == "assistant":
+            check_answer(message, where)
     steps = [[turn] for turn in chat.messages] if given == ["turns"] else [chat.messages]
     return Conversation(index, digest, where, steps, chat=chat.with_messages([]))
 

@@ -65,7 +65,8 @@ class Pool:
     Attributes:
         models: the ``model_path`` of each server, which it must still serve after a failure.
         in_flight: requests at each server. pauses: seconds before the next probe of each.
-        out: the probes of those that are left out. busy: those that were reported as busy.
+        answered: how many requests were. out: the probes of those that are left out. busy: those
+            that were reported as busy.
     """
 
     def __init__(self, models: Mapping[str, str], attempts: int = ATTEMPTS) -> None:
@@ -116,7 +117,9 @@ class Pool:
             except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
                 failures, failed = failures + 1, f"{url} failed: {error!r}"
                 if failures >= self.most_failures:
-                    if isinstance(error, Failed) and self.answered > answered:
+                    # One failure alone may be the server's, not the row's.
+                    others = self.answered > answered
+                    if isinstance(error, Failed) and failures > 1 and others:
                         raise Refused(f"every server fails: {error}") from error
                     advice = "What is finished is kept; run the same command again to resume."
                     raise ServerFailed(f"{failed}. {advice}") from error

@@ -62,10 +62,9 @@ def cached(
     fill(place, target, samples, identity, data, world)
     world.on_main(lambda: None)  # all have filled in their share
     reader = StoreReader(place)
-    if lost := len(samples) - len(reader.samples):
-        world.on_main(
-            lambda: print(f"{lost} of {len(samples)} samples have NaN or infinite states")
-        )
+    lost = len(samples) - len(reader.samples)
+    if lost and world.is_main:
+        print(f"{lost} of {len(samples)} samples have NaN or infinite states")
     if not reader.samples:
         raise HyperDFlashConfigError(
             f"{place}: the target's states are finite for no sample. Check the target's weights."

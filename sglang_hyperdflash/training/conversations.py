@@ -1,7 +1,7 @@
 """Chat data to samples: several forms of rows, the target's own encoding, the answers as spans.
 
 docs/training.md lists the forms, told apart by their fields. What cannot be used raises ``BadRow``;
-what is wrong with answers alone counts where they are trained on.
+what is wrong with answers alone does not count where the target answers instead.
 """
 
 from __future__ import annotations
@@ -173,6 +173,14 @@ def _with_reasoning(message: Message, fields: Mapping[str, Any], where: str) -> 
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
+def check_answer(message: Message, where: str) -> None:
+    """Refuse what no target can have said; raises ``BadRow``. ``regenerate`` replaces it."""
+    if message["content"] is None and not message.get("tool_calls"):
+        raise BadRow(where, "a message of the assistant must be text, found null")
+    if _TAG.search(f"{message.get('reasoning_content')}{message['content']}"):
+        raise BadRow(where, "an answer holds a <think> tag that does not enclose its beginning")
+
+
 def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
     """The samples of a whole conversation: see :func:`joined`. None of one without an answer.
 
@@ -188,10 +196,7 @@ def chat_samples(chats: Chats, chat: Chat, where: str) -> list[Sample]:
     for i, message in enumerate(chat.messages):
         if message["role"] != "assistant":
             continue
-        if message["content"] is None and not message.get("tool_calls"):
-            raise BadRow(where, "a message of the assistant must be text, found null")
-        if _TAG.search(f"{message.get('reasoning_content')}{message['content']}"):
-            raise BadRow(where, "an answer holds a <think> tag that does not enclose its beginning")
+        check_answer(message, where)
         prompt = chats.prompt(chat.with_messages(chat.messages[:i]), where)
         answer = chats.answer(chat.with_messages(chat.messages[: i + 1]), where)
         if not answer:

@@ -75,9 +75,9 @@ def test_a_bad_row_is_listed_and_left_out_by_every_command(
         places = [f"{folder / 'a.jsonl.gz'}:{n}" for n in range(1, 6)]
         places += [f"{folder / 'b.json'}, row {n}" for n in (1, 2, 3)]
         entries = [json.loads(line) for line in listed.read_text().splitlines()]
-        found = [(entry["index"], entry["where"]) for entry in entries]
+        rows = [(entry["index"], entry["where"]) for entry in entries]
         bad = BAD[:3] if name == "regenerate" else BAD
-        assert found == [(index, places[index]) for index in bad]
+        assert rows == [(index, places[index]) for index in bad]
         assert f"{len(bad)} left out, listed in" in said
         assert all(places[index] in said for index in bad)
     if name == "regenerate":

@@ -31,6 +31,14 @@ def prompts_of(tmp_path, *records, strict=False):
     return Prompts("prompts", [source], parse_prompt, None, strict)
 
 
+USER = {"role": "user", "content": "Hi"}
+# Earlier answers are part of a prompt.
+UNSAID = [
+    ({"role": "assistant", "content": None}, "must be text, found null"),
+    ({"role": "assistant", "content": "<think>hm"}, "<think> tag"),
+]
+
+
 @pytest.mark.parametrize(
     "line, reason",
     [
@@ -46,6 +54,7 @@ def prompts_of(tmp_path, *records, strict=False):
         ('{"turns": []}', "turns must be a non-empty list"),
         ('{"turns": [1]}', "must be text, found 1"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
+        *((json.dumps({"messages": [USER, said]}), reason) for said, reason in UNSAID),
     ],
 )
 def test_a_broken_line_is_left_out_and_the_others_keep_their_index(tmp_path, capsys, line, reason):

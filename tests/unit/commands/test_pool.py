@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import pool
 from sglang_hyperdflash.commands.answers import Prompts, hold_answers
 from sglang_hyperdflash.commands.regenerate import KIND, read_task
+from sglang_hyperdflash.tools.errors import ServerFailed
 from tests.unit.commands.native_server import Answers
 from tests.waiting import PATIENCE, until
 
@@ -159,6 +161,23 @@ def test_a_row_on_which_every_server_fails_is_left_out(servers, target_dir, tmp_
     assert main(arguments(servers, target_dir, data, out, "--concurrency", "8")) == 0
     assert indices(out) == [i for i in range(40) if i != 9]
     assert "1 left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("attempts, ends", [(1, ServerFailed), (2, pool.Refused)])
+def test_a_single_failure_is_no_refusal(attempts, ends):
+    """``capture`` asks once: a row is not at fault when a server fails on it once."""
+
+    class Failing(pool.Pool):
+        async def _ask(self, url, payload):
+            self.answered += 1  # another request
+            raise pool.Failed("out of memory")
+
+    async def ask() -> None:
+        async with Failing({"http://127.0.0.1:9": "model"}, attempts) as failing:
+            await failing.ask()
+
+    with pytest.raises(ends, match="out of memory"):
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize("given, code", [(None, 2), ("option", 0), ("variable", 0)])

@@ -23,7 +23,7 @@ from sglang_hyperdflash.commands.pool import Pool, Refused
 from sglang_hyperdflash.targets.chats import Chat, Chats, Message, arguments_of
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
-from sglang_hyperdflash.tools.ownership import NotOurs, check, claim
+from sglang_hyperdflash.tools.ownership import NotOurs, claim
 from sglang_hyperdflash.training.rows import LeftOut, read_rows
 
 
@@ -256,10 +256,10 @@ def hold_answers(
     if not count:
         raise left_out.nothing_usable("--input", "docs/training.md lists what is accepted.")
     listed = output.with_name(f"{output.stem}.left_out.jsonl")
-    if check(output, kind, settings, is_file=True) is None and listed.exists():
+    if not LeftOut.wrote(listed):
         raise NotOurs(
-            f"{listed} is there, but no run of these settings in {output}: it is not this run's "
-            "list. Nothing was written. Choose another --output, or remove it."
+            f"{listed} is where a run into {output} lists what it leaves out, but not such a list. "
+            "Nothing was written. Choose another --output, or remove it."
         )
     done: set[int] = set()
     served: set[str] = set()

@@ -121,6 +121,17 @@ class LeftOut:
         last = "".join(f"; {e['where']}: {e['reason']}" for e in [*self.entries.values()][-1:])
         return HyperDFlashConfigError(f"no usable row of {self.read} in {sources}{last}. {advice}")
 
+    @staticmethod
+    def wrote(path: Path) -> bool:
+        """Whether a file is one of :meth:`report`, or not there."""
+        if not path.exists():
+            return True
+        try:
+            first = json.loads(path.read_bytes().partition(b"\n")[0])
+        except ValueError:
+            return False
+        return isinstance(first, dict) and first.keys() == {"index", "where", "reason"}
+
     def report(self, path: Path) -> None:
         """Print the counts, with the first of each kind, and list all; raises ``WriteFailed``."""
         kinds: dict[str, list[str]] = {}

@@ -175,7 +175,7 @@ def test_a_target_that_refuses_everything_is_an_error(run, capsys):
 
 
 def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, tmp_path, capsys):
-    """Found as: "it is not this run's list", of the list that the command itself had left."""
+    """Found as: "it is not this run's list", of one that a run of other settings had left."""
     lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.left_out.jsonl"
     assert run(FakeServer(limit=1), lines) == 2
     longer = FakeServer(limit=50)
@@ -185,7 +185,7 @@ def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run
     (tmp_path / "out.jsonl").unlink()
     listed.write_text('{"index": 0, "digest": "a", "where": "b", "note": "a user\'s own"}\n')
     assert run(None, lines) == 2
-    assert "it is not this run's list" in capsys.readouterr().err
+    assert str(listed) in capsys.readouterr().err
     assert listed.exists()
 
 

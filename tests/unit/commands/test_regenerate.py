@@ -306,7 +306,7 @@ def test_other_settings_another_file_and_a_second_run_are_refused(
     mine = tmp_path / "new.left_out.jsonl"
     mine.write_text('{"mine": 1}\n')
     for _ in range(2):  # found as: the second time it was moved away
-        assert "it is not this run's list" in refused(tmp_path / "new.jsonl")
+        assert str(mine) in refused(tmp_path / "new.jsonl")
     assert mine.read_text() == '{"mine": 1}\n'
     assert not list(tmp_path.glob("*new.jsonl*"))
     server.hold = threading.Event()

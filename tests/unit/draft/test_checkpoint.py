@@ -1,13 +1,14 @@
-"""The draft checkpoint: strict names, shapes and values; config rules; round trips."""
+"""The draft checkpoint: config rules, the target it belongs to, strict tensors, round trips."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors
 from sglang_hyperdflash.draft.config import (
@@ -19,6 +20,10 @@ from sglang_hyperdflash.draft.config import (
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
+from tests.engine.drafters import with_dependency
+
+OWN = "hyperdflash_config"
+MISSING = object()
 
 
 @pytest.fixture(scope="module")
@@ -31,147 +36,149 @@ def weights(drafter_dir):
     return load_file(drafter_dir / "model.safetensors")
 
 
-def changed(raw, path, value):
-    """A copy of the config with one field set, or removed when ``value`` is None."""
+def changed(raw, changes):
+    """A copy of the config with fields set by dotted name, or removed where ``MISSING``."""
     config = copy.deepcopy(raw)
-    *parents, name = path.split(".")
-    section = config
-    for parent in parents:
-        section = section[parent]
-    if value is None:
-        section.pop(name)
-    else:
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        section = config
+        for parent in parents:
+            section = section[parent]
         section[name] = value
+        if value is MISSING:
+            del section[name]
     return config
 
 
-@pytest.mark.parametrize(
-    "path, value, message",
-    [
-        ("architectures", ["DFlashDraftModel"], "must hold a HyperDFlashDraftModel"),
-        ("auto_map", {"AutoModel": "x.Y"}, "remote code"),
-        ("hyperdflash_config", None, "hyperdflash_config is missing"),
-        ("dflash_config.mask_token_id", None, "mask_token_id is missing"),
-        ("dflash_config.mask_token_id", 99999, "outside the vocabulary"),
-        ("dflash_config.block_size", 16, "both must be the block size"),
-        ("block_size", 1, "block_size"),
-        ("block_size", "seven", 'block_size must be a valid integer, found "seven"'),
-        ("hyperdflash_config.reducer", "mlp", "must be 'hc_gate' or 'fc', found"),
-        (
-            "hyperdflash_config.source",
-            "layer_3",
-            "must be 'pre_hc_head' or 'layers', found",
-        ),
-        ("hyperdflash_config.hc_mult", 0, "hc_mult must be greater than or equal to 1, found 0"),
-        ("is_causal", 1, "is_causal must be a valid boolean, found 1"),
-        ("hyperdflash_config.gate", None, "hyperdflash_config.gate is missing. Re-export"),
-        ("hyperdflash_config.gate", "none", "gate is none, which is for reducer fc"),
-        ("hyperdflash_config.window", 6, "window must be at least the block size 7"),
-        ("hyperdflash_config.window", "all", "window must be a valid integer, found"),
-        ("hyperdflash_config.widow", 64, "hyperdflash_config: unknown field widow; known are"),
-        (
-            "dflash_config.target_layer_ids",
-            [1, -1],
-            "target_layer_ids 2 must be greater than .* found -1",
-        ),
-        ("rms_norm_eps", "small", "rms_norm_eps must be a valid number"),
-        ("num_attention_heads", None, "num_attention_heads is missing"),
-        ("hyperdflash_config.target.hidden_size", 4096, "differs from"),
-        ("hyperdflash_config.target.hc_head_fingerprint", None, "needs a target with an hc_head"),
-    ],
-)
-def test_bad_configs_name_the_field(raw, path, value, message):
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        parse_config(changed(raw, path, value))
-
-
-def test_missing_and_broken_config_files(tmp_path):
-    with pytest.raises(HyperDFlashConfigError, match=r"no config\.json"):
-        load_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(HyperDFlashConfigError, match="is not JSON"):
-        load_config(tmp_path)
+def head(**fields):
+    return {f"{OWN}.dependency": {"rank": 4, "top_k": 4} | fields}
 
 
 @pytest.mark.parametrize(
-    "damage, message",
+    "changes, named",
     [
-        (lambda w: w.pop("reducer.base"), "missing: reducer.base"),
-        (lambda w: w.update(extra=torch.zeros(1)), "unexpected tensor extra"),
-        (lambda w: w.update({"norm.weight": torch.ones(3)}), r"norm.weight has shape \(3,\)"),
+        ({"architectures": ["DFlashDraftModel"]}, "architectures"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({OWN: MISSING}, OWN),
+        ({f"{OWN}.gate": MISSING}, f"{OWN}.gate"),
+        ({"num_attention_heads": MISSING}, "num_attention_heads"),
+        ({f"{OWN}.widow": 64}, "widow"),
+        ({"block_size": "seven"}, 'block_size must be a valid integer, found "seven"'),
+        ({"is_causal": 1}, "is_causal"),
+        ({"block_size": 1}, "block_size"),
+        ({f"{OWN}.hc_mult": 0}, "hc_mult"),
+        ({f"{OWN}.reducer": "mlp"}, f"{OWN}.reducer"),
+        ({"dflash_config.target_layer_ids": [1, -1]}, "target_layer_ids 2"),
+        # Fields that contradict others.
+        ({"dflash_config.mask_token_id": 1363}, "mask_token_id"),
+        ({"dflash_config.block_size": 16}, "dflash_config.block_size"),
+        ({f"{OWN}.window": 6}, f"{OWN}.window"),
+        ({f"{OWN}.gate": "none"}, f"{OWN}.gate"),
+        ({f"{OWN}.source": "layers"}, "source layers"),
         (
-            lambda w: w.update({"reducer.scale": torch.tensor([float("nan")])}),
-            "reducer.scale holds NaN",
+            {
+                f"{OWN}.source": "layers",
+                f"{OWN}.reducer": "fc",
+                "dflash_config.target_layer_ids": [8],
+            },
+            "target_layer_ids",
         ),
-        (
-            lambda w: w.update({"norm.weight": w["norm.weight"].long()}),
-            "norm.weight in fp32, fp16 or bf16, found torch.int64",
-        ),
+        ({f"{OWN}.target.hidden_size": 4096}, "target.hidden_size"),
+        ({f"{OWN}.target.hc_head_fingerprint": None}, "hc_head_fingerprint"),
+        (head(top_k=1364), "dependency.top_k"),
+        (head(form="sum"), "dependency.form"),
+        # Without layer_types SGLang ignores is_causal: drafts would not be those of training.
+        ({"is_causal": True}, "layer_types"),
+        ({"is_causal": True, "layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["other"] * 3}, "layer_types"),
     ],
 )
-def test_damaged_weights_are_refused(raw, weights, damage, message):
-    damaged = dict(weights)
-    damage(damaged)
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        list(checked_tensors(damaged.items(), expected_tensors(raw, parse_config(raw))))
+def test_bad_configs_name_the_field(raw, changes, named):
+    with pytest.raises(HyperDFlashConfigError, match=re.escape(named)):
+        parse_config(changed(raw, changes))
 
 
-def test_a_repeated_tensor_is_refused(raw, weights):
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_missing_and_broken_config_files(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(HyperDFlashConfigError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, tensor, named",
+    [
+        ("reducer.base", MISSING, "missing: reducer.base"),
+        ("dependency.gate.weight", MISSING, "missing: dependency.gate.weight"),
+        ("extra", torch.zeros(1), "unexpected tensor extra"),
+        ("norm.weight", torch.ones(3), r"norm.weight has shape \(3,\)"),
+        ("dependency.successor", torch.zeros(1363, 7), r"dependency.successor has shape"),
+        ("reducer.scale", torch.tensor([float("nan")]), "reducer.scale holds NaN"),
+        ("norm.weight", torch.ones(256).long(), "norm.weight .*torch.int64"),
+    ],
+)
+def test_damaged_weights_are_refused(raw, weights, tmp_path, name, tensor, named):
+    damaged = {**weights, name: tensor}
+    if tensor is MISSING:
+        del damaged[name]
+    save_file(damaged, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(HyperDFlashConfigError, match=named):
+        Drafter.load(tmp_path)
+
+
+def test_repeated_tensors_and_those_of_no_config_are_refused(raw, weights):
     twice = [*weights.items(), ("norm.weight", weights["norm.weight"])]
-    with pytest.raises(HyperDFlashConfigError, match="appears twice"):
+    with pytest.raises(HyperDFlashConfigError, match="twice"):
         list(checked_tensors(twice, expected_tensors(raw, parse_config(raw))))
+    headless = changed(raw, {f"{OWN}.dependency": MISSING})
+    expected = expected_tensors(headless, parse_config(headless))
+    with pytest.raises(HyperDFlashConfigError, match=r"unexpected tensor dependency\."):
+        list(checked_tensors(weights.items(), expected))
 
 
-def target_facts(raw, **changes):
-    target = raw["hyperdflash_config"]["target"]
-    names = ("architecture", "hidden_size", "vocab_size", "num_hidden_layers")
-    return {**{n: target[n] for n in names}, "hc_mult": 4, **changes}
+def test_another_target_is_refused(raw):
+    facts = {**raw[OWN]["target"], "hc_mult": 4}
+    facts.pop("hc_head_fingerprint")
+    check_target(parse_config(raw), **facts)
+    sizes = {"hidden_size": 512, "vocab_size": 129280, "num_hidden_layers": 43}
+    for name, value in {"hc_mult": 2, **sizes}.items():
+        with pytest.raises(HyperDFlashConfigError, match=f"{name}={facts[name]}"):
+            check_target(parse_config(raw), **facts | {name: value})
+    with pytest.raises(HyperDFlashConfigError, match="hc_mult"):
+        check_target(parse_config(raw), **facts | {"hc_mult": None})
 
 
-def test_the_right_target_is_accepted(raw):
-    check_target(parse_config(raw), **target_facts(raw))
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"hc_mult": None}, "hyper-connection"),
-        ({"hc_mult": 2}, "hc_mult=4"),
-        ({"hidden_size": 512}, "hidden_size=256"),
-        ({"vocab_size": 129280}, "vocab_size=1363"),
-        ({"num_hidden_layers": 43}, "num_hidden_layers=8"),
-    ],
-)
-def test_another_target_is_refused(raw, changes, message):
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        check_target(parse_config(raw), **target_facts(raw, **changes))
-
-
-def test_fingerprint_is_of_values_not_of_dtype_and_refuses_others(raw):
+def test_a_fingerprint_is_of_values_not_of_dtype_and_refuses_others(raw):
     config = parse_config(raw)
-    head = HcHead(torch.randn(4, 64), torch.randn(4), torch.randn(1))
-    assert head.fingerprint() == HcHead(*(t.double() for t in head)).fingerprint()
-    with pytest.raises(HyperDFlashConfigError, match="another target"):
-        check_fingerprint(config, head.fingerprint())
-    with pytest.raises(HyperDFlashConfigError, match="the served target has none"):
-        check_fingerprint(config, None)
+    gate = HcHead(torch.randn(4, 64), torch.randn(4), torch.randn(1))
+    assert gate.fingerprint() == HcHead(*(t.double() for t in gate)).fingerprint()
     check_fingerprint(config, config.target.hc_head_fingerprint)
+    for other in (gate.fingerprint(), None):
+        with pytest.raises(HyperDFlashConfigError):
+            check_fingerprint(config, other)
+    # A drafter that inherited nothing belongs to any target of its sizes.
+    check_fingerprint(parse_config(changed(raw, {f"{OWN}.reducer": "fc"})), None)
 
 
-def test_save_and_load_round_trip(drafter_dir, tmp_path):
-    drafter = Drafter.load(drafter_dir)
+def test_a_new_causal_drafter_is_saved_loaded_and_read_by_sglang(raw, tmp_path):
+    """SGLang hands over what transformers made of config.json, with fields of its own."""
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.models.dflash import _get_dflash_layer_attention_params
+    from transformers import AutoConfig
+
+    drafter = Drafter(with_dependency(raw, 8, causal=True))
     drafter.save(tmp_path)
-    again = Drafter.load(tmp_path)
-    for (name, mine), theirs in zip(
-        drafter.state_dict().items(), again.state_dict().values(), strict=True
-    ):
-        assert torch.equal(mine, theirs), name
-
-
-def test_fc_reducer_has_its_own_tensors(raw):
-    config = changed(raw, "hyperdflash_config.reducer", "fc")
-    names = expected_tensors(config, parse_config(config))
-    assert "fc.weight" in names
-    assert not any(name.startswith("reducer.") for name in names)
-    drafter = Drafter(config)
-    assert drafter.reduce(torch.randn(1, 3, 1024)).shape == (1, 3, 256)
+    again, config = Drafter.load(tmp_path), load_config(tmp_path)
+    assert (config.dependency.rank, config.dependency.top_k, config.causal) == (8, 64, True)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["dependency.gate.weight"].dtype == torch.bfloat16
+    loaded = again.state_dict()
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded[name], tensor.to(stored[name].dtype).to(tensor.dtype)), name
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert parse_config(read.to_dict()) == config
+    assert _get_dflash_layer_attention_params(read, 0) == (-1, AttentionType.DECODER)
+    read.is_causal = None
+    assert _get_dflash_layer_attention_params(read, 0) == (-1, AttentionType.ENCODER_ONLY)

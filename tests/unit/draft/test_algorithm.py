@@ -38,13 +38,13 @@ def drafter(drafter_dir):
 
 @pytest.fixture(scope="module")
 def decoded(target, prompt, drafter) -> tuple[list[int], list[int]]:
-    """An answer of 48 tokens and its histogram."""
-    return decode(target, partial(propose_block, target, drafter), prompt, 48, None)
+    """An answer of 32 tokens and its histogram."""
+    return decode(target, partial(propose_block, target, drafter), prompt, 32, None)
 
 
 def test_the_answer_is_the_targets_and_tau_is_the_trainers(target, prompt, drafter, decoded):
     answer, histogram = decoded
-    assert len(answer) == 48
+    assert len(answer) == 32
     assert greedy(target, prompt + answer)[len(prompt) - 1 : -1].tolist() == answer
     assert sum(histogram) > 5 and sum(histogram[1:]) > 3, "drafts must be accepted to say anything"
     sample = Sample.continuation(prompt + answer, len(prompt))
@@ -77,5 +77,5 @@ def test_a_stop_token_ends_the_answer_inside_a_block(target, prompt, decoded):
     def propose(tokens: list[int]) -> list[int]:
         return expected[len(tokens) - len(prompt) :][:6]
 
-    answer, _ = decode(target, propose, prompt, 48, expected[end])
+    answer, _ = decode(target, propose, prompt, 32, expected[end])
     assert answer == expected[: end + 1] and end % 7

@@ -6,93 +6,106 @@ Bytes are compared with a calculation from the published dimensions alone.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.unit.serving.v4_shapes import SHAPES, V41, draft_folder, target_folder
+from tests.unit.serving.v4_shapes import FLASH, PRO, SHAPES, V41, draft_folder, target_folder
 from tests.unit.targets.v4_start import start
 
 DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
+WINDOW = 512
+WINDOWED = replace(DRAFT, window=WINDOW)
+# Drafters by name: the target's shape, and theirs.
+DRAFTS = {
+    "flash": (FLASH, DRAFT),
+    "flash window": (FLASH, WINDOWED),
+    "pro": (PRO, DRAFT),
+    "pro window": (PRO, WINDOWED),
+    "v41": (V41, replace(DRAFT, reducer="fc")),
+}
 ONE = {"gpu_gib": 141.0, "weights_gib": 40.0}
 EIGHT = {"gpu_gib": 141.0, "weights_gib": 20.0, "tp": 8}
-WINDOW = 512
+# Pools of both targets: what differs from HYPERDFLASH on one GPU.
+SIZED = {
+    "none": {"method": "baseline", "draft": None},
+    "none tp8": {"method": "baseline", "draft": None, "node": EIGHT},
+    "EAGLE": {"method": "EAGLE", "draft": None},
+    "tp1": {},
+    "tp8": {"node": EIGHT},
+    "dp8": {"node": EIGHT | {"dp_attention": True}},
+    "window": {"window": True},
+}
+
+
+def option(**values) -> dict:
+    return {"options": values}
+
+
+BACKEND = "speculative_draft_attention_backend"
+PREFILL = option(disaggregation_mode="prefill")
+FLASHINFER = option(**{BACKEND: "flashinfer"})
+HOPPER, BLACKWELL = ({"platform": {name: True}} for name in ("is_sm90", "is_sm100"))
+WINDOW_DRAFT, V41_PAIR = {"draft": "pro window"}, {"target": "v41", "draft": "v41"}
+# What differs from a start on V4-Pro; a field, and its value.
+RESOLVED = {
+    "lower case": ({"algorithm": "hyperdflash"}, "speculative_algorithm", "HYPERDFLASH"),
+    "prefill": (PREFILL, "speculative_algorithm", "HYPERDFLASH"),
+    "v41": (V41_PAIR, "speculative_algorithm", "HYPERDFLASH"),
+    "v41 attention": (V41_PAIR, BACKEND, "triton"),
+    "fp8 draft": (
+        option(speculative_draft_kv_cache_dtype="fp8_e4m3"),
+        "speculative_draft_kv_cache_dtype",
+        "fp8_e4m3",
+    ),
+    "requests": ({"node": ONE | {"max_running_requests": None}}, "max_running_requests", 256),
+    # SGLang's own fallback, FlashInfer, waits for the host every round; the user may name it.
+    "hopper": (HOPPER, BACKEND, "fa3"),
+    "blackwell": (BLACKWELL, BACKEND, "fa4"),
+    "hopper, window": (HOPPER | WINDOW_DRAFT, BACKEND, "triton"),
+    "named": (HOPPER | FLASHINFER, BACKEND, "flashinfer"),
+    "named, window": (HOPPER | WINDOW_DRAFT | FLASHINFER, BACKEND, "flashinfer"),
+}
+# Likewise; what the error names.
+REFUSED = {
+    "another target's": ({"draft": "flash"}, "made for a target"),
+    "DFLASH": ({"algorithm": "DFLASH"}, "Only EAGLE and DSPARK"),
+    "v41 EAGLE": ({"target": "v41", "draft": None, "method": "EAGLE"}, "DSpark"),
+    "v41 prefill": (V41_PAIR | PREFILL, "disaggregation_mode"),
+    "window, prefill": (WINDOW_DRAFT | PREFILL, "window"),
+    "window, fa3": (WINDOW_DRAFT | option(**{BACKEND: "fa3"}), "draft attention"),
+    "pipeline": (option(pp_size=2), "pp_size=2"),
+    "attention dp": ({"node": EIGHT} | option(attn_dp_size=8), "enable-dp-lm-head"),
+    "lora": (option(enable_lora=True), "enable_lora"),
+    "hisparse": (option(enable_hisparse=True), "hisparse"),
+    "unified": (option(enable_unified_memory=True), "SGLang's own algorithms"),
+    "lmcache": (option(enable_lmcache=True), "does not yet support speculative decoding"),
+    "hicache": (option(enable_hierarchical_cache=True), "enable_hierarchical_cache"),
+    "block": (option(speculative_use_block_verification=True), "only supports EAGLE"),
+    "tokenizers": (option(tokenizer_worker_num=2), "tokenizer_worker_num"),
+}
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, dict]:
-    root = tmp_path_factory.mktemp("v4")
-    cases = {}
-    for name, shape in SHAPES.items():
-        target = str(target_folder(root / name / "target", shape))
-        draft = str(draft_folder(root / name / "draft", shape, DRAFT))
-        windowed = DrafterShape(**{**vars(DRAFT), "window": WINDOW})
-        window = str(draft_folder(root / name / "window", shape, windowed))
-        base = {"target": target, "draft": draft, "method": "HYPERDFLASH"}
-        plain = {"target": target, "draft": None}
-        cases |= {
-            f"{name} none tp1": plain | {"method": "baseline", "node": ONE},
-            f"{name} none tp8": plain | {"method": "baseline", "node": EIGHT},
-            f"{name} EAGLE tp1": plain | {"method": "EAGLE", "node": ONE},
-            f"{name} tp1": base | {"node": ONE},
-            f"{name} tp8": base | {"node": EIGHT},
-            f"{name} dp8": base | {"node": EIGHT | {"dp_attention": True}},
-            f"{name} window": base | {"draft": window, "node": ONE},
-        }
-        other = "pro" if name == "flash" else "flash"
-        cases[f"{name} wrong draft"] = base | {
-            "draft": str(draft_folder(root / name / "other", SHAPES[other], DRAFT)),
-            "node": ONE,
-        }
-    start_only = base | {"node": ONE, "size": False}
-    cases["lower case"] = start_only | {"algorithm": "hyperdflash"}
-    cases["DFLASH"] = start_only | {"algorithm": "DFLASH"}
-    cases["fp8 draft"] = start_only | {"options": {"speculative_draft_kv_cache_dtype": "fp8_e4m3"}}
-    cases["no requests given"] = start_only | {"node": ONE | {"max_running_requests": None}}
-    cases["prefill node"] = start_only | {"options": {"disaggregation_mode": "prefill"}}
-    cases["window, prefill"] = cases["prefill node"] | {"draft": window}
-    hopper, blackwell = ({"platform": {name: True}} for name in ("is_sm90", "is_sm100"))
-    cases["hopper"], cases["blackwell"] = start_only | hopper, start_only | blackwell
-    cases["window, hopper"] = cases["hopper"] | {"draft": window}
-    named = {"options": {"speculative_draft_attention_backend": "flashinfer"}}
-    cases["flashinfer"] = cases["hopper"] | named
-    cases["window, flashinfer"] = cases["window, hopper"] | named
-    cases["window, fa3"] = start_only | {
-        "draft": window,
-        "options": {"speculative_draft_attention_backend": "fa3"},
+    """Every case, in one process."""
+    root, cases = tmp_path_factory.mktemp("v4"), {}
+    for name in SHAPES:
+        for kind, changes in SIZED.items():
+            draft = f"{name} window" if "window" in changes else name
+            cases[f"{name} {kind}"] = {"target": name, "draft": draft} | changes
+    pro = {"target": "pro", "draft": "pro", "size": False}
+    cases |= {name: pro | changes for name, (changes, *_) in (RESOLVED | REFUSED).items()}
+    targets = {
+        name: str(target_folder(root / "targets" / name, shape))
+        for name, shape in {**SHAPES, "v41": V41}.items()
     }
-    for option, value in {
-        "pp_size": 2,
-        "enable_lora": True,
-        "enable_hisparse": True,
-        "enable_unified_memory": True,
-        "enable_hierarchical_cache": True,
-        "enable_lmcache": True,
-        "speculative_use_block_verification": True,
-        "tokenizer_worker_num": 2,
-    }.items():
-        cases[option] = start_only | {"options": {option: value}}
-    cases["attn_dp_size"] = start_only | {"options": {"attn_dp_size": 8}, "node": EIGHT}
-    cases |= v41_cases(root)
-    return start(cases)
-
-
-def v41_cases(root) -> dict[str, dict]:
-    draft = DrafterShape(**{**vars(DRAFT), "reducer": "fc"})
-    case = {
-        "target": str(target_folder(root / "v41" / "target", V41)),
-        "draft": str(draft_folder(root / "v41" / "draft", V41, draft)),
-        "method": "HYPERDFLASH",
-        "node": ONE,
-        "size": False,
-    }
-    prefill = {"disaggregation_mode": "prefill"}
-    eagle = {"method": "EAGLE", "draft": None}
-    return {
-        "v41": case,
-        "v41 EAGLE": case | eagle,
-        "v41 prefill": case | {"options": prefill},
-    }
+    drafts = {name: str(draft_folder(root / name, *made)) for name, made in DRAFTS.items()}
+    for case in cases.values():
+        case["target"], case["draft"] = targets[case["target"]], drafts.get(case["draft"])
+    common = {"method": "HYPERDFLASH", "node": ONE}
+    return start({name: common | case for name, case in cases.items()})
 
 
 def page(slot: int, slots: int) -> float:
@@ -118,22 +131,21 @@ def target_bytes(shape: dict, speculative: bool) -> float:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_bytes_equal_an_independent_calculation(answers, name):
-    shape = SHAPES[name]
-    draft = 2 * DRAFT.layers * DRAFT.kv_heads * DRAFT.head_dim * 2
-    assert draft == 20 * 1024
-    layers = shape["num_hidden_layers"]
+    shape, draft = SHAPES[name], 2 * DRAFT.layers * DRAFT.kv_heads * DRAFT.head_dim * 2
+    layers, speculative = shape["num_hidden_layers"], target_bytes(shape, True)
     expected = {
-        "none tp1": target_bytes(shape, False),
-        "EAGLE tp1": target_bytes(shape, True) * (layers + 1) / layers,
-        "tp1": target_bytes(shape, True) + draft,
-        "tp8": target_bytes(shape, True) + draft / 8,
-        "dp8": target_bytes(shape, True) + draft,
-        "window": target_bytes(shape, True) + math.ceil(0.1 * (draft + 8)) + 8,
+        "none": target_bytes(shape, False),
+        "EAGLE": speculative * (layers + 1) / layers,
+        "tp1": speculative + draft,
+        "tp8": speculative + draft / 8,
+        "dp8": speculative + draft,
+        "window": speculative + math.ceil(0.1 * (draft + 8)) + 8,
     }
     for case, wanted in expected.items():
-        assert answers[f"{name} {case}"]["budget"]["bytes_per_token"] == pytest.approx(
-            wanted, rel=1e-9
-        ), case
+        budget = answers[f"{name} {case}"]["budget"]
+        assert budget["bytes_per_token"] == pytest.approx(wanted, rel=1e-9), case
+    # The goal of a window: two KiB a token; nine bytes more are its tables.
+    assert budget["draft_bytes_per_token"] <= 2048 + 9
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -141,9 +153,9 @@ def test_the_draft_is_paid_for_out_of_the_tokens(answers, name):
     """Tokens x bytes and the fixed state fill the memory, no more and not a page less."""
     layers = SHAPES[name]["num_hidden_layers"]
     c128 = SHAPES[name]["compress_ratios"][:layers].count(128)
-    for case in ("none tp1", "tp1", "tp8", "window"):
+    for case in ("none", "none tp8", "tp1", "tp8", "window"):
         answer = answers[f"{name} {case}"]
-        ring = 128 if case == "none tp1" or case == "none tp8" else 256
+        ring = 128 if case.startswith("none") else 256
         rows = math.ceil(((256 + 1) * ring + ring + 1) / 128) * 128
         fixed = rows * 2 * SHAPES[name]["head_dim"] * 4 * c128
         budget = answer["budget"]
@@ -153,7 +165,6 @@ def test_the_draft_is_paid_for_out_of_the_tokens(answers, name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_resolved_fields(answers, name):
-    found = answers[f"{name} tp8"]
     expected = {
         "speculative_algorithm": "HYPERDFLASH",
         "speculative_eagle_topk": 1,
@@ -168,74 +179,17 @@ def test_resolved_fields(answers, name):
         "page_size": 256,
         "disable_overlap_schedule": False,
     }
-    assert {key: found[key] for key in expected} == expected
+    resolved = answers[f"{name} tp8"]
+    assert {key: resolved[key] for key in expected} == expected
     assert answers[f"{name} window"]["speculative_draft_window_size"] == WINDOW
 
 
-def test_spelling_and_what_the_user_asked_for(answers):
-    assert answers["lower case"]["speculative_algorithm"] == "HYPERDFLASH"
-    assert answers["fp8 draft"]["speculative_draft_kv_cache_dtype"] == "fp8_e4m3"
-    assert answers["no requests given"]["max_running_requests"] == 256
-    assert answers["prefill node"]["speculative_algorithm"] == "HYPERDFLASH"
-    assert answers["v41"]["speculative_algorithm"] == "HYPERDFLASH"
-    assert answers["v41"]["speculative_draft_attention_backend"] == "triton"
+@pytest.mark.parametrize("case", RESOLVED)
+def test_what_a_start_resolves_to(answers, case):
+    _, field, value = RESOLVED[case]
+    assert answers[case].get(field) == value, answers[case]
 
 
-@pytest.mark.parametrize(
-    "case, backend",
-    [
-        ("hopper", "fa3"),
-        ("blackwell", "fa4"),
-        ("window, hopper", "triton"),
-        ("flashinfer", "flashinfer"),
-        ("window, flashinfer", "flashinfer"),
-    ],
-)
-def test_draft_attention_by_the_gpu_and_by_the_user(answers, case, backend):
-    """SGLang's own fallback, FlashInfer, waits for the host every round; the user may name it."""
-    assert answers[case]["speculative_draft_attention_backend"] == backend
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_window_makes_the_drafter_cost_two_kib_a_token(answers, name):
-    """The goal on V4-Flash at tp 1, and what it gives back in tokens."""
-    # Nine bytes of them are the window's tables.
-    assert answers[f"{name} window"]["budget"]["draft_bytes_per_token"] <= 2048 + 9
-    tokens = {c: answers[f"{name} {c}"]["budget"]["tokens"] for c in ("none tp1", "tp1", "window")}
-    assert tokens["window"] > 2 * tokens["tp1"]
-    assert tokens["window"] > 0.65 * tokens["none tp1"]
-
-
-def test_other_algorithms_are_untouched(answers):
-    """DFLASH is still refused on V4 by SGLang itself; EAGLE keeps SGLang's own fields."""
-    assert "Only EAGLE and DSPARK" in answers["DFLASH"]["error"]
-    for name in SHAPES:
-        eagle = answers[f"{name} EAGLE tp1"]
-        assert eagle["speculative_algorithm"] == "EAGLE"
-        assert eagle["speculative_draft_kv_cache_dtype"] is None
-        none = answers[f"{name} none tp1"]
-        assert none["speculative_algorithm"] is None and none["speculative_eagle_topk"] is None
-
-
-@pytest.mark.parametrize(
-    "case, message",
-    [
-        ("flash wrong draft", "made for a target"),
-        ("v41 EAGLE", "does not support speculative decoding other than DSpark"),
-        ("v41 prefill", "does not support disaggregation_mode on DeepSeek-V4.1"),
-        ("window, prefill", "with a windowed drafter"),
-        ("window, fa3", "needs draft attention that reads single K/V slots"),
-        ("pp_size", "HYPERDFLASH does not support pp_size=2"),
-        # SGLang's rules for DFLASH.
-        ("attn_dp_size", " HYPERDFLASH with dp attention requires --enable-dp-lm-head"),
-        ("enable_lora", "enable_lora=True"),
-        ("enable_hisparse", "hisparse"),
-        ("enable_unified_memory", "admits SGLang's own algorithms only"),
-        ("enable_lmcache", "does not yet support speculative decoding"),
-        ("speculative_use_block_verification", "only supports EAGLE"),
-        ("enable_hierarchical_cache", "enable_hierarchical_cache=True"),
-        ("tokenizer_worker_num", "tokenizer_worker_num=2"),
-    ],
-)
-def test_what_cannot_work_is_refused(answers, case, message):
-    assert message.lower() in answers[case].get("error", "started").lower()
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(answers, case):
+    assert REFUSED[case][1].lower() in answers[case].get("error", "it started").lower()

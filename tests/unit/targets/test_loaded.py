@@ -1,72 +1,105 @@
-"""Targets that collapse their residual inside: exposed, they compute the same and hand it out."""
+"""Targets that collapse their residual inside: exposed, they compute the same and hand it out.
+
+``tests/engine/test_exposed.py`` does it with SGLang's own HY-V4.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
-from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER, EXPOSED, expose_residual
-from tests.unit.targets import exposed_models
-from tests.unit.targets.exposed_models import MODES, ROWS, D, M
-from tests.unit.targets.test_kinds import hy_v4
+from sglang_hyperdflash.targets.loaded import (
+    CAPTURE_FOLDER,
+    EXPOSED,
+    expose_residual,
+    target_hc_head,
+)
+
+M, D = 4, 8
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("exposed")
-    hy_v4().save_pretrained(folder)
-    return exposed_models.examined(folder)
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hc_head_fn = nn.Linear(M * D, M)
+        self.hc_head_base, self.hc_head_scale = torch.zeros(M), torch.ones(1)
+
+    def forward(self, paths: torch.Tensor) -> torch.Tensor:
+        return paths.mean(1)
 
 
-def test_sglangs_own_model_hands_out_its_residual(found):
-    for mode in MODES:
-        one = found["modes"][mode]
-        assert one["logits"], mode
-        assert one["before"] == [ROWS[mode], D] and one["shape"] == [ROWS[mode], M * D], mode
-        if mode != "idle":
-            # The reducer's formula of what is handed out is the state that the model goes on with.
-            assert one["error"] < 1e-6, mode
-            assert one["spread"] > 0.02, mode
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.hc_head = nn.Embedding(8, M * D), Head()
+
+    def forward(self, ids: torch.Tensor, fail: bool = False) -> torch.Tensor:
+        state = self.hc_head(self.embed_tokens(ids).unflatten(-1, (M, D)))
+        if fail:
+            raise RuntimeError("a pass that failed")
+        return state * 2
 
 
-def test_the_body_returns_the_pair_that_graph_runners_know(found):
-    assert found["body"] == [[ROWS["decode"], D], [ROWS["decode"], M * D]]
-    assert found["replayed"]
-    assert found["embeddings"] and found["hc_head"]
-
-
-def test_another_algorithm_leaves_the_model_alone(found):
-    assert found["untouched"]
+class Logits(nn.Module):
+    def forward(self, ids, hidden, *, hidden_states_before_norm=None):
+        return hidden, hidden_states_before_norm
 
 
 class HYV4ForCausalLM(nn.Module):
-    """Not built as SGLang's; only its name is."""
+    """What of SGLang's is hooked: its name, a body that ends in a collapse, a logits processor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Linear(1, 1)
+        self.model, self.logits_processor = Body(), Logits()
+
+    def forward(self, ids: torch.Tensor, **options):
+        return self.logits_processor(ids, self.model(ids, **options))
 
 
-def runner(**changes) -> SimpleNamespace:
-    aux = SimpleNamespace(dflash_use_aux_hidden_state=changes.pop("aux", False))
+def loaded(aux: bool = False, **changes) -> HYV4ForCausalLM:
+    """A model after the hook has seen its runner."""
+    config = SimpleNamespace(dflash_use_aux_hidden_state=aux)
     options = {"spec_algorithm": "HYPERDFLASH", "is_draft_worker": False, **changes}
-    return SimpleNamespace(model=HYV4ForCausalLM(), spec_aux_config=aux, **options)
+    model = HYV4ForCausalLM()
+    runner = SimpleNamespace(model=model, spec_aux_config=config, **options)
+    assert expose_residual(None, runner) is None
+    return model
+
+
+@torch.no_grad()
+def test_an_exposed_model_computes_the_same_and_hands_out_its_residual():
+    model, ids = loaded(), torch.arange(5)
+    paths = model.model.embed_tokens(ids)
+    expected = paths.unflatten(-1, (M, D)).mean(1) * 2
+    with pytest.raises(RuntimeError):
+        model(ids + 1, fail=True)
+    hidden, residual = model(ids)
+    assert torch.equal(hidden, expected) and torch.equal(residual, paths)
+    # Graph runners call the body's forward, and replace it by what it returned while they replay.
+    pair = model.model.forward(ids)
+    model.model.forward = lambda *_: pair
+    hidden, residual = model(ids + 1)
+    assert torch.equal(hidden, expected) and torch.equal(residual, paths)
+    assert model.get_input_embeddings() is model.model.embed_tokens
+    assert torch.equal(target_hc_head(model).fn, model.model.hc_head.hc_head_fn.weight)
 
 
 def test_only_our_target_is_exposed(monkeypatch):
-    for changes in ({"spec_algorithm": None}, {"is_draft_worker": True}, {"aux": True}):
-        assert expose_residual(None, runner(**changes)) is None
-    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'hc_head'"):
-        expose_residual(None, runner())
+    def exposed(**changes) -> bool:
+        return loaded(**changes)(torch.arange(5))[1] is not None
+
+    assert exposed() and not exposed(spec_algorithm=None)
+    assert not exposed(is_draft_worker=True) and not exposed(aux=True)
     monkeypatch.setenv(CAPTURE_FOLDER, "/nowhere")
-    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'hc_head'"):
-        expose_residual(None, runner(spec_algorithm=None))
+    assert exposed(spec_algorithm=None)
 
 
 def test_the_classes_are_sglangs():
     from sglang.srt.models.registry import ModelRegistry
 
     for name in EXPOSED:
-        assert ModelRegistry.resolve_model_cls(name)[0].__name__ == name
+        model = ModelRegistry.resolve_model_cls(name)[0]
+        assert model.__name__ == name and not hasattr(model, "get_input_embeddings")

@@ -9,9 +9,12 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
 from cpu_engine.platform.attention import TorchAttention
+from cpu_engine.platform.dflash_seams import last_slots
 from cpu_engine.platform.torch_ops import assign_req_to_token_pool, extend_cache_locs
 
 SLOTS, D = 64, 8
+PREFIXES = (0, 9, 4)
+CASES = {"decode": (1, 1, 1), "target_verify": (5, 5, 5), "extend": (3, 7, 1)}
 
 
 class Mode:
@@ -24,57 +27,31 @@ class Mode:
         return lambda: question == f"is_{self.name}"
 
 
-class Pool:
-    def __init__(self, kv_heads: int) -> None:
-        self.k = torch.randn(SLOTS, kv_heads, D)
-        self.v = torch.randn(SLOTS, kv_heads, D)
-
-    def set_kv_buffer(self, layer, loc, k, v) -> None:
-        raise AssertionError("this test writes the pool itself")
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.k
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.v
-
-
-def loop(q, pool, rows, prefixes, lengths, heads, kv_heads, causal, window, sinks):
-    out, at = [], 0
-    for row, prefix, n in zip(rows, prefixes, lengths, strict=True):
-        for i in range(n):
-            position = prefix + i
-            last = position if causal else prefix + n - 1
+def loop(q, k, v, rows, lengths, layer, sinks):
+    """One query and head at a time."""
+    heads, kv_heads, window = layer.tp_q_head_num, layer.tp_k_head_num, layer.sliding_window_size
+    causal, out, queries = layer.attn_type == AttentionType.DECODER, [], iter(q)
+    for row, prefix, n in zip(rows, PREFIXES, lengths, strict=True):
+        for position in range(prefix, prefix + n):
+            query, last = next(queries), position if causal else prefix + n - 1
             keys = [int(row[p]) for p in range(last + 1) if window < 0 or p >= position - window]
-            heads_out = []
             for h in range(heads):
-                k = pool.k[keys, h * kv_heads // heads]
-                scores = (k @ q[at, h]) * D**-0.5
+                scores = (k[keys, h * kv_heads // heads] @ query[h]) * D**-0.5
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 weights = scores.softmax(0)[: len(keys)]
-                heads_out.append(weights @ pool.v[keys, h * kv_heads // heads])
-            out.append(torch.cat(heads_out))
-            at += 1
-    return torch.stack(out)
-
-
-CASES = {
-    "decode": ("decode", [1, 1, 1]),
-    "verify": ("target_verify", [5, 5, 5]),
-    "extend": ("extend", [3, 7, 1]),
-}
+                out.append(weights @ v[keys, h * kv_heads // heads])
+    return torch.cat(out).view(len(q), -1)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("heads, kv_heads", [(4, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("heads, kv_heads, with_sinks", [(4, 1, True), (4, 2, False), (2, 2, True)])
 @pytest.mark.parametrize("causal, window", [(True, -1), (True, 3), (False, -1), (False, 6)])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_matches_the_loop(case, heads, kv_heads, causal, window, with_sinks):
+def test_matches_the_loop(case, heads, kv_heads, with_sinks, causal, window):
     torch.manual_seed(0)
-    mode, lengths = CASES[case]
-    prefixes = [0, 9, 4]
-    pool = Pool(kv_heads)
+    lengths = CASES[case]
+    k, v = torch.randn(2, SLOTS, kv_heads, D)
+    pool = SimpleNamespace(get_key_buffer=lambda layer: k, get_value_buffer=lambda layer: v)
     table = torch.stack([torch.randperm(SLOTS)[:20] for _ in range(4)])
     indices = torch.tensor([2, 0, 3])
     runner = SimpleNamespace(
@@ -82,12 +59,12 @@ def test_matches_the_loop(case, heads, kv_heads, causal, window, with_sinks):
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool=pool,
     )
-    totals = torch.tensor([p + n for p, n in zip(prefixes, lengths, strict=True)])
+    prefixes = torch.tensor(PREFIXES)
     batch = SimpleNamespace(
-        forward_mode=Mode(mode),
+        forward_mode=Mode(case),
         batch_size=3,
         req_pool_indices=indices,
-        seq_lens=torch.tensor(prefixes) if mode == "target_verify" else totals,
+        seq_lens=prefixes + (0 if case == "target_verify" else torch.tensor(lengths)),
         extend_seq_lens=torch.tensor(lengths),
         spec_info=SimpleNamespace(draft_token_num=lengths[0]),
         out_cache_loc=None,
@@ -101,62 +78,35 @@ def test_matches_the_loop(case, heads, kv_heads, causal, window, with_sinks):
         sliding_window_size=window,
         attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
     )
-    q = torch.randn(sum(lengths), heads, D)
+    rows = sum(lengths)
+    q = torch.randn(rows + 2, heads, D)  # the last two are padding of a larger batch
     sinks = torch.randn(heads) if with_sinks else None
     backend = TorchAttention(runner)
     backend.init_forward_metadata(batch)
-    found = backend.forward_extend(q.flatten(1), None, None, layer, batch, sinks=sinks)
-    rows = [table[i] for i in indices]
-    expected = loop(q, pool, rows, prefixes, lengths, heads, kv_heads, causal, window, sinks)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_padding_rows_are_zero():
-    table = torch.arange(SLOTS).view(1, -1)
-    runner = SimpleNamespace(
-        device="cpu",
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        token_to_kv_pool=Pool(1),
-    )
-    batch = SimpleNamespace(
-        forward_mode=Mode("decode"),
-        batch_size=1,
-        req_pool_indices=torch.tensor([0]),
-        seq_lens=torch.tensor([5]),
-        out_cache_loc=None,
-    )
-    layer = SimpleNamespace(
-        tp_q_head_num=1,
-        tp_k_head_num=1,
-        qk_head_dim=D,
-        layer_id=0,
-        scaling=1.0,
-        sliding_window_size=-1,
-        attn_type=AttentionType.DECODER,
-    )
-    backend = TorchAttention(runner)
-    backend.init_forward_metadata(batch)
-    found = backend.forward_decode(torch.randn(3, D), None, None, layer, batch)
-    assert found.shape == (3, D)
-    assert not found[1:].any()
+    output = backend.forward_extend(q.flatten(1), None, None, layer, batch, sinks=sinks)
+    expected = loop(q[:rows], k, v, table[indices], lengths, layer, sinks)
+    torch.testing.assert_close(output[:rows], expected, rtol=1e-5, atol=1e-5)
+    assert output.shape == (rows + 2, heads * D) and not output[rows:].any()
 
 
 def test_request_to_token_helpers():
     table = torch.zeros(4, 10, dtype=torch.int32)
     slots = torch.tensor([11, 12, 13, 21, 22])
-    assign_req_to_token_pool(
-        torch.tensor([2, 0]), table, torch.tensor([4, 0]), torch.tensor([7, 2]), slots, 2
-    )
+    requests, starts = torch.tensor([2, 0]), torch.tensor([4, 0])
+    assign_req_to_token_pool(requests, table, starts, torch.tensor([7, 2]), slots, 2)
     assert table[2, 4:7].tolist() == [11, 12, 13]
     assert table[0, :2].tolist() == [21, 22]
     assert int(table.sum()) == sum(slots.tolist())
-    found = extend_cache_locs(
-        req_pool_indices=torch.tensor([2, 0]),
+    places = extend_cache_locs(
+        req_pool_indices=requests,
         req_to_token=table,
-        start_offset=torch.tensor([4, 0]),
+        start_offset=starts,
         end_offset=torch.tensor([6, 2]),
         batch_size=2,
         draft_token_num=2,
         device="cpu",
     )
-    assert found.tolist() == [11, 12, 21, 22]
+    assert places.tolist() == [11, 12, 21, 22]
+    table = torch.arange(100, 124).view(3, 8).int()
+    rows, lengths = torch.tensor([2, 0, 1]), torch.tensor([3, 0, 8])
+    assert last_slots(table, rows, lengths).tolist() == [118, -1, 115]

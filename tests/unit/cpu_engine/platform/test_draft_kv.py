@@ -42,13 +42,13 @@ def test_each_layer_s_are_those_of_its_own_norm_and_rope(rotary_dim, monkeypatch
         layers, rope, HEADS, HEAD_DIM, torch.device("cpu"), 512
     )
     hidden, positions = torch.randn(TOKENS, HIDDEN), torch.randint(0, 511, (TOKENS,))
-    found = {}
-    helper.materialize(hidden, positions, lambda i, k, v: found.update({i: (k.clone(), v.clone())}))
-    assert sorted(found) == list(range(LAYERS))
+    made = {}
+    helper.materialize(hidden, positions, lambda i, k, v: made.update({i: (k.clone(), v.clone())}))
+    assert sorted(made) == list(range(LAYERS))
     for i, one in enumerate(layers):
         attn = one.self_attn
         k, v = F.linear(hidden, attn.qkv_proj.weight[SIZE:]).split(SIZE, -1)
         normed = attn.k_norm.forward_native(k.reshape(-1, HEAD_DIM)).view_as(k)
         _, expected = rope.forward_native(positions, torch.zeros_like(k), normed.clone())
-        torch.testing.assert_close(found[i][0].reshape(TOKENS, SIZE), expected)
-        torch.testing.assert_close(found[i][1].reshape(TOKENS, SIZE), v)
+        torch.testing.assert_close(made[i][0].reshape(TOKENS, SIZE), expected)
+        torch.testing.assert_close(made[i][1].reshape(TOKENS, SIZE), v)

@@ -30,7 +30,7 @@ def golden(folder, tokens):
     return logits, streams, residual[0].flatten(1)
 
 
-@pytest.mark.parametrize("length", [1, 2, 61, 300])
+@pytest.mark.parametrize("length", [1, 300])
 def test_logits_streams_and_residual_equal_transformers(target_dir, length):
     target = LocalTarget(target_dir)
     tokens = torch.randint(5, target.config.vocab_size, (length,))
@@ -38,15 +38,14 @@ def test_logits_streams_and_residual_equal_transformers(target_dir, length):
     attend = target.new_cache(1, length).attend(torch.zeros(1, dtype=torch.long), length, 64**-0.5)
     trace: list[torch.Tensor] = []
     with torch.no_grad():
-        hidden, found = target.core(
+        hidden, last = target.core(
             target.embed_tokens(tokens), tokens, torch.arange(length), attend, trace
         )
-        mine = target.lm_head(hidden)
-    assert (mine - logits).abs().max() < TOLERANCE
-    assert len(trace) == len(streams)
-    for mine, theirs in zip([*trace, found], [*streams, residual], strict=True):
+        ours = target.lm_head(hidden)
+    assert (ours - logits).abs().max() < TOLERANCE
+    for ours, theirs in zip([*trace, last], [*streams, residual], strict=True):
         # The residual grows to hundreds: relative to its size, not to one.
-        assert (mine - theirs).abs().max() < TOLERANCE * max(1.0, float(theirs.abs().max()))
+        assert (ours - theirs).abs().max() < TOLERANCE * max(1.0, float(theirs.abs().max()))
 
 
 def test_cached_steps_equal_one_pass(target_dir):
@@ -54,11 +53,10 @@ def test_cached_steps_equal_one_pass(target_dir):
     tokens = torch.randint(5, target.config.vocab_size, (2, 40))
     _, whole, _ = target.features(tokens)
     cache = target.new_cache(2, 40)
-    parts, at = [], 0
+    parts, done = [], 0
     for n in (1, 7, 12, 1, 19):
-        lengths = torch.full((2,), at)
-        parts.append(target.step(tokens[:, at : at + n], lengths, cache)[1])
-        at += n
+        parts.append(target.step(tokens[:, done : done + n], torch.full((2,), done), cache)[1])
+        done += n
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-3)
 
 
@@ -76,30 +74,15 @@ def test_sparse_experts_equal_dense(target_dir):
         )
 
 
-def test_hash_layers_route_by_token_id_alone(target_dir):
-    target = LocalTarget(target_dir)
-    mlp = target.core.layers[0].mlp
-    assert mlp.is_hash
-    ids = torch.tensor([7, 7, 8])
-    indices, _ = mlp.route(torch.randn(3, target.config.hidden_size), ids)
-    assert indices.tolist() == mlp.tid2eid[ids].tolist()
-
-
-def test_sinkhorn_is_doubly_stochastic():
-    comb = sinkhorn(torch.rand(50, 4, 4) + 0.1, 20, 1e-6)
-    torch.testing.assert_close(comb.sum(-1), torch.ones(50, 4), rtol=0, atol=1e-4)
-    torch.testing.assert_close(comb.sum(-2), torch.ones(50, 4), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+@pytest.mark.parametrize("rows", [0, 7])
 def test_sinkhorn_in_one_loop_is_that_of_operations(rows):
     logits = 4 * torch.randn(rows, 4, 4)
     comb = logits.softmax(-1) + 1e-6
     given = comb.clone()
     expected = sinkhorn(comb.clone().requires_grad_(), 20, 1e-6)
     assert expected.grad_fn is not None
-    for found in (sinkhorn(comb, 20, 1e-6), sinkhorn(comb.mT.contiguous().mT, 20, 1e-6)):
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-7)
+    for result in (sinkhorn(comb, 20, 1e-6), sinkhorn(comb.mT.contiguous().mT, 20, 1e-6)):
+        torch.testing.assert_close(result, expected.detach(), rtol=1e-5, atol=1e-7)
     assert torch.equal(comb, given)
     alone = [sinkhorn(row[None], 20, 1e-6) for row in comb]
     assert all(torch.equal(a[0], b) for a, b in zip(alone, sinkhorn(comb, 20, 1e-6), strict=True))
@@ -123,67 +106,61 @@ def test_both_naming_schemes_name_the_same_parameters():
 
 
 def config_with(**changes) -> DeepseekV4Config:
-    fields = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "q_lora_rank": 8,
-        "o_groups": 1,
-        "o_lora_rank": 8,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "layer_types": ["sliding_attention"] * 2,
-        "mlp_layer_types": ["moe"] * 2,
-        "max_position_embeddings": 64,
-    }
-    return DeepseekV4Config(**{**fields, **changes})
+    sizes = {"vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+    sizes |= {"qk_rope_head_dim": 8, "q_lora_rank": 8, "o_groups": 1, "o_lora_rank": 8}
+    sizes |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 64}
+    kinds = {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["moe"] * 2}
+    return DeepseekV4Config(**{**sizes, **kinds, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes, field",
-    [
-        ({"layer_types": ["heavily_compressed_attention", "sliding_attention"]}, "layer_types"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads"),
-    ],
-)
-def test_other_configs_are_refused_by_name(changes, field):
-    with pytest.raises(HyperDFlashConfigError, match=field):
-        check_config(config_with(**changes))
+def test_other_configs_are_refused_by_name():
+    changes = {"tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu"}
+    changes |= {"num_key_value_heads": 2}
+    changes["layer_types"] = ["heavily_compressed_attention", "sliding_attention"]
+    for field, value in changes.items():
+        with pytest.raises(HyperDFlashConfigError, match=field):
+            check_config(config_with(**{field: value}))
 
 
-def named(core):
-    return {name: parameter.detach().clone() for name, parameter in core.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda w: w.pop("norm"), "missing tensors for norm"),
-        (lambda w: w.update(extra=torch.zeros(2)), "unexpected tensor extra"),
-        (lambda w: w.update(norm=torch.ones(3)), r"norm has shape \(3,\)"),
-        (lambda w: w["norm"].fill_(float("nan")), "norm holds NaN"),
-    ],
-)
-def test_damaged_target_checkpoints_are_refused(damage, message):
+def zeroed() -> tuple[DeepseekV4Core, dict[str, torch.Tensor]]:
+    """A core whose parameters are zero, and a checkpoint of them."""
     core = DeepseekV4Core(config_with())
-    weights = named(core)
-    for tensor in weights.values():
-        if tensor.is_floating_point():
-            tensor.zero_()
-    damage(weights)
-    with pytest.raises(HyperDFlashConfigError, match=message):
+    for parameter in core.parameters():
+        parameter.data.zero_()
+    return core, {name: value.detach().clone() for name, value in core.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "name, tensor, named",
+    [
+        ("norm", None, "missing tensors for norm"),
+        ("extra", torch.zeros(2), "unexpected tensor extra"),
+        ("norm", torch.ones(3), "norm has shape"),
+        ("norm", torch.full((32,), float("nan")), "norm holds NaN"),
+    ],
+)
+def test_damaged_target_checkpoints_are_refused(name, tensor, named):
+    core, weights = zeroed()
+    weights[name] = tensor
+    if tensor is None:
+        del weights[name]
+    with pytest.raises(HyperDFlashConfigError, match=named):
         load_core(core, weights.items())
 
 
-def test_a_trainer_s_tensors_come_as_a_list_and_a_checkpoint_s_do_not():
-    """Found as: a checkpoint that lacked a shard was taken into a running server."""
+def test_an_update_may_come_in_parts_and_is_checked_all_the_same():
+    core, before = zeroed()
+    norm = torch.full_like(before["norm"], 3.0)
+    load_core(core, [("norm", norm)], whole=False)
+    for name, parameter in core.named_parameters():
+        assert torch.equal(parameter, norm if name == "norm" else before[name]), name
+    with pytest.raises(HyperDFlashConfigError, match="unexpected tensor extra"):
+        load_core(core, [("extra", norm)], whole=False)
+
+
+def test_a_trainers_tensors_come_as_a_list_and_a_checkpoints_do_not():
+    """Otherwise a checkpoint that lacks a shard would be taken into a running server."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
@@ -192,19 +169,4 @@ def test_a_trainer_s_tensors_come_as_a_list_and_a_checkpoint_s_do_not():
     loaded = inspect.getsource(DefaultModelLoader._get_weights_iterator)
     assert "return ((source.prefix + name, tensor) for (name, tensor) in" in loaded
     assert sent_in_parts([("norm", torch.ones(1))])
-    assert not sent_in_parts((name, tensor) for name, tensor in [("norm", torch.ones(1))])
-
-
-def test_an_update_may_come_in_parts_and_is_checked_all_the_same():
-    core = DeepseekV4Core(config_with())
-    for parameter in core.parameters():  # memory as it was found
-        parameter.data.zero_()
-    before = named(core)
-    norm = torch.full_like(before["norm"], 3.0)
-    load_core(core, [("norm", norm)], whole=False)
-    after = named(core)
-    assert torch.equal(after.pop("norm"), norm) and not torch.equal(before.pop("norm"), norm)
-    for name, tensor in after.items():
-        assert torch.equal(tensor, before[name])
-    with pytest.raises(HyperDFlashConfigError, match="unexpected tensor extra"):
-        load_core(core, [("extra", norm)], whole=False)
+    assert not sent_in_parts(iter([("norm", torch.ones(1))]))

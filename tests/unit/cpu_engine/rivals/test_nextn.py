@@ -54,19 +54,18 @@ def test_the_layer_is_transformers_layer_over_projected_paths(core, target, tmp_
     config = AutoConfig.from_pretrained(tmp_path / "mtp")
     config.num_nextn_predict_layers = 0
     theirs = DeepseekV4ForCausalLM(config).float().eval()
-    own = {"hc_head_fn": "hc_head.hc_fn", "norm.weight": "norm.weight"}
-    own |= {"hc_head_base": "hc_head.hc_base", "hc_head_scale": "hc_head.hc_scale"}
+    names = {f"hc_head_{part}": f"hc_head.hc_{part}" for part in ("fn", "base", "scale")}
+    names["norm.weight"] = "norm.weight"
     places = theirs.model.state_dict()
     for name, tensor in weights.items():
         name = name.removeprefix("mtp.0.")
-        if name.startswith(("e_proj", "h_proj", "enorm", "hnorm")):
-            continue
-        places[own.get(name, f"layers.0.{name}")].copy_(tensor.float())
+        if not name.startswith(("e_proj", "h_proj", "enorm", "hnorm")):
+            places[names.get(name, f"layers.0.{name}")].copy_(tensor.float())
     g = torch.Generator().manual_seed(1)
     n, d, m = 12, config.hidden_size, config.hc_mult
     ids = torch.randint(10, 1300, (n,), generator=g)
     embeddings, residual = target.embed_tokens(ids), 5 * torch.randn(n, m * d, generator=g)
-    found, streams = core(embeddings, residual, ids, torch.arange(n), causal(target, n))
+    state, streams = core(embeddings, residual, ids, torch.arange(n), causal(target, n))
     eps = config.rms_norm_eps
     e = rms_norm(embeddings, core.enorm, eps) @ core.e_proj.weight.T
     paths = [
@@ -79,7 +78,7 @@ def test_the_layer_is_transformers_layer_over_projected_paths(core, target, tmp_
     theirs.model.hc_head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
     expected = theirs.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
     assert (streams - seen[0][0].flatten(1)).abs().max() < 1e-3 * streams.abs().max()
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(state, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_checkpoint_is_read_back_and_checked(core, tmp_path):
@@ -89,19 +88,17 @@ def test_the_checkpoint_is_read_back_and_checked(core, tmp_path):
     again = NextNCore(AutoConfig.from_pretrained(tmp_path / "mtp"))
     load_core(again, nextn_tensors(weights.items()))
     for name, tensor in core.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor.to(tensor.dtype)) or (
-            (again.state_dict()[name] - tensor).abs().max() < 1e-2 * tensor.abs().max()
-        ), name
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-2, atol=1e-2)
     weights.pop("mtp.0.e_proj.weight")
-    with pytest.raises(HyperDFlashConfigError, match=r"missing tensors for e_proj\.weight"):
+    with pytest.raises(HyperDFlashConfigError, match=r"e_proj\.weight"):
         load_core(again, nextn_tensors(weights.items()))
 
 
 def test_training_learns(target, target_dir, cache, tmp_path):
     torch.manual_seed(0)
     core = new_layer(target, target_dir, tmp_path / "mtp")
-    found = list(train(core, target, cache, steps=30, batch=2))
-    assert len(found) == 30 and found[-1] < 0.8 * found[0]
+    values = list(train(core, target, cache, steps=10, batch=3))
+    assert len(values) == 10 and values[-1] < 0.95 * values[0]
 
 
 def test_rows_are_aligned_as_the_server_aligns_them(target, cache, tmp_path, target_dir):

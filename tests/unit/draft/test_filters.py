@@ -15,7 +15,6 @@ from sglang_hyperdflash.draft.propose import Draws
 from sglang_hyperdflash.serving.verification import exact
 from sglang_hyperdflash.serving.verification.exact import read_rows
 from sglang_hyperdflash.serving.verification.verifier import Verifier
-from tests.target_probabilities import target_probabilities
 
 ROWS = 64
 
@@ -42,14 +41,27 @@ def equal_sampling(rows: int, top_k: int, top_p: float, *needed: bool) -> Sampli
     return Sampling(ones, torch.full((rows,), top_k), top_p * ones, 0 * ones, *needed)
 
 
-def oracle(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
-    # Rounding may push a tail's share past one: off is off here.
-    top_ps = s.top_ps.masked_fill(s.top_ps >= 1, 2.0)
-    given = logits, s.temperatures, s.top_ks, top_ps, s.min_ps
-    joint = target_probabilities(*given)
-    sequential = target_probabilities(*given, top_p_after_top_k=True)
-    rows = (s.min_ps > 0) & s.top_p_after_top_k
-    return torch.where(rows.unsqueeze(1), sequential, joint)
+def oracle(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """SGLang's top-k, top-p and min-p, one token at a time in Python floats."""
+    result = torch.zeros(logits.shape)
+    numbers = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
+    for row, temperature, top_k, top_p, min_p in zip(
+        range(len(logits)), *(each.tolist() for each in numbers), strict=True
+    ):
+        probs = (logits[row].double() / temperature).softmax(0).tolist()
+        order = sorted(range(len(probs)), key=lambda i: -probs[i])
+        # Joint, top-p is a share of the whole; in a sequential row of what has passed top-k.
+        sequential = sampling.top_p_after_top_k and min_p > 0
+        share = sum(probs[i] for i in order[:top_k]) if sequential else 1.0
+        kept, before = [], 0.0
+        for token in order[:top_k]:
+            outside = top_p < 1 and before > top_p * share
+            if outside or probs[token] < min_p * probs[order[0]]:
+                break
+            kept.append(token)
+            before += probs[token]
+        result[row, kept] = torch.tensor([probs[token] for token in kept])
+    return result / result.sum(-1, keepdim=True)
 
 
 def top_k_kernel(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

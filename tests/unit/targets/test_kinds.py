@@ -233,13 +233,11 @@ def test_hy_v4_is_read_in_every_spelling(tmp_path, folders, spelling):
 # Starts that are not exact.
 
 
-def test_v41_starts_from_the_last_ffns_gate_and_calls_it_approximate(tmp_path, folders, capsys):
+def test_v41_starts_from_the_last_ffns_gate_and_calls_it_approximate(tmp_path, folders):
     from sglang.kernels.ops.layernorm.mhc import _mhc_pre_torch
 
     target = folders[DEEPSEEK_V41.name]
     assert initialise(target, tmp_path / "draft", "--gate", "approximate") == 0
-    out = capsys.readouterr().out
-    assert "APPROXIMATE" in out and "exactly" not in out
     drafter = Drafter.load(tmp_path / "draft")
     assert drafter.config.gate == "approximate" and not drafter.config.reads_hc_head
     weights = load_file(target / "model.safetensors")

@@ -66,8 +66,8 @@ def test_chances_of_nought_and_one_and_broken_rows():
     for probs, coin, accepted in ((impossible, nought, 0), (certain, most, 1)):
         length, bonus = eagle_ops.accept_sampled(chain, probs, coin, torch.zeros(1))
         assert (length.tolist(), bonus.tolist()) == ([accepted], [1])
-    weights = torch.tensor([[float("nan"), 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    assert eagle_ops.draw(weights, torch.tensor([0.5, 0.5, 1.0])).tolist() == [1, 0, 1]
+    weights = torch.tensor([[1.0, float("nan"), 1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    assert eagle_ops.draw(weights, torch.tensor([0.1, 0.5, 1.0])).tolist() == [0, 0, 1]
     with pytest.raises(ValueError, match="threshold"):
         eagle_ops.verify_chain_sampled(*[None] * 11, threshold_acc=0.5)
 

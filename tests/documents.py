@@ -20,19 +20,12 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *GUIDES,
-    *sorted((ROOT / "examples").glob("*/README.md")),
-    *sorted((ROOT / "eval" / "results").glob("*/README.md")),
-]
-SHELL = "bash"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *GUIDES]
+PAGES += [*(ROOT / "examples").glob("*/README.md"), *(ROOT / "eval/results").glob("*/README.md")]
 _FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 _IN_COMMENT = re.compile(r"^# +((?:hyperdflash|python) (?:.*\\\n# +)*.*)$", re.M)
-_ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 
 
 @dataclass(frozen=True)
@@ -61,22 +54,16 @@ class Fence:
 
 def fences(page: Path) -> list[Fence]:
     """A page's fenced blocks in order."""
-    text = page.read_text()
-    return [
-        Fence(
-            page,
-            text.count("\n", 0, match.start("language")) + 1,
-            match["language"],
-            match["text"],
-            match["mark"] or "",
-        )
-        for match in _FENCE.finditer(text)
-    ]
+    text, blocks = page.read_text(), []
+    for match in _FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        blocks.append(Fence(page, line, match["language"], match["text"], match["mark"] or ""))
+    return blocks
 
 
 def shell_fences(pages: list[Path]) -> list[Fence]:
     """All blocks of shell commands."""
-    return [fence for page in pages for fence in fences(page) if fence.language == SHELL]
+    return [fence for page in pages for fence in fences(page) if fence.language == "bash"]
 
 
 def commands(fence: Fence) -> Iterator[list[str]]:
@@ -86,10 +73,7 @@ def commands(fence: Fence) -> Iterator[list[str]]:
         ValueError: a quote that is not closed.
     """
     lines = ""
-    for line in fence.text.splitlines():
-        if line.endswith("\\"):
-            lines += line[:-1]
-            continue
+    for line in fence.text.replace("\\\n", "").splitlines():
         lines += line + "\n"
         try:
             words = shlex.split(lines, comments=True)
@@ -104,18 +88,16 @@ def commands(fence: Fence) -> Iterator[list[str]]:
 
 def commands_in_comments(text: str) -> list[list[str]]:
     """Commands that the comments of a TOML file show, as words."""
-    found = _IN_COMMENT.findall(text)
-    return [shlex.split(re.sub(r"\\\n# +", "", command)) for command in found]
+    shown = _IN_COMMENT.findall(text)
+    return [shlex.split(re.sub(r"\\\n# +", "", command)) for command in shown]
 
 
 def split_environment(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Leading ``NAME=value`` words, and the command after them."""
-    own: dict[str, str] = {}
-    rest = list(words)
-    while rest and _ASSIGNMENT.match(rest[0]):
-        name, _, value = rest.pop(0).partition("=")
-        own[name] = value
-    return own, rest
+    variables, rest = {}, list(words)
+    while rest and re.match(r"[A-Z_][A-Z0-9_]*=", rest[0]):
+        name, _, variables[name] = rest.pop(0).partition("=")
+    return variables, rest
 
 
 def prose(page: Path) -> str:

@@ -1,7 +1,6 @@
-"""What a reader does: the documents' own commands, typed in order, in a copy of the checkout.
+"""What a reader does: the documents' commands, typed in order, in a copy of the checkout.
 
 Every block of shell commands is run unless its mark says why not (``tests/documents.py``).
-``test_docs.py`` holds that the marks are honest as far as a parser can tell.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ import pytest
 
 from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
-from tests.documents import Fence, commands, fences, shell_fences, split_environment
+from tests.documents import PAGES, Fence, commands, fences, shell_fences, split_environment
 
 pytestmark = pytest.mark.slow
 
 COPIED = ("sglang_hyperdflash", "triton_ops", "cpu_engine", "eval", "examples", "docs")
 PRINTED_ADDRESS = "127.0.0.1:30000"
-READ = ("install", "serving", "training", "benchmarking", "troubleshooting")
-MODULE = ["python", "-m", "sglang.launch_server"]
-SECONDS = 1800
+READ = ("README.md", "docs/install.md", "docs/serving.md", "docs/training.md")
+READ += ("docs/benchmarking.md", "docs/troubleshooting.md")
 SUM = "698"  # of what README and docs/serving.md ask
 # A busy machine may take minutes to start a server.
-START_SECONDS = 1200
+SECONDS, START_SECONDS = 1800, 1200
 
 
 class Reader:
@@ -44,16 +42,19 @@ class Reader:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.environment = {"PYTHONPATH": str(folder), "PATH": path, "OMP_NUM_THREADS": "1"}
 
-    def read(self, fences: list[Fence]) -> None:
+    def read(self, page: str) -> None:
         """Run every unmarked block."""
         with self.stack:
-            for fence in fences:
+            for fence in shell_fences([ROOT / page]):
                 if fence.kind == "background":
                     self.serve(fence)
                 elif not fence.mark:
                     if PRINTED_ADDRESS not in fence.text:
                         self.stop()
-                    self.type(fence)
+                    for words in commands(fence):
+                        variables, words = split_environment(words)
+                        self.run(words, fence, variables)
+        self.server = None
 
     def stop(self) -> None:
         """End the server, if there is one."""
@@ -64,42 +65,33 @@ class Reader:
         """Start the block's server on a free port, instead of the last one."""
         self.stop()
         (words,) = commands(fence)
-        assert words[:3] == MODULE and words[3] == "--model-path", fence.where
-        model = self.folder / words[4]
-        arguments = [self.in_folder(word) for word in words[5:]]
+        start = ["python", "-m", "sglang.launch_server", "--model-path"]
+        assert words[:4] == start, fence.where
+        # The server runs elsewhere: a relative path of the checkout becomes an absolute one.
+        places = [self.folder / word for word in words[4:]]
+        model, *arguments = [
+            str(place) if place.exists() else word
+            for place, word in zip(places, words[4:], strict=True)
+        ]
         log = self.folder / "build" / f"server-{fence.line}.log"
-        self.server = self.stack.enter_context(
-            Server(model, *arguments, log=log, environment=self.environment)
-        )
+        server = Server(model, *arguments, log=log, environment=self.environment)
+        self.server = self.stack.enter_context(server)
         self.server.wait(START_SECONDS)
 
-    def in_folder(self, word: str) -> str:
-        """A relative path of the checkout as an absolute one: the server runs elsewhere."""
-        return str(self.folder / word) if (self.folder / word).exists() else word
-
-    def type(self, fence: Fence) -> None:
-        """Run the block's commands one after another, as printed but for the server's port."""
-        for printed in commands(fence):
-            own, words = split_environment(printed)
-            if self.server is not None:
-                address = self.server.url.removeprefix("http://")
-                words = [word.replace(PRINTED_ADDRESS, address) for word in words]
-            self.run(words, fence, own)
-
-    def run(self, words: list[str], fence: Fence, own: dict[str, str] | None = None):
-        """Run one command in the folder; it must end with 0 and without a traceback."""
-        ended = subprocess.run(
-            words,
-            cwd=self.folder,
-            env={**os.environ, **self.environment, **(own or {})},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        said = (ended.stdout + ended.stderr)[-3000:]
-        assert ended.returncode == 0, f"{fence.where}: {shlex.join(words)}\n{said}"
-        assert "Traceback" not in said, f"{fence.where}: {shlex.join(words)}\n{said}"
+    def run(self, words: list[str], fence: Fence, variables: dict[str, str] | None = None) -> None:
+        """Run one command as printed but for the server's port; it must end with 0."""
+        if self.server is not None:
+            address = self.server.url.removeprefix("http://")
+            words = [word.replace(PRINTED_ADDRESS, address) for word in words]
+        environment = {**os.environ, **self.environment, **(variables or {})}
+        options = {"capture_output": True, "text": True, "timeout": SECONDS}
+        ended = subprocess.run(words, cwd=self.folder, env=environment, **options)
+        said = f"{fence.where}: {shlex.join(words)}\n{(ended.stdout + ended.stderr)[-3000:]}"
+        assert ended.returncode == 0 and "Traceback" not in said, said
         self.answers.append((words[0], ended.stdout))
+
+    def curled(self) -> list[str]:
+        return [answer for program, answer in self.answers if program == "curl"]
 
 
 @pytest.fixture
@@ -113,31 +105,22 @@ def reader(tmp_path) -> Reader:
     return Reader(tmp_path)
 
 
-def page(name: str) -> list[Fence]:
-    return shell_fences([ROOT / name])
-
-
-def curled(reader: Reader) -> list[str]:
-    return [answer for program, answer in reader.answers if program == "curl"]
-
-
 def test_the_readme(reader):
-    reader.read(page("README.md"))
-    reader.stop()
+    reader.read("README.md")
     for number, fence in enumerate(fences(ROOT / "README.md")):
         if fence.language == "python":
             script = reader.folder / f"readme_{number}.py"
             script.write_text(fence.text)
             reader.run(["python", script.name], fence)
-    (answer,) = curled(reader)
+    (answer,) = reader.curled()
     assert SUM in json.loads(answer)["choices"][0]["message"]["content"]
-    # Found as: a prompt without the chat template, answered by four other words.
+    # With the chat template; without it the answer is four other words.
     assert SUM in reader.answers[-1][1].splitlines()[-1]
 
 
 def test_the_page_on_serving(reader):
-    reader.read(page("docs/serving.md"))
-    generated, metrics = curled(reader)
+    reader.read("docs/serving.md")
+    generated, metrics = reader.curled()
     assert SUM in json.loads(generated)["text"]
     assert json.loads(generated)["meta_info"]["spec_verify_ct"] > 0
     assert "hyperdflash:verify_rounds_total" in metrics
@@ -148,34 +131,26 @@ def test_the_page_on_serving(reader):
 
 def test_the_page_on_training(reader):
     """Both ways of training; the last block serves the drafter that was trained."""
-    reader.read(page("docs/training.md"))
+    reader.read("docs/training.md")
     for name in ("drafter", "drafter_captured"):
         assert (reader.folder / "build" / "tiny" / name / "model.safetensors").is_file()
 
 
-def test_the_page_on_troubleshooting(reader):
-    reader.read(page("docs/troubleshooting.md"))
+@pytest.mark.parametrize("page", ["docs/install.md", "docs/troubleshooting.md"])
+def test_the_pages_on_installation_and_troubleshooting(reader, page):
+    reader.read(page)
     assert "WRONG" not in "".join(said for _, said in reader.answers)
 
 
-def test_the_page_on_installation(reader):
-    reader.read(page("docs/install.md"))
-
-
 def test_the_page_on_benchmarking(reader):
-    reader.read(page("docs/benchmarking.md"))
+    reader.read("docs/benchmarking.md")
     load = json.loads((reader.folder / "build" / "load.jsonl").read_text())
     assert load["completed"] == 8
-    out = reader.folder / "build" / "comparison"
-    assert (out / "report.md").is_file()
-    rows = json.loads((out / "results.json").read_text())["rows"]
-    ours = [row for row in rows if row["method"] == "hyperdflash2"]
+    results = json.loads((reader.folder / "build/comparison/results.json").read_text())
+    ours = [row for row in results["rows"] if row["method"] == "hyperdflash2"]
     assert ours and all(row["identical_to_baseline"] for row in ours)
 
 
 def test_no_other_page_has_commands_to_run():
-    read = {"README.md"} | {f"docs/{name}.md" for name in READ}
-    pages = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    pages += [ROOT / "examples" / "tiny_deepseek_v4" / "README.md"]
-    others = [path for path in pages if str(path.relative_to(ROOT)) not in read]
+    others = [page for page in PAGES if str(page.relative_to(ROOT)) not in READ]
     assert [fence.where for fence in shell_fences(others) if not fence.mark] == []

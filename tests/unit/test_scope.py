@@ -13,43 +13,32 @@ from sglang.srt.arg_groups import resolution_hooks  # noqa: F401
 from sglang.srt.speculative import spec_registry  # noqa: F401
 
 from sglang_hyperdflash import plugin
-from sglang_hyperdflash.seams import Seam
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+ON_CPU = (*plugin.SERVING_SEAMS, *plugin.CPU_SEAMS)
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """Load the plugin: the environment that it adds, and the hooks that it installs."""
-
-    def run(accelerator: bool, **environment: str) -> tuple[dict[str, str], tuple[Seam, ...]]:
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
-        installed: list[Seam] = []
-        monkeypatch.setattr(plugin.seams, "install", installed.extend)
-        with mock.patch.dict(os.environ):
-            for name in (*THREADS, "SGLANG_USE_CPU_ENGINE"):
-                os.environ.pop(name, None)
-            os.environ.update(environment)
-            before = dict(os.environ)
-            plugin.load()
-            changed = {name: v for name, v in os.environ.items() if before.get(name) != v}
-            assert before.keys() <= os.environ.keys()
-        return changed, tuple(installed)
-
-    return run
-
-
-def test_with_an_accelerator_nothing_but_hooks_for_ours(load):
-    assert load(True) == ({}, plugin.SERVING_SEAMS)
-
-
-def test_without_one_threads_and_the_cpu_platform_s_hooks(load):
-    added, installed = load(False)
-    assert added == THREADS
-    assert installed == (*plugin.SERVING_SEAMS, *plugin.CPU_SEAMS)
-
-
-def test_a_user_s_threads_and_sglang_s_cpu_engine_stay(load):
-    added, _ = load(False, OMP_NUM_THREADS="5")
-    assert added == {"OMP_WAIT_POLICY": "PASSIVE"}
-    assert load(False, SGLANG_USE_CPU_ENGINE="1") == ({}, plugin.SERVING_SEAMS)
+@pytest.mark.parametrize(
+    "accelerator, given, added, installed",
+    [
+        (True, {}, {}, plugin.SERVING_SEAMS),
+        (False, {}, THREADS, ON_CPU),
+        (False, {"OMP_NUM_THREADS": "5"}, {"OMP_WAIT_POLICY": "PASSIVE"}, ON_CPU),
+        (False, {"SGLANG_USE_CPU_ENGINE": "1"}, {}, plugin.SERVING_SEAMS),
+    ],
+    ids=["accelerator", "none", "a user's threads", "SGLang's CPU engine"],
+)
+def test_only_a_host_without_an_accelerator_changes_for_others(
+    monkeypatch, accelerator, given, added, installed
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    seams = []
+    monkeypatch.setattr(plugin.seams, "install", seams.extend)
+    with mock.patch.dict(os.environ):
+        for name in (*THREADS, "SGLANG_USE_CPU_ENGINE"):
+            os.environ.pop(name, None)
+        os.environ.update(given)
+        before = dict(os.environ)
+        plugin.load()
+        assert dict(os.environ) == before | added
+    assert tuple(seams) == installed

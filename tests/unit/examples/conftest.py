@@ -1,0 +1,28 @@
+"""The scripts of the tiny target's folder, imported as they import each other."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from tests.conftest import EXAMPLE
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script by its name."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    return importlib.import_module
+
+
+@pytest.fixture
+def call(script, monkeypatch):
+    """Run a script's ``main`` with these arguments."""
+
+    def run(name: str, *arguments: object):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        return script(name).main()
+
+    return run

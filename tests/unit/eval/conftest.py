@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.unit.eval.fake_server import FakeServer
+from tests.unit.eval.fake_server import FakeServer, run_command
+
+
+class Finished(NamedTuple):
+    """A copy of a finished run's folder, and the two servers that it asked."""
+
+    out: Path
+    target: FakeServer
+    ours: FakeServer
 
 
 @pytest.fixture
@@ -22,10 +33,8 @@ def fake():
         server.stop()
 
 
-@pytest.fixture
-def data(tmp_path):
+def write_prompts(folder: Path) -> Path:
     """A folder with six prompts of gsm8k."""
-    folder = tmp_path / "data"
     folder.mkdir()
     lines = [json.dumps({"turns": ["q" * (i + 1), "more"]}) for i in range(6)]
     (folder / "gsm8k.jsonl").write_text("\n".join(lines) + "\n")
@@ -33,16 +42,35 @@ def data(tmp_path):
 
 
 @pytest.fixture
-def serving_study() -> dict:
-    """What a study under load leaves in a run's results."""
-    load = {"requests": 8, "ttft_ms": [1, 2], "tpot_ms": [3, 4], "e2e_ms": [5, 6]}
-    return {
-        "concurrency": {
-            "baseline": [
-                {"concurrency": 1, "tokens_per_s": 100.0, **load},
-                {"concurrency": 4, "tokens_per_s": 300.0, **load},
-            ],
-            "hyperdflash6": [{"concurrency": 1, "tokens_per_s": 180.0, **load}],
-        },
-        "poisson": {"baseline": [{"rate": 2.0, "tokens_per_s": 90.0, **load}], "hyperdflash6": []},
-    }
+def data(tmp_path):
+    return write_prompts(tmp_path / "data")
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    target, ours = FakeServer(4, []), FakeServer(4, [1, 0, 2])
+    assert run_command(write_prompts(folder / "data"), folder / "out", target, ours) == 0
+    yield Finished(folder / "out", target, ours)
+    target.stop()
+    ours.stop()
+
+
+@pytest.fixture
+def finished(measured, tmp_path) -> Finished:
+    return measured._replace(out=Path(shutil.copytree(measured.out, tmp_path / "finished")))
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that must end with 2 and one line of error, and return that line."""
+    from eval.__main__ import main
+
+    def run(*command: object) -> str:
+        capsys.readouterr()
+        assert main(list(map(str, command))) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: ") and line.count("\n") == 1
+        return line
+
+    return run

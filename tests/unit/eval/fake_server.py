@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,10 +19,11 @@ def lengths(tokens: int) -> Callable[[str], list[int]]:
     return lambda text: [len(text)] * tokens
 
 
+@dataclass
 class FakeServer:
     """An OpenAI-compatible server that drafts; ``before`` is called before each answer.
 
-    Args:
+    Attributes:
         answer: token ids of a prompt, or their number. histogram: of every answer.
         logits: by token, what the target says of the position that it is asked for.
         die_after: requests that are answered; delay: seconds of each.
@@ -30,28 +32,23 @@ class FakeServer:
         finish: why every answer ended. key: what every request must have.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[str], list[int]] | int,
-        histogram: list[int],
-        *,
-        logits: dict[int, float] | None = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-        die_after: int | None = None,
-        delay: float = 0.0,
-        refuse: tuple[str, int, bytes] | None = None,
-        says_ids: bool = True,
-        widths: Sequence[int] = (),
-        finish: str = "stop",
-        key: str | None = None,
-    ) -> None:
-        self.answer = lengths(answer) if isinstance(answer, int) else answer
-        self.histogram, self.logits = histogram, logits or {}
-        self.info = {"dtype": dtype, "device": device}
-        self.die_after, self.before = die_after, lambda: time.sleep(delay)
-        self.finish, self.key, self.refuse, self.says_ids = finish, key, refuse, says_ids
-        self.widths = list(widths)
+    answer: Callable[[str], list[int]] | int
+    histogram: list[int]
+    logits: dict[int, float] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    die_after: int | None = None
+    delay: float = 0.0
+    refuse: tuple[str, int, bytes] | None = None
+    says_ids: bool = True
+    widths: Sequence[int] = ()
+    finish: str = "stop"
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.answer, int):
+            self.answer = lengths(self.answer)
+        self.before = lambda: time.sleep(self.delay)
         self.requests, self.generated = list[dict](), list[dict]()
         outer = self
 
@@ -66,18 +63,16 @@ class FakeServer:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
-                self.reply(outer.info)
+                self.reply({"dtype": outer.dtype, "device": outer.device})
 
             def do_POST(self) -> None:
-                length = int(self.headers["Content-Length"])
-                asked = json.loads(self.rfile.read(length))
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/generate":
                     outer.generated.append(asked)
                     return self.reply(outer.logprobs(asked))
                 outer.requests.append(asked)
                 if outer.die_after is not None and len(outer.requests) > outer.die_after:
-                    self.connection.close()
-                    return
+                    return self.connection.close()
                 outer.before()
                 if outer.refuse and asked["messages"][-1]["content"] == outer.refuse[0]:
                     return self.reply(outer.refuse[2], outer.refuse[1])
@@ -92,19 +87,20 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def chat(self, asked: dict) -> dict:
-        text = asked["messages"][-1]["content"]
         details = {
             "spec_num_correct_drafts": sum(i * n for i, n in enumerate(self.histogram)),
             "spec_verify_ct": sum(self.histogram),
             "spec_correct_drafts_histogram": self.histogram,
-            "spec_cap_lens_histogram": self.widths,
+            "spec_cap_lens_histogram": list(self.widths),
         }
         choice = {"message": {"content": "answer"}, "finish_reason": self.finish}
         if asked.get("return_prompt_token_ids"):
             choice["prompt_token_ids"] = [len(m["content"]) for m in asked["messages"]]
-        ids = self.answer(text)[: asked["max_tokens"]]
-        extension = {"spec_tokens_details": details}
-        if self.says_ids:
+        ids = self.answer(asked["messages"][-1]["content"])[: asked["max_tokens"]]
+        extension = {}
+        if asked.get("return_spec_tokens_details"):
+            extension["spec_tokens_details"] = details
+        if asked.get("return_output_ids_in_sglext") and self.says_ids:
             extension["output_ids"] = [ids]
         return {"choices": [choice], "sglext": extension}
 
@@ -117,22 +113,22 @@ class FakeServer:
         self.server.server_close()
 
 
-def run_options(data: Path, out: Path, target: str, ours: str) -> list[str]:
+def run_options(data: Path, out: Path, target: FakeServer, ours: FakeServer) -> list[str]:
     """A run of two methods on two running servers: three prompts of two turns, two rounds."""
     command = ["run", "--target", "any", "--data-dir", str(data), "--out", str(out)]
     command += ["--methods", "baseline,hyperdflash6", "--benchmarks", "gsm8k", "--rounds", "2"]
-    command += ["--server", f"baseline={target}", "--server", f"hyperdflash6={ours}"]
+    command += ["--server", f"baseline={target.url}", "--server", f"hyperdflash6={ours.url}"]
     return [*command, "--num-prompts", "3", "--max-new-tokens", "5"]
 
 
 def run_command(data: Path, out: Path, target: FakeServer, ours: FakeServer, *more: str) -> int:
     """``python -m eval run`` of :func:`run_options`; its exit code."""
-    return main([*run_options(data, out, target.url, ours.url), *more])
+    return main([*run_options(data, out, target, ours), *more])
 
 
-def in_a_process(command: list[str], said: Path) -> None:
-    """``python -m eval`` with its errors in a file; for a process that a test stops."""
-    with said.open("w") as file:
+def in_a_process(command: list[str], log: Path) -> None:
+    """``python -m eval`` with its output in a file; for a process that a test stops."""
+    with log.open("w") as file:
         sys.stderr = sys.stdout = file
         code = main(command)
     sys.exit(code)

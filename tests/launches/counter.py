@@ -15,10 +15,9 @@ then counts as one launch and does nothing. SGLang's own kernels are caught the 
 from __future__ import annotations
 
 import sys
-from collections import Counter as Multiset
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
@@ -65,52 +63,25 @@ class WrongResultError(AssertionError):
 
 @dataclass(frozen=True)
 class Launch:
-    """Work of the device: ``launches`` kernels of one operation, at one place of our code."""
+    """``count`` kernels of one operation, at one place of our code."""
 
     phase: str
     name: str
     place: str
-    moved: int
-    launches: int = 1
-
-
-@dataclass
-class Memory:
-    """Bytes of storages that were made since counting began and still live."""
-
-    live: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    # Storages that were there before. Weak references keep an address from being used again.
-    before: dict[int, StorageWeakRef] = field(default_factory=dict)
-
-    def given(self, arguments: Any) -> None:
-        """What an operation gets has been there before, unless it is known."""
-        for tensor in tensors(arguments):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.live and storage._cdata not in self.before:
-                self.before[storage._cdata] = StorageWeakRef(storage)
-
-    def made(self, results: Any) -> int:
-        """Take in an operation's results; bytes that live now."""
-        self.live = {key: found for key, found in self.live.items() if not found[0].expired()}
-        for tensor in tensors(results):
-            storage = tensor.untyped_storage()
-            known = storage._cdata in self.live or storage._cdata in self.before
-            if not known and tensor.device.type == "cuda":
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return sum(size for _, size in self.live.values())
+    bytes: int
+    count: int = 1
 
 
 class Counter(TorchDispatchMode):
     """Counts and refuses; see the module.
 
     Attributes:
-        found: all that was launched; peaks: of each phase, bytes that lived at once.
+        launches: all of them; kinds: what makes a compilation of its own, of our kernels.
     """
 
     def __init__(self, phase: str) -> None:
         super().__init__()
-        self.phase, self.found, self.peaks = phase, [], Multiset()
-        self.memory = Memory()
+        self.phase, self.launches, self.kinds = phase, [], set()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -121,13 +92,9 @@ class Counter(TorchDispatchMode):
         finally:
             self.phase = before
 
-    def forget(self) -> None:
-        """What lives by now was there before."""
-        self.memory = Memory()
-
-    def launch(self, name: str, moved: int, launches: int = 1) -> None:
+    def launch(self, name: str, moved: int, count: int = 1) -> None:
         """Something was launched."""
-        self.found.append(Launch(self.phase, name, place(), moved, launches))
+        self.launches.append(Launch(self.phase, name, place(), moved, count))
 
     def kernel(self, kernel: Any, args: tuple, kwargs: dict) -> None:
         """A Triton kernel was launched."""
@@ -140,6 +107,9 @@ class Counter(TorchDispatchMode):
             if given.device.type != "cuda":
                 raise MixesDevicesError(f"{name} gets a tensor of the host, at {place()}")
         self.launch(name, kernel_bytes(name, arguments, RULES | SGLANG_RULES))
+        if name.startswith("triton_ops."):
+            absent = tuple(argument is None for argument in args)
+            self.kinds.add((name, absent, tuple(sorted(kwargs.items()))))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -153,11 +123,8 @@ class Counter(TorchDispatchMode):
         self._check(func, args, kwargs)
         if name_of(func) == "_local_scalar_dense":
             return HOST_VALUE[args[0].dtype]  # of the host's own: any will do
-        self.memory.given([args, kwargs])
         result = func(*args, **kwargs)
-        live = self.memory.made(result)
-        self.peaks[self.phase] = max(self.peaks[self.phase], live)
-        if any(t.device.type == "cuda" for t in tensors([args, kwargs, result])):
+        if any(t.is_cuda for t in tensors([args, kwargs, result])):
             count = cuda_ops.launches(func, args)
             if count:
                 self.launch(name_of(func), cuda_ops.moved(func, args, kwargs, result), count)
@@ -167,11 +134,11 @@ class Counter(TorchDispatchMode):
         """Run the CUDA implementation; its results must be those of the registered fake."""
         expected = func(*args, **kwargs)
         with self:
-            found = func.redispatch(CUDA, *args, **kwargs)
-        shapes = [[(t.shape, t.dtype, t.device) for t in tensors(r)] for r in (expected, found)]
+            result = func.redispatch(CUDA, *args, **kwargs)
+        shapes = [[(t.shape, t.dtype, t.device) for t in tensors(r)] for r in (expected, result)]
         if shapes[0] != shapes[1]:
             raise WrongResultError(f"{func}: the fake has {shapes[0]}, the kernel {shapes[1]}")
-        return found
+        return result
 
     def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Refuse what waits for the device, or mixes devices."""
@@ -205,19 +172,20 @@ class FakeCuda:
         self._stack = ExitStack()
 
     def __enter__(self) -> FakeCuda:
-        enter = self._stack.enter_context
-
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
             if self.counter is not None:
                 self.counter.kernel(kernel, args, kwargs)
 
-        for kind in (JITFunction, InterpretedFunction, Autotuner):
-            enter(mock.patch.object(kind, "run", run))
-        enter(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
-        enter(mock.patch.object(torch.cuda, "current_stream", lambda *device: None))
-        enter(mock.patch.object(torch.cuda, "get_device_properties", lambda device: DEVICE))
-        enter(FakeTensorMode())
-        enter(torch.inference_mode())
+        patches = [(kind, "run", run) for kind in (JITFunction, InterpretedFunction, Autotuner)]
+        patches += [
+            (torch.cuda, "device", lambda device: nullcontext()),
+            (torch.cuda, "current_stream", lambda *device: None),
+            (torch.cuda, "get_device_properties", lambda device: DEVICE),
+        ]
+        for patch in patches:
+            self._stack.enter_context(mock.patch.object(*patch))
+        self._stack.enter_context(FakeTensorMode())
+        self._stack.enter_context(torch.inference_mode())
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -233,12 +201,16 @@ class FakeCuda:
             finally:
                 self.counter = None
 
+    def launch(self, name: str, moved: int, count: int = 1) -> None:
+        """What a stub would launch."""
+        if self.counter is not None:
+            self.counter.launch(name, moved, count)
+
     def async_h2d(self, values: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         """SGLang's ``async_h2d``: the host's values, through pinned memory."""
-        found = torch.empty(torch.tensor(values).shape, dtype=dtype, device=device)
-        if self.counter is not None:
-            self.counter.launch("async_h2d", found.nbytes)
-        return found
+        result = torch.empty(torch.tensor(values).shape, dtype=dtype, device=device)
+        self.launch("async_h2d", result.nbytes)
+        return result
 
 
 def place() -> str:

@@ -15,22 +15,15 @@ import torch
 from triton_ops.traffic import size
 
 # No kernel: memory is reserved, or a tensor looks at another's.
-FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"} | {
-    *("lift_fresh", "detach", "alias", "_unsafe_view", "_reshape_alias", "set_", "resize_")
+FREE = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh"),
+    *("detach", "alias", "_unsafe_view", "_reshape_alias", "set_", "resize_"),
 }
-# More than one kernel. Functional forms of what exists in place copy first.
-SEVERAL = {
-    "masked_fill": 2,
-    "index_put": 2,
-    "index_copy": 2,
-    "index_add": 2,
-    "index_fill": 2,
-    "scatter": 2,
-    "scatter_add": 2,
-    # Up to 4096 entries: the values copied, indices filled, both sorted.
-    "sort": 3,
-    "topk": 2,
-}
+# As many entries are written as there are indices.
+SCATTERS = {"index_put", "index_copy", "index_add", "index_fill", "scatter", "scatter_add"}
+# More than one kernel. Functional forms of what exists in place copy first; a sort of up to 4096
+# entries copies values, fills indices, and sorts both.
+SEVERAL = dict.fromkeys((*SCATTERS, "masked_fill", "topk"), 2) | {"sort": 3}
 # ``index_put`` that adds: a linear index of each entry, a radix sort, and one kernel at last.
 ACCUMULATE = 9
 WAITS = {
@@ -39,8 +32,6 @@ WAITS = {
 }
 # The result's entries are read of the first argument, not all of it.
 GATHERS = {"gather", "index_select", "index", "embedding", "take"}
-# As many entries are written as there are indices.
-SCATTERS = {"index_put", "index_copy", "index_add", "index_fill", "scatter", "scatter_add"}
 # What was there before is not read.
 OVERWRITES = {"copy_", "fill_", "zero_"}
 
@@ -87,12 +78,12 @@ def launches(func: Any, args: tuple) -> int:
     name = name_of(func)
     if name in FREE or is_view(func):
         return 0
-    found = SEVERAL.get(name, 1)
+    count = SEVERAL.get(name, 1)
     if name in ("cumsum", "cumprod") and args[0].ndim == 1:
-        found += 1  # a scan of one long row has a state to set up
+        count += 1  # a scan of one long row has a state to set up
     if name.rstrip("_") == "index_put" and len(args) > 3 and args[3]:
-        found += ACCUMULATE
-    return found
+        count += ACCUMULATE
+    return count
 
 
 def moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
@@ -117,5 +108,4 @@ def moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
 
 def _different(values: Any) -> list[torch.Tensor]:
     """The tensors among values, each once; host scalars travel with the launch."""
-    found = {id(t): t for t in tensors(values) if t.device.type == "cuda"}
-    return list(found.values())
+    return list({id(t): t for t in tensors(values) if t.is_cuda}.values())

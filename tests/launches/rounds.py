@@ -1,79 +1,62 @@
-"""The rounds that are counted, what each may launch, and how a count compares with its budget.
+"""The rounds that are counted, and their budgets.
 
 A round is what runs outside CUDA graphs between the drafter's pass and the commit: drafting, the
 final logits, verification, learning, the new lengths. What comes before and after has rows of its
-own, :data:`PARTS`. A budget is a count rounded up to three digits.
+own, :data:`PARTS`. A budget is a count, its bytes rounded up to three digits.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.launches.counter import Counter, FakeCuda, Launch
-from tests.launches.server import CANDIDATES, NO_TOP_K, PHASES, ROUND, VOCABULARY, FakeServer
+from tests.launches.counter import FakeCuda, Launch
+from tests.launches.server import NO_TOP_K, ROUND, FakeServer
 
 BUDGETS = Path(__file__).with_name("budgets.toml")
-REQUESTS = (1, 8, 64, 256)
-# An H200's memory bandwidth, and what a launch costs the host.
-BANDWIDTH, LAUNCH_SECONDS = 4.8e12, 5e-6
-# Below this share of its budget a count has fallen: the budget is stale.
-STALE = 0.9
+REQUESTS = (1, 64)
 
 GREEDY: dict[str, Any] = {}
 SAMPLED = {"top_k": NO_TOP_K}
 SEEDED = SAMPLED | {"sampling_seed": 3}
-TOP_K, TOP_P, MIN_P = {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}
+TOP_K, TOP_P = {"top_k": 50}, {"top_p": 0.9, "min_p": 0.05}
 PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1}
 MIN_TOKENS, BIAS = {"min_new_tokens": 200}, {"bias": True}
 CHANGES = PENALTIES | MIN_TOKENS | BIAS
-MIXED = (GREEDY, SAMPLED, SEEDED)
-
-
-@dataclass(frozen=True)
-class Round:
-    """Requests of a batch in turn, options of :class:`FakeServer`; most launches, or None."""
-
-    requests: tuple[dict[str, Any], ...]
-    goal: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-NO_HEAD, WINDOW, NO_GRAPH = {"head": False}, {"window": True}, {"graph": False}
-ROUNDS = {
-    "greedy": Round((GREEDY,), 10, NO_HEAD),
-    "greedy, head": Round((GREEDY,), 10),
-    "greedy, head, penalties": Round((PENALTIES,), 20),
-    "greedy, head, width 1": Round((GREEDY,), 10, {"width": 1}),
-    "greedy, head, 2 ranks": Round((GREEDY,), None, {"ranks": 2}),
-    "greedy, head, 2 ranks, sharded logits": Round((GREEDY,), None, {"ranks": 2, "sharded": True}),
-    "sampled": Round((SAMPLED,), 15, NO_HEAD),
-    "sampled, head": Round((SAMPLED,), 15),
-    "sampled, head, top-k": Round((SAMPLED | TOP_K,), 25),
-    "sampled, head, top-p, min-p": Round((SAMPLED | TOP_P | MIN_P,), 25),
-    "sampled, head, top-k, top-p, min-p": Round((SAMPLED | TOP_K | TOP_P | MIN_P,)),
-    "sampled, head, penalties": Round((SAMPLED | PENALTIES,), 25),
-    "sampled, head, min tokens": Round((SAMPLED | MIN_TOKENS,), 25),
-    "sampled, head, bias": Round((SAMPLED | BIAS,), 25),
-    "sampled, head, penalties, min tokens, bias": Round((SAMPLED | CHANGES,), 25),
-    "sampled, head, width 1": Round((SAMPLED,), 15, {"width": 1}),
-    "sampled, head, window": Round((SAMPLED,), 15, WINDOW),
-    "sampled, head, no graph": Round((SAMPLED,), None, NO_GRAPH),
-    "sampled, head, 2 ranks": Round((SAMPLED,), None, {"ranks": 2}),
-    "sampled, head, recorded": Round((SAMPLED,), 15, {"recorded": True}),
-    "seeded, head": Round((SEEDED,), 15),
-    "seeded, head, top-k": Round((SEEDED | TOP_K,), 25),
-    "seeded, head, penalties, min tokens, bias": Round((SEEDED | CHANGES,), 25),
-    "mixed, head": Round(MIXED, 15),
-    "mixed, head, everything": Round(
-        (PENALTIES, SAMPLED | TOP_P | MIN_P, SEEDED | TOP_K | MIN_TOKENS, BIAS)
-    ),
+EVERYTHING = PENALTIES, SAMPLED | TOP_P, SEEDED | TOP_K | MIN_TOKENS, BIAS
+NO_HEAD, NARROW, RANKS = {"head": False}, {"width": 1}, {"ranks": 2}
+# Requests of a batch in turn, options of ``FakeServer``.
+ROUNDS: dict[str, tuple[tuple[dict[str, Any], ...], dict[str, Any]]] = {
+    "greedy": ((GREEDY,), NO_HEAD),
+    "greedy, head": ((GREEDY,), {}),
+    "greedy, head, penalties": ((PENALTIES,), {}),
+    "greedy, head, width 1": ((GREEDY,), NARROW),
+    "greedy, head, 2 ranks": ((GREEDY,), RANKS),
+    "greedy, head, 2 ranks, sharded logits": ((GREEDY,), RANKS | {"sharded": True}),
+    "sampled": ((SAMPLED,), NO_HEAD),
+    "sampled, head": ((SAMPLED,), {}),
+    "sampled, head, top-k": ((SAMPLED | TOP_K,), {}),
+    "sampled, head, top-p, min-p": ((SAMPLED | TOP_P,), {}),
+    "sampled, head, top-k, top-p, min-p": ((SAMPLED | TOP_K | TOP_P,), {}),
+    "sampled, head, penalties": ((SAMPLED | PENALTIES,), {}),
+    "sampled, head, min tokens": ((SAMPLED | MIN_TOKENS,), {}),
+    "sampled, head, bias": ((SAMPLED | BIAS,), {}),
+    "sampled, head, penalties, min tokens, bias": ((SAMPLED | CHANGES,), {}),
+    "sampled, head, width 1": ((SAMPLED,), NARROW),
+    "sampled, head, window": ((SAMPLED,), {"window": True}),
+    "sampled, head, no graph": ((SAMPLED,), {"graph": False}),
+    "sampled, head, 2 ranks": ((SAMPLED,), RANKS),
+    "sampled, head, recorded": ((SAMPLED,), {"recorded": True}),
+    "seeded, head": ((SEEDED,), {}),
+    "seeded, head, top-k": ((SEEDED | TOP_K,), {}),
+    "seeded, head, penalties, min tokens, bias": ((SEEDED | CHANGES,), {}),
+    "mixed, head": ((GREEDY, SAMPLED, SEEDED), {}),
+    "mixed, head, everything": (EVERYTHING, {}),
 }
 # What is around a round: its phase, and the round in which it is counted.
 PARTS = {
@@ -93,134 +76,58 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Launches, bytes read and written, and bytes that lived at once."""
+class Counted:
+    """What one round launched, and the kinds of our kernels that it needs compiled."""
 
-    launches: int
-    bytes: int
-    peak: int
+    launches: tuple[Launch, ...]
+    kinds: frozenset[tuple]
 
-    @property
-    def microseconds(self) -> float:
-        """The least that it takes: of the device's memory, or of the host's launches."""
-        return 1e6 * max(self.bytes / BANDWIDTH, self.launches * LAUNCH_SECONDS)
+    def cost(self, *phases: str) -> tuple[int, int]:
+        """Launches, and bytes read and written."""
+        these = [launch for launch in self.launches if launch.phase in phases]
+        return sum(launch.count for launch in these), sum(launch.bytes for launch in these)
 
-    @property
-    def budget(self) -> Cost:
-        """This, with bytes rounded up to three digits."""
-        return Cost(self.launches, _up(self.bytes), _up(self.peak))
 
-    def against(self, budget: Cost) -> list[str]:
-        """What is above a budget, or far below it."""
-        found = []
-        for name in ("launches", "bytes", "peak"):
-            own, most = getattr(self, name), getattr(budget, name)
-            if own > most:
-                found.append(f"{own} {name}, above the budget of {most}")
-            elif own < (most if name == "launches" else STALE * most):
-                found.append(f"{own} {name}: the budget of {most} is stale")
-        return found
+def run(name: str, bs: int, **options: Any) -> Counted:
+    """One round of ``bs`` requests; ``options`` of ``FakeServer``, besides the round's own."""
+    requests, others = ROUNDS[name]
+    with FakeCuda() as cuda:
+        counter = FakeServer(cuda, bs, *requests, **others | options).round()
+    return Counted(tuple(counter.launches), frozenset(counter.kinds))
+
+
+counted = cache(run)
+Costs = dict[str, dict[int, tuple[int, int]]]
+
+
+def measure() -> Costs:
+    """Costs of all rounds and parts, for every number of requests."""
+    phases = {name: (ROUND, name) for name in ROUNDS}
+    phases |= {part: ((phase,), name) for part, (phase, name) in PARTS.items()}
+    return {
+        row: {bs: counted(name, bs).cost(*of) for bs in REQUESTS}
+        for row, (of, name) in phases.items()
+    }
+
+
+def read_budgets() -> Costs:
+    """Of rounds and parts by name and number of requests."""
+    tables = tomllib.loads(BUDGETS.read_text())
+    return {n: {int(bs): tuple(c) for bs, c in table.items()} for n, table in tables.items()}
+
+
+def write_budgets(costs: Costs) -> None:
+    """Every count becomes its budget."""
+    lines = [
+        "# Launches and bytes of a round by number of requests; bytes are rounded up.",
+        "# Written by ``python -m tests.launches --write``.",
+    ]
+    for name, each in costs.items():
+        cells = (f"{bs} = [{launches}, {_up(moved):_}]" for bs, (launches, moved) in each.items())
+        lines.append(f"{json.dumps(name)} = {{ {', '.join(cells)} }}")
+    BUDGETS.write_text("\n".join(lines) + "\n")
 
 
 def _up(value: int) -> int:
     digit = 10 ** max(len(str(value)) - 3, 0)
     return math.ceil(value / digit) * digit
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What one round launched, and what lived."""
-
-    found: tuple[Launch, ...]
-    peaks: dict[str, int]
-
-    def cost(self, *phases: str) -> Cost:
-        own = [launch for launch in self.found if launch.phase in phases]
-        return Cost(
-            sum(launch.launches for launch in own),
-            sum(launch.moved for launch in own),
-            max(self.peaks.get(phase, 0) for phase in phases),
-        )
-
-
-def run(name: str, bs: int, **options: Any) -> Counted:
-    """One round of ``bs`` requests, its results checked.
-
-    Args:
-        options: of :class:`FakeServer`, besides the round's own.
-    """
-    kind = ROUNDS[name]
-    with FakeCuda() as cuda:
-        server = FakeServer(cuda, bs, *kind.requests, **kind.options | options)
-        counter, result = server.round()
-        check(server, counter, result)
-    return Counted(tuple(counter.found), dict(counter.peaks))
-
-
-@cache
-def counted(name: str, bs: int) -> Counted:
-    """:func:`run`, once for all that ask."""
-    return run(name, bs)
-
-
-def check(server: FakeServer, counter: Counter, result: Any) -> None:
-    """The shapes and dtypes that the functions of a round promise."""
-    assert {launch.phase for launch in counter.found} <= set(PHASES)
-    bs, width, draft_input = server.bs, server.width, result.next_draft_input
-    block, proposal = server.block, server.block.proposal
-    expected = [
-        (result.next_token_ids, (bs * width,), torch.int64),
-        (result.accept_lens, (bs,), torch.int32),
-        (result.new_seq_lens, (bs,), torch.int64),
-        (draft_input.bonus_tokens, (bs,), torch.int64),
-        (draft_input.new_seq_lens, (bs,), torch.int64),
-        (block.tokens, (bs, width), torch.int64),
-        (block.positions, (bs, width), torch.int64),
-        (block.slots, (bs * width,), torch.int64),
-        (server.logits, (bs * width, VOCABULARY), torch.float32),
-    ]
-    if proposal is not None:
-        each = (bs, width - 1)
-        expected += [
-            (proposal.tokens, each, torch.int64),
-            (proposal.ids, (*each, CANDIDATES), torch.int64),
-            (proposal.q, (*each, CANDIDATES), torch.float32),
-            (proposal.scores, (*each, CANDIDATES), torch.float32),
-        ]
-        assert proposal.choice.dtype == torch.int64
-        assert proposal.choice.shape[:2] == each
-    for tensor, shape, dtype in expected:
-        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
-        assert tensor.device.type == "cuda" and tensor.is_contiguous()
-
-
-def measure() -> dict[str, dict[int, Cost]]:
-    """All rounds and parts, for every number of requests."""
-    found = {name: {bs: counted(name, bs).cost(*ROUND) for bs in REQUESTS} for name in ROUNDS}
-    for part, (phase, name) in PARTS.items():
-        found[part] = {bs: counted(name, bs).cost(phase) for bs in REQUESTS}
-    return found
-
-
-def read_budgets() -> dict[str, dict[int, Cost]]:
-    """Of rounds and parts by name and number of requests."""
-    tables = tomllib.loads(BUDGETS.read_text())
-    return {
-        name: {int(bs): Cost(**values) for bs, values in table.items()}
-        for name, table in tables.items()
-    }
-
-
-def write_budgets(found: dict[str, dict[int, Cost]]) -> None:
-    """Every count becomes its budget."""
-    lines = [
-        "# What a round may cost by number of requests; counted, rounded up. Written by",
-        "# ``python -m tests.launches --write``; ``bytes`` are read and written, ``peak`` live.",
-    ]
-    for name, costs in found.items():
-        lines += ["", f'["{name}"]']
-        for bs, cost in costs.items():
-            own = cost.budget
-            sizes = f"bytes = {own.bytes:_}, peak = {own.peak:_}"
-            lines.append(f"{bs} = {{ launches = {own.launches}, {sizes} }}")
-    BUDGETS.write_text("\n".join(lines) + "\n")

@@ -44,15 +44,9 @@ from tests.launches.counter import Counter, FakeCuda
 VOCABULARY, WIDTH, PATHS, CANDIDATES, RANK, BLOCK = 129_280, 4096, 4, 64, 256, 7
 WINDOW, CONTEXT, SLOTS, TOKENS = 1024, 65_536, 512, 1 << 20
 NO_TOP_K = 1 << 30
-MASK_TOKEN = 128_815
-DEVICE = "cuda"
-# Phases of a round; those before the first of ROUND and after its last have rows of their own.
+DEVICE, BF16, I64, I32 = "cuda", torch.bfloat16, torch.int64, torch.int32
+# Phases of a round, besides those before and after it.
 ROUND = ("drafting", "logits", "verification", "learning", "commit")
-PHASES = (
-    *("new batch", "block", "window", "draft input", "draft graph"),
-    *ROUND,
-    *("draft K/V", "recording", "counting", "prefill"),
-)
 # Of each so many requests, one is recorded.
 RECORDED = 20
 # Streams and events of a device: what is done in them is counted.
@@ -62,6 +56,20 @@ STREAMS = SimpleNamespace(
     current_stream=lambda: None,
     stream=lambda stream: nullcontext(),
 )
+SETTINGS = SimpleNamespace(
+    kernel=SimpleNamespace(sampling_backend="flashinfer"),
+    deterministic=SimpleNamespace(enable_deterministic_inference=False),
+)
+
+PARAMETERS = {
+    **{"top_k": 1, "sampling_seed": None, "logit_bias": None, "stop_token_ids": (7,)},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+    "min_new_tokens": 0,
+}
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
 class Request:
@@ -71,63 +79,9 @@ class Request:
 
     def __init__(self, number: int, parameters: dict[str, Any]) -> None:
         self.rid, self.origin_input_ids, self.output_ids = str(number), [0] * 100, [0] * 20
-        self.kv = SimpleNamespace(
-            req_pool_idx=number, kv_committed_len=120, kv_allocated_len=120 + BLOCK
-        )
-        self.sampling_params = SimpleNamespace(
-            **{
-                "top_k": 1,
-                "sampling_seed": None,
-                "logit_bias": None,
-                "frequency_penalty": 0.0,
-                "presence_penalty": 0.0,
-                "repetition_penalty": 1.0,
-                "min_new_tokens": 0,
-                "stop_token_ids": (7,),
-            }
-            | parameters
-        )
-
-
-class Group:
-    """A tensor-parallel group whose broadcasts are counted."""
-
-    rank_in_group = 0
-
-    def __init__(self, cuda: FakeCuda, size: int) -> None:
-        self.cuda, self.world_size = cuda, size
-
-    def broadcast(self, values: torch.Tensor, src: int) -> None:
-        assert values.is_cuda and values.is_contiguous()  # or NCCL refuses it
-        if self.cuda.counter is not None:
-            self.cuda.counter.launch("broadcast", values.nbytes)
-
-
-class Filters:
-    """FlashInfer's kernels, as ``flashinfer/topk.cuh`` and ``air_top_p.cuh`` launch them."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-
-    def top_k(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """Rows are read once into shared memory, and once more to be scaled."""
-        assert limits.dtype == torch.int32
-        return self._run("top_k_renorm_probs", probs, limits, launches=1, passes=3)
-
-    def top_p(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """Counters; a pass for each 11 bits, the last over what is left; the rows again."""
-        assert limits.dtype == torch.float32
-        # Counters, two histograms of 2048 buckets, two buffers of a 32nd of the row.
-        room = len(probs) * (384 + 2048 * (8 + 4) + 2 * 4 * probs.shape[1] // 32)
-        _workspace = torch.empty(room, dtype=torch.uint8, device=DEVICE)
-        return self._run("top_p_renorm_probs", probs, limits, launches=5, passes=4)
-
-    def _run(self, name, probs, limits, launches, passes):
-        assert probs.dtype == torch.float32 and probs.ndim == 2 and probs.is_contiguous()
-        assert limits.shape == probs.shape[:1]
-        if self.cuda.counter is not None:
-            self.cuda.counter.launch(name, passes * probs.nbytes + limits.nbytes, launches)
-        return torch.empty_like(probs)
+        lengths = {"kv_committed_len": 120, "kv_allocated_len": 120 + BLOCK}
+        self.kv = SimpleNamespace(req_pool_idx=number, **lengths)
+        self.sampling_params = SimpleNamespace(**PARAMETERS | parameters)
 
 
 class Worker(HyperDFlashWorker):
@@ -136,12 +90,17 @@ class Worker(HyperDFlashWorker):
     target_worker = model_runner = draft_model_runner = draft_model = recorder = None
 
     def __init__(self, server: FakeServer) -> None:
+        def broadcast(values: torch.Tensor, src: int) -> None:
+            assert values.is_cuda and values.is_contiguous()  # or NCCL refuses it
+            server.cuda.launch("broadcast", values.nbytes)
+
+        group = {"rank_in_group": 0, "world_size": server.ranks, "broadcast": broadcast}
         self.server, self.device, self.block = server, DEVICE, BLOCK
         self.draft_parallel_layout = SimpleNamespace(tp_group=None)
-        self._mask_token_id, self._full_embed_gpu, self.lilicorr = MASK_TOKEN, None, None
+        self._mask_token_id, self._full_embed_gpu, self.lilicorr = 128_815, None, None
         self._use_fused_kv_materialize, self._fused_kv_helper = True, object()
         self._width_1_allowed, self._overlap = True, True
-        self._tp_sync = SpecTpSync(Group(server.cuda, server.ranks))
+        self._tp_sync = SpecTpSync(SimpleNamespace(**group))
         self._target_logits_processor = server.logits_processor
         self.width_control = SimpleNamespace(setting=SimpleNamespace(fixed=True))
 
@@ -153,9 +112,6 @@ class Worker(HyperDFlashWorker):
 
     def _append_target_hidden_fused(self, ctx_hidden, ctx_cache_loc, **others) -> None:
         """SGLang's write, not ours."""
-        rows = self.server.bs * self.server.width
-        assert ctx_hidden.shape == (rows, WIDTH) and ctx_hidden.dtype == torch.bfloat16
-        assert ctx_cache_loc.shape == (rows,) and ctx_cache_loc.dtype == torch.int64
 
 
 class FakeServer:
@@ -181,158 +137,136 @@ class FakeServer:
         ranks: int = 1,
         sharded: bool = False,
         graph: bool = True,
-        host_lengths: bool = False,
         recorded: bool = False,
     ) -> None:
         self.cuda, self.bs, self.width, self.ranks, self.graph = cuda, bs, width, ranks, graph
-        self.host_lengths = host_lengths
-        self.parameters = [requests[i % len(requests)] for i in range(bs)]
         self.logits_processor = SimpleNamespace(
             is_deferred_shard=lambda logits: sharded,
-            deferred_argmax=lambda logits: logits.new_zeros(len(logits), dtype=torch.int64),
+            deferred_argmax=lambda logits: logits.new_zeros(len(logits), dtype=I64),
             finish_deferred_gather=lambda logits: logits,
         )
         with self.patched():
             self._build(head, window)
+            self._fill([requests[i % len(requests)] for i in range(bs)])
             if recorded:
                 self._record()
 
     def patched(self) -> ExitStack:
         """SGLang's settings and functions of CUDA, while the server is built and runs."""
         stack = ExitStack()
-        settings = SimpleNamespace(
-            kernel=SimpleNamespace(sampling_backend="flashinfer"),
-            deterministic=SimpleNamespace(enable_deterministic_inference=False),
-        )
         alone = SimpleNamespace(attn_dp_enabled=False, tp_size=1, attn_dcp_size=1)
         locations = "sglang.kernels.ops.speculative.cache_locs._is_cuda"
         stack.enter_context(mock.patch(locations, True))
         for module, name, value in (
-            (batch_module, "get_exec", lambda: settings),
+            (batch_module, "get_exec", lambda: SETTINGS),
             (verifier_module, "get_parallel", lambda: alone),
             (drafter_module, "enable_num_token_non_padded", lambda: False),
             (drafter_module, "unwrap_lora_layer", lambda layer: layer),
             (batch_module, "async_h2d", self.cuda.async_h2d),
             (draft_kv_module, "async_h2d", self.cuda.async_h2d),
             (penalties_module, "async_h2d", self.cuda.async_h2d),
-            (candidates_module, "candidate_topk", self._candidate_topk),
-            (DFlashVerifyInput, "prepare_for_verify", self._prepare_for_verify),
+            (candidates_module, "candidate_topk", lambda *given, **k: (*self.candidates, None)),
+            (DFlashVerifyInput, "prepare_for_verify", lambda *given, **k: (None, None)),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         return stack
 
-    # Building.
-
     def _build(self, head: bool, window: bool) -> None:
         worker = self.worker = Worker(self)
-        table = torch.empty(SLOTS, CONTEXT, dtype=torch.int32, device=DEVICE)
-        lm_head = SimpleNamespace(
-            weight=torch.empty(1, dtype=torch.bfloat16),
-            shard_indices=SimpleNamespace(num_org_elements=VOCABULARY),
-        )
-        embedding = torch.empty(VOCABULARY, WIDTH, dtype=torch.bfloat16, device=DEVICE)
-        target = self._runner(table, lambda *given: None)
+        table = new(SLOTS, CONTEXT, dtype=I32)
+        embedding = new(VOCABULARY, WIDTH, dtype=BF16)
+        target = self._runner(table, None)
         target.model = SimpleNamespace(
-            lm_head=lm_head,
+            lm_head=SimpleNamespace(
+                weight=torch.empty(1, dtype=BF16),
+                shard_indices=SimpleNamespace(num_org_elements=VOCABULARY),
+            ),
             get_input_embeddings=lambda: lambda ids: torch.nn.functional.embedding(ids, embedding),
         )
         target.model_config = SimpleNamespace(vocab_size=VOCABULARY, context_len=CONTEXT)
-        own = torch.empty(SLOTS, WINDOW + BLOCK, dtype=torch.int32, device=DEVICE)
         worker.model_runner = target
         worker.target_worker = SimpleNamespace(
             model_runner=target, forward_batch_generation=self._target_pass
         )
-        worker.draft_model_runner = self._runner(own if window else table, self._draft_pass)
+        draft_table = new(SLOTS, WINDOW + BLOCK, dtype=I32) if window else table
+        worker.draft_model_runner = self._runner(draft_table, self._draft_pass)
         worker.draft_model = self._drafter(head)
         worker.request_state = RequestState(target, 0, DEVICE)
         worker.drafter, worker.verifier = Drafter(worker), Verifier(worker)
-        filters = Filters(self.cuda)
-        worker.verifier.renorm = filters.top_k, filters.top_p
+        worker.verifier.renorm = self._top_k, self._top_p
         worker.draft_kv = (WindowedDraftKV if window else DraftKV)(worker)
         if window:
-            self._window()
+            sizes = {"tokens": TOKENS, "ring": TOKENS // 4, "window": WINDOW, "block": BLOCK}
+            worker.draft_kv.window = DraftWindow(**sizes, batch=256, device=DEVICE)
+            spaces = worker.draft_model_runner.kv_index_translator._spaces
+            slots = worker.draft_kv.window.block_slots
+            spaces[IdSpaceKind.FULL] = IdSpace(key="window", write=slots)
         # Sums over many rounds begin before any of them is counted.
         buffers = worker.drafter.buffers(self.width, self.bs) if self.width > 1 else None
         self.lane = Lane(self.width, None, buffers if self.graph else None)
         worker.lanes = SimpleNamespace(activate=lambda width: self.lane)
-        self._tensors()
 
     def _runner(self, table: torch.Tensor, forward: Any) -> SimpleNamespace:
-        translator = KVIndexTranslator(
-            req_to_token=table,
-            token_to_kv_pool_allocator=None,
-            token_to_kv_pool=None,
-            page_size=1,
-            device=DEVICE,
-        )
+        pools = dict.fromkeys(("token_to_kv_pool_allocator", "token_to_kv_pool"))
         return SimpleNamespace(
             device=DEVICE,
-            kv_index_translator=translator,
+            kv_index_translator=KVIndexTranslator(
+                req_to_token=table, page_size=1, device=DEVICE, **pools
+            ),
             req_to_token_pool=SimpleNamespace(req_to_token=table),
-            attn_backend=SimpleNamespace(needs_cpu_seq_lens=self.host_lengths),
+            attn_backend=SimpleNamespace(needs_cpu_seq_lens=False),
             forward=forward,
         )
 
     def _drafter(self, head: bool) -> SimpleNamespace:
         """A drafter's modules that a round runs outside its layers; bf16, the gates fp32."""
         default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_dtype(BF16)
         try:
             with torch.device(DEVICE):
-                found = DependencyHead(VOCABULARY, WIDTH, RANK, "residual") if head else None
+                dependency = DependencyHead(VOCABULARY, WIDTH, RANK, "residual") if head else None
                 reducer = HCGateReducer(PATHS, WIDTH, rms_eps=1e-6, hc_eps=1e-6)
                 norm = torch.ones(WIDTH)
         finally:
             torch.set_default_dtype(default)
         return SimpleNamespace(
-            dependency=found,
+            dependency=dependency,
             hyperdflash_config=SimpleNamespace(candidates=CANDIDATES),
             project_target_hidden=lambda hidden: reducer(hidden, norm),
         )
 
-    def _window(self) -> None:
-        kv = self.worker.draft_kv
-        kv.window = DraftWindow(
-            tokens=TOKENS, ring=TOKENS // 4, window=WINDOW, block=BLOCK, batch=256, device=DEVICE
-        )
-        spaces = self.worker.draft_model_runner.kv_index_translator._spaces
-        spaces[IdSpaceKind.FULL] = IdSpace(key="window", write=kv.window.block_slots)
-
     def _record(self) -> None:
-        pinned = mock.patch.object(recorder_module, "Ring", _ring)
-        with pinned, mock.patch.object(torch, "get_device_module", lambda device: STREAMS):
-            rows = 2 * 4096, PATHS * WIDTH, torch.bfloat16
-            self.worker.recorder = Recorder(None, *rows, DEVICE)
+        with (
+            mock.patch.object(recorder_module, "Ring", _ring),
+            mock.patch.object(torch, "get_device_module", lambda device: STREAMS),
+        ):
+            self.worker.recorder = Recorder(None, 2 * 4096, PATHS * WIDTH, BF16, DEVICE)
         for req in self.batch.reqs[::RECORDED]:
             req.hyperdflash_recording = Recording(0, 4096, 0)
 
-    def _tensors(self) -> None:
+    def _fill(self, parameters: list[dict[str, Any]]) -> None:
         """The batch, and what the passes of both models leave."""
         bs, rows = self.bs, self.bs * self.width
 
-        def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=DEVICE)
-
         def needs(name: str, off: float) -> bool:
-            return any(p.get(name, off) not in (off, 1) for p in self.parameters)
+            return any(p.get(name, off) not in (off, 1) for p in parameters)
 
-        bias = any("bias" in p for p in self.parameters)
         info = SimpleNamespace(
             temperatures=new(bs, 1),
-            top_ks=new(bs, dtype=torch.int32),
+            top_ks=new(bs, dtype=I32),
             top_ps=new(bs),
             min_ps=new(bs),
             need_top_k_sampling=needs("top_k", NO_TOP_K),
             need_top_p_sampling=needs("top_p", 1.0),
             need_min_p_sampling=needs("min_p", 0.0),
-            logit_bias=new(bs, VOCABULARY) if bias else None,
+            logit_bias=new(bs, VOCABULARY) if any("bias" in p for p in parameters) else None,
             has_custom_logit_processor=False,
             sampling_mask_batch_indices=None,
         )
-        lengths = new(bs, dtype=torch.int64)
+        lengths, host_lengths = new(bs, dtype=I64), torch.empty(bs, dtype=I64)
         lengths.record_stream = lambda stream: None
         self.batch = SimpleNamespace(
-            reqs=[Request(number, given) for number, given in enumerate(self.parameters)],
+            reqs=[Request(number, given) for number, given in enumerate(parameters)],
             sampling_info=info,
             decoding_reqs=None,
             forward_mode=ForwardMode.DECODE,
@@ -340,43 +274,35 @@ class FakeServer:
             has_grammar=False,
             return_logprob=False,
             can_run_decode_cuda_graph=True,
-            req_pool_indices=new(bs, dtype=torch.int64),
+            req_pool_indices=new(bs, dtype=I64),
             seq_lens=lengths,
-            seq_lens_cpu=torch.empty(bs, dtype=torch.int64),
+            seq_lens_cpu=host_lengths,
             seq_lens_sum=0,
             spec_info=SimpleNamespace(
-                bonus_tokens=new(bs, dtype=torch.int64),
-                nxt_kv_lens_cpu=torch.empty(bs, dtype=torch.int64),
+                bonus_tokens=new(bs, dtype=I64), nxt_kv_lens_cpu=host_lengths
             ),
         )
-        self.hidden = new(rows, WIDTH, dtype=torch.bfloat16)
-        self.logits = new(rows, VOCABULARY)
-        self.residual = new(rows, PATHS * WIDTH, dtype=torch.bfloat16)
-        self.candidates = (
-            new(rows - bs, CANDIDATES, dtype=torch.int64),
-            new(rows - bs, CANDIDATES),
-        )
+        self.hidden, self.logits = new(rows, WIDTH, dtype=BF16), new(rows, VOCABULARY)
+        self.residual = new(rows, PATHS * WIDTH, dtype=BF16)
+        self.candidates = new(rows - bs, CANDIDATES, dtype=I64), new(rows - bs, CANDIDATES)
 
-    # Passes of the models.
+    def _top_k(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """FlashInfer's ``topk.cuh``: rows are read into shared memory, and once more, scaled."""
+        self.cuda.launch("top_k_renorm_probs", 3 * probs.nbytes + limits.nbytes)
+        return torch.empty_like(probs)
 
-    def _candidate_topk(self, rows: torch.Tensor, lm_head: Any, k: int) -> tuple:
-        return *self.candidates, None
+    def _top_p(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """Its ``air_top_p.cuh``: counters; a pass for each 11 bits; the rows again."""
+        self.cuda.launch("top_p_renorm_probs", 4 * probs.nbytes + limits.nbytes, 5)
+        return torch.empty_like(probs)
 
     def _draft_pass(self, forward_batch: Any) -> SimpleNamespace:
         """The drafter's pass; a graph's replay writes the candidates, too."""
-        rows = self.bs * self.width
-        assert forward_batch.input_embeds.shape == (rows, WIDTH)
-        assert forward_batch.out_cache_loc.shape == forward_batch.positions.shape == (rows,)
         if self.graph:
             with self.counter.during("draft graph"):
                 self.lane.candidates(self.hidden, forward_batch.input_ids)
         output = SimpleNamespace(hidden_states=self.hidden)
         return SimpleNamespace(can_run_graph=self.graph, logits_output=output)
-
-    def _prepare_for_verify(self, batch: Any, target: Any, **given: Any) -> tuple:
-        """SGLang's input of the target's pass, which needs nothing of ours but the slots."""
-        assert batch.out_cache_loc.shape == (self.bs * self.width,)
-        return None, None
 
     def _target_pass(self, **given: Any) -> SimpleNamespace:
         output = SimpleNamespace(
@@ -384,71 +310,54 @@ class FakeServer:
             hidden_states=self.residual,
             auxiliary_device_output=None,
         )
-        return SimpleNamespace(
-            logits_output=output,
-            can_run_cuda_graph=True,
-            routed_experts_output=None,
-            indexer_topk_output=None,
-        )
+        others = dict.fromkeys(("routed_experts_output", "indexer_topk_output"))
+        return SimpleNamespace(logits_output=output, can_run_cuda_graph=True, **others)
 
-    # A round.
-
-    def round(self) -> tuple[Counter, Any]:
-        """One round of a new batch; its result is SGLang's ``GenerationBatchResult``."""
+    def round(self) -> Counter:
+        """One round of a new batch, and what its prefill has done before."""
         worker, state = self.worker, self.worker.request_state
         with self.patched() as stack:
             assert state.counts.table.is_cuda  # made once, for the first request with penalties
             counter = self.counter = stack.enter_context(self.cuda.count("new batch"))
             state.begin(self.batch)
-            counter.forget()
+            places = [
+                (worker_module, "prepare_block", "block"),
+                (worker.draft_kv, "context", "window"),
+                (worker.drafter, "draft", "drafting"),
+                (worker.drafter, "_forward", "draft input"),
+                (worker.verifier, "finish_logits", "logits"),
+                (worker.verifier, "accept", "verification"),
+                (worker.drafter, "learn", "learning"),
+                (worker.draft_kv, "write", "draft K/V"),
+                (state, "count", "counting"),
+            ]
+            if worker.recorder is not None:
+                places.append((worker.recorder, "decoded", "recording"))
             with ExitStack() as calls, counter.during("commit"):
-                for owner, name, phase in (
-                    (worker_module, "prepare_block", "block"),
-                    (worker.draft_kv, "context", "window"),
-                    (worker.drafter, "draft", "drafting"),
-                    (worker.drafter, "_forward", "draft input"),
-                    (worker.verifier, "finish_logits", "logits"),
-                    (worker.verifier, "accept", "verification"),
-                    (worker.drafter, "learn", "learning"),
-                    (worker.draft_kv, "write", "draft K/V"),
-                    (state, "count", "counting"),
-                ):
+                for owner, name, phase in places:
                     called = _during(counter, phase, getattr(owner, name))
                     calls.enter_context(mock.patch.object(owner, name, called))
-                forward = worker.verifier.forward
-
-                def verify(batch: Any, block: Any) -> Any:
-                    self.block = block  # with its drafts
-                    return forward(batch, block)
-
-                calls.enter_context(mock.patch.object(worker.verifier, "forward", verify))
-                if worker.recorder is not None:
-                    decoded = _during(counter, "recording", worker.recorder.decoded)
-                    calls.enter_context(mock.patch.object(worker.recorder, "decoded", decoded))
                 result = worker.decode(self.batch, None, None)
                 with counter.during("recording"):
                     # The scheduler does so, after it has launched the copies of results.
                     rows = result.logits_output.auxiliary_device_output
                     assert (rows is None) == (worker.recorder is None)
                     _ = rows and rows.copy_to_host(None)
-            counter.forget()
             with counter.during("prefill"):
                 self._prefill()
-            return counter, result
+            return counter
 
     def _prefill(self) -> None:
         """What ``verification.prefill``'s hooks do when the same requests get their first token."""
-        requests = self.worker.request_state.current
-        sampler = PrefillSampler(
-            self.worker.model_runner, self.worker.request_state, self.worker.verifier
-        )
-        sampler.penalise(self.logits[: self.bs])
-        sampler.read(self.logits[: self.bs], sampled=not requests.all_greedy)
+        worker, logits = self.worker, self.logits[: self.bs]
+        sampled = not worker.request_state.current.all_greedy
+        sampler = PrefillSampler(worker.model_runner, worker.request_state, worker.verifier)
+        sampler.penalise(logits)
+        sampler.read(logits, sampled=sampled)
         tokens = self.batch.req_pool_indices  # of a greedy batch, SGLang's argmax
-        if not requests.all_greedy:
-            tokens, _ = sampler.draw(self.logits[: self.bs], self.batch.seq_lens)
-        tokens = sampler.end(tokens)
-        assert tokens.shape == (self.bs,) and tokens.dtype == torch.int64
+        if sampled:
+            tokens, _ = sampler.draw(logits, self.batch.seq_lens)
+        sampler.end(tokens)
 
 
 def _ring(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Ring:

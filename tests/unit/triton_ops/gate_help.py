@@ -26,22 +26,17 @@ def random_arguments(
     norms: tuple[bool, bool] = (True, True),
     seed: int = 0,
 ) -> GateArguments:
-    """Fresh inputs on the test device; fp32 weights."""
+    """Fresh inputs on the test device; fp32 weights; path norm and hidden norm where asked for."""
     g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g)
-
-    tensors = [
-        (normal(n, m * d) * 3).to(dtype),
-        normal(m, m * d) * 0.1,
-        normal(m),
-        torch.rand(1, generator=g) + 0.5,
-        normal(m, d) if norms[0] else None,
-        normal(d) if norms[1] else None,
+    hidden, fn, base = (torch.randn(*s, generator=g) for s in ((n, m * d), (m, m * d), (m,)))
+    scale = torch.rand(1, generator=g) + 0.5
+    path_norm, hidden_norm = torch.randn(m, d, generator=g), torch.randn(d, generator=g)
+    tensors = [(hidden * 3).to(dtype), fn * 0.1, base, scale]
+    tensors += [
+        norm if wanted else None
+        for norm, wanted in zip((path_norm, hidden_norm), norms, strict=True)
     ]
-    placed = [t if t is None else t.to(DEVICE) for t in tensors]
-    return GateArguments(*placed, **EPSILONS).check()
+    return GateArguments(*(t if t is None else t.to(DEVICE) for t in tensors), **EPSILONS).check()
 
 
 def in_fp64(a: GateArguments) -> GateArguments:

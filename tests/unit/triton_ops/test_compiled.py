@@ -1,6 +1,6 @@
-"""Every kernel compiled ahead of time: nothing spills, and no number changes unseen.
+"""The kernels compiled ahead of time: nothing spills, and no batch is compiled for while serving.
 
-``compiled.json`` is what was reviewed; ``python -m tests.unit.triton_ops.test_compiled`` writes it.
+Both run in processes of their own: in the tests' the kernels may be interpreted.
 """
 
 from __future__ import annotations
@@ -9,96 +9,99 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.waiting import PATIENCE
 
-REVIEWED = Path(__file__).with_name("compiled.json")
-# Those of servers; the others take as long, and `make slow-test` compiles them.
-SERVERS, OTHERS = ("90", "100"), ("80", "120")
-Found = dict[str, dict[str, Any]]
 
-
-def report(sizes: list[str], dtypes: list[str], architectures: tuple[str, ...]) -> list[dict]:
-    """The report, from a process of its own: in this one the kernels may be interpreted."""
-    command = [sys.executable, "-m", "triton_ops.compile_report", "--json", "--sizes", *sizes]
+def output_of(*command: str) -> str:
+    # FlashInfer names another assembler, where it finds one.
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     ended = subprocess.run(
-        [*command, "--dtypes", *dtypes, "--architectures", *architectures],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        # FlashInfer names another assembler, where it finds one.
-        env={k: v for k, v in os.environ.items() if not k.startswith("TRITON_")},
+        [sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE, env=clean
     )
     assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    return ended.stdout
 
 
-def check(usage: list[dict]) -> None:
-    """Nothing spills, and a program fits a multiprocessor."""
-    assert [row for row in usage if row["stack_bytes"] or row["programs"] < 1] == []
-
-
-def by_name(usage: list[dict]) -> Found:
-    """One entry for each kernel and architecture."""
-    keys = ("threads", "registers", "shared_bytes", "programs")
-    return {
-        f"{row['kernel']}, sm_{row['architecture']}": {key: row[key] for key in keys}
-        | row["instructions"]
-        for row in usage
-    }
-
-
-def served(architectures: tuple[str, ...]) -> list[dict]:
-    """A round's kernels on some architectures, and the reducer's on Hopper."""
-    return report(["4x4096", "4x7168"], ["bfloat16"], architectures)
-
-
-def changes(old: Found, new: Found) -> list[str]:
-    """A line for every number that differs."""
-    return [
-        f"{name}: {key} was {old.get(name, {}).get(key)}, is {new.get(name, {}).get(key)}"
-        for name in sorted(old | new)
-        for key in sorted(old.get(name, {}) | new.get(name, {}))
-        if old.get(name, {}).get(key) != new.get(name, {}).get(key)
-    ]
+SIZES, DTYPES = ["4x4096", "1x4096", "2x4096", "8x4096"], ["bfloat16", "float16", "float32"]
 
 
 @pytest.mark.parametrize(
-    "architectures", [SERVERS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids="-".join
+    ("architectures", "sizes", "dtypes"),
+    [
+        (["90", "100"], ["4x4096", "4x7168"], DTYPES[:1]),
+        pytest.param(["80", "120"], SIZES, DTYPES, marks=pytest.mark.slow),
+    ],
+    ids=["served", "others"],
 )
-def test_nothing_spills_and_every_number_is_the_reviewed_one(architectures):
-    usage = served(architectures)
-    check(usage)
-    chosen = tuple(f"sm_{name}" for name in architectures)
-    reviewed = {
-        name: numbers
-        for name, numbers in json.loads(REVIEWED.read_text()).items()
-        if name.startswith("gate ") or name.endswith(chosen)
-    }
-    assert changes(reviewed, by_name(usage)) == []
-    tiles = [row for row in usage if row["kernel"].endswith(": tile")]
+def test_every_kernel_compiles_and_nothing_spills(architectures, sizes, dtypes):
+    """A round's kernels for the architectures, the reducer's of the sizes for Hopper."""
+    options = "--sizes", *sizes, "--dtypes", *dtypes, "--architectures", *architectures
+    usage = json.loads(output_of("-m", "triton_ops.compile_report", "--json", *options))
+    assert {row["architecture"] for row in usage} == {90, *map(int, architectures)}
+    assert [row for row in usage if row["stack_bytes"] or row["programs"] < 1] == []
     # What the reducer's lag between stats and apply items counts on.
-    assert len(tiles) == 2 and all(row["programs"] >= 2 for row in tiles)
+    tile = [row for row in usage if row["kernel"] == "gate 4 x 4096 bfloat16: tile"]
+    assert [row["programs"] >= 2 for row in tile] == [True]
 
 
-def test_a_changed_number_is_named_with_the_old_and_the_new_one():
-    old, new = {"a, sm_90": {"registers": 40}}, {"a, sm_90": {"registers": 48}}
-    assert changes(old, new) == ["a, sm_90: registers was 40, is 48"]
-    assert changes(old, {}) == ["a, sm_90: registers was 40, is None"]
+# A round's launches are recorded by what they would be compiled for. Per-batch tensors are views
+# whose alignment and row stride are those of nothing; widths of a block share ``shared`` kernels.
+LAUNCHES = """
+import itertools, json, math, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from triton_ops import accept_kernel, compile_report as report, finish_kernel
+
+backend, kinds = make_backend(GPUTarget("cuda", 90, 32)), {}
+shared = {"_adjust_kernel", "_share_kernel", "_best_kernel"}
+report.V, report.RANK = 12_928, 16
 
 
-@pytest.mark.slow
-def test_every_number_of_paths_and_dtype_compiles_without_spills():
-    sizes = ["1x4096", "2x4096", "8x4096", "4x4096"]
-    check(report(sizes, ["bfloat16", "float16", "float32"], ("90",)))
+def new(*shape, dtype=torch.float32):
+    bs, rows = report.REQUESTS, report.REQUESTS * (report.DRAFTS + 1)
+    if shape[0] not in (bs, rows) or shape[-1] == report.V:
+        return torch.empty(*shape, dtype=dtype)
+    if shape == (bs, 2):  # end tokens
+        shape = bs, ends
+    if len(shape) == 2:
+        wide = torch.empty(bs, shape[1] + ends + skipped, dtype=dtype)
+        return wide[:, skipped : shape[1] + skipped]
+    return torch.empty(math.prod(shape) + skipped, dtype=dtype)[skipped:].view(shape)
 
 
-if __name__ == "__main__":
-    lines = [
-        f" {json.dumps(k)}: {json.dumps(v)}" for k, v in by_name(served(SERVERS + OTHERS)).items()
-    ]
-    REVIEWED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def bare():
+    i64, bs, block = torch.int64, report.REQUESTS, report.DRAFTS + 1
+    requests = new(bs), new(bs, dtype=torch.int32), new(bs, dtype=torch.bool), new(bs, dtype=i64)
+    requests += (new(bs, block, dtype=i64),)
+    tokens = new(bs * block, dtype=i64), None, None, new(bs, block, dtype=i64), None, None
+    lengths = new(bs, dtype=torch.int32), new(bs, dtype=torch.float64)
+    for logits in new(bs * block, report.V), None:
+        rows = logits, None, *tokens
+        yield "bare", lambda r=rows: accept_kernel.launch(*r, None, *requests, report.V)
+        yield "bare", lambda r=rows: finish_kernel.launch(*r, *lengths, *requests, False, report.V)
+
+
+report.new = new
+batches = itertools.product((1, 7, 16, 64, 100, 257), (0, 1), (1, 2, 16), (0, 6, 15))
+for report.REQUESTS, skipped, ends, report.DRAFTS in batches:
+    for case, launch in itertools.chain(report.round_launches(), bare()):
+        with report.recorded() as launches:
+            launch()
+        for kernel, args, options in launches:
+            name = kernel.fn.__name__
+            width = 0 if name in shared and "finish" not in case else report.DRAFTS
+            binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+            kind = str(binder(*args, **options)[1:])
+            kinds.setdefault(f"{case}: {name}, {width}", set()).add(kind)
+print(json.dumps({name: len(several) for name, several in kinds.items()}))
+"""
+
+
+def test_no_batch_needs_a_compilation_of_its_own():
+    kinds = json.loads(output_of("-c", LAUNCHES))
+    assert len(kinds) > 40
+    assert {name: count for name, count in kinds.items() if count > 1} == {}

@@ -1,6 +1,8 @@
-"""The Triton gate kernels against fp64: on a GPU where there is one, else interpreted."""
+"""The reducer: kernels against fp64, on a GPU or interpreted; operator and checks."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -15,21 +17,30 @@ from tests.unit.triton_ops.gate_help import (
     relative_error,
     tensors_of,
 )
-from triton_ops import hc_gate_row, hc_gate_tiles
+from triton_ops import hc_gate_backward_kernels, hc_gate_reduce, hc_gate_row, hc_gate_tiles
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
 from triton_ops.hc_gate_backward import backward_triton
 from triton_ops.hc_gate_op import reduce_reference
 
-KERNELS = ("row", "tile")
-# Sizes with every dtype: bf16 throughout, and each of the others once.
-ODD_SIZES = [(1, 4, 64), (70, 4, 192), (33, 2, 320), (3, 8, 64)]
-CASES = [(torch.bfloat16, *sizes) for sizes in ODD_SIZES]
-CASES += [(torch.float32, *ODD_SIZES[1]), (torch.float16, *ODD_SIZES[2])]
-NORMS = [(True, True), (True, False), (False, True), (False, False)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+kernels = pytest.mark.parametrize("kernel", ["row", "tile"])
+# Tokens, paths, width, dtype; path norm, hidden norm. 130 tokens are three tiles of the forward.
+CASES = pytest.mark.parametrize(
+    ("n", "m", "d", "dtype", "norms"),
+    [
+        (1, 4, 64, BF16, (True, True)),
+        (70, 4, 192, BF16, (True, False)),
+        (130, 2, 320, FP16, (False, True)),
+        (3, 8, 64, BF16, (True, True)),
+        (65, 1, 128, FP32, (False, False)),
+        (33, 4, 192, FP32, (True, True)),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
-def _bf16_dot():
+def _bf16_dot_and_short_runs(monkeypatch):
+    monkeypatch.setattr(hc_gate_backward_kernels, "RUN", 2)  # 130 tokens are three runs
     if DEVICE == "cuda":
         yield
     else:
@@ -37,7 +48,7 @@ def _bf16_dot():
             yield
 
 
-def forward(kernel: str, a: GateArguments, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(kernel: str, a: GateArguments, columns: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one kernel into poisoned outputs: what it does not write stays NaN."""
     n, nan = len(a.hidden), float("nan")
     out = torch.full((n, a.d), nan, dtype=a.hidden.dtype, device=DEVICE)
@@ -51,67 +62,42 @@ def forward(kernel: str, a: GateArguments, columns: int = 128) -> tuple[torch.Te
     return out, stats
 
 
-def check_forward(kernel: str, a: GateArguments, columns: int = 128) -> None:
+def check_forward(kernel: str, a: GateArguments) -> torch.Tensor:
     exact = in_fp64(a)
-    expected = hc_gate_reduce_reference(*tensors_of(exact), **EPSILONS)
-    out, stats = forward(kernel, a, columns)
-    assert relative_error(out, expected) < TOLERANCE[a.hidden.dtype]
+    out, stats = forward(kernel, a)
+    wanted, wanted_stats = reduce_reference(exact)
+    assert relative_error(out, wanted) < TOLERANCE[a.hidden.dtype]
     # The gate products of 16-bit inputs go through two 16-bit terms of each weight.
-    limit = 1e-6 if a.hidden.dtype == torch.float32 else 5e-5
-    wanted = reduce_reference(exact)[1]
+    limit = 1e-6 if a.hidden.dtype == FP32 else 5e-5
     for rows in (slice(0, a.m), slice(a.m, 2 * a.m), slice(2 * a.m, None)):
-        assert relative_error(stats[rows], wanted[rows]) < limit
+        assert relative_error(stats[rows], wanted_stats[rows]) < limit
+    return out
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype, n, m, d", [*CASES, (torch.float32, 65, 1, 128)])
-def test_forward_on_odd_sizes(kernel, dtype, n, m, d):
-    check_forward(kernel, random_arguments(n, m, d, dtype=dtype, seed=n + d))
+@kernels
+@CASES
+def test_forward_is_the_reference(kernel, n, m, d, dtype, norms):
+    tokens = min(n, 3) if kernel == "row" else n  # a program takes one token
+    check_forward(kernel, random_arguments(tokens, m, d, dtype=dtype, norms=norms, seed=n + d))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("norms", NORMS)
-def test_forward_with_and_without_each_norm(kernel, norms):
-    check_forward(kernel, random_arguments(67, 4, 192, norms=norms))
-
-
-def test_many_tiles_and_slices_wait_for_each_other_in_order():
-    check_forward("tile", random_arguments(1100, 2, 256), columns=64)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
+@kernels
 def test_saturated_gates_zero_rows_and_one_huge_path(kernel):
-    a = random_arguments(6, 4, 64)
+    a = random_arguments(4, 4, 64)
     a.hidden[0] = 0
     a.hidden[1, :64] = 1e15
     a.hidden[2] *= 1e-12
     a.base[:] = torch.tensor([1e4, -1e4, 0.0, 50.0])
-    check_forward(kernel, a)
-    out, _ = forward(kernel, a)
+    out = check_forward(kernel, a)
     assert torch.isfinite(out).all()
     assert not out[0].any()
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 300])
-def test_no_number_of_tokens_recompiles_the_tiles(tokens, monkeypatch):
-    """Triton compiles again for a pointer that is not aligned to 16 bytes as the first one was."""
-    given = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: given.extend(arguments)
-
-    monkeypatch.setattr(hc_gate_tiles, "_tile_kernel", Kernel())
-    forward("tile", random_arguments(tokens, 4, 192))
-    pointers = [x for x in given if isinstance(x, torch.Tensor)]
-    assert len(pointers) == 12 and all(x.data_ptr() % 16 == 0 for x in pointers)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
+@kernels
 def test_paths_that_cancel_keep_their_digits(kernel):
     """With y a thousandth of each path, the squares of y lose six digits as a Gram form."""
-    a = random_arguments(66, 2, 128, norms=(False, True))
-    first, second = a.hidden.view(66, 2, 128).unbind(1)
+    a = random_arguments(3, 2, 128, norms=(False, True))
+    first, second = a.hidden.view(3, 2, 128).unbind(1)
     second.copy_(-first * (1 + 1e-3 * torch.randn_like(first)))
     a.fn[:], a.base[:] = 0, 0
     out, _ = forward(kernel, a)
@@ -120,11 +106,11 @@ def test_paths_that_cancel_keep_their_digits(kernel):
     assert relative_error(out, expected) < 2e-4
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@kernels
 def test_row_stride_past_two_to_the_31(kernel):
     stride = 2**31 + 64
-    a = random_arguments(2, 2, 64, dtype=torch.bfloat16)
-    memory = torch.empty(stride + 128, dtype=torch.bfloat16, device=DEVICE)
+    a = random_arguments(2, 2, 64, dtype=BF16)
+    memory = torch.empty(stride + 128, dtype=BF16, device=DEVICE)
     far = torch.as_strided(memory, (2, 128), (stride, 1))
     far.copy_(a.hidden)
     moved = GateArguments(far, *tensors_of(a)[1:], **EPSILONS).check()
@@ -135,66 +121,61 @@ def test_row_stride_past_two_to_the_31(kernel):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_more_than_two_to_the_31_elements():
     n, m, d = 2**31 // (4 * 4096) + 100, 4, 4096
-    a = random_arguments(4, m, d, dtype=torch.bfloat16)
+    a = random_arguments(4, m, d, dtype=BF16)
     rows = a.hidden.repeat(n // 4, 1)
-    big = GateArguments(rows, *tensors_of(a)[1:], **EPSILONS).check()
-    out, _ = forward("tile", big, columns=256)
+    out, _ = forward("tile", GateArguments(rows, *tensors_of(a)[1:], **EPSILONS).check(), 256)
     assert torch.equal(out[-4:], out[:4])
-    assert relative_error(out[-4:], forward("row", a)[0]) < TOLERANCE[torch.bfloat16]
+    assert relative_error(out[-4:], forward("row", a)[0]) < TOLERANCE[BF16]
 
 
-def autograd_reference(a: GateArguments, grad: torch.Tensor) -> list[torch.Tensor]:
-    exact = [t if t is None else t.requires_grad_() for t in tensors_of(in_fp64(a))]
-    out = hc_gate_reduce_reference(*exact, **EPSILONS)
-    out.backward(grad.double().cpu())
-    return [torch.empty(0) if t is None else t.grad for t in exact]
+def test_no_number_of_tokens_recompiles_the_tiles(monkeypatch):
+    """Triton compiles again for a pointer that is not aligned to 16 bytes as the first one was."""
+    given = []
 
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: given.extend(arguments)
 
-@pytest.mark.parametrize("dtype, n, m, d", CASES)
-def test_backward_on_odd_sizes(dtype, n, m, d):
-    check_backward(random_arguments(n, m, d, dtype=dtype, seed=n + d))
-
-
-# One path under a hidden norm is left out: there the gate cancels, its gradient is rounding.
-@pytest.mark.parametrize(
-    "m, norms", [*((4, norms) for norms in NORMS), (1, (True, False)), (1, (False, False))]
-)
-def test_backward_with_and_without_each_norm(m, norms):
-    check_backward(random_arguments(40, m, 128, norms=norms))
-
-
-def test_backward_of_several_runs_of_tokens():
-    check_backward(random_arguments(1100, 2, 64))
-
-
-def test_backward_of_saturated_gates_and_zero_rows():
-    a = random_arguments(6, 4, 64)
-    a.hidden[0] = 0
-    a.base[:] = torch.tensor([1e4, -1e4, 0.0, 1.0], device=DEVICE)
-    check_backward(a)
+    monkeypatch.setattr(hc_gate_tiles, "_tile_kernel", Kernel())
+    for tokens in (1, 65, 300):
+        forward("tile", random_arguments(tokens, 4, 64))
+    pointers = [x for x in given if isinstance(x, torch.Tensor)]
+    assert len(pointers) == 3 * 12 and all(x.data_ptr() % 16 == 0 for x in pointers)
 
 
 def check_backward(a: GateArguments) -> None:
     grad = torch.randn(len(a.hidden), a.d, generator=torch.Generator().manual_seed(1))
     grad = grad.to(a.hidden.dtype).to(DEVICE)
     stats = reduce_reference(in_fp64(a))[1].float().to(DEVICE)
-    found = backward_triton(a, grad, stats, need_hidden=True)
-    expected = autograd_reference(a, grad)
+    gradients = backward_triton(a, grad, stats, need_hidden=True)
+    exact = [t if t is None else t.requires_grad_() for t in tensors_of(in_fp64(a))]
+    hc_gate_reduce_reference(*exact, **EPSILONS).backward(grad.double().cpu())
+    expected = [torch.empty(0) if t is None else t.grad for t in exact]
     names = ("hidden", "fn", "base", "scale", "path_norm", "hidden_norm")
-    for name, ours, wanted in zip(names, found, expected, strict=True):
+    for name, ours, wanted in zip(names, gradients, expected, strict=True):
         assert ours.shape == wanted.shape, name
         limit = TOLERANCE[a.hidden.dtype] if name == "hidden" else 2e-5
         assert relative_error(ours, wanted) < limit, name
 
 
+@CASES
+def test_backward_is_autograds(n, m, d, dtype, norms):
+    check_backward(random_arguments(n, m, d, dtype=dtype, norms=norms, seed=n + d))
+
+
+def test_backward_of_saturated_gates_and_a_zero_row():
+    a = random_arguments(6, 4, 64)
+    a.hidden[0] = 0
+    a.base[:] = torch.tensor([1e4, -1e4, 0.0, 1.0], device=DEVICE)
+    check_backward(a)
+
+
 def test_backward_leaves_out_the_residuals_gradient_unless_asked():
     a = random_arguments(5, 2, 64)
-    stats = reduce_reference(a)[1]
-    with_hidden = backward_triton(a, torch.ones(5, 64, device=DEVICE), stats, need_hidden=True)
-    without = backward_triton(a, torch.ones(5, 64, device=DEVICE), stats, need_hidden=False)
+    stats, grad = reduce_reference(a)[1], torch.ones(5, 64, device=DEVICE)
+    whole, without = (backward_triton(a, grad, stats, need_hidden=x) for x in (True, False))
     assert without[0].numel() == 0
-    for ours, wanted in zip(without[1:], with_hidden[1:], strict=True):
-        assert torch.equal(ours, wanted)
+    assert all(map(torch.equal, without[1:], whole[1:]))
 
 
 def test_no_tokens():
@@ -202,3 +183,85 @@ def test_no_tokens():
     gradients = backward_triton(a, torch.ones(0, 64, device=DEVICE), reduce_reference(a)[1], True)
     assert [g.shape for g in gradients] == [t.shape for t in tensors_of(a)]
     assert not any(g.any() for g in gradients)
+
+
+def with_gradients(a: GateArguments) -> list[torch.Tensor | None]:
+    return [t if t is None else t.clone().requires_grad_() for t in tensors_of(a)]
+
+
+@pytest.mark.parametrize("norms", [(True, True), (False, False)])
+def test_compiled_whole_it_gives_the_same_values_and_gradients(norms):
+    a = random_arguments(9, 4, 64, norms=norms)
+    eager, traced, graphs = with_gradients(a), with_gradients(a), []
+
+    def reduced(*tensors):
+        return hc_gate_reduce(*tensors, **EPSILONS).square()
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    # The CPU platform turns torch.compile off for SGLang in the whole process.
+    with torch._dynamo.config.patch(disable=False):
+        with torch.no_grad():
+            torch.compile(reduced, backend=backend, fullgraph=True)(*traced)
+        result = torch.compile(reduced, backend="aot_eager", fullgraph=True)(*traced)
+    assert "hyperdflash.hc_gate_reduce" in graphs[0].code
+    expected = reduced(*eager)
+    torch.testing.assert_close(result, expected)
+    expected.sum().backward()
+    result.sum().backward()
+    for ours, wanted in zip(traced, eager, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(ours.grad, wanted.grad)
+
+
+def test_training_and_serving_take_the_same_values_of_rows_that_lie_anywhere():
+    a = random_arguments(9, 4, 64, dtype=torch.bfloat16)
+    trained = hc_gate_reduce(*with_gradients(a), **EPSILONS)
+    assert trained.requires_grad
+    wide = torch.cat([a.hidden, a.hidden], dim=1)[:, :256]
+    assert not wide.is_contiguous()
+    with torch.inference_mode():
+        for hidden in (a.hidden, wide):
+            served = hc_gate_reduce(hidden, *tensors_of(a)[1:], **EPSILONS)
+            assert torch.equal(trained, served)
+
+
+def test_a_frozen_target_gets_no_gradient():
+    a = random_arguments(9, 4, 64)
+    hidden, *weights = with_gradients(a)
+    hidden.requires_grad_(False)
+    hc_gate_reduce(hidden, *weights, **EPSILONS).sum().backward()
+    assert hidden.grad is None
+    plain = with_gradients(a)
+    hc_gate_reduce_reference(*plain, **EPSILONS).sum().backward()
+    for ours, wanted in zip(weights, plain[1:], strict=True):
+        assert relative_error(ours.grad, wanted.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [
+        ("hidden", torch.Tensor.int, TypeError),
+        ("hidden", lambda t: t.T.contiguous().T, ValueError),
+        ("fn", lambda t: t.to("meta"), ValueError),
+        ("fn", lambda t: t.T.contiguous().T, ValueError),
+    ],
+)
+def test_wrong_dtypes_devices_and_strides_are_refused(name, change, error):
+    a = random_arguments(3, 4, 64)
+    with pytest.raises(
+        error, match="residual" if name == "hidden" and error is ValueError else name
+    ):
+        hc_gate_reduce(
+            *tensors_of(dataclasses.replace(a, **{name: change(getattr(a, name))})), **EPSILONS
+        )
+
+
+@pytest.mark.parametrize("m, d", [(3, 64), (16, 64), (4, 96), (1, 65536)])
+def test_sizes_that_cuda_does_not_take_are_refused(m, d):
+    shapes = (2, m * d), (m, m * d), (m,), (1,)
+    tensors = (torch.empty(shape, device="meta") for shape in shapes)
+    with pytest.raises(ValueError, match=rf"m={m}, d={d}"):
+        GateArguments(*tensors, None, None, **EPSILONS).check_kernel_limits()

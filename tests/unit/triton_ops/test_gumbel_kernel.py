@@ -1,23 +1,120 @@
-"""The noise's device functions are the torch ones: in Triton's interpreter, or on a GPU."""
+"""Hashed noise: SGLang's, bit for bit; draws follow their weights; kernels have the same."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import triton
 import triton.language as tl
+from scipy import stats
 
+from tests.unit.statistics_help import chi_square_p_value
+from tests.unit.triton_ops.gate_help import DEVICE
 from triton_ops import gumbel
+from triton_ops.gumbel import (
+    BLOCK_STREAM,
+    RESIDUAL_STREAM,
+    block_seeds,
+    coins,
+    gumbel_argmax,
+    gumbel_noise,
+    hash32,
+)
 from triton_ops.gumbel_kernel import block_seed, coin, divided, noise, row_hash
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+SEEDS = torch.tensor([0, 1, 42, -1, -(2**63), 2**63 - 1, 2**32, 0x123456789ABCDEF])
+POSITIONS = torch.tensor([0, 1, 7, 131071, 2**31 - 1, 5, 1_048_575, 3])
+MANY = 40_000
+EQUAL, STEP, ZERO = torch.full((MANY, 4), 0.25), torch.arange(MANY), torch.zeros(MANY).long()
+
+
+def uniform(cells: torch.Tensor, count: int) -> bool:
+    return chi_square_p_value(cells, torch.full((count,), 1 / count)) > 1e-4
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="SGLang's kernel is interpreted")
+def test_hashes_and_draws_are_those_of_sglangs_seeded_sampler():
+    """SGLang's own Triton kernel runs in Triton's interpreter."""
+    import sglang
+    from sglang.srt.layers import sampler
+
+    path = Path(sglang.__path__[0]) / "kernels/ops/sampling/murmur_hash.py"
+    spec = importlib.util.spec_from_file_location("interpreted_murmur_hash", path)
+    module = importlib.util.module_from_spec(spec)
+
+    def sglang_hash(seeds, positions, ids):
+        hashed = torch.empty(len(seeds), len(ids), dtype=torch.uint32)
+        grid = (len(seeds), -(-len(ids) // 1024))
+        module.murmur_hash32_kernel[grid](
+            seeds.to(torch.uint64), positions, ids, hashed, *hashed.shape, BLOCK_SIZE=1024
+        )
+        return hashed
+
+    ids = torch.cat([torch.arange(1500), torch.tensor([129_279, 2**31 - 1])])
+    probs = torch.randn(8, 700, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    probs[:, 5::7] = 0.0
+    with (
+        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
+        mock.patch.object(sampler, "murmur_hash32", sglang_hash),
+    ):
+        spec.loader.exec_module(module)
+        expected = sglang_hash(SEEDS, POSITIONS, ids).long()
+        draw = sampler.multinomial_with_seed._torchdynamo_orig_callable
+        drawn = draw(probs.log(), SEEDS, POSITIONS).squeeze(1)
+    hashed = hash32(SEEDS, POSITIONS, ids)
+    assert torch.equal(hashed, expected)
+    assert int(hashed.min()) >= 0 and int(hashed.max()) < 2**32
+    assert torch.equal(gumbel_argmax(probs, SEEDS, POSITIONS), drawn)
+    each = gumbel_noise(SEEDS, POSITIONS, ids.expand(8, -1))  # ids of every row's own
+    assert torch.equal(each, gumbel_noise(SEEDS, POSITIONS, ids))
+
+
+def test_the_noise_at_the_hashs_ends_is_finite():
+    with mock.patch("triton_ops.gumbel.hash32") as hashed:
+        hashed.return_value = torch.tensor([[0, 1, 2**32 - 2, 2**32 - 1]])
+        noise = gumbel_noise(SEEDS[:1], POSITIONS[:1], torch.arange(4))[0]
+    assert torch.isfinite(noise).all()
+    assert noise.tolist() == sorted(noise.tolist())
+    assert float(noise[3]) == pytest.approx(32 * 0.6931471805599453)
+
+
+@pytest.mark.parametrize(("seeds", "positions"), [(STEP, ZERO + 3), (ZERO + 3, STEP)])
+def test_draws_follow_their_weights_over_seeds_and_over_positions(seeds, positions):
+    weights = torch.tensor([4.0, 0.0, 1.0, 2.0, 1.0])
+    draws = gumbel_argmax(weights.expand(MANY, -1), seeds, positions)
+    assert chi_square_p_value(draws, weights / weights.sum()) > 1e-4
+
+
+def test_neighbouring_positions_coins_and_residual_draws_are_independent():
+    u, drawn = coins(STEP, ZERO + 11), gumbel_argmax(EQUAL, STEP, ZERO + 11)
+    assert float(u.min()) >= 0.0 and float(u.max()) < 1.0
+    assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-4
+    residual = gumbel_argmax(EQUAL, STEP ^ RESIDUAL_STREAM, ZERO + 11)
+    assert uniform((drawn * 4 + residual) * 4 + (u * 4).long(), 64)
+    assert uniform(4 * drawn + gumbel_argmax(EQUAL, STEP, ZERO + 12), 16)
+
+
+def test_blocks_of_a_seed_have_noise_of_their_own_unless_it_is_the_clients():
+    seeds, seeded = torch.full((MANY,), 2**63 - 5), torch.ones(MANY, dtype=torch.bool)
+    blocks = block_seeds(seeds, ~seeded, STEP)
+    assert len(blocks.unique()) == MANY
+    assert torch.equal(block_seeds(seeds, seeded, STEP), seeds)
+    wrapped = (2**63 - 5 + 3 * BLOCK_STREAM + 2**63) % 2**64 - 2**63
+    assert BLOCK_STREAM % 2 == 1 and int(blocks[2]) == wrapped
+    # Two blocks that overlap draw at one position independently.
+    earlier = gumbel_argmax(EQUAL, block_seeds(seeds, ~seeded, STEP - 1), STEP + 1)
+    assert uniform(4 * gumbel_argmax(EQUAL, blocks, STEP + 1) + earlier, 16)
+
+
 N = tl.constexpr(64)
 
 # As conftest imports the kernels: Triton reads the variable while it decorates.
-with mock.patch.dict(os.environ, {} if CUDA else {"TRITON_INTERPRET": "1"}):
+with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
 
     @triton.jit
     def _noise_kernel(hashed_ptr, ids_ptr, out_ptr):
@@ -26,31 +123,23 @@ with mock.patch.dict(os.environ, {} if CUDA else {"TRITON_INTERPRET": "1"}):
         tl.store(out_ptr + at, noise(hashed, tl.load(ids_ptr + at).to(tl.uint32)))
 
     @triton.jit
-    def _rows_kernel(seeds_ptr, seeded_ptr, positions_ptr, hashes_ptr, coins_ptr, blocks_ptr):
-        """Blocks of all but the first, which is a scalar."""
-        at = tl.arange(0, N)
+    def _rows_kernel(seeds_ptr, seeded_ptr, positions_ptr, hashes_ptr, coins_ptr, blocks_ptr,
+                     at):  # fmt: skip
+        """Of a block of rows ``at``, or of one."""
         seed, position = tl.load(seeds_ptr + at), tl.load(positions_ptr + at)
         tl.store(hashes_ptr + at, row_hash(seed, position).to(tl.int64))
         tl.store(coins_ptr + at, coin(seed, position))
         tl.store(blocks_ptr + at, block_seed(seed, tl.load(seeded_ptr + at), position))
-        seed, position = tl.load(seeds_ptr), tl.load(positions_ptr)
-        tl.store(hashes_ptr + N, row_hash(seed, position).to(tl.int64))
-        tl.store(coins_ptr + N, coin(seed, position))
-        tl.store(blocks_ptr + N, block_seed(seed, tl.load(seeded_ptr), position))
+
+    @triton.jit
+    def _block_kernel(seeds_ptr, seeded_ptr, positions_ptr, hashes_ptr, coins_ptr, blocks_ptr):
+        _rows_kernel(seeds_ptr, seeded_ptr, positions_ptr, hashes_ptr, coins_ptr, blocks_ptr,
+                     tl.arange(0, N))  # fmt: skip
 
     @triton.jit
     def _divided_kernel(x_ptr, t_ptr, out_ptr):
         at = tl.arange(0, N)
         tl.store(out_ptr + at, divided(tl.load(x_ptr + at), tl.load(t_ptr + at)))
-
-
-def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Seeds, whether clients gave them, positions."""
-    generator = torch.Generator().manual_seed(0)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator)
-    seeds[:6] = torch.tensor([-1, 0, 1, -(2**63), 2**63 - 1, 2**32])
-    positions = torch.randint(0, 2**31, (64,), generator=generator)
-    return seeds.to(DEVICE), torch.arange(64, device=DEVICE) % 2 == 1, positions.to(DEVICE)
 
 
 def _before(hashed: int, token: int) -> int:
@@ -71,34 +160,40 @@ def test_the_noise_is_finite_and_the_same_at_the_hashs_ends():
     hashes = [0, 1, 2, 2**31, 2**32 - 2, 2**32 - 1] + [k * 0x9E3779B1 % 2**32 for k in range(58)]
     ids = torch.arange(64) * 2021
     rows = [_before(h, token) for h, token in zip(hashes, ids.tolist(), strict=True)]
-    found = torch.empty(64, dtype=torch.float64, device=DEVICE)
-    _noise_kernel[(1,)](torch.tensor(rows, device=DEVICE), ids.to(DEVICE), found)
+    result = torch.empty(64, dtype=torch.float64, device=DEVICE)
+    _noise_kernel[(1,)](torch.tensor(rows, device=DEVICE), ids.to(DEVICE), result)
     with mock.patch("triton_ops.gumbel.hash32", return_value=torch.tensor(hashes)):
-        expected = gumbel.gumbel_noise(ids, ids, ids)
-    assert found.isfinite().all()
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-15, atol=1e-15)
+        expected = gumbel_noise(ids, ids, ids)
+    assert result.isfinite().all()
+    torch.testing.assert_close(result.cpu(), expected, rtol=1e-15, atol=1e-15)
 
 
 def test_hashes_coins_and_block_seeds_of_blocks_and_of_scalars():
-    seeds, seeded, positions = rows()
-    hashes = torch.empty(65, dtype=torch.int64, device=DEVICE)
-    coins, blocks = torch.empty_like(hashes, dtype=torch.float64), torch.empty_like(hashes)
-    _rows_kernel[(1,)](seeds, seeded, positions, hashes, coins, blocks)
-    assert torch.equal(coins[:64], gumbel.coins(seeds, positions))
-    assert torch.equal(blocks[:64], gumbel.block_seeds(seeds, seeded, positions))
-    for found in (hashes, coins, blocks):
-        assert found[64] == found[0]
-    ids = torch.full((64,), 77, device=DEVICE)
-    noise = torch.empty_like(coins[:64])
-    _noise_kernel[(1,)](hashes, ids, noise)
-    expected = gumbel.gumbel_noise(seeds, positions, ids[:1]).squeeze(1)
-    torch.testing.assert_close(noise, expected, rtol=1e-15, atol=1e-15)
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator)
+    seeds[:6] = torch.tensor([-1, 0, 1, -(2**63), 2**63 - 1, 2**32])
+    positions = torch.randint(0, 2**31, (64,), generator=generator).to(DEVICE)
+    seeds, seeded = seeds.to(DEVICE), torch.arange(64, device=DEVICE) % 2 == 1
+    hashes = torch.empty(64, dtype=torch.int64, device=DEVICE)
+    drawn, blocks = torch.empty_like(hashes, dtype=torch.float64), torch.empty_like(hashes)
+    given = seeds, seeded, positions, hashes, drawn, blocks
+    _block_kernel[(1,)](*given)
+    whole = [t.clone() for t in given[3:]]
+    assert torch.equal(drawn, coins(seeds, positions))
+    assert torch.equal(blocks, block_seeds(seeds, seeded, positions))
+    for row in range(8):
+        _rows_kernel[(1,)](*given, row)
+    assert all(map(torch.equal, given[3:], whole))
+    ids, result = torch.full((64,), 77, device=DEVICE), torch.empty_like(drawn)
+    _noise_kernel[(1,)](hashes, ids, result)
+    expected = gumbel_noise(seeds, positions, ids[:1]).squeeze(1)
+    torch.testing.assert_close(result, expected, rtol=1e-15, atol=1e-15)
 
 
 def test_quotients_are_rounded_as_torchs():
     x = torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(20)
     x[:4] = torch.tensor([float("inf"), float("-inf"), 0.0, 1e-42])
     for t in (1e-5, 0.3, 0.7, 1.0, 1.1, 9.999):
-        found, divisor = torch.empty(64, device=DEVICE), torch.full((64,), t, device=DEVICE)
-        _divided_kernel[(1,)](x.to(DEVICE), divisor, found)
-        assert torch.equal(found.cpu(), x / t)
+        result, divisor = torch.empty(64, device=DEVICE), torch.full((64,), t, device=DEVICE)
+        _divided_kernel[(1,)](x.to(DEVICE), divisor, result)
+        assert torch.equal(result.cpu(), x / t)

@@ -1,0 +1,66 @@
+"""The operators of a round: schema, fake and dispatch of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hyperdflash.draft.adjust import adjust_rows
+from sglang_hyperdflash.draft.propose import propose_greedy_op, propose_op
+from sglang_hyperdflash.serving.drafting.temperature import learn_op
+from tests.unit.triton_ops import (
+    test_adjust_kernel,
+    test_learn_kernel,
+    test_propose_kernel,
+    test_rows_kernel,
+    test_verify_kernels,
+)
+from tests.unit.triton_ops.gate_help import DEVICE, random_arguments, tensors_of
+from triton_ops.hc_gate_op import (
+    hc_gate_reduce_backward_op,
+    hc_gate_reduce_op,
+    reduce_reference,
+)
+from triton_ops.verification import accept, finish, row_statistics
+
+
+def cases():
+    """An operator and arguments of it, plain and with everything that is optional."""
+    for rank, changes in ((None, ""), (3, "penalties end_ids bias")):
+        known = test_propose_kernel.arguments(3, 2, 5, rank=rank, changes=changes)
+        yield propose_op.default, test_propose_kernel.on_device(known)
+        greedy = {name: known[name] for name in test_propose_kernel.GREEDY}
+        yield (
+            propose_greedy_op.default,
+            test_propose_kernel.on_device(greedy | {"anchors": known["block_tokens"][:, 0]}),
+        )
+    known = test_adjust_kernel.arguments(3, 2, 9)
+    known["logits"].nan_to_num_()
+    yield adjust_rows.default, [t.to(DEVICE) for t in known.values()]
+    inputs = test_rows_kernel.batch(4, 2, 40)
+    for kept in (None, test_rows_kernel.half_kept(inputs)):
+        yield row_statistics.default, [*inputs, kept, True]
+    correct = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    for filtered in (False, True):
+        given = test_verify_kernels.make_round(3, 2, 4, 20, filtered=filtered)
+        yield accept.default, given.of_accept()
+        yield finish.default, given.of_finish(correct, torch.ones(3, device=DEVICE).double())
+    yield accept.default, given.without_proposal(known=False).of_accept()
+    state = torch.rand(4), torch.rand(2, 4).double(), torch.rand(2)
+    round_ = test_learn_kernel.a_round(3, 2, 4).values()
+    yield learn_op.default, [*round_, True, True, *(t.to(DEVICE) for t in state), 400, 50.0]
+    for norms, dtype in (((True, True), torch.bfloat16), ((False, False), torch.float32)):
+        a = random_arguments(5, 2, 64, dtype=dtype, norms=norms)
+        yield hc_gate_reduce_op._opoverload, (*tensors_of(a), 1e-6, 1e-6)
+        given = (a.hidden[:, :64].contiguous(), *tensors_of(a), reduce_reference(a)[1], 1e-6, 1e-6)
+        for need_hidden in (True, False):
+            yield hc_gate_reduce_backward_op._opoverload, (*given, need_hidden)
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize(("operator", "arguments"), CASES, ids=[str(op) for op, _ in CASES])
+def test_the_operators_schema_and_fake_are_true(operator, arguments):
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, tuple(arguments), test_utils=checks)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ every = 1
 warmup_steps = 2
 bf16 = false
 """
-ENGINE = {"max_total_tokens": 8192, "mem_fraction_static": 0.2}
+ENGINE = ["--dtype", "float32", "--concurrency", "1"]
+ENGINE += ["--engine-args", json.dumps({"max_total_tokens": 8192, "mem_fraction_static": 0.2})]
 
 
 def prepare(folder: Path) -> None:
@@ -64,29 +66,45 @@ def prepare(folder: Path) -> None:
     sizes += " --dependency-rank 0"
     init = ["init", "--target", TARGET, "--out", str(folder / "draft"), *sizes.split()]
     assert main(init) == 0
-    chats = [
-        {"instruction": f"Count from {i}", "output": ", ".join(map(str, range(i, i + 9)))}
-        for i in range(PROMPTS)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    for chat in chats:  # two would be more than a shard of a MiB of states
-        chat["output"] = " ".join([chat["output"]] * 6)
-    (folder / "long.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    prompts = [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+
+    def write(name: str, lines: list[dict[str, Any]]) -> None:
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    counts = [", ".join(map(str, range(i, i + 9))) for i in range(PROMPTS)]
+    # Two long ones would be more than a shard of a MiB of states.
+    for name, copies in (("data", 1), ("long", 6)):
+        chats = [(f"Count from {i}", " ".join([count] * copies)) for i, count in enumerate(counts)]
+        write(name, [{"instruction": a, "output": b} for a, b in chats])
+    write("prompts", [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)])
     for name in BENCHMARKS:
-        turns = [{"turns": [f"{name} {i}?", "And then?"]} for i in range(2)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
-
-
-def whole_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
+        write(name, [{"turns": [f"{name} {i}?", "And then?"]} for i in range(2)])
 
 
 def records(path: Path, *names: str) -> list[dict[str, Any]]:
     """Chosen fields of every line; the order of lines is that of completion and not compared."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted(({n: line[n] for n in names} for line in lines), key=lambda r: r["index"])
+    return [{name: line[name] for name in names} for line in parsed(path)]
+
+
+def parsed(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answering(arguments: Callable[[str], list[str]], *names: str, **more) -> Subject:
+    """A command that writes a line for each prompt to ``out.jsonl``.
+
+    Args:
+        arguments: of the command, given the output file. names: fields that are compared.
+    """
+    name = "out.jsonl"
+    return Subject(
+        arguments=lambda folder: arguments(str(folder / name)),
+        units=PROMPTS,
+        result=lambda folder: records(folder / name, "index", "digest", *names),
+        data=lambda folder: folder / name,
+        lines=name,
+        hashed=False,
+        **more,
+    )
 
 
 def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subject:
@@ -98,13 +116,11 @@ def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subjec
         work = str(folder / "work")
         return ["train", "--config", str(config), "--work", work, "--threads", "1"]
 
-    def log(folder: Path) -> Path:
-        return folder / "work" / "stage-1" / "training_log.jsonl"
+    log = "work/stage-1/training_log.jsonl"
 
     def result(folder: Path) -> list[Any]:
-        lines = [json.loads(line) for line in log(folder).read_text().splitlines()]
         times = {"minutes", "tokens_s", "data_wait"}
-        kept = [{k: v for k, v in line.items() if k not in times} for line in lines]
+        kept = [{k: v for k, v in one.items() if k not in times} for one in parsed(folder / log)]
         files = ("README.md", *DRAFTER_FILES)
         return [*kept, *((folder / "drafter" / name).read_bytes() for name in files)]
 
@@ -114,13 +130,11 @@ def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subjec
 
     many = {"launcher": TORCHRUN, "kill_helper": kill_one} if processes > 1 else {}
     return Subject(
-        name=f"train, {processes} process{'es' if processes > 1 else ''}",
         arguments=arguments,
         units=STEPS,
-        done=lambda folder: whole_lines(log(folder)),
         result=result,
-        lines=log,
         data=lambda folder: saved_states(folder / "work" / "stage-1")[-1],
+        lines=log,
         start=start,
         **many,
     )
@@ -142,36 +156,29 @@ def learning(shared: Path) -> Subject:
     def arguments(folder: Path) -> list[str]:
         return streams.learn_arguments(TARGET, shared, folder, LEARN)
 
-    def log(folder: Path) -> Path:
-        return folder / "work" / "training_log.jsonl"
+    log = "work/training_log.jsonl"
 
     def newest(folder: Path) -> int:
         """Of the versions, also of one that is being written."""
-        names = [path.name for path in folder.glob("published/0*")]
-        return max(map(int, names), default=0)
+        return max((int(path.name) for path in folder.glob("published/0*")), default=0)
 
     def result(folder: Path) -> list[Any]:
-        lines = [json.loads(line) for line in log(folder).read_text().splitlines()]
         names = ("step", "loss", "ce", "gradient_norm", "position_accuracy", "samples", "tau")
         version = current(folder / "published")
         version.check()
         state = read_state(saved_states(folder / "work")[-1])
-        weights = [
-            state[kind][name].numpy().tobytes()
-            for kind in ("drafter", "average")
-            for name in sorted(state[kind])
-        ]
+        tensors = [x for kind in ("drafter", "average") for _, x in sorted(state[kind].items())]
+        weights = [tensor.numpy().tobytes() for tensor in tensors]
         published = [(version.path / name).read_bytes() for name in DRAFTER_FILES]
-        return [*({name: line[name] for name in names} for line in lines), weights, published]
+        return [*records(folder / log, *names), weights, published]
 
     return Subject(
-        name="learn",
         arguments=arguments,
         units=VERSIONS,
-        done=newest,
+        on_disk=newest,
         result=result,
-        lines=log,
         data=lambda folder: saved_states(folder / "work")[-1],
+        lines=log,
         launcher=UNTIL_IT_WAITS,
     )
 
@@ -180,10 +187,12 @@ class Line:
     """A TCP line to a server that can be cut: for its clients the server has died."""
 
     def __init__(self, port: int) -> None:
-        self.to, self.open = port, True
+        self.port, self.open = port, True
         self.ends: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        # What a subject needs of it.
+        self.helper = {"kill_helper": self.cut, "restore_helper": self.restore}
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -192,25 +201,26 @@ class Line:
             if not self.open:
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self.to))
+            server = socket.create_connection(("127.0.0.1", self.port))
             self.ends += [client, server]
             for a, b in ((client, server), (server, client)):
                 threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
 
-    @staticmethod
-    def _copy(a: socket.socket, b: socket.socket) -> None:
+    def _copy(self, a: socket.socket, b: socket.socket) -> None:
         with suppress(OSError):
             while data := a.recv(1 << 16):
                 b.sendall(data)
-        for end in (a, b):
+        self._shut(a, b)
+
+    @staticmethod
+    def _shut(*ends: socket.socket) -> None:
+        for end in ends:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
+    def cut(self, _process: subprocess.Popen) -> None:
         self.open = False
-        for end in self.ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        self._shut(*self.ends)
         self.ends.clear()
 
     def restore(self) -> None:
@@ -221,23 +231,12 @@ def regenerating(shared: Path) -> Subject:
     """``regenerate``, against a server without a model behind a :class:`Line`."""
     line = Line(Answers(delay=0.2).server_port)
 
-    def arguments(folder: Path) -> list[str]:
-        files = ["--input", str(shared / "data.jsonl"), "--output", str(folder / "out.jsonl")]
+    def arguments(out: str) -> list[str]:
         options = ["--temperature", "0", "--max-new-tokens", "16", "--concurrency", "2"]
-        return ["regenerate", "--server", line.url, "--target", TARGET, *files, *options]
+        options += ["--input", str(shared / "data.jsonl"), "--output", out]
+        return ["regenerate", "--server", line.url, "--target", TARGET, *options]
 
-    return Subject(
-        name="regenerate",
-        arguments=arguments,
-        units=PROMPTS,
-        done=lambda folder: whole_lines(folder / "out.jsonl"),
-        result=lambda f: records(f / "out.jsonl", "index", "digest", "messages", "samples"),
-        lines=lambda folder: folder / "out.jsonl",
-        data=lambda folder: folder / "out.jsonl",
-        hashed=False,
-        kill_helper=lambda _process: line.cut(),
-        restore_helper=line.restore,
-    )
+    return answering(arguments, "messages", "samples", **line.helper)
 
 
 def kill_scheduler(process: subprocess.Popen) -> None:
@@ -252,37 +251,22 @@ def kill_scheduler(process: subprocess.Popen) -> None:
 def generating(shared: Path) -> Subject:
     """``generate``, greedy."""
 
-    def arguments(folder: Path) -> list[str]:
-        files = ["--input", str(shared / "prompts.jsonl"), "--output", str(folder / "out.jsonl")]
-        options = ["--dtype", "float32", "--max-new-tokens", "16", "--concurrency", "1"]
-        engine = ["--engine-args", json.dumps(ENGINE)]
-        return ["generate", "--model", TARGET, *files, *options, *engine]
+    def arguments(out: str) -> list[str]:
+        options = ["--input", str(shared / "prompts.jsonl"), "--output", out, *ENGINE]
+        return ["generate", "--model", TARGET, "--max-new-tokens", "16", *options]
 
-    return Subject(
-        name="generate",
-        arguments=arguments,
-        units=PROMPTS,
-        done=lambda folder: whole_lines(folder / "out.jsonl"),
-        result=lambda f: records(f / "out.jsonl", "index", "digest", "outputs"),
-        lines=lambda folder: folder / "out.jsonl",
-        data=lambda folder: folder / "out.jsonl",
-        hashed=False,
-        kill_helper=kill_scheduler,
-    )
+    return answering(arguments, "outputs", kill_helper=kill_scheduler)
 
 
 def capturing(shared: Path) -> Subject:
     """``capture``, a shard for every few conversations."""
 
     def arguments(folder: Path) -> list[str]:
-        files = ["--data", str(shared / "long.jsonl"), "--out", str(folder / "states")]
-        options = ["--dtype", "float32", "--shard-mib", "1", "--concurrency", "1"]
-        engine = ["--engine-args", json.dumps(ENGINE)]
-        return ["capture", "--target", TARGET, *files, *options, *engine]
+        options = ["--data", str(shared / "long.jsonl"), "--out", str(folder / "states"), *ENGINE]
+        return ["capture", "--target", TARGET, "--shard-mib", "1", *options]
 
     def result(folder: Path) -> list[Any]:
-        found = shards(folder)
-        assert len(found) == SHARDS, f"expected {SHARDS} shards, found {len(found)}"
+        assert len(shards(folder)) == SHARDS
         source = StoreReader(folder / "states")
         states = (source.states([i]).residual.numpy().tobytes() for i in range(len(source.samples)))
         samples = [(s.tokens.tolist(), s.spans) for s in source.samples]
@@ -292,12 +276,11 @@ def capturing(shared: Path) -> Subject:
         return sorted((folder / "states" / "shards").glob("*.safetensors"))
 
     return Subject(
-        name="capture",
         arguments=arguments,
         units=SHARDS,
-        done=lambda folder: len(shards(folder)),
+        on_disk=lambda folder: len(shards(folder)),
         result=result,
-        lines=lambda folder: folder / "states" / "manifests" / "capture-1-of-1.jsonl",
+        lines="states/manifests/capture-1-of-1.jsonl",
         data=lambda folder: shards(folder)[0],
         kill_helper=kill_scheduler,
     )
@@ -319,23 +302,21 @@ def comparing(shared: Path) -> Subject:
         return sorted((folder / "run" / "units").glob("*/*.json"))
 
     def result(folder: Path) -> list[Any]:
-        found: list[Any] = []
-        for path in units(folder):
-            answers = json.loads(path.read_text())["answers"]
-            found.append((path.name, path.parent.name, [a["output_ids"] for a in answers]))
+        answers = [
+            (path.name, path.parent.name, [a["output_ids"] for a in json.loads(text)["answers"]])
+            for path in units(folder)
+            for text in [path.read_text()]
+        ]
         rows = json.loads((folder / "run" / "results.json").read_text())["rows"]
         names = ("method", "benchmark", "num_prompts", "identical_to_baseline")
-        return found + [[row.get(name) for name in names] for row in rows]
+        return answers + [[row.get(name) for name in names] for row in rows]
 
     return Subject(
-        name="eval run",
         arguments=arguments,
         units=ROUNDS * len(BENCHMARKS) * 3,  # both methods and the noise floor
-        done=lambda folder: len(units(folder)),
+        on_disk=lambda folder: len(units(folder)),
         result=result,
-        lines=None,
         data=lambda folder: units(folder)[0],
         launcher=EVAL,
-        kill_helper=lambda _process: line.cut(),
-        restore_helper=line.restore,
+        **line.helper,
     )

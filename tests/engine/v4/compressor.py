@@ -34,20 +34,9 @@ def _window_4(step, pages, page_0, page_1, source, from_ring, first, d):
 
 
 def compress_forward(
-    kv_score_buffer,
-    kv_score_input,
-    ape,
-    plan,
-    *,
-    head_dim,
-    compress_ratio,
-    out=None,
-    is_online=False,
+    kv_score_buffer, kv_score_input, ape, plan, head_dim, compress_ratio, out, is_online
 ):
-    """Softmax over a window of 8 or 128 rows, per channel; the step's rows enter the rings.
-
-    Seam: ``dsv4.compress.compress_forward``.
-    """
+    """Softmax over a window of 8 or 128 rows, per channel; the step's rows enter the rings."""
     assert not is_online
     if out is None:
         # Uninitialised on a GPU: a row that is never written must not be read.
@@ -83,25 +72,10 @@ def compress_forward(
 
 
 def compress_norm_rope_store(
-    kv,
-    plan,
-    *,
-    norm_weight,
-    norm_eps,
-    freq_cis,
-    out_loc,
-    kvcache,
-    page_size,
-    use_fp4=False,
-    bf16_store=False,
-    kvcache_scale=None,
-    rope_cache=None,
-    fp4_k_write_metadata=None,
-    layout="v4",
-    fp8_2buff=False,
-    kvcache_rope=None,
-) -> None:
-    """Norm, RoPE at the window's first position, store. Seam: ``dsv4.compress`` by that name."""
+    kv, plan, norm_weight, norm_eps, freq_cis, out_loc, kvcache, page_size,
+    use_fp4, bf16_store, fp8_2buff,
+) -> None:  # fmt: skip
+    """Norm, RoPE at the window's first position, store."""
     assert not (use_fp4 or bf16_store or fp8_2buff) and out_loc.dtype == torch.int64
     rows = plan_rows(plan[1]).long()
     if plan.is_decode:
@@ -123,12 +97,9 @@ def compress_norm_rope_store(
 
 
 def clear_unaccepted_c128_draft_states(
-    state, req_pool_indices, seq_lens, accept_lens, *, ring_size, num_draft_tokens
+    state, req_pool_indices, seq_lens, accept_lens, ring_size, num_draft_tokens
 ) -> None:
-    """Empty the ring rows of rejected drafts, as EAGLE asks for after every round.
-
-    Seam: ``kvcache.dsv4_c128_cleanup`` by that name.
-    """
+    """Empty the ring rows of rejected drafts, as EAGLE asks for after every round."""
     half = state.shape[-1] // 2
     offsets = torch.arange(num_draft_tokens)
     rows = req_pool_indices.long()[:, None] * ring_size

@@ -1,6 +1,6 @@
 """Faults put in on purpose: what a test of this folder must notice.
 
-``V4_FAULT`` names one of :data:`FAULTS`.
+``V4_FAULT`` names one of them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,9 @@ def _poison(first: int) -> None:
         for state in filter(None, pool.compress_state_pools):
             if state.ratio != 128:
                 continue
-            rows = state.kv_score_buffer.kv_score
-            for request, length, kept in zip(
-                batch.req_pool_indices.tolist(),
-                before.tolist(),
-                result.accept_lens.tolist(),
-                strict=True,
-            ):
-                width = int(result.speculative_num_draft_tokens)
+            rows, width = state.kv_score_buffer.kv_score, int(result.speculative_num_draft_tokens)
+            each = (batch.req_pool_indices, before, result.accept_lens)
+            for request, length, kept in zip(*(x.tolist() for x in each), strict=True):
                 offsets = torch.arange(kept + first, width)
                 rows[request * state.ring_size + (length + offsets) % state.ring_size] = torch.nan
         return result
@@ -68,18 +63,9 @@ def poison_an_accepted_state() -> None:
     _poison(-1)
 
 
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        keep_no_rows_for_a_short_round,
-        rings_without_speculation,
-        poison_rejected_states,
-        poison_an_accepted_state,
-    )
-}
-
-
 def install() -> None:
     """The fault that the environment names, if any."""
+    faults = (keep_no_rows_for_a_short_round, rings_without_speculation)
+    faults += (poison_rejected_states, poison_an_accepted_state)
     if FAULT in os.environ:
-        FAULTS[os.environ[FAULT]]()
+        {fault.__name__: fault for fault in faults}[os.environ[FAULT]]()

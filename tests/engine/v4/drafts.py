@@ -1,8 +1,8 @@
 """Drafts that are right for a while, and what the drafter itself had proposed.
 
-A drafter of random weights is never accepted. The oracle replaces its drafts by a right prefix of 0
-to 6 tokens of a known answer, then wrong ones: every length of acceptance happens everywhere, at
-page ends and window ends too.
+A drafter of random weights is never accepted. The oracle replaces its drafts by a right prefix of
+any length of a known answer, then wrong ones: each acceptance happens everywhere, at page ends and
+window ends too.
 """
 
 from __future__ import annotations
@@ -24,36 +24,29 @@ def right_drafts(prompt: int, at: int, block: int) -> int:
     return zlib.crc32(f"{prompt} {at}".encode()) % block
 
 
-class Oracle:
-    """Proposes from known answers; requests that it does not know keep their own drafts."""
-
-    def __init__(self, answers: str) -> None:
-        known = json.loads(Path(answers).read_text())
-        self.known = {tuple(one["prompt"]): one["ids"] for one in known}
-
-    def drafts(self, prompt: list[int], length: int, anchor: int, own: list[int]) -> list[int]:
-        """The drafts of one round.
-
-        Args:
-            length: tokens before the anchor, prompt included. own: the drafter's.
-        """
-        answer, at = self.known.get(tuple(prompt)), length - len(prompt)
-        if answer is None or at >= len(answer) or answer[at] != anchor:
-            return own
-        right = right_drafts(len(prompt), at, len(own) + 1)
-        truth = answer[at + 1 : at + 1 + len(own)]
-        truth += [0] * (len(own) - len(truth))
-        # Another token of any vocabulary of even size.
-        return [token if j < right else token ^ 1 for j, token in enumerate(truth)]
-
-
 class Between:
     """Stands between a drafter and verification: writes down its drafts, asks the oracle."""
 
     def __init__(self) -> None:
-        self.oracle = Oracle(os.environ[ANSWERS]) if ANSWERS in os.environ else None
+        known = json.loads(Path(os.environ[ANSWERS]).read_text()) if ANSWERS in os.environ else []
+        self.known = {tuple(one["prompt"]): one["ids"] for one in known}
         self.sink = open(os.environ[OWN_DRAFTS], "a") if OWN_DRAFTS in os.environ else None  # noqa: SIM115
         self.seen: set[bool] = set()
+
+    def oracle(self, prompt: list[int], length: int, anchor: int, drafts: list[int]) -> list[int]:
+        """The drafts of one round: the drafter's, where no answer is known.
+
+        Args:
+            length: tokens before the anchor, prompt included. drafts: the drafter's.
+        """
+        answer, step = self.known.get(tuple(prompt)), length - len(prompt)
+        if answer is None or step >= len(answer) or answer[step] != anchor:
+            return drafts
+        right = right_drafts(len(prompt), step, len(drafts) + 1)
+        truth = answer[step + 1 : step + 1 + len(drafts)]
+        truth += [0] * (len(drafts) - len(truth))
+        # Another token of any vocabulary of even size.
+        return [token if j < right else token ^ 1 for j, token in enumerate(truth)]
 
     def round(self, tokens: torch.Tensor, batch) -> None:
         """One round's ``tokens [rows * block]``, each block after its anchor, in place."""
@@ -74,9 +67,8 @@ class Between:
             if self.sink is not None:
                 self.sink.write(json.dumps([request.rid, length, anchor, own]) + "\n")
                 self.sink.flush()
-            if self.oracle is not None:
-                drafts = self.oracle.drafts(list(request.origin_input_ids), length, anchor, own)
-                blocks[i, 1:] = blocks.new_tensor(drafts)
+            drafts = self.oracle(list(request.origin_input_ids), length, anchor, own)
+            blocks[i, 1:] = blocks.new_tensor(drafts)
 
 
 def install_if_asked() -> None:
@@ -98,10 +90,8 @@ def install() -> None:
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
     between = Between()
-    prepare, prepare_chain = (
-        DFlashVerifyInput.prepare_for_verify,
-        eagle_utils.eagle_prepare_for_verify,
-    )
+    prepare = DFlashVerifyInput.prepare_for_verify
+    prepare_chain = eagle_utils.eagle_prepare_for_verify
 
     def prepared(self, batch, *args, **options):
         between.round(self.draft_token, batch)

@@ -32,14 +32,8 @@ def shown(value: Any) -> str:
     return " ".join(map(shown, value)) if isinstance(value, list) else str(value)
 
 
-def table(report: dict) -> str:
-    """The findings as a Markdown table, in the order they were made."""
-    lines = ["| run | found |", "|---|---|"]
-    for what, numbers in report["found"].items():
-        found = [f"{name}: {shown(x)}" for name, x in numbers.items() if name != "commit"]
-        lines.append(f"| {what} | {'; '.join(found)} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    print(table(json.loads(PATH.read_text())))
+    print("| run | found |\n|---|---|")
+    for run, numbers in json.loads(PATH.read_text())["found"].items():
+        cells = (f"{name}: {shown(x)}" for name, x in numbers.items() if name != "commit")
+        print(f"| {run} | {'; '.join(cells)} |")

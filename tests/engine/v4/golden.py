@@ -6,11 +6,15 @@ arithmetic may be from the truth, whoever does it.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tests.engine.v4.checkpoint import CONFIG
 from tests.engine.v4.latents import GROUP, INDEX, NOPE, fp8_row, hadamard
 
 
@@ -40,29 +44,58 @@ def rounded_index(x: torch.Tensor) -> torch.Tensor:
     return hadamard(values.float() * scale).to(x.dtype)
 
 
-def _round_caches(model) -> None:
+def _round_caches(caches: list) -> None:
     """Round K/V where a server stores them: after RoPE, before anything reads them."""
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
-    def update(own):
+    def update(original):
         def rounded(self, keys, values, *args, **kwargs):
             keys = rounded_latents(keys)
-            return own(self, keys, keys, *args, **kwargs)
+            return original(self, keys, keys, *args, **kwargs)
 
         return rounded
 
-    def states(own):
+    def states(original):
         def rounded(self, name, compressed):
             index = compressed.shape[-1] == INDEX
-            return own(self, name, (rounded_index if index else rounded_latents)(compressed))
+            return original(self, name, (rounded_index if index else rounded_latents)(compressed))
 
         return rounded
 
-    for layer in model.caches:
+    for layer in caches:
         kind = type(layer)
         layer.update = update(kind.update).__get__(layer)
-        if isinstance(layer, v4.DeepseekV4HCACache):
+        if isinstance(layer, DeepseekV4HCACache):
             layer.update_compressor_states = states(kind.update_compressor_states).__get__(layer)
+
+
+@torch.no_grad()
+def transformers(
+    folder: Path, dtype: torch.dtype, tokens: list[int], decoded: int, fp8_cache: bool = True
+) -> Golden:
+    """Prefill all but the last ``decoded`` tokens, then one token at a time."""
+    from transformers import DeepseekV4ForCausalLM, DynamicCache
+
+    model, info = DeepseekV4ForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:  # kept in fp32, but then its own next product has two dtypes
+            weight.data = weight.data.to(dtype)
+    cache, streams = DynamicCache(config=model.config), []
+    if fp8_cache:
+        _round_caches(cache.layers)
+    model.model.layers[-1].register_forward_hook(
+        lambda _module, _inputs, output: streams.append(output[0].float())
+    )
+    first = len(tokens) - decoded
+    logits = [
+        model(torch.tensor([step]), past_key_values=cache, use_cache=True).logits[0]
+        for step in [tokens[:first]] + [[token] for token in tokens[first:]]
+    ]
+    return Golden(torch.cat(logits).float(), torch.cat(streams))
 
 
 def logit_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -75,45 +108,38 @@ def path_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).norm(dim=-1) / b.norm(dim=-1)
 
 
-def medians(error: torch.Tensor, prompt: int) -> list[float]:
-    """Over the prefill's rows and over the decoded ones."""
-    return [float(part.median()) for part in (error[:prompt], error[prompt:])]
+def _transposed(mixes: torch.Tensor) -> None:
+    """The streams are mixed the other way; mixes are those of inputs, of outputs, of both."""
+    m = CONFIG["hc_mult"]
+    between = mixes[2 * m :].clone().unflatten(0, (m, m))
+    mixes[2 * m :] = between.transpose(0, 1).flatten(0, 1)
 
 
-class Transformers:
-    """The model, in one dtype."""
+MIXES = ("hc_attn_fn", "hc_attn_base", "hc_ffn_fn", "hc_ffn_base")
+# What changes a checkpoint, by name: the end of weights' names and what is done to them in place.
+WEIGHTS: dict[str, tuple[str | tuple[str, ...], Callable[[torch.Tensor], Any]]] = {
+    "without sinks": ("attn_sink", lambda weight: weight.fill_(-1e4)),
+    "without window biases": ("attn.compressor.ape", torch.Tensor.zero_),
+    "without one mixing base": ("layers.2.hc_attn_base", torch.Tensor.zero_),
+    "mixing the other way": (MIXES, _transposed),
+    "index turned round": ("indexer.weights_proj.weight", torch.Tensor.neg_),
+}
+FIELDS = {
+    "one rope": {"compress_rope_theta": CONFIG["rope_theta"]},
+    "without clamps": {"swiglu_limit": 1e4},
+}
 
-    def __init__(self, folder: Path, dtype: torch.dtype, fp8_cache: bool = False) -> None:
-        from transformers import DeepseekV4ForCausalLM
 
-        self.model, info = DeepseekV4ForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
-        )
-        assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        self.model.eval()
-        for name, weight in self.model.named_parameters():
-            if "norm" in name:  # kept in fp32, but then its own next product has two dtypes
-                weight.data = weight.data.to(dtype)
-        self.fp8_cache, self.caches = fp8_cache, []
+def changed(target: Path, fault: str, folder: Path) -> Path:
+    """The checkpoint with one fault of :data:`WEIGHTS` or :data:`FIELDS`, in a new folder."""
+    from safetensors.torch import load_file, save_file
 
-    @torch.no_grad()
-    def run(self, tokens: list[int], decoded: int) -> Golden:
-        """Prefill all but the last ``decoded`` tokens, then one token at a time."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.model.config)
-        if self.fp8_cache:
-            self.caches = cache.layers
-            _round_caches(self)
-        streams = []
-        hook = self.model.model.layers[-1].register_forward_hook(
-            lambda _module, _inputs, output: streams.append(output[0].float())
-        )
-        first = len(tokens) - decoded
-        steps = [tokens[:first]] + [[token] for token in tokens[first:]]
-        logits = [
-            self.model(torch.tensor([step]), past_key_values=cache, use_cache=True).logits[0]
-            for step in steps
-        ]
-        hook.remove()
-        return Golden(torch.cat(logits).float(), torch.cat(streams))
+    weights = load_file(target / "model.safetensors")
+    ends, change = WEIGHTS.get(fault, ((), None))
+    for name in [name for name in weights if name.endswith(ends)]:
+        change(weights[name])
+    config = json.loads((target / "config.json").read_text()) | FIELDS.get(fault, {})
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

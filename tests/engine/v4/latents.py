@@ -39,15 +39,13 @@ def rms(x: torch.Tensor, eps: float, weight=None) -> torch.Tensor:
     return x * scale if weight is None else x * scale * weight.float()
 
 
-def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False) -> None:
-    """Seam: ``dsv4.norm_rope.fused_rope_inplace``."""
+def fused_rope_inplace(q, k, freqs_cis, positions, inverse) -> None:
     for x in (q, k):
         if x is not None:
             x.copy_(rotate(x, freqs_cis, positions, inverse))
 
 
 def fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions) -> None:
-    """Seam: ``dsv4.norm_rope.fused_q_norm_rope``."""
     q = q_input if eps is None else rms(q_input, eps).to(q_input.dtype)
     d = 2 * freqs_cis.shape[-1]
     q_output[..., :-d] = q[..., :-d]
@@ -97,9 +95,8 @@ def load_latents(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
 
 
 def fused_k_norm_rope_flashmla(
-    kv, kv_weight, eps, freqs_cis, positions, out_loc, kvcache, page_size, layout="v4", q=None
+    kv, kv_weight, eps, freqs_cis, positions, out_loc, kvcache, page_size, layout, q
 ) -> None:
-    """Seam: ``dsv4.norm_rope.fused_k_norm_rope_flashmla``."""
     assert q is None and str(getattr(layout, "value", layout)) == "v4"
     assert out_loc.dtype == torch.int32
     x = rotate_end(rms(kv, eps, kv_weight), freqs_cis, positions)
@@ -136,7 +133,6 @@ def store_index(x: torch.Tensor, loc: torch.Tensor, cache: torch.Tensor, page: i
 
 
 def fused_q_indexer_rope_hadamard_quant(q_input, weight, weight_scale, freqs_cis, positions):
-    """Seam: ``dsv4.norm_rope.fused_q_indexer_rope_hadamard_quant``."""
     q = rotate_end(q_input.float(), freqs_cis, positions)
     q_fp8, scale = fp8_row(hadamard(q.to(q_input.dtype).float()))
     return q_fp8, weight.float()[..., None] * weight_scale * scale

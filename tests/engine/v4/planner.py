@@ -52,8 +52,7 @@ extern "C" void plan_decode(
 
 
 def _between(text: str, first: str, last: str) -> str:
-    start = text.index(first)
-    return text[start : text.index(last, start)]
+    return first + text.split(first, 1)[1].split(last, 1)[0]
 
 
 def source() -> str:
@@ -61,19 +60,11 @@ def source() -> str:
     root = Path(str(find_spec("sglang").origin)).parent / "kernels/jit"
     plans = (root / "csrc/deepseek_v4/c_plan.cuh").read_text()
     structs = (root / "include/sgl_kernel/deepseek_v4/compress_v2.cuh").read_text()
-    name = "namespace device::compress {"
-    pad = re.search(r"const auto mtp_pad = [^;]+;", plans)
-    assert pad is not None
-    return "\n".join(
-        [
-            HOST.read_text(),
-            _between(structs, name, "}  // namespace device::compress"),
-            "}",
-            "using namespace device::compress;",
-            _between(plans, "using PlanC", "__global__ void plan_compress_prefill_legacy_kernel"),
-            CALLS.format(pad=pad[0]),
-        ]
-    )
+    name, last = "namespace device::compress", "__global__ void plan_compress_prefill_legacy_kernel"
+    pad = re.search(r"const auto mtp_pad = [^;]+;", plans)[0]
+    parts = (HOST.read_text(), _between(structs, f"{name} {{", f"}}  // {name}"), "}")
+    parts += ("using namespace device::compress;", _between(plans, "using PlanC", last))
+    return "\n".join((*parts, CALLS.format(pad=pad)))
 
 
 class Planner:
@@ -90,33 +81,22 @@ class Planner:
         """Rows of a block that are kept however few of them are accepted."""
         return self.library.pad_of(ratio, ring)
 
-    def prefill(
-        self, ratio, request, seq_lens, extend_lens, table, full_to_state, page, ring, rows,
-        req_ring=False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def prefill(self, ratio, request, seq, extend, table, windows, page, ring, rows, by_request):
         """Compressions ``[rows, 4]`` and writes ``[rows, 2]`` int32, in no order."""
         c, w = torch.empty(rows, 4, dtype=torch.int32), torch.empty(rows, 2, dtype=torch.int32)
-        pointers = (c, w, request, table)
-        self.library.plan_prefill(
-            *map(_pointer, pointers), ctypes.c_int64(table.stride(0)),
-            *map(_pointer, (full_to_state, seq_lens, extend_lens)),
-            len(request), rows, ratio, page, ring, ctypes.c_bool(req_ring),
-        )  # fmt: skip
+        given = (c, w, request, table, ctypes.c_int64(table.stride(0)), windows, seq, extend)
+        numbers = (len(request), rows, ratio, page, ring, ctypes.c_bool(by_request))
+        self.library.plan_prefill(*map(_pointer, given), *numbers)
         return c, w
 
-    def decode(
-        self, ratio, request, table, full_to_state, seq_lens, page, ring, req_ring=False
-    ) -> torch.Tensor:
+    def decode(self, ratio, request, table, windows, seq, page, ring, by_request):
         """``[batch, 4]`` int32: length, ring row to write, two ring pages to read."""
         d = torch.empty(len(request), 4, dtype=torch.int32)
-        self.library.plan_decode(
-            *map(_pointer, (d, request, table)), ctypes.c_int64(table.stride(0)),
-            *map(_pointer, (full_to_state, seq_lens)),
-            len(request), page, ring, ratio, ctypes.c_bool(req_ring),
-        )  # fmt: skip
+        given = (d, request, table, ctypes.c_int64(table.stride(0)), windows, seq)
+        numbers = (len(request), page, ring, ratio, ctypes.c_bool(by_request))
+        self.library.plan_decode(*map(_pointer, given), *numbers)
         return d
 
 
-def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    assert tensor.is_contiguous() or tensor.dim() == 2
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointer(value: torch.Tensor | ctypes.c_int64) -> ctypes.c_void_p | ctypes.c_int64:
+    return ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else value

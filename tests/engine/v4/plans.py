@@ -52,21 +52,14 @@ def _int32(*columns: torch.Tensor) -> torch.Tensor:
 
 
 def plan_decode(
-    compress_ratio,
-    req_pool_indices,
-    req_to_token,
-    full_to_state,
-    seq_lens,
-    swa_page_size,
-    ring_size,
-    use_req_ring=False,
-):
-    """Seam: ``CompressorDecodePlan.generate``: one token a request."""
+    compress_ratio, req_pool_indices, req_to_token, full_to_state, seq_lens,
+    swa_page_size, ring_size, use_req_ring,
+):  # fmt: skip
+    """One token a request."""
     from sglang.kernels.ops.attention.dsv4.compress import CompressorDecodePlan
 
-    rings = Rings(
-        compress_ratio, req_to_token, full_to_state, swa_page_size, ring_size, use_req_ring
-    )
+    where = (req_to_token, full_to_state, swa_page_size)
+    rings = Rings(compress_ratio, *where, ring_size, use_req_ring)
     request, last = req_pool_indices.long(), seq_lens.long() - 1
     write = rings.row(request, last)
     read = rings.row(request, (last - compress_ratio).clamp_min(0))
@@ -75,24 +68,14 @@ def plan_decode(
 
 
 def plan_prefill(
-    compress_ratio,
-    req_pool_indices,
-    seq_lens,
-    extend_lens,
-    req_to_token,
-    full_to_state,
-    swa_page_size,
-    ring_size,
-    num_q_tokens,
-    use_cuda_graph=False,
-    use_req_ring=False,
-):
-    """Seam: ``CompressorPrefillPlan.generate``: prefill, and the verified blocks of a round."""
+    compress_ratio, req_pool_indices, seq_lens, extend_lens, req_to_token, full_to_state,
+    swa_page_size, ring_size, num_q_tokens, use_cuda_graph, use_req_ring,
+):  # fmt: skip
+    """Prefill, and the verified blocks of a round."""
     from sglang.kernels.ops.attention.dsv4.compress import CompressorPrefillPlan
 
-    rings = Rings(
-        compress_ratio, req_to_token, full_to_state, swa_page_size, ring_size, use_req_ring
-    )
+    where = (req_to_token, full_to_state, swa_page_size)
+    rings = Rings(compress_ratio, *where, ring_size, use_req_ring)
     compressed, written, base = [], [], 0
     requests = (req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist())
     for request, seq_len, extend in zip(*requests, strict=True):
@@ -108,11 +91,8 @@ def plan_prefill(
         empty = torch.tensor([[NO_ROW, 0, NO_ROW, NO_ROW]]).int()
         c = torch.cat([c, empty.expand(num_q_tokens - len(c), 4)])
         w = torch.cat([w, empty[:, [0, 2]].expand(num_q_tokens - len(w), 2)])
-    return CompressorPrefillPlan(
-        compress_ratio,
-        c.contiguous().view(torch.uint8).view(-1, 16),
-        w.contiguous().view(torch.uint8).view(-1, 8),
-    )
+    c, w = (x.contiguous().view(torch.uint8).view(-1, 4 * x.shape[1]) for x in (c, w))
+    return CompressorPrefillPlan(compress_ratio, c, w)
 
 
 def _compressed(rings: Rings, request: int, position: torch.Tensor, base: int) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """A server plugin: SGLang's own DeepSeek-V4 on a CPU, torch in the place of its CUDA kernels.
 
 Model class, boundaries, attention backend, metadata, plans' addresses, K/V pools and allocators
-stay SGLang's. Every replacement has the arguments of the function it replaces and writes the same
-bytes to the same pools.
+stay SGLang's. Every replacement takes arguments of the function it replaces by their names and
+writes the same bytes to the same pools.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
 import types
@@ -15,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.engine.v4 import (
+from tests.engine.v4 import (  # fmt: skip
     compressor,
     controls,
     drafts,
@@ -24,10 +26,9 @@ from tests.engine.v4 import (
     plans,
     product,
     sparse,
-    states,
     streams,
+    trace,
 )
-from tests.engine.v4 import trace as traces
 
 # What a CUDA server chooses by its device; here by environment.
 ENVIRONMENT = {
@@ -36,6 +37,58 @@ ENVIRONMENT = {
     "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0",
 }
 DEVICE_LENGTHS = "V4_DEVICE_LENGTHS"
+OPS, DSV4 = "sglang.kernels.ops", "sglang.kernels.ops.attention.dsv4"
+INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
+# Module and name of what is replaced; ours has the same name, or is named.
+SEAMS: dict[tuple[str, str], Callable] = {
+    (f"{DSV4}.compress", "CompressorDecodePlan.generate"): plans.plan_decode,
+    (f"{DSV4}.compress", "CompressorPrefillPlan.generate"): plans.plan_prefill,
+    (INDEXER, "fp8_paged_mqa_logits_torch"): sparse.index_logits,
+    (INDEXER, "topk_transform_pytorch_vectorized"): sparse.topk_transform,
+} | {
+    (f"{OPS}.{module}", ours.__name__): ours
+    for module, *functions in (
+        ("attention.dsv4.compress", compressor.compress_forward),
+        ("attention.dsv4.compress", compressor.compress_norm_rope_store),
+        ("kvcache.dsv4_c128_cleanup", compressor.clear_unaccepted_c128_draft_states),
+        ("attention.dsv4.norm_rope", latents.fused_rope_inplace, latents.fused_q_norm_rope),
+        ("attention.dsv4.norm_rope", latents.fused_k_norm_rope_flashmla),
+        ("attention.dsv4.norm_rope", latents.fused_q_indexer_rope_hadamard_quant),
+        ("attention.dsv4.metadata_kernel", sparse.init_compression_metadata),
+        ("attention.flash_mla_interface", sparse.flash_mla_with_kvcache, sparse.get_mla_metadata),
+        ("layernorm.mhc", streams.mhc_pre, streams.mhc_post, streams.mhc_fused_post_pre),
+        ("layernorm.mhc_head", streams.fused_hc_head),
+        ("activation.silu_and_mul_clamp", streams.silu_and_mul_clamp),
+    )
+    for ours in functions
+}
+
+
+def flash_mla_without_cuda() -> None:
+    """FlashMLA's wheel is CUDA only, and SGLang's interface imports it."""
+    wheel, inner = types.ModuleType("flash_mla"), types.ModuleType("flash_mla.flash_mla_interface")
+    wheel.fused_norm_rope_attn_rope_cast = None
+    inner.FlashMLASchedMeta = types.SimpleNamespace
+    sys.modules |= {"flash_mla": wheel, "flash_mla.flash_mla_interface": inner}
+
+
+def standing_in(original: Callable, ours: Callable) -> Callable:
+    """``ours``, called as ``original`` is.
+
+    Raises:
+        TypeError: ``original`` has no argument of a name that ours takes.
+    """
+    shape, wanted = inspect.signature(original), inspect.signature(ours).parameters
+    if missing := wanted.keys() - shape.parameters.keys():
+        raise TypeError(f"{original.__name__} has no {', '.join(sorted(missing))}")
+
+    @functools.wraps(original)
+    def called(*args, **options):
+        given = shape.bind(*args, **options)
+        given.apply_defaults()
+        return ours(**{name: given.arguments[name] for name in wanted})
+
+    return called
 
 
 def replace(original: Callable, new: Callable) -> None:
@@ -48,54 +101,29 @@ def replace(original: Callable, new: Callable) -> None:
                 setattr(module, key, new)
 
 
-def flash_mla() -> None:
-    """FlashMLA's wheel is CUDA only, and the backend imports it."""
-    name = "sglang.kernels.ops.attention.flash_mla_interface"
-    module = types.ModuleType(name)
-    module.flash_mla_with_kvcache = sparse.flash_mla_with_kvcache
-    module.get_mla_metadata = lambda *args, **kwargs: (types.SimpleNamespace(), None)
-    module.FlashMLASchedMeta = types.SimpleNamespace
-    module.SPLIT_KV_MIN_TOPK = 641
-    sys.modules[name] = module
-    importlib.import_module("sglang.kernels.ops.attention").flash_mla_interface = module
-
-
 def kernels() -> None:
     """Every kernel that a round reaches."""
-    importlib.import_module("sglang.kernels.ops.attention.dsv4")
-    from sglang.kernels.ops.activation import silu_and_mul_clamp
-    from sglang.kernels.ops.attention.dsv4 import compress, metadata_kernel, norm_rope
-    from sglang.kernels.ops.kvcache import dsv4_c128_cleanup
-    from sglang.kernels.ops.layernorm import mhc, mhc_head
+    flash_mla_without_cuda()
+    importlib.import_module(DSV4)
+    for (place, name), ours in SEAMS.items():
+        module = importlib.import_module(place)
+        owner, _, method = name.rpartition(".")
+        if owner:
+            kind = getattr(module, owner)
+            setattr(kind, method, staticmethod(standing_in(getattr(kind, method), ours)))
+        else:
+            original = getattr(module, name)
+            replace(original, standing_in(original, ours))
+    # Pages of 256 in speculative decoding; SGLang has this one in torch too.
     from sglang.srt.mem_cache import allocation
 
-    compress.CompressorDecodePlan.generate = staticmethod(plans.plan_decode)
-    compress.CompressorPrefillPlan.generate = staticmethod(plans.plan_prefill)
-    for module, ours, names in (
-        (compress, compressor, ("compress_forward", "compress_norm_rope_store")),
-        (dsv4_c128_cleanup, compressor, ("clear_unaccepted_c128_draft_states",)),
-        (norm_rope, latents, ("fused_rope_inplace", "fused_q_norm_rope")),
-        (norm_rope, latents, ("fused_k_norm_rope_flashmla",)),
-        (norm_rope, latents, ("fused_q_indexer_rope_hadamard_quant",)),
-        (metadata_kernel, sparse, ("init_compression_metadata",)),
-        (mhc, streams, ("mhc_pre", "mhc_post", "mhc_fused_post_pre")),
-        (mhc_head, streams, ("fused_hc_head",)),
-        (silu_and_mul_clamp, streams, ("silu_and_mul_clamp",)),
-    ):
-        for name in names:
-            replace(getattr(module, name), getattr(ours, name))
-    # Pages of 256 in speculative decoding; SGLang has this one in torch too.
     replace(allocation.get_last_loc_triton, allocation.get_last_loc_torch)
 
 
 def backend() -> None:
     """DeepSeek-V4's attention backend as on CUDA: sequence lengths stay on the device."""
     module = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_backend")
-    module._is_cuda = True
-    module.is_cuda = lambda: True
-    indexer = importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
-    indexer.fp8_paged_mqa_logits_torch = sparse.index_logits
-    indexer.topk_transform_pytorch_vectorized = sparse.topk_transform
+    module._is_cuda, module.is_cuda = True, lambda: True
 
 
 def model() -> None:
@@ -121,7 +149,6 @@ def model() -> None:
 
 def load() -> None:
     """SGLang's plugin entry point."""
-    flash_mla()
     kernels()
     exact.exact_everywhere()
     backend()
@@ -130,9 +157,6 @@ def load() -> None:
         from cpu_engine.platform.attention import TorchAttention
 
         TorchAttention.needs_cpu_seq_lens = False
-    controls.install()
-    traces.install()
-    states.install()
-    product.install()
-    drafts.install()
+    for part in (controls, trace, product, drafts):
+        part.install()
     print("V4: replacements are in place", flush=True)

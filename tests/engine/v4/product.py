@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,26 +40,6 @@ C4, C128 = 1, 2  # layers of the checkpoint, one of each ratio
 # The index chooses 512 of more than 2048 tokens' windows; here 64 of these requests' 96 to 133.
 CHOSEN = 64
 LAST = 16  # compressed keys that are compared, those before the block among them
-
-
-@dataclass
-class Found:
-    """Counts of one run; ``wrong`` are the cases with a state that differs, by width.
-
-    Of ring rows and keys those are ``written`` that come from a block; the others are the prompt's,
-    and must be as its prefill left them.
-    """
-
-    cases: int = 0
-    ring_rows: int = 0
-    keys: int = 0
-    written: int = 0
-    wrong_ring_rows: int = 0
-    wrong_keys: int = 0
-    selections: int = 0
-    chosen_of_their_block: int = 0
-    wrong_selections: int = 0
-    wrong: dict[int, int] = field(default_factory=lambda: dict.fromkeys(WIDTHS, 0))
 
 
 @dataclass
@@ -212,38 +193,30 @@ class Requests:
         rows, keys = ([*map(torch.stack, zip(*found, strict=True))] for found in (rows, keys))
         return Truth(rows, keys, torch.stack(chosen))
 
-    def compare(self, length: torch.Tensor, truth: Truth, found: Found) -> torch.Tensor:
+    def compare(self, length: torch.Tensor, truth: Truth, counts: Counter) -> torch.Tensor:
         """Which requests have a wrong state after ``length`` tokens, ``[requests]`` bool."""
         wrong = torch.zeros(len(self.requests), dtype=torch.bool)
         lengths = length.tolist()
         for i, kind in enumerate(self.kinds):
             r, (rows, pages) = kind.ratio, self.before[i]
-            who, at = _pairs([live(n, r) for n in lengths])
-            ours, theirs = (self.pools.ring(kind, who + 1, at, x) for x in (kind.rows, rows))
-            differ = self._differs(ours, theirs, who, at, truth.rows[i], found)
-            wrong[who[differ]] = True
-            found.ring_rows += len(who)
-            found.wrong_ring_rows += int(differ.sum())
-            who, window = _pairs([range(max(0, n // r - LAST), n // r) for n in lengths])
-            ours, theirs = (self.pools.keys(kind, who + 1, window, x) for x in (kind.pages, pages))
-            differ = self._differs(ours, theirs, who, (window + 1) * r - 1, truth.keys[i], found)
-            wrong[who[differ]] = True
-            found.keys += len(who)
-            found.wrong_keys += int(differ.sum())
+            live_rows = [live(n, r) for n in lengths]
+            windows = [range(max(0, n // r - LAST), n // r) for n in lengths]
+            for what, read, states, ranges, true in (
+                ("ring_rows", self.pools.ring, (kind.rows, rows), live_rows, truth.rows),
+                ("keys", self.pools.keys, (kind.pages, pages), windows, truth.keys),
+            ):
+                who, place = _pairs(ranges)
+                now, expected = (read(kind, who + 1, place, state) for state in states)
+                made_by = place if what == "ring_rows" else (place + 1) * r - 1
+                step = made_by - self.prefix[who]
+                new = step >= 0  # the others are the prompt's, and as its prefill left them
+                expected[new] = true[i][step[new], who[new]]
+                differ = (now != expected).any(1)
+                counts[what] += len(differ)
+                counts[f"wrong_{what}"] += int(differ.sum())
+                counts["written"] += int(new.sum())
+                wrong[who[differ]] = True
         return wrong
-
-    def _differs(self, ours, theirs, who, at, truth: torch.Tensor, found: Found) -> torch.Tensor:
-        """Which states are other than after the prompts or, since then, in truth, ``[n]`` bool.
-
-        Args:
-            ours, theirs: ``[n, words]``, now and after the prompts, of requests ``who [n]`` and the
-                positions ``at [n]`` that made them. truth: ``[steps, requests, words]``.
-        """
-        step = at - self.prefix[who]
-        new = step >= 0
-        theirs[new] = truth[step[new], who[new]]
-        found.written += int(new.sum())
-        return (ours != theirs).any(1)
 
 
 def _pairs(ranges: list[range]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,23 +225,33 @@ def _pairs(ranges: list[range]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1)
 
 
-def _compare_choice(ours, theirs, start: torch.Tensor, found: Found) -> None:
+def _compare_choice(ours, theirs, start: torch.Tensor, counts: Counter) -> None:
     """Count equal choices ``[requests, rows, CHOSEN]``, and windows that end in their own block."""
     full = ours[..., 0] >= 0  # where there is something to choose
-    found.selections += int(full.sum())
-    found.wrong_selections += int((ours != theirs).any(-1).sum())
+    counts["selections"] += int(full.sum())
+    counts["wrong_selections"] += int((ours != theirs).any(-1).sum())
     own = (ours + 1) * 4 > start[:, None, None]
-    found.chosen_of_their_block += int((own & full[..., None]).sum())
+    counts["chosen_of_their_block"] += int((own & full[..., None]).sum())
 
 
-def run(
-    worker: Any, prefixes: tuple[int, ...], found: Found, fault: Callable | None = None
-) -> None:
+def run(worker: Any, prefixes: Sequence[int], fault: Callable | None = None) -> dict[str, Any]:
     """Every width and accepted length for these prompts.
 
     Args:
         fault: called with the requests and the accepted rows between the two blocks.
+
+    Returns:
+        Counts: of ring rows and keys those are ``written`` that come from a block. ``wrong`` are
+        the cases with a state that differs, by width.
     """
+    counts, wrong_cases = Counter(), Counter()
+    for i in range(0, len(prefixes), AT_ONCE):
+        _run(worker, prefixes[i : i + AT_ONCE], fault, counts, wrong_cases)
+    worker.lanes.activate(worker.block)
+    return {**counts, "wrong": wrong_cases}
+
+
+def _run(worker, prefixes, fault, counts: Counter, wrong_cases: Counter) -> None:
     requests = Requests(worker, prefixes)
     truth = requests.decoded()
     for width in WIDTHS:
@@ -277,17 +260,16 @@ def run(
             requests.restore()
             start, then = requests.prefix, requests.prefix + kept
             chosen = requests.step(start, width, kept)[:, :kept]
-            _compare_choice(chosen, truth.chosen[:kept].transpose(0, 1), start, found)
+            _compare_choice(chosen, truth.chosen[:kept].transpose(0, 1), start, counts)
             if fault is not None and kept < width:
                 fault(requests, kept)
-            wrong = requests.compare(then, truth, found)
+            wrong = requests.compare(then, truth, counts)
             chosen = requests.step(then, width, width)
             expected = truth.chosen[kept : kept + width].transpose(0, 1)
-            _compare_choice(chosen, expected, then, found)
-            wrong |= requests.compare(then + width, truth, found)
-            found.cases += len(prefixes)
-            found.wrong[width] += int(wrong.sum())
-    worker.lanes.activate(worker.block)
+            _compare_choice(chosen, expected, then, counts)
+            wrong |= requests.compare(then + width, truth, counts)
+            counts["cases"] += len(prefixes)
+            wrong_cases[width] += int(wrong.sum())
 
 
 def _rejected_row_written(requests: Requests, kept: int) -> None:
@@ -300,29 +282,18 @@ def _rejected_row_written(requests: Requests, kept: int) -> None:
         kind.rows[accepted] = kind.rows[rejected]
 
 
-@contextmanager
-def _four_rows_kept() -> Iterator[None]:
-    """The planner's cap before SGLang #34189: it kept four rows, whatever the block."""
-    own, Rings.pad = Rings.pad, 4
-    try:
-        yield
-    finally:
-        Rings.pad = own
-
-
 @torch.no_grad()
 def report(worker: Any) -> dict[str, Any]:
     """All cases, and the controls; the pools are empty before and after."""
-    every, control, capped = Found(), Found(), Found()
-    for at in range(0, len(PREFIXES), AT_ONCE):
-        run(worker, PREFIXES[at : at + AT_ONCE], every)
-    run(worker, tuple(CONTROL), control, _rejected_row_written)
-    with _four_rows_kept():
-        run(worker, tuple(CONTROL), capped)
+    every = run(worker, PREFIXES)
+    control = run(worker, CONTROL, _rejected_row_written)
+    # The planner's cap before SGLang #34189: it kept four rows, whatever the block.
+    with mock.patch.object(Rings, "pad", 4):
+        capped = run(worker, CONTROL)
     runner = worker.target_worker.model_runner
     runner.token_to_kv_pool_allocator.clear()
     runner.req_to_token_pool.req_to_token.zero_()
-    return {"every": vars(every), "rejected row": vars(control), "four rows": vars(capped)}
+    return {"every": every, "rejected row": control, "four rows": capped}
 
 
 def install() -> None:

@@ -31,10 +31,10 @@ def start(
     pool: tuple[str, ...] = POOL,
     **environment: str,
 ) -> Server:
-    """A server with the replacements.
+    """A server ``v4-NAME`` with the replacements.
 
     Args:
-        folder: an empty place for the plugin. source: of the plugin's module.
+        folder: a place for the plugin. source: of the plugin's module.
         pool: arguments that size the K/V pools.
         environment: what the plugin reads.
     """
@@ -50,24 +50,20 @@ def prompts(*lengths: int, seed: int = 0) -> Answers:
     return [[draw.randrange(5, 1000) for _ in range(length)] for length in lengths]
 
 
-def ask(server: Server, batch: Answers, tokens: int, name: str = "p", **options) -> list[dict]:
+def ask(server: Server, batch: Answers, tokens: int, name: str = "f", **options) -> list[dict]:
     """Greedy answers of one batch, in flight together; request ids are ``{name}{length}``."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    return server.generate(
-        timeout=1800,
-        input_ids=batch,
-        sampling_params=sampling,
-        rid=[f"{name}{len(prompt)}" for prompt in batch],
-        **options,
-    )
+    rids = [f"{name}{len(prompt)}" for prompt in batch]
+    given = {"input_ids": batch, "sampling_params": sampling, "rid": rids}
+    return server.generate(timeout=1800, **given, **options)
 
 
 def known(folder: Path, batch: Answers, answers: Answers) -> dict[str, str]:
-    """The environment of an oracle that knows these answers."""
+    """The environment of an oracle that knows these answers, and those it was given before."""
     path = folder / "answers.json"
-    found = json.loads(path.read_text()) if path.is_file() else []
-    found += [{"prompt": p, "ids": a} for p, a in zip(batch, answers, strict=True)]
-    path.write_text(json.dumps(found))
+    every = json.loads(path.read_text()) if path.is_file() else []
+    every += [{"prompt": p, "ids": a} for p, a in zip(batch, answers, strict=True)]
+    path.write_text(json.dumps(every))
     return {drafts.ANSWERS: str(path)}
 
 
@@ -82,8 +78,8 @@ def accepted(answers: list[dict]) -> list[int]:
 
 def own_blocks(path: Path) -> dict[tuple[str, int], tuple[int, list[int]]]:
     """What the drafter itself proposed: request and length to the anchor and its drafts."""
-    found = {}
+    blocks = {}
     for line in path.read_text().splitlines():
         rid, length, anchor, block = json.loads(line)
-        found[rid, length] = (anchor, block)
-    return found
+        blocks[rid, length] = (anchor, block)
+    return blocks

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from tests.engine.v4.latents import INDEX, load_latents, padded
 
 
+def get_mla_metadata() -> tuple[SimpleNamespace, None]:
+    """FlashMLA fills it when it is first called; torch has no schedule."""
+    return SimpleNamespace(), None
+
+
 def flash_mla_with_kvcache(
-    q,
-    k_cache,
-    block_table,
-    cache_seqlens,
-    head_dim_v,
-    tile_scheduler_metadata,
-    num_splits=None,
-    softmax_scale=None,
-    causal=False,
-    descale_q=None,
-    descale_k=None,
-    is_fp8_kvcache=False,
-    indices=None,
-    attn_sink=None,
-    extra_k_cache=None,
-    extra_indices_in_kvcache=None,
-    topk_length=None,
-    extra_topk_length=None,
-    kv_format=None,
-    *,
-    use_legacy=True,
-):
+    q, k_cache, head_dim_v, softmax_scale, indices, topk_length, attn_sink,
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length,
+):  # fmt: skip
     """Each query reads ``topk_length`` of its ``indices`` (-1: none) of both caches, and a sink.
 
-    Seam: ``flash_mla_interface.flash_mla_with_kvcache``; keys are values.
+    Keys are values.
     """
     assert indices.dtype == torch.int32 and q.shape[1] == 1
     caches = [(k_cache, indices, topk_length)]
@@ -59,13 +47,10 @@ def _keys_of(pages, table, lengths) -> tuple[torch.Tensor, torch.Tensor]:
     return load_latents(pages, slots).double(), read
 
 
-def index_logits(
-    q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits
-):
+def index_logits(q_fp8, kvcache_fp8, weight, seq_lens, page_table, max_seq_len):
     """``sum_h w_h relu(q_h k)`` of every compressed row, ``[n, max_seq_len]`` fp32.
 
-    Seam: ``dsv4.indexer.fp8_paged_mqa_logits_torch``, which rounds to bf16, where top-k meets ties;
-    DeepGEMM's does not.
+    SGLang's torch form rounds to bf16, where top-k meets ties; DeepGEMM's does not.
     """
     rows, page = len(q_fp8), kvcache_fp8.shape[1]
     page_table = page_table[:, : max(1, -(-int(seq_lens.max()) // page))]
@@ -88,30 +73,18 @@ def first_of_ties(x, k, dim=-1, largest=True, sorted=True):
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
-def topk_transform(
-    scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices=None
-):
-    """Seam: ``dsv4.indexer.topk_transform_pytorch_vectorized``, with :func:`first_of_ties`."""
+def topk_transform(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices):
+    """SGLang's own, with :func:`first_of_ties`."""
     from sglang.srt.layers.attention.dsv4 import indexer
 
-    indexer._topk_transform_vectorized(
-        scores,
-        seq_lens,
-        page_tables,
-        out_page_indices,
-        page_size,
-        out_raw_indices,
-        topk_op=first_of_ties,
-    )
+    given = (scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices)
+    indexer._topk_transform_vectorized(*given, topk_op=first_of_ties)
 
 
 def init_compression_metadata(
-    seq_lens, positions, raw_out_loc, page_table=None, page_size=0, compute_page_indices=True
+    seq_lens, positions, raw_out_loc, page_table, page_size, compute_page_indices
 ):
-    """Where each token's compressed rows go and which of them it may read.
-
-    Seam: ``dsv4.metadata_kernel.init_compression_metadata``.
-    """
+    """Where each token's compressed rows go and which of them it may read."""
     found = []
     writes = len(raw_out_loc)
     for ratio in (4, 128):

@@ -9,20 +9,10 @@ from tests.engine.v4.latents import rms
 
 
 def mhc_pre(
-    residual,
-    fn,
-    hc_scale,
-    hc_base,
-    rms_eps,
-    hc_pre_eps,
-    hc_sinkhorn_eps,
-    hc_post_mult_value,
-    sinkhorn_repeat,
-    norm_weight=None,
-    norm_eps=None,
-    **_,
-):
-    """Mixing weights and the collapsed, normed input of a sublayer. Seam: ``mhc.mhc_pre``."""
+    residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+    sinkhorn_repeat, norm_weight, norm_eps,
+):  # fmt: skip
+    """Mixing weights and the collapsed, normed input of a sublayer."""
     from sglang.kernels.ops.layernorm.mhc import _mhc_pre_torch
 
     eps = (rms_eps, hc_pre_eps, hc_sinkhorn_eps)
@@ -35,7 +25,7 @@ def mhc_pre(
 
 
 def mhc_post(x, residual, post_layer_mix, comb_res_mix):
-    """The streams after a sublayer. Seam: ``mhc.mhc_post``."""
+    """The streams after a sublayer."""
     from sglang.kernels.ops.layernorm.mhc import _mhc_post_torch
 
     if post_layer_mix.dim() == 2:
@@ -44,23 +34,25 @@ def mhc_post(x, residual, post_layer_mix, comb_res_mix):
 
 
 def mhc_fused_post_pre(
-    x, residual, post_layer_mix, comb_res_mix, *args, n_splits=1, tile_n=1, **options
-):
-    """Both in one kernel. Seam: ``mhc.mhc_fused_post_pre``."""
+    x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
+    hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
+):  # fmt: skip
+    """Both in one kernel."""
     streams = mhc_post(x, residual, post_layer_mix, comb_res_mix)
-    post, comb, y = mhc_pre(streams, *args, **options)
-    return streams, post, comb, y
+    eps = (rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    given = (fn, hc_scale, hc_base, *eps, hc_post_mult_value, sinkhorn_repeat)
+    return streams, *mhc_pre(streams, *given, norm_weight, norm_eps)
 
 
 def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):
-    """The collapse before the last norm. Seam: ``mhc_head.fused_hc_head``."""
+    """The collapse before the last norm."""
     from sglang.srt.models.deepseek_v4 import hc_head_torch
 
     return hc_head_torch(x, hc_fn, hc_scale, hc_base, norm_eps=norm_eps, hc_eps=hc_eps)
 
 
 def silu_and_mul_clamp(input, output, swiglu_limit) -> None:
-    """The shared expert's activation, both branches clamped. Seam: the JIT kernel of that name."""
+    """The shared expert's activation, both branches clamped."""
     gate, up = input.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
     output.copy_(F.silu(gate) * up)

@@ -8,139 +8,53 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.v4.conftest import Reference
+from tests.engine.v4.conftest import LENGTHS, Texts
 from tests.engine.v4.findings import note
-from tests.engine.v4.golden import Golden, Transformers, logit_error, medians, path_error
+from tests.engine.v4.golden import FIELDS, WEIGHTS, changed, logit_error, transformers
 from tests.engine.v4.serve import known
-from tests.engine.v4.served import PATHS, Served, serve_text
+from tests.engine.v4.served import ALLOWED, ANSWER, DECODED, Text, serve_text, within
 
 pytestmark = pytest.mark.v4
-DECODED = 64
-# The server's distance from fp32 with V4's own rounding of K/V, in distances of bf16's.
-ALLOWED = 1.25
+FAULTS = [fault for fault in (*WEIGHTS, *FIELDS) if fault != "index turned round"]
 
 
 @pytest.fixture(scope="module")
-def served(servers, target, drafter, reference: Reference, tmp_path_factory) -> Served:
+def text(servers, target, drafter, texts: Texts, tmp_path_factory) -> Text:
     folder = tmp_path_factory.mktemp("v4-golden")
-    prompt, answer = next(
-        pair
-        for pair in zip(reference.prompts, reference.answers, strict=True)
-        if len(pair[0]) == 300
-    )
-    environment = known(folder, [prompt], [answer])
-    found = serve_text(servers, "golden", target, drafter, prompt, DECODED, folder, **environment)
-    assert found.answer == answer
-    assert found.accepted > DECODED // 2
-    return found
+    prompt, answer = (part[LENGTHS.index(300)] for part in texts.asked["first"])
+    environment = known(folder, [prompt], [answer[:ANSWER]])
+    text = serve_text(servers, "golden", target, drafter, prompt, folder, **environment)
+    assert text.answer == answer[:ANSWER]
+    assert text.accepted > DECODED // 2
+    return text
 
 
-@pytest.fixture(scope="module")
-def models(target) -> dict[str, Transformers]:
-    return {
-        "fp32": Transformers(target, torch.float32),
-        "fp32, fp8 K/V": Transformers(target, torch.float32, fp8_cache=True),
-        "bf16, fp8 K/V": Transformers(target, torch.bfloat16, fp8_cache=True),
-    }
-
-
-@pytest.fixture(scope="module")
-def goldens(models, served: Served) -> dict[str, Golden]:
-    return {name: model.run(served.tokens, DECODED) for name, model in models.items()}
-
-
-def test_logits_are_as_far_from_transformers_as_fp8_and_bf16_explain(served, goldens, target):
-    exact, rounded, bf16 = (goldens[name].logits for name in goldens)
-    prompt = len(served.prompt)
+def test_server_is_as_far_from_transformers_as_rounding_explains(text: Text, target):
+    exact = transformers(target, torch.float32, text.tokens, DECODED, fp8_cache=False)
+    near, bound = text.explained(text.exact.logits)
     report = {
-        "server to fp32": medians(logit_error(served.logprobs, exact), prompt),
-        "fp8 K/V to fp32": medians(logit_error(rounded, exact), prompt),
-        "server to fp8 K/V": medians(logit_error(served.logprobs, rounded), prompt),
-        "bf16, fp8 K/V to fp8 K/V": medians(logit_error(bf16, rounded), prompt),
+        "server to fp32": text.medians(logit_error, text.logprobs, exact.logits),
+        "fp8 K/V to fp32": text.medians(logit_error, text.exact.logits, exact.logits),
+        "server to fp8 K/V": near,
+        "bf16, fp8 K/V to fp8 K/V": bound,
     }
     note("golden: log-probabilities, root mean square, prefill and decoded", **report)
-    for ours, allowed in (
-        ("server to fp32", "fp8 K/V to fp32"),
-        ("server to fp8 K/V", "bf16, fp8 K/V to fp8 K/V"),
-    ):
-        for found, bound in zip(report[ours], report[allowed], strict=True):
-            assert found <= ALLOWED * bound, (ours, report)
+    assert within(near, bound)
+    assert within(report["server to fp32"], report["fp8 K/V to fp32"])
+    text.assert_paths(text.exact.residual, "golden")
+    first = exact.logits.argmax(-1)
+    same, bf16 = ((first == x.argmax(-1)).float().mean() for x in (text.logprobs, text.bf16.logits))
+    note("golden: same first token", server=float(same), bf16=float(bf16))
+    assert same > bf16 - 0.05
+    for unread in ("not found in params_dict", "not initialized from checkpoints"):
+        assert unread not in text.log
 
 
-def test_the_residual_is_transformers_streams_path_by_path(served, goldens):
-    exact, rounded, bf16 = (goldens[name].residual for name in goldens)
-    prompt = len(served.prompt)
-    allowed = path_error(bf16, rounded)
-    found = path_error(served.residual, rounded)
-    for i in range(PATHS):
-        ours, bound = medians(found[:, i], prompt), medians(allowed[:, i], prompt)
-        note(f"golden: residual of path {i}", distance=ours, of_bf16=bound)
-        assert all(a <= ALLOWED * b for a, b in zip(ours, bound, strict=True)), i
-        for other in set(range(PATHS)) - {i}:
-            crossed = path_error(served.residual[:, i : i + 1], exact[:, other : other + 1])
-            assert float(crossed.median()) > 2 * max(ours), "paths could be in any order"
-
-
-def without_sinks(model) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.fill_(-1e4)
-
-
-def without_window_biases(model) -> None:
-    for name, value in model.named_parameters():
-        if name.endswith("position_bias"):
-            value.data.zero_()
-
-
-def without_clamps(model) -> None:
-    for module in model.modules():
-        if hasattr(module, "limit"):
-            module.limit = 1e4
-
-
-def mixing_the_other_way(model) -> None:
-    for layer in model.model.layers:
-        for name in ("attn_hc", "ffn_hc"):
-            own = getattr(layer, name).forward
-
-            def transposed(streams, own=own):
-                post, comb, collapsed = own(streams)
-                return post, comb.transpose(-1, -2), collapsed
-
-            getattr(layer, name).forward = transposed
-
-
-def one_rope(model) -> None:
-    rope = model.model.rotary_emb
-    rope.compress_inv_freq.copy_(rope.main_inv_freq)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [without_sinks, without_window_biases, without_clamps, mixing_the_other_way, one_rope],
-)
-def test_a_wrong_formula_is_farther_away(served, goldens, target, fault):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_formula_is_farther_away(text: Text, target, tmp_path, fault):
     """The bound is tight enough to see each of these, none of which is a large change."""
-    wrong = Transformers(target, torch.float32, fp8_cache=True)
-    fault(wrong.model)
-    found = wrong.run(served.tokens, DECODED).logits
-    prompt = len(served.prompt)
-    rounded, bf16 = goldens["fp32, fp8 K/V"].logits, goldens["bf16, fp8 K/V"].logits
-    bound = medians(logit_error(bf16, rounded), prompt)
-    ours = medians(logit_error(served.logprobs, found), prompt)
-    note(f"golden, control: {fault.__name__}", distance=ours, of_bf16=bound)
-    assert max(a / b for a, b in zip(ours, bound, strict=True)) > ALLOWED
-
-
-def test_the_first_token_is_transformers_as_often_as_bf16s(served, goldens):
-    """The first token is transformers' own as often as bf16 and fp8 leave it there."""
-    exact, _, bf16 = (goldens[name].logits.argmax(-1) for name in goldens)
-    found = served.logprobs.argmax(-1)
-    same, bound = ((exact == x).float().mean() for x in (found, bf16))
-    note("golden: same first token", server=float(same), bf16=float(bound))
-    assert same > bound - 0.05
-
-
-def test_no_tensor_of_the_checkpoint_was_left_unread(served):
-    assert "not found in params_dict" not in served.log
-    assert "not initialized from checkpoints" not in served.log
+    wrong = changed(target, fault, tmp_path / "wrong")
+    logits = transformers(wrong, torch.float32, text.tokens, DECODED).logits
+    distance, bound = text.explained(logits)
+    note(f"golden, control: {fault}", distance=distance, of_bf16=bound)
+    assert max(a / b for a, b in zip(distance, bound, strict=True)) > ALLOWED

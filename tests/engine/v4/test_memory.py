@@ -16,9 +16,9 @@ from tests.engine.v4.test_matrix import PAGE
 from tests.unit.targets import v4_start
 
 pytestmark = pytest.mark.v4
-GIB, REQUESTS = 0.25, 4
+GIB, REQUESTS, LAYERS = 0.25, 4, DRAFT["layers"]
 NODE = {"gpu_gib": GIB, "weights_gib": 0.0, "mem_fraction": 1.0, "max_running_requests": REQUESTS}
-CELL = 2 * DRAFT["layers"] * DRAFT["kv_heads"] * DRAFT["head_dim"] * 2
+CELL = 2 * LAYERS * DRAFT["kv_heads"] * DRAFT["head_dim"] * 2
 SOURCE = """
 from tests.engine.held import load as record
 from tests.engine.v4.plugin import load as replace
@@ -66,14 +66,13 @@ def test_a_server_is_left_with_what_the_plan_reserves(servers, target, tmp_path,
     kv = [n for n, shape in held(tmp_path, "target") if len(shape) == 2 and shape[0] > REQUESTS + 1]
     assert sum(kv) == target_bytes(tokens)
     sizes = {"page": PAGE, "requests": REQUESTS, "window": window}
-    own = total(held(tmp_path, "drafter"))
-    assert own == drafter_bytes(tokens, CELL, DRAFT["layers"], **sizes)
+    drafted = total(held(tmp_path, "drafter"))
+    assert drafted == drafter_bytes(tokens, CELL, LAYERS, **sizes)
     # What is not reserved by token does not grow with tokens; the window's share is whole pages.
-    draft = plan["draft_bytes_per_token"]
-    left = (plan["bytes_per_token"] - draft) * tokens - target_bytes(tokens) + target_bytes(0)
-    assert 0 <= left < target_bytes(10 * PAGE) - target_bytes(0)
-    least = 0 if window is None else 10 * 7 * REQUESTS
-    fixed = drafter_bytes(least, CELL, DRAFT["layers"], **sizes)
-    assert own <= draft * tokens + fixed
-    note(f"memory, window {window}", tokens=tokens, draft_bytes=draft,
-         spare_and_fixed=fixed + target_bytes(0), held=sum(kv) + own)  # fmt: skip
+    per_token, spare = plan["draft_bytes_per_token"], target_bytes(0)
+    left = (plan["bytes_per_token"] - per_token) * tokens - target_bytes(tokens) + spare
+    assert 0 <= left < target_bytes(10 * PAGE) - spare
+    fixed = drafter_bytes(0 if window is None else 10 * 7 * REQUESTS, CELL, LAYERS, **sizes)
+    assert drafted <= per_token * tokens + fixed
+    note(f"memory, window {window}", tokens=tokens, draft_bytes=per_token,
+         spare_and_fixed=fixed + spare, held=sum(kv) + drafted)  # fmt: skip

@@ -14,15 +14,14 @@ RESIDUALS = "V4_RESIDUALS"  # a folder of {positions, residual} files
 Rows = dict[tuple[str, int, int], tuple[float, float]]
 
 
-def _rows_of_each(forward_batch) -> tuple[list[str], list[int]]:
-    """Requests of a batch and how many rows of it each has."""
+def _rows_of_each(forward_batch) -> list[int]:
+    """How many rows of a batch each of its requests has."""
     mode = forward_batch.forward_mode
-    requests = list(forward_batch.rids)
     if mode.is_target_verify():
-        return requests, [int(forward_batch.spec_info.draft_token_num)] * len(requests)
+        return [int(forward_batch.spec_info.draft_token_num)] * len(forward_batch.rids)
     if mode.is_decode():
-        return requests, [1] * len(requests)
-    return requests, list(forward_batch.extend_seq_lens_cpu)
+        return [1] * len(forward_batch.rids)
+    return list(forward_batch.extend_seq_lens_cpu)
 
 
 def trace_rows(path: str) -> None:
@@ -36,11 +35,10 @@ def trace_rows(path: str) -> None:
         out = forward(self, q, k, v, layer, forward_batch, *args, **kwargs)
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids or self.is_draft_runner:
             return out
-        owner = [
-            rid for rid, n in zip(*_rows_of_each(forward_batch), strict=True) for _ in range(n)
-        ]
+        counts = zip(forward_batch.rids, _rows_of_each(forward_batch), strict=True)
+        owners = [rid for rid, n in counts for _ in range(n)]
         positions = self.forward_metadata.core_attn_metadata.positions_casual.tolist()
-        for i, rid in enumerate(owner):
+        for i, rid in enumerate(owners):
             sums = [float(x[i].double().sum()) for x in (q, out)]
             sink.write(json.dumps([rid, layer.layer_id, positions[i], *sums]) + "\n")
         sink.flush()
@@ -56,6 +54,14 @@ def read_rows(path: Path) -> Rows:
         rid, layer, position, query, output = json.loads(line)
         rows[rid, layer, position] = (query, output)
     return rows
+
+
+def assert_rows_are_bit_equal(rows: Rows, reference: Rows) -> int:
+    """Every row of attention that both have; returns how many."""
+    both = rows.keys() & reference.keys()
+    different = sorted(key for key in both if rows[key] != reference[key])
+    assert not different, f"{len(different)} of {len(both)} rows differ, first {different[:3]}"
+    return len(both)
 
 
 def record_residuals(folder: str) -> None:
@@ -74,26 +80,21 @@ def record_residuals(folder: str) -> None:
             width = rest["cache_loc_2d"].shape[1]
             kept = (torch.arange(width) < commit_lens[:, None]).reshape(-1)
         calls.append(None)
-        found = {"positions": positions[kept].clone(), "residual": target_hidden[kept].clone()}
-        torch.save(found, Path(folder) / f"{len(calls):06d}.pt")
-        append(
-            self,
-            target_hidden=target_hidden,
-            positions=positions,
-            commit_lens=commit_lens,
-            **rest,
-        )
+        call = {"positions": positions[kept].clone(), "residual": target_hidden[kept].clone()}
+        torch.save(call, Path(folder) / f"{len(calls):06d}.pt")
+        given = {"target_hidden": target_hidden, "positions": positions}
+        append(self, **given, commit_lens=commit_lens, **rest)
 
     HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc = recorded
 
 
 def read_residuals(folder: Path) -> dict[int, torch.Tensor]:
     """``[m * d]`` by position, of the one request that was served."""
-    found = {}
+    rows = {}
     for path in sorted(folder.glob("*.pt")):
         call = torch.load(path)
-        found |= dict(zip(call["positions"].tolist(), call["residual"], strict=True))
-    return found
+        rows |= dict(zip(call["positions"].tolist(), call["residual"], strict=True))
+    return rows
 
 
 def install() -> None:

@@ -1,72 +1,73 @@
-"""Files that are whole or not there, JSON lines that survive a kill, folders with one owner."""
+"""Files that are whole or not there, JSON lines that survive a kill, places with one owner."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
-import textwrap
-from contextlib import suppress
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from unittest import mock
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_hyperdflash.tools import atomic, jsonl, ownership
+from sglang_hyperdflash.tools import ownership
 from sglang_hyperdflash.tools.atomic import WriteFailed, replacing, write_json, write_text
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashError
+from sglang_hyperdflash.tools.errors import BadRow
 from sglang_hyperdflash.tools.jsonl import ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, lock
 
+SETTINGS = settings(
+    deadline=None, derandomize=True, database=None, max_examples=80, stateful_step_count=20
+)
 
-def no_space(*args, **kwargs):
+
+def no_space(*_args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# --- atomic
+# --- atomic files
 
 
 def test_a_file_is_replaced_whole_with_the_umask_s_mode(tmp_path):
-    path = tmp_path / "new" / "a.json"
     before = os.umask(0o027)
     try:
-        write_json(path, {"a": 1})
+        write_json(tmp_path / "new" / "a.json", {"a": 1})
         with replacing(tmp_path / "b") as partial:
             partial.unlink()
             partial.write_text("x")
             partial.chmod(0o600)  # what a library may do
     finally:
         os.umask(before)
-    assert json.loads(path.read_text()) == {"a": 1}
-    for file in (path, tmp_path / "b"):
-        assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.json", "b"]
+    files = [tmp_path / "b", tmp_path / "new" / "a.json"]
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o640] * 2
+    assert json.loads(files[1].read_text()) == {"a": 1}
 
 
-def test_a_full_disk_leaves_the_old_content_and_one_line(tmp_path, monkeypatch):
-    path = tmp_path / "a"
+def test_a_write_that_fails_leaves_the_old_content_or_nothing(tmp_path, monkeypatch):
+    """A full disk; what a library raises for one; an error of the writer itself."""
+    path, full = tmp_path / "a", RuntimeError("stream writer failed")
     write_text(path, "old")
-    monkeypatch.setattr(atomic.os, "fsync", no_space)
-    with pytest.raises(WriteFailed, match=r"cannot write .*/a: No space left.*is as it was"):
-        write_text(path, "new")
-    with pytest.raises(WriteFailed) as found:
-        write_text(tmp_path / "b", "new")
-    assert "as it was" not in str(found.value) and "\n" not in str(found.value)
-    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-def test_an_error_of_the_writer_itself_is_not_called_a_full_disk(tmp_path):
-    with pytest.raises(KeyError), replacing(tmp_path / "a"):
-        raise KeyError("bug")
-    with pytest.raises(WriteFailed), replacing(tmp_path / "a", (RuntimeError,)):
-        raise RuntimeError("stream writer failed")
-    assert not list(tmp_path.iterdir())
-
-
-# --- checksum
+    for error, kind in ((full, WriteFailed), (KeyError("bug"), KeyError)):
+        for place in (path, tmp_path / "b"):
+            with pytest.raises(kind), replacing(place, (RuntimeError,)):
+                raise error
+    monkeypatch.setattr(os, "fsync", no_space)
+    for place in (path, tmp_path / "b"):
+        with pytest.raises(WriteFailed, match=str(place)):
+            write_text(place, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_hash_of_json_does_not_depend_on_the_order_of_keys():
@@ -74,266 +75,244 @@ def test_a_hash_of_json_does_not_depend_on_the_order_of_keys():
     assert short_hash({"a": 1}) != short_hash({"a": 2})
 
 
-# --- jsonl
+# --- JSON lines
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        (b"{", r'f:3: expected a JSON object, found "\{" \(.* column \d.*\)\. Fix or remove'),
-        (b"[1]", r"f:3: expected a JSON object, found \[1\]"),
-        (b'{"a": "\xff"}', r"f:3: expected a JSON object, .* byte 0xff in position 7"),
-    ],
-)
-def test_a_wrong_line_is_named_by_file_and_number(tmp_path, line, message):
-    path = tmp_path / "f"
-    path.write_bytes(b'{"a": 1}\n\n' + line + b"\n")
-    lines = read_lines(path)
-    assert next(lines) == (f"{path}:1", {"a": 1})
-    with pytest.raises(BadRow, match=message):
-        next(lines)
-    with pytest.raises(FileNotFoundError):
-        next(read_lines(tmp_path / "missing"))
+class LinesMachine(RuleBasedStateMachine):
+    """A file of JSON lines under writes, full disks, kills and damage, against a list."""
 
+    @initialize()
+    def begin(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.path, self.records, self.torn = self.folder / "new" / "f", [], False
+        self.reopen()
 
-def test_a_torn_last_line_is_dropped_and_the_file_goes_on(tmp_path):
-    path = tmp_path / "f"
-    with ResumableWriter(path, print) as writer:
-        writer.append({"i": 0, "text": "zwölf"})
-        writer.append({"i": 1, "text": "\ud800"})
-    whole = path.read_bytes()
-    for cut in range(1, len(whole)):
-        path.write_bytes(whole[:cut])
+    def teardown(self):
+        self.writer.close()
+        shutil.rmtree(self.folder)
+
+    @rule(text=st.sampled_from(["", "zwölf", "\ud800", '"\n', "long" * 9]))
+    def append(self, text):
+        self.records.append({"text": text})
+        self.writer.append(self.records[-1])
+
+    @rule(room=st.integers(0, 9))
+    def fill_the_disk(self, room):
+        plain, left = os.write, [room]
+
+        def write(handle, data):
+            if not left[0]:
+                no_space()
+            part, left[0] = data[: left[0]], left[0] - len(data[: left[0]])
+            return plain(handle, part)
+
+        with mock.patch("os.write", write), pytest.raises(WriteFailed, match="new/f"):
+            self.writer.append({"text": "no room"})
+
+    @rule()
+    def reopen(self):
+        if hasattr(self, "writer"):
+            self.writer.close()
         seen = []
-        with ResumableWriter(path, seen.append) as writer:
-            kept = len(seen)
-            assert kept == whole[:cut].count(b"\n")
-            for i, text in enumerate(("zwölf", "\ud800")):
-                if i >= kept:
-                    writer.append({"i": i, "text": text})
-        assert path.read_bytes() == whole
+        self.writer = ResumableWriter(self.path, seen.append)
+        assert seen == self.records and (self.writer.torn is not None) == self.torn
+        self.torn = False
+
+    @precondition(lambda self: self.records)
+    @rule(cut=st.floats(0, 1, exclude_max=True))
+    def kill(self, cut):
+        """In the middle of the last line."""
+        self.writer.close()
+        *lines, last = self.path.read_bytes().splitlines(keepends=True)
+        left = last[: int(cut * len(last))]
+        self.path.write_bytes(b"".join([*lines, left]))
+        self.records.pop()
+        self.torn = bool(left)
+        self.reopen()
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data(), line=st.sampled_from([b"{", b"[1]", b'{"a": "\xff"}']))
+    def damage(self, data, line):
+        """A blank line inside the file is none; another one is named."""
+        self.writer.close()
+        content = self.path.read_bytes()
+        lines = content.splitlines()
+        number = data.draw(st.integers(1, len(lines)))
+        lines[number - 1 : number - 1] = [b"", line]
+        self.path.write_bytes(b"\n".join([*lines, b""]))
+        for use in (lambda: ResumableWriter(self.path, print), lambda: [*read_lines(self.path)]):
+            with pytest.raises(BadRow, match=f"f:{number + 1}: "):
+                use()
+        self.path.write_bytes(content)
+        self.reopen()
+
+    @invariant()
+    def readers_see_whole_lines(self):
+        if hasattr(self, "writer"):
+            places = [f"{self.path}:{n}" for n in range(1, len(self.records) + 1)]
+            assert list(read_lines(self.path)) == list(zip(places, self.records, strict=True))
 
 
-def test_a_damaged_line_inside_a_file_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "f"
-    path.write_bytes(b'{"i": 0}\n\n{"i"\n{"i": 2}\n')
-    with pytest.raises(BadRow, match=r"f:3: .*Fix or remove it"):
-        ResumableWriter(path, print)
-    path.write_bytes(path.read_bytes().replace(b'{"i"\n', b""))
-    seen = []
-    with ResumableWriter(path, seen.append) as writer:
-        assert seen == [{"i": 0}, {"i": 2}] and writer.torn is None
-
-
-def test_a_full_disk_in_the_middle_of_a_line_takes_the_line_back(tmp_path, monkeypatch):
-    path = tmp_path / "f"
-    writer = ResumableWriter(path, print)
-    writer.append({"i": 0})
-    write = os.write
-
-    def half(handle, data):
-        if len(data) > 5:
-            return write(handle, data[:5])
-        return no_space()
-
-    monkeypatch.setattr(jsonl.os, "write", half)
-    with pytest.raises(WriteFailed, match="No space left"):
-        writer.append({"i": 1})
-    monkeypatch.undo()
-    writer.append({"i": 2})
-    writer.close()
-    assert [value["i"] for _, value in read_lines(path)] == [0, 2]
-
+LinesMachine.TestCase.settings = SETTINGS
+TestLines = LinesMachine.TestCase
 
 # --- ownership
 
 
-def refused(path, kind="train", settings=None, **more) -> str:
-    """The one line with which a place is refused."""
-    with pytest.raises(NotOurs) as found, claim(path, kind, settings or {}, **more):
-        pass
-    assert "\n" not in str(found.value)
-    return str(found.value)
+class PlaceMachine(RuleBasedStateMachine):
+    """A folder or a file that commands claim, fill, empty and damage."""
+
+    claims = st.tuples(st.sampled_from(["train", "eval run"]), st.sampled_from([(1, 2), "a"]))
+
+    @initialize(is_file=st.booleans())
+    def begin(self, is_file):
+        self.folder, self.is_file = Path(tempfile.mkdtemp()), is_file
+        self.path = self.folder / "new" / "place"
+        self.result = self.path if is_file else self.path / "result"
+        name = ".place.hyperdflash.json" if is_file else "place/.hyperdflash.json"
+        self.manifest = self.path.parent / name
+        self.owner, self.run_id, self.held = None, None, ExitStack()
+
+    def teardown(self):
+        self.held.close()
+        shutil.rmtree(self.folder)
+
+    def claim(self, asked):
+        kind, value = asked
+        return claim(self.path, kind, {"data": {"path": value}, "n": 1}, is_file=self.is_file)
+
+    @rule(asked=claims)
+    def resume_or_begin(self, asked):
+        self.held.close()
+        content = self.result.is_file() and (not self.is_file or self.result.stat().st_size)
+        before = sorted(self.folder.rglob("*"))
+        if self.owner != asked and content:
+            with pytest.raises(NotOurs) as refused:
+                self.claim(asked).__enter__()
+            assert "\n" not in str(refused.value) and sorted(self.folder.rglob("*")) == before
+            if self.owner:
+                wanted = "data.path was" if self.owner[0] == asked[0] else f"`{self.owner[0]}`"
+                assert wanted in str(refused.value) and "n was" not in str(refused.value)
+            return
+        run_id = self.held.enter_context(self.claim(asked))
+        assert (run_id == self.run_id) == (self.owner == asked)
+        self.owner, self.run_id = asked, run_id
+        written = json.loads(self.manifest.read_bytes())
+        assert (written["kind"], written["run_id"]) == (asked[0], run_id)
+        with pytest.raises(InUse, match=f"process {os.getpid()} "):
+            self.claim(asked).__enter__()
+
+    @rule()
+    def end(self):
+        self.held.close()
+
+    @rule(content=st.sampled_from(["", "x"]))
+    def fill(self, content):
+        self.result.parent.mkdir(parents=True, exist_ok=True)
+        self.result.write_text(content)
+
+    @rule()
+    def empty(self):
+        self.result.unlink(missing_ok=True)
+
+    @rule()
+    def damage(self):
+        self.held.close()
+        if self.manifest.exists():
+            self.manifest.write_text("{")
+            self.owner = None
 
 
-def test_a_run_resumes_by_the_same_settings(tmp_path):
-    folder = tmp_path / "a" / "b"
-    with claim(folder, "eval run", {"n": (1, 2)}) as first:
-        (folder / "result").write_text("x")
-    with claim(folder, "eval run", {"n": [1, 2]}) as second:
-        assert second == first
-    manifest = json.loads((folder / ".hyperdflash.json").read_text())
-    assert manifest == {"kind": "eval run", "run_id": first, "settings": {"n": [1, 2]}}
-    assert sorted(p.name for p in folder.iterdir()) == [".hyperdflash.json", "result"]
+PlaceMachine.TestCase.settings = SETTINGS
+TestPlace = PlaceMachine.TestCase
 
 
-def test_a_folder_that_is_not_ours_is_refused_and_left_as_it_was(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert "expected a new or empty folder" in refused(tmp_path)
-    assert "found config.json" in refused(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-    assert "found config.json" in refused(tmp_path / "config.json")
-    (tmp_path / ".hyperdflash.json").write_text('{"kind": "train"')
-    assert "found config.json" in refused(tmp_path)
+@pytest.mark.parametrize("look", ["_contents", "_manifest"])
+def test_a_run_that_begins_while_another_looks_is_no_other_content(tmp_path, monkeypatch, look):
+    """Of two that start together, one may see the other's files before its manifest."""
+    plain, manifest = getattr(ownership, look), tmp_path / ownership.MANIFEST
 
+    def looked(path, is_file):
+        found = plain(path, is_file)
+        if not manifest.exists():
+            manifest.write_text(json.dumps({"kind": "x", "run_id": "one", "settings": {}}))
+            (tmp_path / "manifests").mkdir()
+        return found
 
-def test_another_command_and_other_settings_are_refused_by_name(tmp_path):
-    with claim(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "a"}}):
-        (tmp_path / "result").write_text("x")
-    said = refused(tmp_path, "train", {"lr": 1e-3, "steps": 5, "data": {"path": "b"}})
-    assert 'other settings: data.path was "a", now "b". Nothing' in said
-    said = refused(tmp_path, "train", {"lr": "high", "new": 1})
-    assert 'lr was 0.001, now "high"; new was unset, now 1; steps was 5, now unset and 1' in said
-    said = refused(tmp_path, "capture")
-    assert "output of `capture`" in said and "found that of `train`" in said
-
-
-def test_a_run_that_begins_while_another_looks_is_no_other_content(tmp_path, monkeypatch):
-    """Found by reading: two shares of a capture that were started together; the second saw the
-    first one's files, but not yet its manifest.
-    """
-    looks = [ownership._contents, ownership._manifest]
-
-    def look(number: int):
-        def looked(path, is_file):
-            found = looks[number](path, is_file)
-            if not (tmp_path / ownership.MANIFEST).exists():
-                content = {"kind": "a command", "run_id": "one", "settings": {}}
-                (tmp_path / ownership.MANIFEST).write_text(json.dumps(content))
-                (tmp_path / "manifests").mkdir()
-            return found
-
-        return looked
-
-    monkeypatch.setattr(ownership, "_contents", look(0))
-    monkeypatch.setattr(ownership, "_manifest", look(1))
-    with claim(tmp_path, "a command", {}) as run_id:
+    monkeypatch.setattr(ownership, look, looked)
+    with claim(tmp_path, "x", {}) as run_id:
         assert run_id == "one"
-
-
-def test_a_file_is_claimed_like_a_folder(tmp_path):
-    file = tmp_path / "out.jsonl"
-    with claim(file, "regenerate", {"t": 1}, is_file=True) as first:
-        file.write_text("x")
-        with (
-            pytest.raises(InUse, match=f"process {os.getpid()} on "),
-            claim(file, "regenerate", {"t": 1}, is_file=True),
-        ):
-            pass
-        with claim(tmp_path / "other.jsonl", "regenerate", {"t": 1}, is_file=True):
-            pass
-    with claim(file, "regenerate", {"t": 1}, is_file=True) as again:
-        assert again == first
-    foreign = tmp_path / "mine.txt"
-    foreign.write_text("letters")
-    assert "expected no file" in refused(foreign, "regenerate", {"t": 1}, is_file=True)
-    assert foreign.read_text() == "letters"
-
-
-@pytest.mark.parametrize("manifest", ["other settings", "another command", "damaged"])
-def test_a_manifest_whose_content_was_removed_does_not_block_a_new_run(tmp_path, manifest):
-    """Found as: a removed output stayed refused for settings that nothing visible held."""
-    kind = "capture" if manifest == "another command" else "train"
-    file, folder = tmp_path / "out.jsonl", tmp_path / "work"
-    with claim(file, kind, {"t": 1}, is_file=True) as first, claim(folder, kind, {"t": 1}):
-        file.write_text("x")
-        (folder / "result").write_text("x")
-    refused(file, "train", {"t": 2}, is_file=True)
-    refused(folder, "train", {"t": 2})
-    if manifest == "damaged":
-        (tmp_path / ".out.jsonl.hyperdflash.json").write_text("{")
-        (folder / ".hyperdflash.json").write_text("{")
-    file.unlink()
-    (folder / "result").unlink()
-    with (
-        claim(file, "train", {"t": 2}, is_file=True) as found,
-        claim(folder, "train", {"t": 2}),
-    ):
-        assert found != first
-        file.write_text("")  # what a run leaves that is killed before its first line
-    with claim(file, "train", {"t": 2}, is_file=True) as again:
-        assert again == found
 
 
 def test_a_folder_of_data_is_locked_without_a_manifest(tmp_path):
     (tmp_path / "mine").write_text("x")
     with lock(tmp_path, "fetch"), pytest.raises(InUse), lock(tmp_path, "fetch"):
         pass
-    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
-    with claim(tmp_path / "work", "train", {}), pytest.raises(NotOurs, match="of `train`"):
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    with claim(tmp_path / "work", "train", {}), pytest.raises(NotOurs, match="`train`"):
         lock(tmp_path / "work", "fetch").__enter__()
+    with pytest.raises(WriteFailed):
+        claim(tmp_path / "mine" / "out", "train", {}).__enter__()
 
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
+from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim
-with claim(Path(sys.argv[1]), "train", {}):
-    forks = sys.argv[2] == "fork"
-    in_child = forks and os.fork() == 0
-    if in_child or not forks:
-        print("held", flush=True)
-    time.sleep(7200)
-    if in_child:
-        os._exit(0)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with claim(Path(sys.argv[1]), "train", {}):
+        in_child = "fork" in sys.argv and os.fork() == 0
+        if in_child or "fork" not in sys.argv:
+            print("held", flush=True)
+        sys.stdin.read()
+        if in_child:
+            os._exit(0)
+except HyperDFlashError as error:
+    print(type(error).__name__, flush=True)
 """
 
 
-def hold(folder, how: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(folder), how]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout.readline() == "held\n"
+def holder(folder, *how: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", HOLDER, str(folder), *how]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize("how", ["alone", "fork"])
+def go_on(process: subprocess.Popen) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("how", [(), ("fork",)])
 def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path, how):
-    process = hold(tmp_path, how)
+    process = holder(tmp_path, *how)
     try:
-        with pytest.raises(InUse, match=rf"in use by process {process.pid} on "):
+        go_on(process)
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InUse, match=f"process {process.pid} "):
             claim(tmp_path, "train", {}).__enter__()
         first = json.loads((tmp_path / ".hyperdflash.json").read_text())["run_id"]
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        with claim(tmp_path, "train", {}) as found:
-            assert found == first
+        with claim(tmp_path, "train", {}) as run_id:
+            assert run_id == first
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
+        process.communicate()
 
 
 def test_of_many_runs_that_start_together_one_gets_the_folder(tmp_path):
-    source = textwrap.dedent("""
-        import sys
-        from pathlib import Path
-        from sglang_hyperdflash.tools.errors import HyperDFlashError
-        from sglang_hyperdflash.tools.ownership import claim
-        print("ready", flush=True)
-        sys.stdin.readline()
-        try:
-            with claim(Path(sys.argv[1]), "train", {}):
-                print("held", flush=True)
-                sys.stdin.readline()
-        except HyperDFlashError as error:
-            print(type(error).__name__, flush=True)
-    """)
-    command = [sys.executable, "-c", source, str(tmp_path / "new")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    every = [subprocess.Popen(command, **pipes) for _ in range(5)]
-    assert [process.stdout.readline() for process in every] == ["ready\n"] * 5
+    every = [holder(tmp_path / "new") for _ in range(5)]
     for process in every:
-        process.stdin.write("\n")
-        process.stdin.flush()
+        go_on(process)
     # Whoever holds the folder does so until all have said what they got.
     said = sorted(process.stdout.readline() for process in every)
     for process in every:
         process.communicate()
     assert said == ["InUse\n"] * 4 + ["held\n"]
-
-
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(HyperDFlashError, match="cannot write") as found:
-        claim(tmp_path / "file" / "out", "train", {}).__enter__()
-    assert "\n" not in str(found.value)

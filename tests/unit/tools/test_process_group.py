@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
@@ -32,68 +33,57 @@ from sglang_hyperdflash.tools.server_process import Server
 
 signals = exit_on_signals()
 signals.__enter__()
-found = []
+servers = []
 
 def start(name):
     launcher = (sys.executable, "-c", sys.argv[2])
-    found.append(Server("any", log=Path(sys.argv[1]) / name, launcher=launcher))
+    servers.append(Server("any", log=Path(sys.argv[1]) / name, launcher=launcher))
 
 for name in ("a", "b"):
     thread = threading.Thread(target=start, args=(name,))
     thread.start()
     thread.join()
-print(*(server.process.pid for server in found), flush=True)
-with found[0], found[1]:
+print(*(server.process.pid for server in servers), flush=True)
+with servers[0], servers[1]:
     time.sleep(7200)
 """
 
 
 def members(session: int) -> list[int]:
     """The living processes of a session; zombies do not count."""
-    found = []
+    living = []
     for entry in Path("/proc").iterdir():
         try:
             pid = int(entry.name)
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             if os.getsid(pid) == session and state != "Z":
-                found.append(pid)
+                living.append(pid)
         except (ValueError, OSError):
             continue
-    return found
+    return living
 
 
 @pytest.mark.parametrize(
-    "number, code",
-    [
-        (signal.SIGTERM, 143),
-        (signal.SIGHUP, 129),
-        (signal.SIGINT, None),
-        (signal.SIGKILL, -signal.SIGKILL),
-    ],
+    ("number", "code"),
+    [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", None), ("SIGKILL", -signal.SIGKILL)],
 )
 def test_no_server_outlives_its_command(tmp_path, number, code):
-    """Found as: ``timeout -s TERM 45 hyperdflash demo`` left two servers of 2.4 GB, spinning."""
-    command = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path), SERVER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-    )
+    arguments = [sys.executable, "-c", COMMAND, str(tmp_path), SERVER]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    command = subprocess.Popen(arguments, cwd=ROOT, **pipes)
     sessions = [int(pid) for pid in command.stdout.readline().split()]
-    assert len(sessions) == 2
     try:
         for name in ("a", "b"):
             log = tmp_path / name
             until(lambda log=log: "child" in log.read_text(), "no child started")
         assert [len(members(session)) for session in sessions] == [2, 2]
-        command.send_signal(number)
+        command.send_signal(getattr(signal, number))
         ended = command.wait(PATIENCE)
-        assert code is None or ended == code
+        assert code in (None, ended)
         until(lambda: not any(map(members, sessions)), "processes were left")
     finally:
         command.kill()
-        command.wait()
+        command.communicate()
         for pid in [pid for session in sessions for pid in members(session)]:
             os.kill(pid, signal.SIGKILL)
 
@@ -105,26 +95,24 @@ def started(tmp_path) -> Server:
     return server
 
 
-def pending(pid: int) -> set[int]:
-    """Signals that a process has been sent and has not been given; none of one that has ended."""
+def has_arrived(number: int, pid: int) -> bool:
+    """Whether a signal is no longer pending."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    found = dict(line.split(":\t", 1) for line in lines)
-    mask = 0 if found["State"].startswith("Z") else int(found["ShdPnd"], 16)
-    return {number for number in signal.Signals if mask >> number - 1 & 1}
+    fields = dict(line.split(":\t", 1) for line in lines)
+    return fields["State"].startswith("Z") or not int(fields["ShdPnd"], 16) >> number - 1 & 1
 
 
 def test_a_signal_to_the_guard_leaves_no_process(tmp_path):
-    """Found as: after SIGTERM of a whole cgroup a child that ignores it outlived ``stop``."""
+    """As SIGTERM of a whole cgroup sends it, too."""
     server = started(tmp_path)
-    session = server.process.pid
-    server._guard._shell.terminate()
-    until(lambda: signal.SIGTERM not in pending(server._guard._shell.pid), "it never arrived")
+    guard = server._guard._shell
+    guard.terminate()
+    until(lambda: has_arrived(signal.SIGTERM, guard.pid), "it never arrived")
     server.stop()
-    until(lambda: not members(session), "processes were left")
+    until(lambda: not members(server.process.pid), "processes were left")
 
 
 def test_a_forked_child_does_not_keep_servers(tmp_path):
-    """Found as: ``stop`` hung as long as a forked child of the command lived."""
     server = started(tmp_path)
     session, child = server.process.pid, os.fork()
     if child == 0:
@@ -139,13 +127,7 @@ def test_a_forked_child_does_not_keep_servers(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_proxy_is_not_asked_for_loopback(tmp_path, monkeypatch):
-    """Found as: a server behind ``http_proxy`` never became ready."""
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "example.org")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    health = """
+HEALTHY = """
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Healthy(BaseHTTPRequestHandler):
@@ -153,56 +135,57 @@ class Healthy(BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
-    launcher = (sys.executable, "-c", health)
+
+
+def test_a_proxy_is_not_asked_for_loopback(tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    launcher = (sys.executable, "-c", HEALTHY)
     with Server("any", log=tmp_path / "log", launcher=launcher) as server:
         server.wait(PATIENCE)
     assert os.environ["no_proxy"] == "example.org,127.0.0.1,localhost"
 
 
-def test_a_signal_while_a_process_starts_is_answered_when_it_is_held():
-    script = """
-import os, signal
-from sglang_hyperdflash.tools.process_group import exit_on_signals, signals_deferred
+def test_a_later_server_leaves_the_earlier_one_s_log(tmp_path):
+    log = tmp_path / "logs" / "server.log"
+    for word in ("first", "second"):
+        launcher = (sys.executable, "-c", f"print('the {word} died')")
+        with Server("any", log=log, launcher=launcher) as server:
+            with pytest.raises(ServerFailed, match=f"the {word} died") as failed:
+                server.wait(PATIENCE)
+            assert word == "first" or "first" not in str(failed.value)
+    assert log.read_text() == "the first died\nthe second died\n"
+
+
+HELD = """
 with exit_on_signals():
     with signals_deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         print("held", flush=True)
     print("not reached")
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE
-    )
-    assert (ended.returncode, ended.stdout) == (143, "held\n")
-
-
-def test_a_signal_to_a_command_that_has_ended_prints_no_traceback():
-    """Found as: torchrun ended a failed training's processes while Python shut them down."""
-    script = """
-import atexit, os, signal
-from sglang_hyperdflash.tools.process_group import exit_on_signals
+AFTER_THE_COMMAND = """
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-@exit_on_signals()
-def main():
-    return 2
-
-raise SystemExit(main())
+exit_on_signals()(lambda: None)()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE
-    )
-    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, "")
-
-
-def test_a_command_under_nohup_goes_on_after_a_hang_up():
-    script = """
-import os, signal
-from sglang_hyperdflash.tools.process_group import exit_on_signals, signals_deferred
+NOHUP = """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with exit_on_signals():
     os.kill(os.getpid(), signal.SIGHUP)
     with signals_deferred():
         os.kill(os.getpid(), signal.SIGHUP)
 """
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=PATIENCE)
-    assert ended.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [(HELD, 143, "held\n"), (AFTER_THE_COMMAND, -signal.SIGTERM, ""), (NOHUP, 0, "")],
+    ids=["while a process starts", "after the command", "under nohup"],
+)
+def test_a_signal_ends_a_command_where_it_may(script, code, said):
+    imports = "import atexit, os, signal\nfrom sglang_hyperdflash.tools.process_group import *\n"
+    arguments = [sys.executable, "-c", imports + script]
+    ended = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")

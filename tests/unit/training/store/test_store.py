@@ -1,42 +1,39 @@
-"""Shards are whole or absent, checked once, written by many and read by many."""
+"""Shards and their readers: what :mod:`.test_machine` does not reach."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
-import resource
-import threading
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise, product
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
-from sglang_hyperdflash.tools.ownership import InUse, NotOurs
+from sglang_hyperdflash.tools.ownership import NotOurs
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import manifest as manifest_module
-from sglang_hyperdflash.training.store import reader as reader_module
+from sglang_hyperdflash.training.store import stream as stream_module
 from sglang_hyperdflash.training.store import writer as writer_module
 from sglang_hyperdflash.training.store.manifest import (
     Data,
-    Manifest,
+    Shard,
     content_hash,
     data_digest,
     read_shards,
 )
 from sglang_hyperdflash.training.store.reader import StoreReader
+from sglang_hyperdflash.training.store.retention import surplus
 from sglang_hyperdflash.training.store.stream import StreamReader
-from sglang_hyperdflash.training.store.writer import bytes_of, open_writer, shard_ranges
+from sglang_hyperdflash.training.store.writer import bytes_of, shard_ranges
 from tests.unit.training.store.small import (
     DATA,
-    EXPECTED,
     IDENTITY,
-    KIND,
     RANGES,
     SAMPLES,
     SHARD_BYTES,
@@ -44,187 +41,195 @@ from tests.unit.training.store.small import (
     M,
     add,
     broken,
-    found,
+    contents,
+    flip,
+    opened,
+    put,
     residual,
     write,
 )
 
 FIRST, SECOND = "one-00000000.safetensors", "one-00000002.safetensors"
+STATES = [residual(len(sample.tokens)) for sample in SAMPLES]
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(bytes(data))
-
-
-def test_what_was_written_is_read_padded_in_its_own_dtype(tmp_path):
-    write(tmp_path)
-    source = StoreReader(tmp_path)
-    assert found(source) == EXPECTED
-    assert source.lengths.tolist() == [5, 9, 6, 7]
-    assert [s.answer_tokens for s in source.samples] == [s.answer_tokens for s in SAMPLES]
-    states = source.states([3, 0])
-    assert states.residual.dtype == torch.bfloat16 and states.residual.shape == (2, 7, M * D)
-    assert torch.equal(states.residual[0], residual(SAMPLES[3]))
-    assert torch.equal(states.residual[1, :5], residual(SAMPLES[0]))
-    assert not states.residual[1, 5:].any()
-    assert states.layers.shape == (2, 7, 0)
-    assert states.to(torch.device("cpu")).residual.dtype == torch.float32
-    with pytest.raises(IndexError):
-        source.samples[4]
-
-
-def test_a_shard_is_a_safetensors_file(tmp_path):
-    write(tmp_path)
-    tensors = load_file(tmp_path / "shards" / SECOND)
-    assert set(tensors) == {"tokens", "residual"}
-    assert tensors["tokens"].tolist() == SAMPLES[2].tokens + SAMPLES[3].tokens
-    rows = torch.cat([residual(SAMPLES[2]), residual(SAMPLES[3])])
-    assert torch.equal(tensors["residual"], rows.view(-1, M, D))
-
-
-def test_layers_are_kept_next_to_the_residual(tmp_path):
-    identity = replace(IDENTITY, layer_ids=(1, 3))
-    layers = [residual(sample) + 1 for sample in SAMPLES]
-    with open_writer(tmp_path, identity, "one", KIND, {}) as writer:
-        writer.begin(DATA)
-        writer.add(0, SAMPLES, [(residual(s), x) for s, x in zip(SAMPLES, layers, strict=True)])
-    states = StoreReader(tmp_path).states([1])
-    assert torch.equal(states.layers[0], layers[1])
-    assert torch.equal(states.residual[0], residual(SAMPLES[1]))
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("wrong", [{1}, {0, 1}, {0, 3}])
-def test_a_sample_that_is_not_finite_is_left_out_of_its_shard(tmp_path, fp8, wrong):
-    """Found as: the trainer ended at it, and again after every restart."""
-    states = [(broken(s) if i in wrong else residual(s),) for i, s in enumerate(SAMPLES)]
-    with open_writer(tmp_path, replace(IDENTITY, fp8=fp8), "one", KIND, {}) as writer:
-        writer.begin(DATA)
-        for start, end in reversed(RANGES):
-            writer.add(start, SAMPLES[start:end], states[start:end])
-        assert writer.left_out == sorted(wrong) and writer.missing(RANGES) == []
-    kept = [i for i in range(len(SAMPLES)) if i not in wrong]
-    stream = StreamReader(tmp_path, 100, 9)
+def followed(folder, vocabulary: int = 9) -> StreamReader:
+    stream = StreamReader(folder, 100, vocabulary)
     stream.refresh(ProcessGroup())
-    assert len(stream.held_out) == len(kept)
-    for source in (StoreReader(tmp_path), stream):
-        assert found(source) == [EXPECTED[i] for i in kept]
-        for place, i in enumerate(kept):
-            states = source.states([place]).residual[0]
-            close = {"rtol": 0.1, "atol": 0.02} if fp8 else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(states, residual(SAMPLES[i]), **close)
+    return stream
+
+
+# --- files
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_store_that_holds_such_a_sample_names_it(tmp_path, monkeypatch, fp8):
-    """Found as: advice to lower the learning rate, where it had no part."""
-    with open_writer(tmp_path, replace(IDENTITY, fp8=fp8), "one", KIND, {}) as writer:
-        writer.begin(DATA)
-        with monkeypatch.context() as patched:  # written before it was left out
-            patched.setattr(writer_module, "is_finite", lambda _: True)
-            writer.add(0, SAMPLES[:2], [(residual(SAMPLES[0]),), (broken(SAMPLES[1]),)])
-        add(writer, RANGES[1:])
-    source = StoreReader(tmp_path)
-    source.states([0, 2, 3])
-    place = rf"sample 1 .* rows 5 to 13 of .*/{FIRST}"
-    with pytest.raises(HyperDFlashConfigError, match=place):
-        source.states([2, 1])
+def test_any_reader_of_safetensors_reads_a_shard(tmp_path, fp8):
+    identity = replace(IDENTITY, hidden_size=512, fp8=fp8)
+    rows = [torch.randn(len(s.tokens), M * 512).bfloat16() for s in SAMPLES[:2]]
+    with opened(tmp_path, identity=identity) as writer:
+        writer.add(0, SAMPLES[:2], [(x,) for x in rows])
+    path = tmp_path / "shards" / FIRST
+    tensors = load_file(path)
+    assert tensors["tokens"].tolist() == SAMPLES[0].tokens + SAMPLES[1].tokens
+    size = sum(bytes_of(sample, identity) for sample in SAMPLES[:2])
+    assert sum(x.nbytes for x in tensors.values()) == size <= path.stat().st_size < size + 500
+    values, written = tensors["residual"], torch.cat(rows).view(-1, M, 512)
+    if not fp8:
+        assert torch.equal(values, written) and size == 14 * (M * 512 * 2 + 4)
+        return
+    scales = tensors["residual_scale"]
+    assert values.dtype == torch.float8_e4m3fn and size < 14 * M * 512 * 2 * 0.52
+    assert values.float().abs().amax(-1).eq(448).all()
+    read = StoreReader(tmp_path).states([0, 1]).residual
+    assert torch.equal((values.float() * scales.unsqueeze(-1)).bfloat16()[5:].flatten(1), read[1])
 
 
 def test_ranges_follow_the_size_limit():
-    size = bytes_of(SAMPLES[0], IDENTITY)
-    assert size == 5 * (M * D * 2 + 4)
-    assert shard_ranges(SAMPLES, IDENTITY, 10**9) == [(0, 4)]
-    assert shard_ranges(SAMPLES, IDENTITY, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert bytes_of(SAMPLES[0], IDENTITY) == 5 * (M * D * 2 + 4)
+    every = {SHARD_BYTES: RANGES, 10**9: [(0, 4)], 1: [(0, 1), (1, 2), (2, 3), (3, 4)]}
+    for limit, ranges in every.items():
+        assert shard_ranges(SAMPLES, IDENTITY, limit) == ranges
     assert shard_ranges([], IDENTITY, 1) == []
 
 
-def test_prefetched_states_are_the_same_and_read_before_they_are_asked_for(tmp_path, monkeypatch):
+def test_a_shard_writes_one_line_however_many_there_are(tmp_path):
+    """And so little else: the whole index for every shard took hours of a capture."""
+    path, sizes = tmp_path / "manifests" / "one.jsonl", [0]
+    with opened(tmp_path) as writer:
+        for i in range(100):
+            writer.add(i, SAMPLES[:1], [(STATES[0],)])
+            sizes.append(path.stat().st_size)
+    lines = [after - before for before, after in pairwise(sizes)]
+    assert max(lines) <= min(lines) + 8  # digits of the position
+    others = {p.name for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".safetensors"}
+    assert others == {".hyperdflash.json", ".one.jsonl.hyperdflash.json", "one.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "place"),
+    [('{"shart"', HyperDFlashConfigError, "one.jsonl: "), ('"shard"', BadRow, "one.jsonl:2: ")],
+)
+def test_a_damaged_manifest_is_named(tmp_path, damage, error, place):
     write(tmp_path)
-    source, threads = StoreReader(tmp_path), set()
-    whole = reader_module.OpenShard.read
-
-    def read(self, *arguments) -> None:
-        threads.add(threading.current_thread())
-        whole(self, *arguments)
-
-    monkeypatch.setattr(reader_module.OpenShard, "read", read)
-    source.prefetch([2, 1])
-    for _, reads in source._begun.values():
-        for each in reads:
-            each.result()
-    assert threads and threading.main_thread() not in threads
-    (tmp_path / "shards").rename(tmp_path / "elsewhere")
-    states = source.states([2, 1])
-    assert torch.equal(states.residual[1, :9], residual(SAMPLES[1]))
-    assert torch.equal(states.residual[0, :6], residual(SAMPLES[2]))
-
-
-def test_an_unfinished_data_set_is_refused_and_resumed(tmp_path):
-    write(tmp_path, [(2, 4)])
-    with pytest.raises(HyperDFlashConfigError, match="2 of 4 samples, not all of the data"):
+    path = tmp_path / "manifests" / "one.jsonl"
+    path.write_text(path.read_text().replace('{"shard"', damage, 1))
+    with pytest.raises(error, match=place):
         StoreReader(tmp_path)
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
+
+
+# --- several writers
+
+
+def test_processes_write_to_one_store_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [  # two of them write the same
+        context.Process(target=write, args=(tmp_path, [RANGES[i % 2]], f"writer-{i}"))
+        for i in range(4)
+    ]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join()
+        assert each.exitcode == 0
+    assert contents(StoreReader(tmp_path)) == SAMPLES
+    assert [shard.start for shard in read_shards(tmp_path)] == [0, 2]
+
+
+def test_a_data_set_cut_in_two_ways_is_no_whole_one(tmp_path):
+    """Shards would overlap. Two shares that begin at one moment do not see each other's sizes."""
+    write(tmp_path, [(0, 2)])
+    for name in ("one", "two"):
+        with opened(tmp_path, name) as writer, pytest.raises(HyperDFlashConfigError, match="504"):
+            writer.begin(replace(DATA, shard_bytes=99))
+    with opened(tmp_path, "two") as writer:
         writer.begin(DATA)
-        assert writer.missing(RANGES) == [(0, 2)]
-        add(writer, [(0, 2)])
-    assert found(StoreReader(tmp_path)) == EXPECTED
-    (tmp_path / "shards" / SECOND).unlink()
-    with pytest.raises(HyperDFlashConfigError, match=r"shard .*-00000002.* is missing\. Run"):
+        writer.add(1, SAMPLES[1:3], [(rows,) for rows in STATES[1:3]])
+    with pytest.raises(HyperDFlashConfigError, match=r"3 of 4 samples.* \S*/two.jsonl"):
         StoreReader(tmp_path)
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
-        assert writer.damaged == [SECOND]
-        assert writer.missing(RANGES) == [(2, 4)]
 
 
-def test_a_corrupt_shard_is_named_and_only_that_one_is_written_again(tmp_path):
+def test_a_folder_of_something_else_is_no_store(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(NotOurs):
+        opened(tmp_path).__enter__()
+    with pytest.raises(FileNotFoundError):
+        StoreReader(tmp_path)
+
+
+def test_a_hash_is_of_the_samples_and_not_of_who_wrote_them_or_how_often(tmp_path):
+    """A GPU gives no bit twice: a shard that was captured again is the same data."""
+    write(tmp_path / "one")
+    write(tmp_path / "two", [(2, 4)], "b")
+    write(tmp_path / "two", [(0, 2)], "a")
+    known = content_hash(tmp_path / "one")
+    assert content_hash(tmp_path / "two") == known
+    (tmp_path / "one" / "shards" / FIRST).unlink()
+    with opened(tmp_path / "one") as writer:
+        writer.add(0, SAMPLES[:2], [(rows * 1.01,) for rows in STATES[:2]])
+    assert not torch.equal(StoreReader(tmp_path / "one").states([0]).residual[0], STATES[0])
+    assert content_hash(tmp_path / "one") == known
+    with opened(tmp_path / "three") as writer:
+        writer.begin(Data(data_digest(SAMPLES[:2]), 2, SHARD_BYTES))
+        writer.add(0, SAMPLES[:2], [(rows,) for rows in STATES[:2]])
+    assert content_hash(tmp_path / "three") != known
+
+
+# --- what is not read
+
+
+def test_a_start_reads_no_shard(tmp_path, monkeypatch):
+    """Neither a reader's nor that of a writer whose files have other times, as a copy's have."""
     write(tmp_path)
-    flip(tmp_path / "shards" / FIRST)
-    source = StoreReader(tmp_path)
-    assert torch.equal(source.states([2]).residual[0], residual(SAMPLES[2]))
-    with pytest.raises(HyperDFlashConfigError, match=rf"{FIRST} is corrupt: .* Remove it\. Run"):
-        source.states([0])
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
-        assert writer.damaged == [FIRST]
-        assert writer.missing(RANGES) == [(0, 2)]
-        add(writer, [(0, 2)])
-    again = StoreReader(tmp_path)
-    assert found(again) == EXPECTED
-    assert torch.equal(again.states([1]).residual[0], residual(SAMPLES[1]))
+    for path in (tmp_path / "shards").iterdir():
+        path.write_bytes(b"")
+    source, hashed = StoreReader(tmp_path), []
+    assert source.lengths.tolist() == [5, 9, 6, 7]
+    assert [sample.spans for sample in source.samples] == [sample.spans for sample in SAMPLES]
+    assert source.samples[1].answer_tokens == SAMPLES[1].answer_tokens
+    with pytest.raises(IndexError):
+        source.samples[4]
+    monkeypatch.setattr(manifest_module, "file_hash", hashed.append)
+    with opened(tmp_path) as writer:
+        assert writer.position == 4 and not hashed
+        assert writer.damaged == [FIRST, SECOND] and len(hashed) == 2
 
 
 def test_a_checksum_is_verified_once_for_all_readers(tmp_path):
-    """Found as: every rank hashed every shard at every start, terabytes of them."""
     write(tmp_path)
     shard = tmp_path / "shards" / FIRST
-    assert found(StoreReader(tmp_path)) == EXPECTED
+    assert contents(StoreReader(tmp_path)) == SAMPLES
     before = shard.stat()
     flip(shard)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # no second look at the bytes
-    assert not torch.equal(StoreReader(tmp_path).states([1]).residual[0], residual(SAMPLES[1]))
+    assert not torch.equal(StoreReader(tmp_path).states([1]).residual[0], STATES[1])
     os.utime(shard)  # another file: looked at again
     with pytest.raises(HyperDFlashConfigError, match="is corrupt"):
         StoreReader(tmp_path).states([1])
 
 
-def test_starting_reads_no_shard(tmp_path):
-    """Found as: a start-up that opened, hashed and listed everything."""
+def test_a_shard_that_a_listing_does_not_show_yet_is_there(tmp_path, monkeypatch):
     write(tmp_path)
-    for path in (tmp_path / "shards").iterdir():
-        path.write_bytes(b"")
+    monkeypatch.setattr(manifest_module, "shard_files", lambda _folder: {FIRST})
+    assert contents(StoreReader(tmp_path)) == SAMPLES
+
+
+def test_prefetched_states_are_read_before_they_are_asked_for(tmp_path):
+    write(tmp_path)
     source = StoreReader(tmp_path)
-    assert source.lengths.tolist() == [5, 9, 6, 7]
-    assert [sample.spans for sample in source.samples] == [sample.spans for sample in SAMPLES]
+    source.prefetch([2, 1])
+    for _, reads in source._begun.values():
+        for read in reads:
+            read.result()
+    (tmp_path / "shards").rename(tmp_path / "elsewhere")
+    states = source.states([2, 1])
+    assert torch.equal(states.residual[1, :9], STATES[1])
+    assert states.to(torch.device("cpu")).residual.dtype == torch.float32
 
 
 def test_memory_of_a_reader_does_not_grow_with_tokens(tmp_path):
-    """Found as: 40 bytes a token in every process."""
     identity = replace(IDENTITY, hc_mult=1, hidden_size=1)
     sample, shards = Sample(list(range(100_000)), ((5, 100_000),)), 30
-    with open_writer(tmp_path, identity, "one", KIND, {}) as writer:
-        writer.begin(Data("digest", shards, 1))
+    with opened(tmp_path, identity=identity) as writer:
         for i in range(shards):
             writer.add(i, [sample], [(torch.ones(100_000, 1),)])
     tracemalloc.start()
@@ -235,217 +240,109 @@ def test_memory_of_a_reader_does_not_grow_with_tokens(tmp_path):
     assert peak < 100_000 * shards, f"{peak / (100_000 * shards):.2f} bytes a token"
 
 
-def test_a_writer_opens_a_store_of_other_times_without_reading_it(tmp_path, monkeypatch):
-    """Found by reading: a server hashed all that it had recorded before it started."""
-    write(tmp_path)
-    for path in (tmp_path / "shards").iterdir():
-        os.utime(path, (0, 0))
-    hashed = []
-    monkeypatch.setattr(manifest_module, "file_hash", lambda path: hashed.append(path))
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
-        assert writer.position == 4 and not hashed
-        assert writer.damaged == [FIRST, SECOND] and len(hashed) == 2
+# --- states that are not finite
 
 
-def test_an_added_shard_writes_one_line_however_many_there_are(tmp_path):
-    """Found as: the whole index was written again for every shard, hours of a capture."""
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
-        writer.begin(Data("digest", 100, 1))
-        path, sizes = tmp_path / "manifests" / "one.jsonl", []
-        inode, written = path.stat().st_ino, path.read_bytes()
-        for i in range(100):
-            writer.add(i, SAMPLES[:1], [(residual(SAMPLES[0]),)])
-            content = path.read_bytes()
-            assert content.startswith(written)
-            sizes.append(len(content) - len(written))
-            written = content
-    assert path.stat().st_ino == inode
-    assert max(sizes) <= min(sizes) + 8  # digits of the position
-    changed = [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".safetensors"]
-    assert sorted(p.name for p in changed) == [
-        ".hyperdflash.json",
-        ".one.jsonl.hyperdflash.json",
-        "one.jsonl",
-    ]
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_sample_that_was_stored_though_it_is_not_finite(tmp_path, monkeypatch, fp8):
+    """A trainer is told which it is; to a learner it teaches nothing."""
+    monkeypatch.setattr(writer_module, "is_finite", lambda _: True)  # as an older writer did
+    with opened(tmp_path, identity=replace(IDENTITY, fp8=fp8)) as writer:
+        writer.begin(DATA)
+        writer.add(0, SAMPLES[:2], [(STATES[0],), (broken(STATES[1]),)])
+        add(writer, RANGES[1:])
+    source = StoreReader(tmp_path)
+    source.states([0, 2, 3])
+    with pytest.raises(HyperDFlashConfigError, match=rf"sample 1 .* rows 5 to 13 of .*/{FIRST}"):
+        source.states([2, 1])
+    stream = followed(tmp_path)
+    states = stream.states([0, 1, 2]).residual
+    assert not states[1].any() and states[2].any()
+    assert [s.spans for s in stream.samples][1:] == [(), SAMPLES[2].spans, SAMPLES[3].spans]
 
 
-def _fill(folder: str, name: str, ranges) -> None:
-    write(Path(folder), ranges, name)
+# --- streams
 
 
-def test_processes_write_to_one_store_at_once(tmp_path):
-    """Found as: one engine, one writer, one folder."""
-    context = multiprocessing.get_context("fork")
-    writers = [
-        context.Process(target=_fill, args=(str(tmp_path), f"writer-{i}", [RANGES[i % 2]]))
-        for i in range(4)  # two of them write the same
-    ]
-    for each in writers:
-        each.start()
-    for each in writers:
-        each.join()
-        assert each.exitcode == 0
-    assert found(StoreReader(tmp_path)) == EXPECTED
-    assert [shard.start for shard in read_shards(tmp_path)] == [0, 2]
+def shard(number: int) -> Shard:
+    name = f"one-{number:08d}.safetensors"
+    return Shard(name, hashlib.sha256(name.encode()).hexdigest(), 10, 0, "one", number, [1], [[]])
 
 
-def test_a_writer_of_the_same_name_is_refused_and_others_are_not(tmp_path):
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
-        add(writer, [(0, 2)])
-        with (
-            pytest.raises(InUse, match=r"one.jsonl is in use by process"),
-            open_writer(tmp_path, IDENTITY, "one", KIND, {}),
-        ):
-            pass
-        with open_writer(tmp_path, IDENTITY, "two", KIND, {}) as other:
-            other.begin(DATA)
-            assert other.missing(RANGES) == [(2, 4)]  # what the first one's are, it leaves
-            add(other, [(2, 4)])
-        assert found(StoreReader(tmp_path)) == EXPECTED
+def test_the_newest_stay_and_a_uniform_sample_of_the_others():
+    shards: list[Shard] = []
+    for number in range(1000):
+        shards.append(shard(number))
+        gone = {each.start for each in surplus(shards, 1000, 0.5)}
+        shards = [each for each in shards if each.start not in gone]
+        assert sum(each.size for each in shards) <= 1000
+    starts = [each.start for each in shards]
+    assert len(starts) == 100 and starts[-50:] == list(range(950, 1000))
+    assert 15 <= sum(start < 475 for start in starts[:50]) <= 35  # of 950, half are such
 
 
-def test_a_line_that_is_being_written_is_not_there_yet(tmp_path):
-    write(tmp_path)
-    path = tmp_path / "manifests" / "one.jsonl"
+@pytest.mark.parametrize("wrong", [-(10**18), 10**18])
+def test_a_clock_that_was_wrong_does_not_change_what_is_newest(tmp_path, monkeypatch, wrong):
+    """By thirty years, in one shard of the first writer; the second wrote before the last one."""
+    off, plain = [0, wrong, 0, 0], writer_module.write_shard
+
+    def write_shard(path, tensors):
+        digest = plain(path, tensors)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9 * (9 - len(off)) + off.pop(0)))
+        return digest
+
+    monkeypatch.setattr(writer_module, "write_shard", write_shard)
+    with opened(tmp_path, "a") as a, opened(tmp_path, "b") as b:
+        put(a, *SAMPLES[:2])
+        put(b, SAMPLES[2])
+        put(a, SAMPLES[3])
+    order = [SAMPLES.index(sample) for sample in contents(followed(tmp_path))]
+    assert order[-1] == 3 and order.index(0) < order.index(1)
+
+
+def test_a_refresh_reads_only_what_is_new(tmp_path, monkeypatch):
+    with opened(tmp_path) as writer:
+        put(writer, *SAMPLES[:3])
+        stream, looked_at = followed(tmp_path), []
+        plain = stream_module.held_out
+        monkeypatch.setattr(
+            stream_module, "held_out", lambda f, s, v: looked_at.append(s.start) or plain(f, s, v)
+        )
+        with (tmp_path / "manifests" / "one.jsonl").open("r+b") as file:
+            file.write(b"x" * 10)
+        put(writer, SAMPLES[3])
+        stream.refresh(ProcessGroup())
+    assert looked_at == [3] and contents(stream) == SAMPLES
+
+
+def test_no_flipped_bit_of_a_shard_s_start_is_an_error(tmp_path):
+    """A learner looks at tokens before it has verified a checksum."""
+    with opened(tmp_path) as writer:
+        writer.add(0, SAMPLES[:2], [(rows,) for rows in STATES[:2]])
+        put(writer, SAMPLES[2])
+    (path, _), counts = sorted((tmp_path / "shards").iterdir()), set()
     whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])
-    assert list(Manifest.read(path).shards) == [0]
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:  # after a kill: cut off
-        assert writer.missing(RANGES) == [(2, 4)]
-        add(writer, [(2, 4)])
-    assert found(StoreReader(tmp_path)) == EXPECTED
-    path.write_bytes(whole.replace(b'{"shard"', b'{"shart"', 1))
-    with pytest.raises(HyperDFlashConfigError, match=r"one.jsonl: expected the manifest of"):
-        StoreReader(tmp_path)
-    path.write_bytes(whole.replace(b'{"shard"', b'"shard"', 1))
-    with pytest.raises(BadRow, match=r"one.jsonl:2: expected a JSON object"):
-        StoreReader(tmp_path)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for place, bit in product(range(header + 4 * 14), (1, 16)):
+        damaged = bytearray(whole)
+        damaged[place] ^= bit
+        path.write_bytes(damaged)
+        stream = followed(tmp_path)
+        stream.prefetch([len(stream.samples) - 1])  # in another thread
+        stream.states(list(range(len(stream.samples))))
+        *others, last = contents(stream)
+        assert last == SAMPLES[2] and all(sample.spans == () for sample in others)
+        counts.add(len(others))
+    assert counts == {0, 2}  # it is left out at once, or when its checksum is known
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    write(tmp_path / "store")
-    other = replace(IDENTITY, dtype="float32")
-    with (
-        pytest.raises(NotOurs, match='dtype was "bfloat16", now "float32"'),
-        open_writer(tmp_path / "store", other, "two", KIND, {}),
-    ):
-        pass
-    with (
-        pytest.raises(NotOurs, match="other settings: length was unset, now 3"),
-        open_writer(tmp_path / "store", IDENTITY, "one", KIND, {"length": 3}),
-    ):
-        pass
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("mine")
-    with (
-        pytest.raises(NotOurs, match="expected a new or empty folder"),
-        open_writer(mine, IDENTITY, "one", KIND, {}),
-    ):
-        pass
-    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
-    with pytest.raises(FileNotFoundError, match="is no store"):
-        StoreReader(mine)
-
-
-@pytest.mark.parametrize("name", ["one", "two"])
-def test_a_data_set_cut_in_two_ways_is_refused(tmp_path, name):
-    """Its shards would overlap, and samples come twice."""
-    write(tmp_path, [(0, 2)])
-    with (
-        open_writer(tmp_path, IDENTITY, name, KIND, {}) as writer,
-        pytest.raises(HyperDFlashConfigError, match=r"found 4 in shards of 504"),
-    ):
-        writer.begin(replace(DATA, shard_bytes=99))
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path):
-    write(tmp_path, [(0, 2)])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
-    try:
-        with pytest.raises(WriteFailed, match=r"cannot write .*one-00000002.safetensors: .* Free"):
-            write(tmp_path, [(2, 4)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in (tmp_path / "shards").iterdir()] == [FIRST]
-    assert list(Manifest.read(tmp_path / "manifests" / "one.jsonl").shards) == [0]
-    write(tmp_path, [(2, 4)])
-    assert found(StoreReader(tmp_path)) == EXPECTED
-
-
-def test_a_store_s_hash_is_of_its_samples_and_not_of_who_wrote_them(tmp_path):
-    write(tmp_path / "one")
-    write(tmp_path / "two", [(2, 4)], "b")
-    write(tmp_path / "two", [(0, 2)], "a")
-    hashes = {content_hash(tmp_path / name) for name in ("one", "two")}
-    assert len(hashes) == 1
-    other = Data(data_digest(SAMPLES[:2]), 2, SHARD_BYTES)
-    with open_writer(tmp_path / "three", IDENTITY, "one", KIND, {}) as writer:
-        writer.begin(other)
-        writer.add(0, SAMPLES[:2], [(residual(sample),) for sample in SAMPLES[:2]])
-    assert content_hash(tmp_path / "three") not in hashes
-    assert data_digest(SAMPLES) != data_digest(SAMPLES[:3])
-
-
-def test_a_shard_that_was_captured_again_is_the_same_data(tmp_path):
-    """Found as: after one corrupt shard was repeated, as the reader had said, the training that
-    had met it was refused: its data were others. A GPU gives no bit twice.
-    """
-    write(tmp_path)
-    before = content_hash(tmp_path)
-    (tmp_path / "shards" / FIRST).unlink()
-    with open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer:
-        writer.begin(DATA)
-        assert writer.missing(RANGES) == [(0, 2)]
-        nearly = [(residual(sample) * 1.01,) for sample in SAMPLES[:2]]
-        writer.add(0, SAMPLES[:2], nearly)
-    assert not torch.equal(StoreReader(tmp_path).states([0]).residual[0], residual(SAMPLES[0]))
-    assert content_hash(tmp_path) == before
-
-
-def test_a_shard_that_a_listing_does_not_show_yet_is_there(tmp_path, monkeypatch):
-    """Found as: one that was added between the listing and its line was missing, and one that
-    another node had just added.
-    """
-    write(tmp_path)
-    monkeypatch.setattr(manifest_module, "shard_files", lambda _folder: {FIRST})
-    assert found(StoreReader(tmp_path)) == EXPECTED
-    (tmp_path / "shards" / SECOND).unlink()
-    with pytest.raises(HyperDFlashConfigError, match=r"-00000002.* is missing\. Run"):
-        StoreReader(tmp_path)
-
-
-def test_shards_that_overlap_are_no_whole_data_set(tmp_path):
-    """Two shares that began at one moment with other sizes: as many samples, and not all."""
-    write(tmp_path, [(0, 2)])
-    with open_writer(tmp_path, IDENTITY, "two", KIND, {}) as writer:
-        writer.begin(DATA)
-        writer.add(1, SAMPLES[1:3], [(residual(sample),) for sample in SAMPLES[1:3]])
-    with pytest.raises(
-        HyperDFlashConfigError, match=r"holds 3 of 4 samples, not all .*or remove \S*/two.jsonl to"
-    ):
-        StoreReader(tmp_path)
-
-
-def test_a_shard_s_line_is_on_the_disk_before_the_next_one_begins(tmp_path, monkeypatch):
-    """Found by reading: over NFS lines reached other nodes with holes in them, and a full quota is
-    known at the flush alone.
-    """
-    flushed, whole = [], os.fsync
-
-    def fsync(number: int) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{number}")).name == "one.jsonl":
-            flushed.append(os.fstat(number).st_size)
-            if len(flushed) == 2:
-                raise OSError(122, "Disk quota exceeded")
-        whole(number)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with (
-        pytest.raises(WriteFailed, match=r"one.jsonl: Disk quota exceeded"),
-        open_writer(tmp_path, IDENTITY, "one", KIND, {}) as writer,
-    ):
-        add(writer)
-    assert flushed[0] < flushed[1]
+def test_a_tenth_is_held_out_by_its_answers(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 9, (300, 12), generator=g).tolist()
+    samples = [Sample.continuation(row, 4) for row in rows]
+    samples += [Sample.continuation([8, 8, *row[4:]], 2) for row in rows]  # other prompts
+    with opened(tmp_path) as writer:
+        writer.add(0, samples, [(torch.zeros(len(s.tokens), 16).bfloat16(),) for s in samples])
+    flags = followed(tmp_path).held_out
+    assert flags[:300].tolist() == flags[300:].tolist()
+    assert 15 <= int(flags[:300].sum()) <= 50

@@ -28,7 +28,7 @@ from sglang_hyperdflash.tools.jsonl import ResumableWriter, read_lines
 from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, lock
 
 SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, max_examples=80, stateful_step_count=20
+    deadline=None, derandomize=True, database=None, max_examples=40, stateful_step_count=20
 )
 
 

@@ -7,12 +7,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.samples import Sample
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def target(target_dir):
     """The tiny target, in plain torch."""
     return LocalTarget(target_dir)
+
+
+def answers(*lengths: int, prompt: int = 6) -> list[Sample]:
+    """Random tokens: a prompt and one answer each."""
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in lengths]
+    return [Sample.continuation(row, prompt) for row in rows]
 
 
 class LargestTensor(TorchDispatchMode):
@@ -21,8 +29,8 @@ class LargestTensor(TorchDispatchMode):
     most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple) else (found,):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self.most = max(self.most, tensor.numel())
-        return found
+        return result

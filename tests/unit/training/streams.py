@@ -57,12 +57,24 @@ def add(opened: StoreWriter, content: list[Recorded], size: int = 20) -> None:
         opened.add(opened.position, samples, [(rows,) for rows in states])
 
 
-def new_drafter(target) -> Drafter:
+def new_drafter(target, **shape) -> Drafter:
+    """An untrained drafter of the tiny target."""
     torch.manual_seed(0)
     facts = TargetFacts.from_config(target.config.to_dict())
-    drafter = Drafter(draft_config(facts, target.hc_head, SHAPE, 4))
+    raw = draft_config(facts, target.hc_head, dataclasses.replace(SHAPE, **shape), 4)
+    drafter = Drafter(raw)
     drafter.inherit(target.hc_head)
     return drafter
+
+
+def random_drafter(target, **shape) -> Drafter:
+    """One with a dependency head, whose blocks differ from each other."""
+    drafter = new_drafter(target, **{"dependency_rank": 10, **shape})
+    with torch.no_grad():
+        for name, value in drafter.named_parameters():
+            if value.dim() == 2 and "reducer" not in name:
+                value.normal_(std=2 * value.shape[-1] ** -0.5)
+    return drafter.eval()
 
 
 def learn_arguments(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 import torch
 
 from sglang_hyperdflash.training.anchors import (
@@ -12,45 +15,28 @@ from sglang_hyperdflash.training.anchors import (
 )
 
 
-def test_mask_is_strictly_before_the_anchor_and_the_own_block():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_row_sees_what_is_strictly_before_its_anchor_and_its_own_block(window, causal):
+    """A padding block (of anchor 0) sees itself alone: a row of nothing would be NaN."""
     anchors = torch.tensor([[2, 5, 0], [1, 3, 7]])
     keep = torch.tensor([[True, True, False], [True, True, True]])
     context, block = 9, 4
-    mask = block_mask(anchors, keep, context, block)
-    for b in range(2):
-        for n in range(3):
-            for row in range(block):
-                query = n * block + row
-                for key in range(context + 3 * block):
-                    if key < context:
-                        expected = bool(keep[b, n]) and key < int(anchors[b, n])
-                    else:
-                        expected = (key - context) // block == n
-                    assert bool(mask[b, query, key]) == expected, (b, query, key)
-
-
-def test_a_window_hides_what_lies_further_back():
-    anchors, keep = torch.tensor([[2, 6, 9]]), torch.ones(1, 3, dtype=torch.bool)
-    context, block, window = 10, 3, 4
-    mask = block_mask(anchors, keep, context, block, window)
-    for n, anchor in enumerate(anchors[0].tolist()):
-        for row in range(block):
-            seen = [key for key in range(context) if mask[0, n * block + row, key]]
-            assert seen == list(range(max(0, anchor - window), anchor))
-
-
-def test_every_mask_row_sees_something():
-    anchors, keep = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bool)
-    assert block_mask(anchors, keep, 5, 7).any(-1).all()
+    mask = block_mask(anchors, keep, context, block, window, causal=causal)
+    every = product(range(2), range(3), range(block), range(context + 3 * block))
+    for b, n, row, key in every:
+        anchor, (own, at) = int(anchors[b, n]), divmod(key - context, block)
+        if key < context:
+            expected = bool(keep[b, n]) and anchor - (window or context) <= key < anchor
+        else:
+            expected = own == n and (not causal or at <= row)
+        assert bool(mask[b, n * block + row, key]) == expected, (b, n, row, key)
 
 
 def test_anchor_and_first_draft_must_be_answer_tokens():
-    loss_mask = torch.tensor([[False, True, True, False, True], [True, True, True, True, True]])
-    found = anchor_positions(loss_mask)
-    for b in range(2):
-        for s in range(5):
-            expected = s + 1 < 5 and bool(loss_mask[b, s]) and bool(loss_mask[b, s + 1])
-            assert bool(found[b, s]) == expected
+    mask = torch.tensor([[False, True, True, False, True], [True, True, True, True, True]])
+    assert anchor_positions(mask)[:, :4].tolist() == (mask[:, :4] & mask[:, 1:]).tolist()
+    assert not anchor_positions(mask)[:, 4].any()
 
 
 def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
@@ -59,47 +45,31 @@ def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
     for seed in range(2000):
         anchors, keep = sample_anchors(valid, 2, [seed, seed])
         chosen = anchors[0][keep[0]].tolist()
-        assert chosen == sorted(set(chosen))
-        assert len(chosen) == 2
-        assert not keep[1].any()
-        for anchor in chosen:
-            assert valid[0, anchor]
-            seen[anchor] += 1
+        assert chosen == sorted(set(chosen)) and len(chosen) == 2 and not keep[1].any()
+        seen[chosen] += 1
+    assert not seen[~valid[0]].any()
     assert (seen[valid[0]] / 2000 - 0.5).abs().max() < 0.05
+    anchors, keep = sample_anchors(valid, 9, [0, 0])  # more than there are
+    assert anchors[0][keep[0]].tolist() == [0, 2, 3, 5]
+    anchors, keep = sample_anchors(valid[1:], 3, [0])
+    assert anchors.shape == (1, 1) and not keep.any()
 
 
-def test_fewer_valid_positions_than_anchors_are_all_taken():
-    valid = torch.tensor([[False, True, False, True]])
-    anchors, keep = sample_anchors(valid, 4, [0])
-    assert anchors[0][keep[0]].tolist() == [1, 3]
-
-
-def test_a_rows_anchors_do_not_depend_on_its_batch():
+def test_a_row_s_anchors_do_not_depend_on_its_batch():
     valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.5
     together, keep = sample_anchors(valid, 5, [7, 8, 9])
     padded = torch.nn.functional.pad(valid[1:2], (0, 11))
-    alone, _ = sample_anchors(padded, 5, [8])
-    assert together[1].tolist() == alone[0].tolist()
-    assert keep.all()
-
-
-def test_no_valid_position_gives_an_empty_block():
-    anchors, keep = sample_anchors(torch.zeros(2, 5, dtype=torch.bool), 3, [0, 1])
-    assert anchors.shape == (2, 1)
-    assert not keep.any()
+    assert together[1].tolist() == sample_anchors(padded, 5, [8])[0][0].tolist() and keep.all()
 
 
 def test_labels_stop_at_the_first_token_outside_the_answer():
     tokens = torch.arange(100, 110).unsqueeze(0)
     loss_mask = torch.ones(1, 10, dtype=torch.bool)
     loss_mask[0, 5] = False
-    anchors = torch.tensor([[2, 6, 8]])
-    labels, supervised = block_labels(tokens, loss_mask, anchors, 5)
-    for n, anchor in enumerate([2, 6, 8]):
-        live = True
-        for k in range(1, 5):
-            at = anchor + k
-            live = live and at < 10 and bool(loss_mask[0, at])
-            assert bool(supervised[0, n, k - 1]) == live
-            if live:
-                assert int(labels[0, n, k - 1]) == 100 + at
+    anchors = [2, 6, 8]
+    labels, supervised = block_labels(tokens, loss_mask, torch.tensor([anchors]), 5)
+    assert supervised[0].sum(-1).tolist() == [2, 3, 1]
+    for n, anchor in enumerate(anchors):
+        found = labels[0, n][supervised[0, n]].tolist()
+        assert found == [100 + anchor + k for k in range(1, len(found) + 1)]
+        assert supervised[0, n, : len(found)].all()

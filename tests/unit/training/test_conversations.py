@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,6 @@ from sglang_hyperdflash.targets.chats import Chat, TemplateChats, load_chats
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training.conversations import (
     chat_samples,
-    joined,
     line_samples,
     load_samples,
     parse_conversation,
@@ -32,6 +32,7 @@ USER = {"role": "user", "content": "Hi"}
 # What DeepSeek-V4 is served of a row that it can use.
 PLAIN, THOUGHT = "<U>Hi<A></think>Yo<E>", "<U>Hi<A><think>hm</think>Yo<E>"
 SYSTEM = f"Be brief.{PLAIN}"
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +68,11 @@ def parts(*contents):
 ROWS = [
     (said("Yo"), [PLAIN]),
     (turn("gpt", "Yo"), [PLAIN]),
-    ({"conversations": said("Yo")["messages"]}, [PLAIN]),
     ({"conversation": said("Yo")["messages"], "language": "English"}, [PLAIN]),
     ({"instruction": "Hi", "output": "Yo"}, [PLAIN]),
-    ({"instruction": "Hi", "input": "", "output": "Yo"}, [PLAIN]),
     ({"instruction": "Hi", "input": "you", "output": "Yo"}, [PLAIN.replace("Hi", "Hi\nyou")]),
-    ({"prompt": "Hi", "response": "Yo"}, [PLAIN]),
     ({"question": "Hi", "answer": "Yo", "messages": None}, [PLAIN]),
     ({"system": "Be brief.", **said("Yo")}, [SYSTEM]),
-    ({"system": "Be brief.", **turn("gpt", "Yo")}, [SYSTEM]),
     ({"system_prompt": "Be brief.", "question": "Hi", "response": "Yo"}, [SYSTEM]),
     ({"system": "", **said("Yo")}, [PLAIN]),
     ({"system": "S", "messages": [{"role": "system", "content": "T"}, USER]}, "system column"),
@@ -86,17 +83,11 @@ ROWS = [
     (said("<think>\nhm\n</think>\n\nYo"), [THOUGHT]),
     (said("<think>\n\n</think>\n\nYo"), [PLAIN]),
     (said("Yo", reasoning_content="hm"), [THOUGHT]),
-    (said("Yo", reasoning="hm"), [THOUGHT]),
     (said("Yo", thinking="hm"), [THOUGHT]),
     (said("Yo", thinking=True), "reasoning must be text"),
     (said("<think>hm"), "<think> tag"),
-    (said("hm</think>Yo"), "<think> tag"),
-    (said("<think>a</think>b<think>c</think>Yo"), "<think> tag"),
     (said("<think>a</think>Yo", reasoning="hm"), "<think> tag"),
-    (
-        {**said("Yo"), "chat_template_kwargs": {"enable_thinking": True}},
-        ["<U>Hi<A><think></think>Yo<E>"],
-    ),
+    ({**said("Yo"), **THINKING}, ["<U>Hi<A><think></think>Yo<E>"]),
     ({**said("Yo", reasoning="hm"), "chat_template_kwargs": {"enable_thinking": False}}, [PLAIN]),
     ({**said("Yo"), "chat_template_kwargs": {"effort": 1}}, "found effort"),
     ({**said("Yo"), "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
@@ -105,33 +96,22 @@ ROWS = [
     ({"turns": ["Hi"]}, "no answer"),
     ({"instruction": "Count", "output": "1 " * 900}, "after 500 tokens"),
     ({"messages": []}, "messages must be a non-empty list"),
-    ({"conversations": []}, "conversations must be a non-empty list"),
     (turn("bing"), 'role "bing" is not one of'),
-    (turn("function_call"), 'role "function_call" is not one of'),
-    (turn("observation"), 'role "observation" is not one of'),
     (turn(["user"]), "is not one of"),
     (said(None), "must be text, found null"),
-    (said(None, tool_calls=[1]), "every tool call must have"),
     (said(None, tool_calls={"a": 1}), "every tool call must have"),
     ({"messages": [{"role": "tool", "content": None}]}, "must be text, found null"),
     ({"messages": [{"role": "user"}]}, "must have role and content"),
-    ({"messages": ["Hi"]}, "must have role and content"),
     ({"turns": [1]}, "must be text, found 1"),
     ({"turns": ["a"], "tools": {"name": "b"}}, "tools must be a list"),
-    ({"turns": ["a"], "tools": "[{"}, "tools must be a list"),
-    ({"instruction": 1, "input": "y", "output": "x"}, "must be text, found 1"),
     ({"instruction": None, "output": "x"}, "found output"),
-    ({"text": "x"}, "expected messages, conversations"),
     ({"samples": 5}, "samples must be a non-empty list"),
     ({"samples": None, **said("Yo")}, [PLAIN]),
     ({"messages": [USER, {"role": None, "from": "gpt", "value": "Yo"}]}, [PLAIN]),
     ({"turns": ["a"], "tools": "[" * 9_999}, "tools must be a list"),
-    (b'"\\ud83d"', "expected a JSON object"),
     ({}, "found nothing"),
     (b'{"messages": [{"role": "user", "content": "Hi \\ud83d"}]}', "lone surrogate"),
-    (b'{"instruction": "Hi", "output": "\\ud83d"}', "lone surrogate"),
     (b"{", "expected a JSON object"),
-    (b"null", "expected a JSON object"),
     (b"[1]", "expected a JSON object"),
     (b'{"prompt": "\xff", "response": "x"}', "expected a JSON object"),
     (b"[" * 99_999, "expected a JSON object"),
@@ -139,14 +119,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row, outcome", ROWS, ids=lambda value: str(value)[:70])
-def test_a_row_is_used_as_it_is_served_or_left_out(v4, tmp_path, capsys, row, outcome):
+@pytest.mark.parametrize(("row", "outcome"), ROWS, ids=lambda value: str(value)[:70])
+def test_a_row_is_used_as_it_is_served_or_left_out(v4, tmp_path, row, outcome):
     path, left_out = tmp_path / "data.jsonl", LeftOut()
-    lines = [
-        json.dumps(said("Good")).encode(),
-        row if isinstance(row, bytes) else json.dumps(row).encode(),
-    ]
-    path.write_bytes(b"\n".join(lines))
+    line = row if isinstance(row, bytes) else json.dumps(row).encode()
+    path.write_bytes(json.dumps(said("Good")).encode() + b"\n" + line)
     first, *samples = load_samples([path], v4, 500, left_out).samples
     text = [v4.tokenizer.decode(sample.tokens) for sample in samples]
     for name, short in {"User": "U", "Assistant": "A", "end▁of▁sentence": "E"}.items():
@@ -155,17 +132,16 @@ def test_a_row_is_used_as_it_is_served_or_left_out(v4, tmp_path, capsys, row, ou
     text = [t[t.find("\n\n<U>") + 2 if t.startswith("Reasoning Effort") else 0 :] for t in text]
     assert first.answer_tokens and left_out.read == 2
     left_out.report(listed := tmp_path / "left_out.jsonl")
-    printed = capsys.readouterr().out
     if isinstance(outcome, list):
-        assert text == outcome and "2 kept, 0 left out" in printed and not listed.exists()
+        assert text == outcome and not listed.exists()
         return
     (entry,) = map(json.loads, listed.read_text().splitlines())
     assert not text and (entry["index"], entry["where"]) == (1, f"{path}:2")
-    assert outcome in entry["reason"] and f"1: {path}:2: {entry['reason']}" in printed
+    assert outcome in entry["reason"]
     with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: "):
         load_samples([path], v4, 500, LeftOut(strict=True))
-    path.write_bytes(lines[1])
-    with pytest.raises(HyperDFlashConfigError, match=r"no usable row of 1 in .*data.jsonl"):
+    path.write_bytes(line)
+    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl"):
         load_samples([path], v4, 500)
 
 
@@ -174,41 +150,35 @@ def lines_of(*texts):
 
 
 def array_of(*texts):
-    return json.dumps(list(map(said, texts)), indent=1).encode()
+    """A null is a row that cannot be used."""
+    return json.dumps([*map(said, texts), None], indent=1).encode()
+
+
+ROWS_OF_ARRAY, ROWS_OF_LINES, BOM = [", row 1", ", row 2"], [":1", ":2"], b"\xef\xbb\xbf"
+FOLDER = {"b.json": array_of("2"), "a.jsonl": lines_of("1"), "README.md": b"{", ".c.json": b"{"}
+FOLDER["d.left_out.jsonl"] = b"{}"
 
 
 @pytest.mark.parametrize(
-    "files, places",
+    ("files", "places"),
     [
-        ({"a.jsonl": lines_of("1", "2")}, [":1", ":2"]),
         ({"a.jsonl": b"\n" + lines_of("1") + b"\r\n\n" + lines_of("2")}, [":2", ":4"]),
-        ({"a.json": array_of("1", "2")}, [", row 1", ", row 2"]),
-        ({"a.txt": b"\xef\xbb\xbf" + lines_of("1", "2")}, [":1", ":2"]),
-        ({"a.json": b"\xef\xbb\xbf" + array_of("1", "2")}, [", row 1", ", row 2"]),
-        ({"a.jsonl.gz": gzip.compress(lines_of("1", "2"))}, [":1", ":2"]),
-        ({"a": gzip.compress(array_of("1", "2"))}, [", row 1", ", row 2"]),
-        (
-            {
-                **{
-                    "b.json": array_of("2"),
-                    "a.jsonl": lines_of("1"),
-                    "README.md": b"{",
-                    ".c.json": b"{",
-                },
-                **{"d.left_out.jsonl": b"{}"},
-            },
-            ["/a.jsonl:1", "/b.json, row 1"],
-        ),
+        ({"a.txt": BOM + lines_of("1", "2")}, ROWS_OF_LINES),
+        ({"a.json": BOM + array_of("1", "2")}, ROWS_OF_ARRAY),
+        ({"a.jsonl.gz": gzip.compress(lines_of("1", "2"))}, ROWS_OF_LINES),
+        ({"a": gzip.compress(array_of("1", "2"))}, ROWS_OF_ARRAY),
+        (FOLDER, ["/a.jsonl:1", "/b.json, row 1"]),
     ],
+    ids=["lines", "bom", "array", "gzip", "no-suffix", "folder"],
 )
 def test_a_source_is_read_whatever_it_is_packed_in(tmp_path, files, places):
-    source = tmp_path
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-        source = tmp_path / name if len(files) == 1 else tmp_path
+    source = tmp_path / next(iter(files)) if len(files) == 1 else tmp_path
     left_out = LeftOut()
     read = left_out.usable(read_rows([source, source]), lambda *row: row)
     rows = [(where, record["messages"][1]["content"]) for _, record, where in read]
+    assert left_out.read - len(rows) == 2 * any("row" in place for place in places)
     assert (
         rows == [(f"{source}{place}", text) for place, text in zip(places, "12", strict=True)] * 2
     )
@@ -216,13 +186,6 @@ def test_a_source_is_read_whatever_it_is_packed_in(tmp_path, files, places):
     path = tmp_path / min(files, key=lambda name: name.startswith((".", "R")))
     path.write_bytes(path.read_bytes() + b" ")
     assert content_hash(source) != before
-
-
-def test_a_null_of_an_array_is_a_row(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([None, said("1")]))
-    left_out = LeftOut()
-    assert len(list(left_out.usable(read_rows([tmp_path / "a.json"]), lambda *row: row))) == 1
-    assert left_out.read == 2 and list(left_out.entries) == [f"{tmp_path}/a.json, row 1"]
 
 
 def test_ids_past_the_vocabulary_leave_the_row_out(chats, monkeypatch):
@@ -245,9 +208,9 @@ def test_damaged_and_missing_sources_are_named(tmp_path, chats):
     for name, kind, message in (
         ("a.gz", HyperDFlashError, r"a.gz is damaged"),
         ("crc.gz", HyperDFlashError, r"crc.gz is damaged"),
-        ("empty.jsonl", HyperDFlashConfigError, r"no usable row of 0 in .*empty.jsonl"),
-        ("none.jsonl", FileNotFoundError, r"none.jsonl does not exist"),
-        ("folder", FileNotFoundError, r"folder does not exist, or holds no"),
+        ("empty.jsonl", HyperDFlashConfigError, r"empty.jsonl"),
+        ("none.jsonl", FileNotFoundError, r"none.jsonl"),
+        ("folder", FileNotFoundError, r"folder"),
     ):
         with pytest.raises(kind, match=message):
             load_samples([tmp_path / name], chats, 9)
@@ -261,99 +224,84 @@ def test_a_hub_data_set_is_streamed_and_pinned(monkeypatch, chats):
 
     def load_dataset(name, subset, *, revision, split, streaming):
         asked.append((name, subset, revision, split, streaming))
-        if name == "owner/gone":
-            raise ConnectionError("offline")
-        return iter([{"conversations": CHAT, "id": 3}, {"conversations": [], "id": 4}])
+        return {"owner/name": iter([{"conversations": CHAT}, {"conversations": []}])}[name]
 
-    class Api:
-        def dataset_info(self, name, revision):
-            return {"owner/name": type("Info", (), {"sha": f"{revision} is abc"})}[name]
+    def dataset_info(_api, name, revision):
+        return {"owner/name": SimpleNamespace(sha=f"{revision} is abc")}[name]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    names = ["owner/name", "owner/name/main:test", "owner/name/main@v1.0:train", "name@refs/a/b"]
-    for name in names:
-        left_out = LeftOut()
-        assert load_samples([f"hub:{name}"], chats, 512, left_out).places == [f"hub:{name}, row 1"]
-        assert list(left_out.entries) == [f"hub:{name}, row 2"]
-    assert asked == [
-        ("owner/name", None, None, "train", True),
-        ("owner/name", "main", None, "test", True),
-        ("owner/name", "main", "v1.0", "train", True),
-        ("name", None, "refs/a/b", "train", True),
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    for place in ("", "/main:test", "/main@v1.0:train", "@refs/a/b"):
+        source, left_out = f"hub:owner/name{place}", LeftOut()
+        assert load_samples([source], chats, 512, left_out).places == [f"{source}, row 1"]
+        assert list(left_out.entries) == [f"{source}, row 2"]
+    assert [row[1:] for row in asked] == [
+        (None, None, "train", True),
+        ("main", None, "test", True),
+        ("main", "v1.0", "train", True),
+        (None, "refs/a/b", "train", True),
     ]
-    pinned = content_hash("hub:owner/name/main@v1:train")
-    assert pinned == "hub:owner/name/main@v1 is abc:train"
-    assert content_hash("hub:owner/name/main@v1").startswith(pinned)
+    pinned = "hub:owner/name/main@v1 is abc:train"
+    assert content_hash("hub:owner/name/main@v1") == pinned
     for call in (content_hash, lambda source: load_samples([source], chats, 512)):
-        with pytest.raises(FileNotFoundError, match=r"hub:owner/gone cannot be read as hub:"):
+        with pytest.raises(FileNotFoundError, match="hub:owner/gone"):
             call("hub:owner/gone")
 
 
 @pytest.mark.parametrize(
-    "sample, message",
+    ("tokens", "spans"),
     [
-        ({"tokens": [1]}, "samples must hold"),
-        ({"tokens": ["x"], "spans": []}, "samples must hold"),
-        ({"tokens": [1], "spans": [[0, 2]]}, r"found ids up to 1, 1 tokens and spans \[\(0, 2\)\]"),
-        ({"tokens": [1, 2, 3], "spans": [[1, 4]]}, r"spans \[\(1, 4\)\]"),
-        ({"tokens": [1, 2, 3], "spans": [[2, 1]]}, r"spans \[\(2, 1\)\]"),
-        ({"tokens": [1, 2, 3, 4], "spans": [[1, 3], [2, 4]]}, r"spans \[\(1, 3\), \(2, 4\)\]"),
-        (
-            {"tokens": [1, 99_999], "spans": [[1, 2]]},
-            "expected ids below 1363.* found ids up to 99999",
-        ),
-        ({"tokens": [-1, 2], "spans": [[1, 2]]}, "expected ids below 1363"),
+        ([1], None),
+        (["x"], []),
+        ([1, 2, 3], [[1, 4]]),
+        ([1, 2, 3, 4], [[1, 3], [2, 4]]),
+        ([1, 99_999], [[1, 2]]),
+        ([-1, 2], [[1, 2]]),
     ],
 )
-def test_regenerated_tokens_of_another_target_end_the_run(chats, tmp_path, sample, message):
-    """Found as: an IndexError inside torch, and tokens that were trained on twice."""
+def test_regenerated_tokens_of_another_target_end_the_run(chats, tmp_path, tokens, spans):
+    """They would be an IndexError inside torch, or trained on twice."""
+    sample = {"tokens": tokens} | ({} if spans is None else {"spans": spans})
     path = write(tmp_path / "data.jsonl", said("Yo"), {"samples": [sample]})
-    with pytest.raises(HyperDFlashConfigError, match=rf"data.jsonl:2: .*{message}"):
+    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: "):
         load_samples([path], chats, max_length=512)
 
 
-def test_turns_are_prompts_without_answers(chats):
+def test_the_spans_are_the_answers_and_their_end_tokens(chats):
     chat = parse_conversation({"turns": ["one", "two"]}, "here")
     assert [m["role"] for m in chat.messages] == ["user", "user"]
     assert chat_samples(chats, chat, "here") == []
-
-
-def test_the_spans_are_the_answers_and_their_end_tokens(chats):
     (sample,) = chat_samples(chats, Chat(CHAT), "here")
-    tokenizer = chats.tokenizer
-    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert tokenizer.decode(sample.tokens) == whole
+    tokenizer, end = chats.tokenizer, chats.tokenizer.eos_token
+    assert tokenizer.decode(sample.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     answers = [tokenizer.decode(sample.tokens[a:b]) for a, b in sample.spans]
-    end = tokenizer.eos_token
     assert answers == [f"It is 4.{end}", f"It is 6.{end}"]
-    assert sample.answer_tokens == sum(b - a for a, b in sample.spans)
-
-
-def test_what_follows_the_last_answer_is_left_out(chats):
     trailing = Chat([*CHAT, {"role": "user", "content": "Thanks"}])
-    assert chat_samples(chats, trailing, "here") == chat_samples(chats, Chat(CHAT), "here")
+    assert chat_samples(chats, trailing, "here") == [sample]
 
 
 def test_regenerated_lines_keep_their_exact_tokens(chats, tmp_path):
     first = {"tokens": [5, 6, 7, 8], "spans": [[2, 3], [3, 4], [4, 4]]}
     second = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[5, 6]]}
     path = write(tmp_path / "data.jsonl", {"messages": CHAT, "samples": [first, second]})
-    loaded = load_samples([path], chats, max_length=5)
-    assert [(s.tokens, s.spans) for s in loaded.samples] == [([5, 6, 7, 8], ((2, 3), (3, 4)))]
+    (sample,) = load_samples([path], chats, max_length=5).samples
+    assert (sample.tokens, sample.spans) == ([5, 6, 7, 8], ((2, 3), (3, 4)))
 
 
-def test_a_template_that_is_missing_or_refuses_is_one_line(chats, tmp_path):
-    """Found as: transformers' and jinja's tracebacks."""
+def test_a_sample_that_is_too_long_keeps_its_first_answers(chats, tmp_path):
+    long = {"role": "assistant", "content": "1 " * 99}
+    path = write(tmp_path / "data.jsonl", {"messages": [*CHAT, CHAT[1], long]})
+    loaded = load_samples([path], chats, max_length=100)
+    assert loaded.samples == chat_samples(chats, Chat(CHAT), "here")
+
+
+def test_a_template_that_is_missing_or_refuses_is_an_error_of_the_row(chats, tmp_path):
     path = write(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
     other = TemplateChats(copy.deepcopy(chats.tokenizer))
-    other.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = r"data.jsonl:1: the target's chat template refuses .*: roles must alternate\. Raise"
-    with pytest.raises(HyperDFlashConfigError, match=message):
-        load_samples([path], other, max_length=5)
-    other.tokenizer.chat_template = None
-    with pytest.raises(HyperDFlashConfigError, match=r"has no chat template, .* Add a chat_templ"):
-        load_samples([path], other, max_length=5)
+    for template in ("{{ raise_exception('roles must alternate') }}", None):
+        other.tokenizer.chat_template = template
+        with pytest.raises(HyperDFlashConfigError, match="alternate" if template else "template"):
+            load_samples([path], other, max_length=5)
 
 
 class Template:
@@ -376,14 +324,7 @@ def samples_of(render, messages):
     return chat_samples(TemplateChats(Template(render)), Chat(messages), "here")
 
 
-def test_a_template_that_yields_no_assistant_tokens_is_refused():
-    with pytest.raises(HyperDFlashConfigError, match="yields no tokens for answer 1"):
-        samples_of(lambda messages, _: "".join(m["content"] for m in messages[:1]), CHAT[1:3])
-
-
 def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then():
-    """Found as: ChatML's newline, which no target writes, in the span."""
-
     def render(messages, prompt):
         return "".join(f"<{m['role']}>{m['content']}|\n" for m in messages) + "<assistant>" * prompt
 
@@ -392,18 +333,24 @@ def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then():
     assert answers == [f"{m['content']}|" for m in CHAT if m["role"] == "assistant"]
 
 
-def test_a_template_that_renders_answers_differently_is_refused():
-    def shouting(messages, prompt):
-        text = "".join(m["content"] for m in messages)
-        return text + "?" if prompt else text
+def shouting(messages, prompt):
+    return "".join(m["content"] for m in messages) + "?" * prompt
 
-    with pytest.raises(HyperDFlashConfigError, match="renders an answer differently"):
-        samples_of(shouting, CHAT[1:3])
+
+@pytest.mark.parametrize(
+    ("render", "message"),
+    [
+        (lambda messages, _: messages[0]["content"], "answer 1"),
+        (shouting, "renders an answer differently"),
+    ],
+    ids=["no-answer", "other-answer"],
+)
+def test_a_template_without_the_answer_is_refused(render, message):
+    with pytest.raises(HyperDFlashConfigError, match=message):
+        samples_of(render, CHAT[1:3])
 
 
 def test_a_turn_that_rewrites_earlier_ones_begins_another_sample():
-    """Found as: a refusal, which asked to split such conversations by hand."""
-
     def forgetful(messages, prompt):
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
         return "".join(m["content"] for m in messages[last:])
@@ -412,13 +359,6 @@ def test_a_turn_that_rewrites_earlier_ones_begins_another_sample():
     texts = ["".join(map(chr, s.tokens)) for s in found]
     assert texts == ["What is 2 + 2?It is 4.", "And 3 + 3?It is 6."]
     assert [s.spans for s in found] == [((14, 22),), ((10, 18),)]
-
-
-def test_turns_that_continue_one_another_are_one_sample():
-    turns = [([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), ([1, 9], [7]), ([1, 9, 7], [8])]
-    first, second = joined(turns)
-    assert (first.tokens, first.spans) == ([1, 2, 3, 4, 5, 6], ((2, 3), (4, 6)))
-    assert (second.tokens, second.spans) == ([1, 9, 7, 8], ((2, 3), (3, 4)))
 
 
 def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):
@@ -438,14 +378,6 @@ def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):
     assert read(tools=[tool]) == read(tools=json.dumps([tool])) == [[first, second]]
     off = {"thinking": False}
     assert read(chat_template_kwargs=off) == [[f"It is 4.{end}", f"It is 6.{end}"]]
-
-
-def test_a_sample_that_is_too_long_keeps_its_first_answers(chats, tmp_path):
-    """Found as: a conversation of many turns would be lost for its last one."""
-    long = {"role": "assistant", "content": "1 " * 99}
-    path = write(tmp_path / "data.jsonl", {"messages": [*CHAT, CHAT[1], long]})
-    loaded = load_samples([path], chats, max_length=100)
-    assert loaded.samples == chat_samples(chats, Chat(CHAT), "here")
 
 
 @pytest.mark.parametrize("reads", [True, False])

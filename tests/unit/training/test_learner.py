@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import signal
 import time
 
@@ -15,11 +13,12 @@ from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.training import learner as learner_module
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.judge import Chosen
+from sglang_hyperdflash.training.judge import LEAST, Chosen, Comparison, is_better
 from sglang_hyperdflash.training.learner import Draws, Policy
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.trainer import saved_states
+from tests.unit.training.store.small import files_of
 from tests.unit.training.streams import (
     ANSWER,
     PROMPT,
@@ -38,124 +37,99 @@ def content(target):
     return recorded(target, 400)
 
 
+def stored(folder, target, content):
+    with writer(folder / "store", target) as opened:
+        add(opened, content)
+    return folder / "store"
+
+
 @pytest.fixture(scope="module")
 def store(target, content, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("learn") / "store"
-    with writer(folder, target) as opened:
-        add(opened, content)
-    return folder
+    return stored(tmp_path_factory.mktemp("learn"), target, content)
 
 
 @pytest.fixture(scope="module")
 def learned(target, store, tmp_path_factory):
-    """A learner that has published, and its folder."""
-    folder = tmp_path_factory.mktemp("learned")
-    learner = new_learner(target, store, folder, every=40, lr=5e-3)
-    run(learner, 80)
-    return learner, folder
+    """A learner that has published."""
+    learner = new_learner(target, store, tmp_path_factory.mktemp("learned"), every=40, lr=5e-3)
+    run(learner, 40)
+    return learner
 
 
-def tau(target, drafter, store) -> float:
-    return Replay(drafter, target).evaluate(refreshed(store, target.config.vocab_size))["tau"]
+def judged_once(target, store, folder, **changes):
+    """A learner after one step that changes next to nothing."""
+    learner = new_learner(target, store, folder, lr=1e-9, every=1, **changes)
+    run(learner, 1)
+    return learner
 
 
-def test_an_untrained_drafter_learns_and_a_better_one_is_published(target, store, learned):
-    learner, folder = learned
-    version = current(folder / "published")
+def test_an_untrained_drafter_learns_and_a_better_one_is_published(learned):
+    version, (record,) = current(learned.published), learned.records
     version.check()
-    published, untrained = Drafter.load(version.path), Drafter.load(folder / "draft")
-    assert tau(target, published, store) > tau(target, untrained, store) + 0.3
-    average = learner.average.module
-    assert not torch.equal(average.norm.weight, learner.drafter.norm.weight)
-    records = learner.records
-    assert records[0]["published"] == 1 and records[0]["version"] == 0
-    assert records[1]["version"] == 1  # what the second candidate was compared with
-    assert "published as version 1" in learner.lines[0]
-    log = (folder / "work" / "training_log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in log] == [40, 80]
+    assert (record["published"], record["version"]) == (1, 0) and "version 1" in learned.lines[0]
+    assert record["tau"] > record["tau_served"] + 0.3
+    published, average, now = (
+        drafter.layers[0].mlp.up_proj.weight
+        for drafter in (Drafter.load(version.path), learned.average.module, learned.drafter)
+    )
+    assert (published - average).norm() < (published - now).norm() / 2  # a step later
+    shown = learned.measured()
+    assert set(shown) == {"tau", "tau_served", "version", "samples"} and shown["samples"] == 400
 
 
 def test_an_equal_or_worse_candidate_is_not_published(target, store, learned, tmp_path):
-    version = current(learned[1] / "published")
-    for name, draft in (("equal", None), ("worse", version.path)):
-        learner = new_learner(target, store, tmp_path / name, draft=draft, lr=1e-9, every=1)
-        run(learner, 1)
-        record = learner.records[0]
-        assert record["judged"]["newest"]["requests"] >= 16
+    """The second is compared with what is published, though its working folder is lost."""
+    publish(tmp_path / "worse" / "published", current(learned.published).path)
+    for name, served in (("equal", 0), ("worse", 1)):
+        (record,) = judged_once(target, store, tmp_path / name).records
+        assert record["version"] == served and record["judged"]["newest"]["requests"] >= 16
         assert record["tau"] <= record["tau_served"] and not record["better"]
-        assert current(tmp_path / name / "published") is None
-        assert "not published" in learner.lines[0]
+    assert current(tmp_path / "equal" / "published") is None
+    assert current(tmp_path / "worse" / "published").number == 1
 
 
-def test_a_learner_of_a_lost_working_folder_is_compared_with_what_is_published(
-    target, store, learned, tmp_path
-):
-    publish(tmp_path / "published", current(learned[1] / "published").path)
-    learner = new_learner(target, store, tmp_path, lr=1e-9, every=1)
-    run(learner, 1)
-    assert learner.records[0]["version"] == 1 and not learner.records[0]["better"]
-
-
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [("000001/model.safetensors", "is damaged"), ("current", "expected the name of a version")],
-)
-def test_a_damaged_version_is_no_standard(target, store, learned, tmp_path, file, said):
+@pytest.mark.parametrize("file", ["000001/model.safetensors", "current"])
+def test_a_damaged_version_is_no_standard(target, store, learned, tmp_path, file):
     """Nor does it end the learner, who alone can publish a whole one."""
-    publish(tmp_path / "published", current(learned[1] / "published").path)
+    publish(tmp_path / "published", current(learned.published).path)
     damaged = tmp_path / "published" / file
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    learner = new_learner(target, store, tmp_path, lr=1e-9, every=1)
-    run(learner, 1)
-    assert learner.records[0]["version"] == 0 and said in learner.lines[0]
+    learner = judged_once(target, store, tmp_path)
+    assert learner.records[0]["version"] == 0 and str(tmp_path) in learner.lines[0]
 
 
-def test_a_full_disk_at_publishing_costs_one_interval(
-    target, store, learned, tmp_path, monkeypatch
-):
-    """The version before stays; the next run repeats the steps since the last checkpoint."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_a_full_disk_at_publishing_costs_one_interval(target, store, tmp_path, monkeypatch):
+    """The version before stays; a run that repeats the steps ends as an undisturbed one."""
+    monkeypatch.setattr(learner_module, "is_better", lambda *_: True)
 
     def full(*given):
-        if current(tmp_path / "published") is None:
+        if current(tmp_path / "cut" / "published") is None:
             return publish(*given)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
-        try:
+        with files_of(64):
             return publish(*given)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    with monkeypatch.context() as patch:
+    def learner(name: str):
+        made = new_learner(target, store, tmp_path / name, every=1, lr=5e-3)
+        made.policy = Policy(newest=350, judges=2)
+        return made
+
+    with monkeypatch.context() as patch, pytest.raises(WriteFailed, match="/published/000002/"):
         patch.setattr(learner_module, "publish", full)
-        with pytest.raises(WriteFailed, match=r"^cannot write .*/published/000002/config.json: "):
-            run(new_learner(target, store, tmp_path, every=40, lr=5e-3), 80)
-    assert current(tmp_path / "published").number == 1
-    current(tmp_path / "published").check()
-    again = new_learner(target, store, tmp_path, every=40, lr=5e-3)
-    assert again.state["step"] == 40
-    run(again, 80)
-    assert [record["published"] for record in again.records] == [1, 3]
-    weights = [
-        (current(learner.published).path / "model.safetensors").read_bytes()
-        for learner in (learned[0], again)
-    ]
-    assert weights[0] == weights[1]
-
-
-def test_a_cut_run_ends_with_the_same_weights_and_history(target, store, tmp_path):
-    whole = new_learner(target, store, tmp_path / "whole")
-    run(whole, 4)
-    run(new_learner(target, store, tmp_path / "cut"), 2)  # ends between steps 3 and 4
-    again = new_learner(target, store, tmp_path / "cut")
-    assert again.state["step"] == 2
-    run(again, 4)
-    assert saved_states(tmp_path / "cut" / "work")[-1].name == "state-4.pt"
+        run(learner("cut"), 3)
+    assert current(tmp_path / "cut" / "published").number == 1
+    current(tmp_path / "cut" / "published").check()
+    learners = learner("whole"), learner("cut")
+    assert learners[1].state["step"] == 1
+    for each in learners:
+        run(each, 3)
+    published = [[record["published"] for record in each.records] for each in learners]
+    assert published == [[1, 2, 3], [1, 3, 4]]
+    assert [record["version"] for record in learners[1].records] == [0, 1, 3]
     for module in ("drafter", "average"):
-        one, other = (getattr(each, module).state_dict() for each in (whole, again))
-        for name, value in one.items():
-            assert torch.equal(value, other[name]), (module, name)
-    judged = [[record["judged"] for record in each.records] for each in (whole, again)]
-    assert judged[0] == judged[1] and len(judged[0]) == 2
+        one, other = (getattr(each, module).state_dict() for each in learners)
+        assert all(torch.equal(value, other[name]) for name, value in one.items()), module
+    judged = [[record["judged"] for record in each.records] for each in learners]
+    assert judged[0] == judged[1]
 
 
 def test_half_of_a_batch_is_new_and_what_is_held_out_is_never_drawn(target, store):
@@ -165,14 +139,16 @@ def test_half_of_a_batch_is_new_and_what_is_held_out_is_never_drawn(target, stor
     assert sum(i >= 340 for i in drawn) == len(drawn) // 2
     held_out = set(stream.held_out.nonzero().squeeze(1).tolist())
     assert 20 <= len(held_out) <= 100 and not held_out & set(drawn)
-    assert [draws.batch(step) for step in (3, 9)] == [
-        Draws(stream, Policy(newest=60), batch=8, seed=0).batch(step) for step in (3, 9)
-    ]
+    again = Draws(stream, Policy(newest=60), batch=8, seed=0)
+    assert [draws.batch(step) for step in (3, 9)] == [again.batch(step) for step in (3, 9)]
     few = Draws(stream, Policy(newest=1000), batch=8, seed=0)  # nothing is old yet
     assert len(set(few.batch(0))) == 8
 
 
-def poisoned(target, content, answer) -> list:
+# --- poison
+
+
+def poisoned(content, answer) -> list:
     """The same states; answers of other tokens."""
     return [
         (Sample.continuation([*sample.tokens[:PROMPT], *answer(i)], PROMPT), rows)
@@ -185,40 +161,34 @@ def random_answer(i: int) -> list[int]:
     return torch.randint(10, 1300, (ANSWER,), generator=g).tolist()
 
 
-def test_nothing_is_published_from_random_tokens(target, content, tmp_path):
-    """Of neither kind: with states of other text, or with the target's states of the same text."""
-    tokens = [content[0][0].tokens[:PROMPT] + random_answer(i) for i in range(240)]
-    states = target.features(torch.tensor(tokens))[1].clone()
-    fitting = [(Sample.continuation(t, PROMPT), s) for t, s in zip(tokens, states, strict=True)]
-    for name, poison in (
-        ("foreign", poisoned(target, content, random_answer)),
-        ("own", fitting),
-    ):
-        with writer(tmp_path / name / "store", target) as opened:
-            add(opened, poison)
-        learner = new_learner(target, tmp_path / name / "store", tmp_path / name, every=8)
-        run(learner, 16)
-        assert current(tmp_path / name / "published") is None
-        assert "0 of 16 held-out requests are usable" in learner.lines[-1]
+@pytest.mark.parametrize("states", ["of other text", "of that text"])
+def test_nothing_is_judged_by_random_tokens(target, content, tmp_path, states):
+    poison = poisoned(content[:240], random_answer)
+    if states == "of that text":
+        samples = [sample for sample, _ in poison]
+        rows = target.features(torch.tensor([s.tokens for s in samples]))[1].clone()
+        poison = list(zip(samples, rows, strict=True))
+    learner = judged_once(target, stored(tmp_path, target, poison), tmp_path)
+    assert learner.records[0]["judged"]["newest"]["requests"] == 0
+    assert not learner.records[0]["better"] and current(tmp_path / "published") is None
 
 
 def test_a_poisoned_half_does_not_win_on_the_other_half(target, content, learned, tmp_path):
     """Text that is easy to draft and that the target did not say: the mean of tau would rise."""
-    version = current(learned[1] / "published").path
-    poison = poisoned(target, content[:200], lambda i: [800 + i] + [700] * (ANSWER - 1))
+    version = current(learned.published).path
+    poison = poisoned(content[:200], lambda i: [800 + i] + [700] * (ANSWER - 1))
     half = [each for pair in zip(poison, content[200:], strict=True) for each in pair]
-    with writer(tmp_path / "store", target) as opened:
-        add(opened, half)
-    learner = new_learner(target, tmp_path / "store", tmp_path, draft=version, every=40, lr=5e-3)
+    store = stored(tmp_path, target, half)
+    learner = new_learner(target, store, tmp_path, draft=version, every=40, lr=5e-3)
     learner.policy = Policy(newest=400, passes=10**6)
     run(learner, 40)
     record, held_out = learner.records[0], int(learner.train.held_out.sum())
     assert 10 <= record["judged"]["newest"]["requests"] < 0.8 * held_out
     assert not record["better"]
-    poisoned_half = Chosen(learner.train, range(0, 400, 2))
+    poisoned_half = Chosen(learner.train, range(0, 80, 2))
     for drafter, expected in ((learner.average.module, True), (Drafter.load(version), False)):
-        found = Replay(drafter, target).evaluate(poisoned_half)["tau"]
-        assert (found > 2) is expected, found
+        tau = Replay(drafter, target).evaluate(poisoned_half)["tau"]
+        assert (tau > 2) is expected, tau
 
 
 def test_tokens_that_the_target_does_not_have_teach_nothing(target, content, tmp_path):
@@ -228,23 +198,24 @@ def test_tokens_that_the_target_does_not_have_teach_nothing(target, content, tmp
         with writer(tmp_path / name / "store", target) as opened:
             add(opened, content[:60])
             for outside in (target.config.vocab_size, -1) if name == "poisoned" else ():
-                add(opened, poisoned(target, content[60:70], lambda _, o=outside: [o] * ANSWER))
-        learners.append(new_learner(target, tmp_path / name / "store", tmp_path / name))
+                add(opened, poisoned(content[60:70], lambda _, o=outside: [o] * ANSWER))
+        learners.append(new_learner(target, tmp_path / name / "store", tmp_path / name, every=9))
         run(learners[-1], 2)
     one, other = (learner.drafter.state_dict() for learner in learners)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert learners[1].records[0]["samples"] == 80
+    assert learners[1].train.written == 80
+
+
+# --- a store that changes
 
 
 def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
-    store = tmp_path / "store"
-    with writer(store, target) as opened:
+    with writer(tmp_path / "store", target) as opened:
         add(opened, content[:100])
-        learner = new_learner(target, store, tmp_path)
-        seen = []
+        learner, seen = new_learner(target, tmp_path / "store", tmp_path), []
 
         def change(trainer, report):
-            seen.append((len(trainer.train.lengths), report["loss"]))
+            seen.append((len(trainer.train.lengths), report["loss"] > 0))
             step = trainer.state["step"]
             if step == 1:
                 opened.retain(0, 0.0)  # all that it chose from
@@ -256,16 +227,15 @@ def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
 
         with pytest.raises(KeyboardInterrupt):
             learner.run(learner.published, change)
-    assert [count for count, _ in seen] == [100, 100, 60, 60]
-    assert seen[0][1] > 0 and seen[1][1] == 0 and seen[2][1] > 0
+    assert seen == [(100, True), (100, False), (60, True), (60, True)]
     assert learner.records[0]["samples"] == 100
 
 
 def test_it_waits_for_samples_and_says_so(target, content, tmp_path, monkeypatch):
-    store, waits = tmp_path / "store", []
-    with writer(store, target) as opened:
+    waits = []
+    with writer(tmp_path / "store", target) as opened:
         add(opened, content[:8])
-        learner = new_learner(target, store, tmp_path)
+        learner = new_learner(target, tmp_path / "store", tmp_path)
 
         def wait(_seconds):
             waits.append(learner.lines[-1])
@@ -273,17 +243,16 @@ def test_it_waits_for_samples_and_says_so(target, content, tmp_path, monkeypatch
 
         monkeypatch.setattr(time, "sleep", wait)
         learner.after_checkpoint()
-        assert len(waits) >= 4 and "holds " in waits[0] and "fewer than 32" in waits[0]
+        assert len(waits) >= 4 and "fewer than 32" in waits[0]
         learner.policy = Policy(passes=1)
         learner.state["step"] = 6
         learner.after_checkpoint()
-        assert "drawn 1 times each" in waits[-1]
+        assert "1 times" in waits[-1]
 
 
 def test_sigterm_ends_a_wait(target, content, tmp_path, monkeypatch):
-    with writer(tmp_path / "store", target) as opened:
-        add(opened, content[:60])
-    learner = new_learner(target, tmp_path / "store", tmp_path, every=1)
+    store = stored(tmp_path, target, content[:60])
+    learner = new_learner(target, store, tmp_path, every=1)
     learner.policy = Policy(judges=1, passes=0)
     monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
@@ -292,7 +261,54 @@ def test_sigterm_ends_a_wait(target, content, tmp_path, monkeypatch):
     assert [path.name for path in saved_states(tmp_path / "work")] == ["state-1.pt"]
 
 
-def test_progress_shows_both_drafters(learned):
-    measured = learned[0].measured()
-    assert set(measured) == {"tau", "tau_served", "version", "samples"}
-    assert measured["version"] == 1 and measured["samples"] == 400
+# --- what is better
+
+
+def histograms(requests: int, tau: float, seed: int = 0) -> torch.Tensor:
+    """``[requests, 8]``: ten rounds each, of a tau around the given one."""
+    g = torch.Generator().manual_seed(seed)
+    p = torch.distributions.Binomial(7, torch.tensor((tau - 1) / 7)).log_prob(torch.arange(8.0))
+    drawn = torch.multinomial(p.exp(), requests * 10, replacement=True, generator=g)
+    return torch.nn.functional.one_hot(drawn.view(requests, 10), 8).sum(1)
+
+
+def test_tau_is_of_all_rounds_and_the_interval_holds_the_difference():
+    candidate, served = torch.tensor([[0, 4], [2, 0]]), torch.tensor([[8, 0], [1, 1]])
+    found = Comparison.of(candidate, served)
+    assert found.requests == 2
+    assert found.tau == pytest.approx((4 * 2 + 2) / 6) and found.served == pytest.approx(11 / 10)
+    big = Comparison.of(histograms(200, 3.0), histograms(200, 2.5, 1))
+    assert big.low < big.tau - big.served < big.high and big.high - big.low < 0.5
+
+
+def test_the_interval_has_the_level_that_it_claims():
+    """Of equal drafters, about one judging of 200 is called better."""
+    wrong = sum(
+        Comparison.of(histograms(60, 2.0, 2 * i), histograms(60, 2.0, 2 * i + 1)).low > 0
+        for i in range(100)
+    )
+    assert wrong <= 3
+
+
+def test_requests_without_a_whole_block_do_not_count_and_equal_drafters_are_not_better():
+    none, same = torch.zeros(3, 8, dtype=torch.int64), histograms(20, 2.0)
+    assert Comparison.of(none, none) == Comparison(0)
+    found = Comparison.of(torch.cat([none, same]), torch.cat([none, same]))
+    assert found.requests == 20 and found.low == found.high == 0
+    assert not is_better(found, Comparison(0))
+
+
+@pytest.mark.parametrize(
+    ("newest", "older", "better"),
+    [
+        (Comparison(30, 2.5, 2.0, 0.3, 0.7), Comparison(0), True),
+        (Comparison(LEAST - 1, 2.5, 2.0, 0.3, 0.7), Comparison(0), False),
+        (Comparison(30, 2.1, 2.0, -0.01, 0.2), Comparison(0), False),
+        (Comparison(30, 2.5, 2.0, 0.3, 0.7), Comparison(30, 1.95, 2.0, -0.3, 0.2), True),
+        # It forgot the older requests; or there are too few of them to say.
+        (Comparison(30, 7.0, 2.0, 4.0, 6.0), Comparison(30, 1.8, 2.0, -0.3, -0.1), False),
+        (Comparison(30, 7.0, 2.0, 4.0, 6.0), Comparison(LEAST - 1, 1.8, 2.0, -0.3, -0.1), True),
+    ],
+)
+def test_better_on_new_requests_and_not_worse_on_older_ones(newest, older, better):
+    assert is_better(newest, older) is better

@@ -339,6 +339,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=60, stateful_step_count=25
+    deadline=None, derandomize=True, database=None, max_examples=40, stateful_step_count=25
 )
 TestStore = StoreMachine.TestCase

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -323,9 +323,9 @@ def test_no_flipped_bit_of_a_shard_s_start_is_an_error(tmp_path):
     (path, _), counts = sorted((tmp_path / "shards").iterdir()), set()
     whole = path.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    for place, bit in product(range(header + 4 * 14), (1, 16)):
+    for place in range(header + 4 * 14):
         damaged = bytearray(whole)
-        damaged[place] ^= bit
+        damaged[place] ^= 1 if place % 2 else 16
         path.write_bytes(damaged)
         stream = followed(tmp_path)
         stream.prefetch([len(stream.samples) - 1])  # in another thread

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,6 @@ from sglang_hyperdflash.training.trainer import Trainer
 from tests.conftest import ROOT
 from tests.unit.training.conftest import LargestTensor, answers
 from tests.unit.training.test_trainer import RECIPE, new_drafter, new_trainer
-from tests.waiting import PATIENCE
 
 FLASH = ROOT / "examples" / "deepseek_v4_flash_config" / "drafter" / "config.json"
 
@@ -77,22 +74,12 @@ def test_every_process_starts_at_the_main_one_s_step_from_its_weights(target, tm
         Trainer(new_drafter(target), *given, tmp_path / "has not", Second(1.0))
 
 
-BACKEND = """
-import sys, torch, torch.distributed as dist
-from sglang_hyperdflash.training.process_group import ProcessGroup
-torch.cuda.is_available = lambda: True  # a host with GPUs
-world = ProcessGroup("cpu")
-total = world.sum(torch.tensor([world.rank + 1.0])).item()
-sys.stdout.write(f"{dist.get_backend()} {total}\\n")  # at once: the other's comes too
-world.close()
-"""
-
-
-def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus():
+def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus(monkeypatch):
     """NCCL has no CPU tensors."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
-    done = subprocess.run(
-        [*torchrun, sys.executable, "-c", BACKEND], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.stdout.split() == ["gloo", "3.0"] * 2, done.stderr[-2000:]
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process_group.dist, "init_process_group", asked.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for device in ("cpu", "cuda"):
+        ProcessGroup(device)
+    assert asked == ["gloo", "nccl"]

@@ -167,8 +167,8 @@ class StoreMachine(RuleBasedStateMachine):
         cut=st.floats(0, 1, exclude_max=True),
     )
     def write(self, name, chosen, wrong, skew, fault, cut):
-        writer, path = self.writer(name), self.manifest(name)
-        start = writer.position
+        path, start = self.manifest(name), self.writer(name).position
+        assert start == self.ends[name]
         if self.finite:
             start, end = RANGES[chosen[0] % 3]
             chosen = list(range(start, end))

@@ -1,25 +1,19 @@
 """Milliseconds of a sampled round outside the models, on one GPU; part of ``make bench``.
 
-Rows are those of a verified round, seven a request. Contenders:
-
-``propose``, ``rows``, ``accept``, ``finish``, ``learn``: the operators of a round by themselves.
-``seeded``, ``unseeded``: from logits to what is committed, and the learning, as a server runs it.
-``selector``: SGLang's walk of a dependency head's candidates (``models/dflash.py``), with its table
-of all transitions and without its projection: what ``propose`` is compared with.
-``softmax``: torch's, of the rows. ``sglang``, ``sglang seeded``: SGLang's own sampler on as many
-rows: it draws, and verifies nothing. ``sglang one row``: one row a request, as the baseline's.
+Rows are those of a verified round, seven a request. Contenders: the operators of a round by
+themselves; ``seeded`` and ``unseeded``, from logits to what is committed, and the learning;
+``selector``, SGLang's walk of a dependency head's candidates with its table of all transitions,
+what ``propose`` is compared with; torch's ``softmax`` of the rows; ``sglang...``, its own sampler
+on as many rows (it draws, and verifies nothing) or one row a request, as the baseline's.
 
 Nothing is in a CUDA graph, as nothing of it is while serving: launches count. Only SGLang's walk is
-in its draft's graph there, so its time here is an upper bound. Launches and bytes of the same
-operators, counted without a GPU, are ``make launches``'s. First, drafts and tokens of the device
-are compared with the references' on the same random inputs; ``make gpu-test`` tests the rest.
+in its draft's graph there, so its time here is an upper bound. First, drafts and tokens of the
+device are compared with the references' on the same inputs; ``make gpu-test`` tests the rest.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import statistics
 import sys
 import time
@@ -48,7 +42,6 @@ from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
 
 VOCABULARY, REQUESTS, BLOCK, CANDIDATES, RANK = 129_280, (1, 8, 64, 256), 7, 64, 256
-NO_TOP_K = 1 << 30
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "top-p 0.9": {"top_p": 0.9},
@@ -59,6 +52,8 @@ CALLS = 3
 
 class Case:
     """One batch of equal requests: logits ``[requests * 7, vocabulary]`` fp32, and its drafts.
+
+    Inputs are the same on every device.
 
     Args:
         filters: ``top_k`` and ``top_p`` of all requests; absent ones are off.
@@ -73,31 +68,24 @@ class Case:
         device: str,
         renorm: tuple[Callable, Callable] | None = None,
     ) -> None:
-        self.requests, self.filters, self.device = requests, filters, device
-        self.renorm = renorm
-        new = {"device": device}
-        self.logits = torch.randn(requests * BLOCK, vocabulary, **new).mul_(3)
-        self.sampling = Sampling(
-            torch.ones(requests, **new),
-            torch.full((requests,), filters.get("top_k", NO_TOP_K), dtype=torch.int32, **new),
-            torch.full((requests,), filters.get("top_p", 1.0), **new),
-            torch.zeros(requests, **new),
-            "top_k" in filters,
-            "top_p" in filters,
-        )
-        self.seeds = torch.randint(0, 1 << 60, (requests,), **new)
-        self.positions = torch.arange(BLOCK, **new).repeat(requests, 1) + 100
+        self.requests, self.filters, self.device, self.renorm = requests, filters, device, renorm
+        torch.manual_seed(0)
+        logits = torch.randn(requests * BLOCK, vocabulary).mul_(3)
         # Drafts as good as they get: the target's own candidates, a little off.
-        k = min(CANDIDATES, vocabulary)
-        leading = self.logits.view(requests, BLOCK, -1)[:, :-1].topk(k)
-        gates = torch.randn(requests, BLOCK - 1, RANK, **new)
+        leading = logits.view(requests, BLOCK, -1)[:, :-1].topk(min(CANDIDATES, vocabulary))
         scores = leading.values + torch.randn_like(leading.values)
-        self.candidates = Candidates(leading.indices, scores, gates)
-        with torch.device(device):
-            head = DependencyHead(vocabulary, 8, RANK, "residual").requires_grad_(False)
+        candidates = leading.indices, scores, torch.randn(requests, BLOCK - 1, RANK)
+        head = DependencyHead(vocabulary, 8, RANK, "residual").requires_grad_(False)
         head.successor.normal_()  # a new head adds nothing
-        self.head = head.bfloat16()
-        self.anchors = torch.zeros(requests, 1, dtype=torch.int64, **new)
+        self.seeds = torch.randint(0, 1 << 60, (requests,)).to(device)
+        self.logits, self.head = logits.to(device), head.bfloat16().to(device)
+        self.candidates = Candidates(*(part.to(device) for part in candidates))
+        ones = torch.ones(requests, device=device)
+        top_ks = torch.full_like(ones, filters.get("top_k", 1 << 30), dtype=torch.int32)
+        needed = "top_k" in filters, "top_p" in filters
+        self.sampling = Sampling(ones, top_ks, ones * filters.get("top_p", 1.0), 0 * ones, *needed)
+        self.positions = torch.arange(BLOCK, device=device).repeat(requests, 1) + 100
+        self.anchors = torch.zeros(requests, 1, dtype=torch.int64, device=device)
         self.draft_temperature = DraftTemperature(device)
         self.proposal = self.propose(self.draws(False))
         self.block = torch.cat([self.anchors, self.proposal.tokens], 1)
@@ -106,9 +94,8 @@ class Case:
         return Draws(self.seeds, torch.full_like(self.seeds, seeded).bool(), not seeded)
 
     def propose(self, draws: Draws) -> Proposal:
-        current = self.draft_temperature.current
-        drafting = self.anchors, self.positions, self.sampling, draws, current
-        return propose(self.candidates, self.head, *drafting)
+        drafting = self.anchors, self.positions, self.sampling, draws
+        return propose(self.candidates, self.head, *drafting, self.draft_temperature.current)
 
     def rows(self, draws: Draws) -> Rows:
         kept = None
@@ -127,33 +114,30 @@ class Case:
         given = self.positions, self.sampling, draws, self.logits.shape[-1]
         self.draft_temperature.learn(self.proposal, p, committed, *given)
 
-    def ours(self, seeded: bool) -> Committed:
+    def ours(self, seeded: bool) -> None:
         """A whole verification as a server runs it."""
         draws = self.draws(seeded)
-        committed, p = self.committed(self.rows(draws), draws)
-        self.learn(committed, p, draws)
-        return committed
+        self.learn(*self.committed(self.rows(draws), draws), draws)
 
     def selector(self) -> Callable[[], Any]:
         """SGLang's selector on the same candidates, its projection already applied."""
-        from sglang.srt.models import dflash
+        from sglang.srt.models.dflash import CandidateSelector
 
         ids, head = self.candidates.ids, self.head
-        chosen = dflash.CandidateSelector(
-            hidden_size=1, vocab_size=1, state_rank=1, top_k=ids.shape[2]
-        )
-        chosen.predecessor_codebook, chosen.successor_codebook = head.predecessor, head.successor
-        chosen.hidden_projection = torch.nn.Identity()
+        selector = CandidateSelector(hidden_size=1, vocab_size=1, state_rank=1, top_k=ids.shape[2])
+        selector.predecessor_codebook = head.predecessor
+        selector.successor_codebook = head.successor
+        selector.hidden_projection = torch.nn.Identity()
         gates, greedy = self.candidates.gates.bfloat16(), torch.zeros_like(self.seeds).bool()
 
         def walk() -> Any:
-            lattice = chosen.build_lattice(
+            lattice = selector.build_lattice(
                 candidate_ids=ids,
                 unary_logits=self.candidates.scores,
                 hidden_states=gates,
                 anchor_token_ids=self.anchors[:, 0],
             )
-            return chosen.sample_path(
+            return selector.sample_path(
                 candidate_ids=ids,
                 scores=lattice,
                 uniforms=torch.rand(ids.shape[:2], device=ids.device),
@@ -163,13 +147,6 @@ class Case:
 
         return walk
 
-    def on(self, device: str, renorm: tuple[Callable, Callable] | None = None) -> Case:
-        """The same case on another device."""
-        twin = copy.copy(self)
-        vars(twin).update({name: _moved(value, device) for name, value in vars(self).items()})
-        twin.device, twin.renorm = device, renorm
-        return twin
-
     def sglang(self, seeded: bool, each: int = BLOCK) -> torch.Tensor:
         """SGLang's sampler on ``each`` rows of every request; on a CPU its torch path.
 
@@ -178,38 +155,37 @@ class Case:
         from sglang.srt.layers import sampler
 
         sampling, rows = self.sampling.repeated(each), self.requests * each
-        logits = self.logits[:rows] / sampling.temperatures.unsqueeze(-1)
-        probs = torch.softmax(logits, dim=-1)
-        seeds = self.seeds.repeat_interleave(each) if seeded else None
-        positions = self.positions.reshape(-1)[:rows]
+        probs = torch.softmax(self.logits[:rows] / sampling.temperatures.unsqueeze(-1), dim=-1)
+        noise = self.seeds.repeat_interleave(each) if seeded else None
+        noise = noise, self.positions.reshape(-1)[:rows]
         if not self.filters:
-            return sampler.sampling_from_probs_torch(probs, seeds, positions)
+            return sampler.sampling_from_probs_torch(probs, *noise)
+        limits = probs, sampling.top_ks, sampling.top_ps
         if self.device != "cpu" and not seeded:
-            return sampler.top_k_top_p_sampling_from_probs(
-                probs, sampling.top_ks, sampling.top_ps, filter_apply_order="joint"
-            )
+            return sampler.top_k_top_p_sampling_from_probs(*limits, filter_apply_order="joint")
         return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-            probs, sampling.top_ks, sampling.top_ps, sampling.min_ps, False, seeds, positions
+            *limits, sampling.min_ps, False, *noise
         )
 
     def contenders(self) -> dict[str, Callable[[], Any]]:
         """Calls by name; SGLang's seeded sampler needs CUDA."""
-        seeded, draws = self.draws(True), self.draws(False)
-        rows, flat = self.rows(draws), self.logits
+        seeded, draws, vocabulary = self.draws(True), self.draws(False), self.logits.shape[1]
+        rows = self.rows(draws)
         committed, p = self.committed(rows, draws)
-        target = flat, rows.kept, rows.tokens, rows.largest, rows.total, self.block
+        target = self.logits, rows.kept, rows.tokens, rows.largest, rows.total, self.block
         q = self.proposal.ids, self.proposal.q
-        requests = self.sampling.temperatures, self.sampling.top_ks, draws.seeded, self.seeds
-        requests = *requests, self.positions
-        accepted = accept(*target, *q, self.proposal.choice, *requests, flat.shape[1])
+        of_requests = self.sampling.temperatures, self.sampling.top_ks, draws.seeded, self.seeds
+        of_requests = *of_requests, self.positions
+        accepting = *target, *q, self.proposal.choice, *of_requests, vocabulary
+        finishing = *target, *q, *accept(*accepting)[:2], *of_requests, True, vocabulary
         calls: dict[str, Callable[[], Any]] = {
             "propose": lambda: self.propose(draws),
             "selector": self.selector(),
             "rows": lambda: self.rows(draws),
             "rows seeded": lambda: self.rows(seeded),
-            "softmax": lambda: torch.softmax(flat, dim=-1),
-            "accept": lambda: accept(*target, *q, self.proposal.choice, *requests, flat.shape[1]),
-            "finish": lambda: finish(*target, *q, *accepted[:2], *requests, True, flat.shape[1]),
+            "softmax": lambda: torch.softmax(self.logits, dim=-1),
+            "accept": lambda: accept(*accepting),
+            "finish": lambda: finish(*finishing),
             "learn": lambda: self.learn(committed, p, draws),
             "seeded": lambda: self.ours(True),
             "unseeded": lambda: self.ours(False),
@@ -240,27 +216,14 @@ class Case:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _moved(value: Any, device: str) -> Any:
-    """Tensors, and what holds them, on a device; anything else as it is."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module)):
-        return copy.deepcopy(value).to(device)
-    if dataclasses.is_dataclass(value):
-        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{n: _moved(v, device) for n, v in parts.items()})
-    if isinstance(value, DraftTemperature):
-        return DraftTemperature(device)
-    return value
-
-
 def outcomes(case: Case) -> dict[str, torch.Tensor]:
     """What requests draft and commit, ``[requests, ...]``, on the CPU."""
-    found = {}
+    tokens = {}
     for name, seeded in (("seeded", True), ("unseeded", False)):
         draws = case.draws(seeded)
-        committed, _ = case.committed(case.rows(draws), draws)
-        found[f"drafts, {name}"] = case.propose(draws).tokens.cpu()
-        found[f"tokens, {name}"] = committed.tokens.cpu()
-    return found
+        tokens[f"drafts, {name}"] = case.propose(draws).tokens.cpu()
+        tokens[f"tokens, {name}"] = case.committed(case.rows(draws), draws)[0].tokens.cpu()
+    return tokens
 
 
 @torch.inference_mode()
@@ -273,14 +236,15 @@ def check(
         RuntimeError: more than one in 16 differ. Sums run in another order, so a draw at a near tie
             may; a fault makes most of them.
     """
-    found = {}
+    different = {}
     for name, filters in FILTERS.items():
-        case = Case(requests, vocabulary, filters, "cpu")
-        expected, other = outcomes(case), outcomes(case.on(device, **options))
-        found[name] = {key: int((expected[key] != other[key]).any(1).sum()) for key in expected}
-        if max(found[name].values()) > requests // 16:
-            raise RuntimeError(f"operators differ from their references: {name}, {found[name]}")
-    return found
+        expected = outcomes(Case(requests, vocabulary, filters, "cpu"))
+        tokens = outcomes(Case(requests, vocabulary, filters, device, **options))
+        rows = {key: int((expected[key] != tokens[key]).any(1).sum()) for key in expected}
+        if max(rows.values()) > requests // 16:
+            raise RuntimeError(f"operators differ from their references: {name}, {rows}")
+        different[name] = rows
+    return different
 
 
 def run(
@@ -327,8 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"requests of 32 that differ from the references: {different}")
     rows = run(options.requests, options.vocabulary, options.rounds, "cuda", renorm=renorm)
     results = {"rows": rows, "vocabulary": options.vocabulary, "provenance": provenance()}
-    results["different"] = different
-    write_json(options.out / "verify.json", results, indent=1)
+    write_json(options.out / "verify.json", results | {"different": different}, indent=1)
     print(f"ms of a verification, vocabulary {options.vocabulary}, {BLOCK} rows a request")
     print(table(rows))
     return 0

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from threading import Event, Thread
 
@@ -36,13 +37,13 @@ def draft_pool(log: str) -> tuple[int, float]:
 
 def graph_gib(log: str) -> list[float]:
     """GiB that each capture of CUDA graphs took, in the log's order: the target's, the draft's."""
-    return [float(found) for found in re.findall(GRAPH, log)]
+    return [float(gib) for gib in re.findall(GRAPH, log)]
 
 
 def draft_attention(log: str) -> str | None:
     """The line that says which attention the drafter has, and why."""
-    found = re.search(r"HYPERDFLASH: (draft attention is .*)", log)
-    return found[1] if found else None
+    line = re.search(r"HYPERDFLASH: (draft attention is .*)", log)
+    return line and line[1]
 
 
 def fell_back(log: str) -> list[str]:
@@ -57,34 +58,26 @@ def trace_events(folder: Path) -> list[dict]:
     """All events of the traces of decoding that SGLang's profiler left in a folder."""
     events = []
     for path in sorted(folder.rglob("*decode*.json.gz")):
-        with gzip.open(path, "rt") as file:
-            events += json.load(file)["traceEvents"]
+        events += json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return events
 
 
 def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
-    """How many rounds a trace has, and what its host did from the first one's start on.
+    """How many rounds a trace has, and what their thread did from the first to the last.
 
     The profiler itself waits for the device before it starts and when it stops.
-
-    Returns:
-        The rounds; events of their thread, until the last one's pass has been launched.
     """
     passes = [
-        event
-        for event in events
-        if str(event.get("name")).startswith(ROUND) and event.get("cat") == "user_annotation"
+        e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(ROUND)
     ]
     if not passes:
         return 0, []
-    begin = min(event["ts"] for event in passes)
-    end = max(event["ts"] + event["dur"] for event in passes)
-    threads = {(event["pid"], event["tid"]) for event in passes}
+    begin, end = min(e["ts"] for e in passes), max(e["ts"] + e["dur"] for e in passes)
+    threads = {(e["pid"], e["tid"]) for e in passes}
     return len(passes), [
-        event
-        for event in events
-        if (event.get("pid"), event.get("tid")) in threads
-        and begin <= event.get("ts", begin - 1) <= end
+        e
+        for e in events
+        if (e.get("pid"), e.get("tid")) in threads and begin <= e.get("ts", -1) <= end
     ]
 
 
@@ -108,11 +101,9 @@ def same_drafts(one: dict, other: dict, drafts: int | None = None) -> tuple[int,
 
 def rounds_by_width(answers: list[dict]) -> dict[int, int]:
     """How many rounds of each width some answers had."""
-    total: Counter[int] = Counter()
-    for answer in answers:
-        for width, rounds in enumerate(answer["meta_info"]["spec_cap_lens_histogram"]):
-            total[width] += rounds
-    return {width: rounds for width, rounds in sorted(total.items()) if rounds}
+    caps = [answer["meta_info"]["spec_cap_lens_histogram"] for answer in answers]
+    total = map(sum, zip_longest(*caps, fillvalue=0))
+    return {width: rounds for width, rounds in enumerate(total) if rounds}
 
 
 def used_bytes(process_id: int) -> int:

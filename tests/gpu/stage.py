@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
@@ -84,17 +84,11 @@ class Stage:
 
     def write_drafter(self, folder: Path, window: int | None = None) -> Path:
         """An untrained drafter for the target."""
-        shape = DrafterShape(**{**vars(self.draft), "window": window})
+        shape = replace(self.draft, window=window)
         return write_untrained(folder, self.shape, shape, self.mask_token)
 
     def start(
-        self,
-        servers: Servers,
-        name: str,
-        target: Path,
-        folder: Path,
-        *arguments: str,
-        **environment,
+        self, servers: Servers, name: str, target: Path, folder: Path, *arguments, **environment
     ) -> Server:
         """A server; ``arguments`` may overrule the stage's."""
         place = folder / f"plugin-{name}"

@@ -25,6 +25,8 @@ from tests.gpu.stage import Stage
 
 BLOCK, SHORT = 7, 16
 EVERY_WIDTH = (1, 2, 4, 7)
+# With CUDA graphs and without.
+GRAPHS = {"graphs": (), "eager": ("--disable-cuda-graph",)}
 # Of kernels: interpreted in ``make test``, compiled here.
 KERNEL_TESTS = "tests/unit/triton_ops/test_*_kernel*.py"
 # Memory of the allocator and of kernels besides the counted buffers, GiB.
@@ -58,16 +60,33 @@ class Visit:
         """A server for the length of a ``with`` block; it drafts if ``draft`` is given."""
         if draft is not None:
             arguments = (*arguments, *hyperdflash_arguments(draft))
-        started = self.stage.start(
-            self.servers, name, self.target, self.folder, *arguments, **environment
-        )
+        given = self.servers, name, self.target, self.folder, *arguments
         try:
-            yield started
+            yield self.stage.start(*given, **environment)
         finally:
             self.servers.stop(f"visit-{name}")
 
-    def log_of(self, server: Server) -> str:
-        return server.log.read_text(errors="replace")
+    def plain(self, name: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Tokens of a server without a drafter."""
+        with self.server(name) as server:
+            return ids(asked(server, prompts, tokens))
+
+    def shape(self) -> Shape:
+        """What sizes the buffers of the stage's server."""
+        stage = self.stage
+        return Shape(
+            requests=stage.requests,
+            captured=[stage.requests],
+            block=BLOCK,
+            widths=[BLOCK],
+            residual=int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
+            vocabulary=int(stage.shape["vocab_size"]),
+            context=stage.context,
+            page=256,
+            heads=stage.draft.heads,
+            head_dim=stage.draft.head_dim,
+            workspace=384 << 20,
+        )
 
 
 def asked(server: Server, prompts: list[list[int]], tokens: int, **sampling) -> list[dict]:
@@ -82,7 +101,7 @@ def million(v: Visit) -> None:
     stage = v.stage
     sizes = ("--context-length", str(stage.context), "--max-running-requests", str(stage.requests))
     with v.server("million", *sizes, draft=v.drafter) as server:
-        log = v.log_of(server)
+        log = server.log.read_text(errors="replace")
         slots, size = readings.draft_pool(log)
         shape = stage.draft
         counted = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * slots
@@ -98,35 +117,13 @@ def million(v: Visit) -> None:
         v.check(len(answer["output_ids"]) == SHORT, "the long prompt was not answered")
 
 
-def _shape(v: Visit) -> Shape:
-    """What sizes the buffers of the stage's server."""
-    stage = v.stage
-    return Shape(
-        requests=stage.requests,
-        captured=[stage.requests],
-        block=BLOCK,
-        widths=[BLOCK],
-        residual=int(stage.shape["hc_mult"]) * int(stage.shape["hidden_size"]),
-        vocabulary=int(stage.shape["vocab_size"]),
-        context=stage.context,
-        page=256,
-        heads=stage.draft.heads,
-        head_dim=stage.draft.head_dim,
-        workspace=384 << 20,
-    )
-
-
 def _check_graphs(v: Visit, log: str) -> None:
     """The graphs' memory against what ``hyperdflash plan`` counts of them."""
-    stage, taken = v.stage, readings.graph_gib(log)
-    v.found["graphs GiB"] = taken
-    shape = _shape(v)
+    taken, shape = readings.graph_gib(log), v.shape()
     buffers = graph_bytes(shape)
-    v.found |= {
-        "draft attention counted": buffers,
-        "extra device memory": extra_device_memory(shape),
-    }
-    if not stage.gpu:
+    v.found |= {"graphs GiB": taken, "draft attention counted": buffers}
+    v.found["extra device memory"] = extra_device_memory(shape)
+    if not v.stage.gpu:
         return
     v.check(len(taken) >= 2, "the log names no graphs of target and draft")
     most = max(buffers.values()) / 2**30 + SLACK_GIB
@@ -138,15 +135,22 @@ def _check_graphs(v: Visit, log: str) -> None:
 
 def bench(v: Visit) -> None:
     """``make bench``: the reducer and the operators of a sampled round against their rivals."""
-    if not v.stage.gpu:
-        v.found["not here"] = "kernels are timed on a GPU"
-        return
     for module in ("triton_ops.bench", "tests.gpu.bench_verify"):
         _run(v, module, "--out", str(v.out / "kernels"))
 
 
+def tests(v: Visit) -> None:
+    """``make gpu-test``."""
+    kernels = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(KERNEL_TESTS))
+    for chosen_tests in (["-m", "gpu"], kernels):
+        _run(v, "pytest", *chosen_tests)
+
+
 def _run(v: Visit, module: str, *arguments: str) -> None:
-    """A command of the Makefile, which must succeed."""
+    """A command of the Makefile, which must succeed; all of them need a GPU."""
+    if not v.stage.gpu:
+        v.found["not here"] = "it needs a GPU"
+        return
     command = [sys.executable, "-m", module, *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     name = f"{module} {arguments[0]}"
@@ -154,29 +158,23 @@ def _run(v: Visit, module: str, *arguments: str) -> None:
     v.check(ended.returncode == 0, f"{name} failed: {ended.stderr[-500:]}")
 
 
-# With CUDA graphs and without.
-GRAPHS = {"graphs": (), "eager": ("--disable-cuda-graph",)}
-
-
 def windowed(v: Visit) -> None:
     """A windowed drafter proposes the same blocks with CUDA graphs and without."""
     draft = v.stage.write_drafter(v.folder / "windowed", v.stage.window)
     prompts = v.stage.prompts(4)
-    with v.server("windowed-none") as server:
-        answers = ids(asked(server, prompts, v.stage.tokens))
+    answers = v.plain("windowed-none", prompts, v.stage.tokens)
     backends = {"": ()}
     if v.stage.gpu:  # not the default for a window, and planned by host lengths
         backends[" flashinfer"] = ("--speculative-draft-attention-backend", "flashinfer")
     for backend, named in backends.items():
         blocks = []
-        for name, options in GRAPHS.items():
-            path = v.folder / f"windowed-{name}{backend.strip()}.jsonl"
+        for graphs, options in GRAPHS.items():
+            name = f"{graphs}{backend.replace(' ', '-')}"
+            path = v.folder / f"windowed-{name}.jsonl"
             oracle = known(v.folder, prompts, answers) | {OWN_DRAFTS: str(path)}
-            name = f"{name}{backend.replace(' ', '-')}"
-            arguments = (*named, *options)
-            with v.server(f"windowed-{name}", *arguments, draft=draft, **oracle) as server:
-                found = asked(server, prompts, v.stage.tokens)
-            v.found[f"rounds by accepted drafts, {name}"] = accepted(found)
+            with v.server(f"windowed-{name}", *named, *options, draft=draft, **oracle) as server:
+                results = asked(server, prompts, v.stage.tokens)
+            v.found[f"rounds by accepted drafts, {name}"] = accepted(results)
             blocks.append(own_blocks(path))
         _check_same_drafts(v, *blocks, kind=backend)
 
@@ -193,51 +191,42 @@ def _check_same_drafts(v: Visit, one: dict, other: dict, drafts=None, kind: str 
     v.check(same >= 0.8 * compared, f"graphs and eager rounds draft different blocks{kind}")
 
 
-def _check_tokens(v: Visit, found: list[list[int]], expected: list[list[int]], kind: str) -> None:
+def _check_tokens(v: Visit, tokens: list[list[int]], expected: list[list[int]], kind: str) -> None:
     """Answers are the expected ones, on a GPU until a tie of one bf16 step."""
-    same = [
-        next(
-            (i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b),
-            min(len(x), len(y)),
-        )
-        for x, y in zip(found, expected, strict=True)
-    ]
+    pairs = [list(zip(x, y, strict=False)) for x, y in zip(tokens, expected, strict=True)]
+    same = [next((i for i, (a, b) in enumerate(p) if a != b), len(p)) for p in pairs]
     v.found[f"tokens until the first difference{kind}"] = same
-    most = min(len(answer) for answer in expected)
-    needed = 8 if v.stage.gpu else most
+    needed = 8 if v.stage.gpu else min(len(answer) for answer in expected)
     v.check(sorted(same)[len(same) // 2] >= needed, f"answers leave the target's at once{kind}")
 
 
 def residual(v: Visit) -> None:
     """Tokens of no speculation at every length of acceptance, until a tie of one bf16 step."""
     prompts, tokens = v.stage.prompts(8 if v.stage.gpu else 2), v.stage.tokens
-    with v.server("plain") as server:
-        expected = ids(asked(server, prompts, tokens))
-    path = v.folder / "own.jsonl"
+    expected, path = v.plain("plain", prompts, tokens), v.folder / "own.jsonl"
     oracle = known(v.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
     with v.server("oracle", draft=v.drafter, **oracle) as server:
-        found = asked(server, prompts, tokens)
+        results = asked(server, prompts, tokens)
     blocks = [tuple(block) for _, block in own_blocks(path).values()]
     v.check(3 * len(set(blocks)) > len(blocks), "the drafter repeats its blocks")
-    _check_tokens(v, ids(found), expected, "")
-    v.found["rounds by drafts"] = accepted(found)
+    _check_tokens(v, ids(results), expected, "")
+    v.found["rounds by drafts"] = accepted(results)
     # Then most blocks are the drafter's own: the oracle no longer knows the text.
-    v.check(sum(map(bool, accepted(found))) >= 3, "too few lengths of acceptance")
+    v.check(sum(map(bool, accepted(results))) >= 3, "too few lengths of acceptance")
 
 
 def widths(v: Visit) -> None:
     """A width drawn every round: tokens of no speculation; each width drafts alike in graphs."""
     prompts, tokens, blocks = v.stage.prompts(4), 2 * v.stage.tokens, []
-    with v.server("widths-none") as server:
-        expected = ids(asked(server, prompts, tokens))
+    expected = v.plain("widths-none", prompts, tokens)
     drawn = {WIDTH: RANDOM, WIDTHS: ",".join(map(str, EVERY_WIDTH))}
     for name, options in GRAPHS.items():
         path = v.folder / f"widths-{name}.jsonl"
         environment = drawn | known(v.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
         with v.server(f"widths-{name}", *options, draft=v.drafter, **environment) as server:
-            found = asked(server, prompts, tokens)
-        _check_tokens(v, ids(found), expected, f", {name}")
-        rounds = readings.rounds_by_width(found)
+            results = asked(server, prompts, tokens)
+        _check_tokens(v, ids(results), expected, f", {name}")
+        rounds = readings.rounds_by_width(results)
         v.found[f"rounds by width, {name}"] = rounds
         v.check(set(rounds) == set(EVERY_WIDTH), f"not every width ran, {name}")
         blocks.append(own_blocks(path))
@@ -248,20 +237,19 @@ def widths(v: Visit) -> None:
 def poison(v: Visit) -> None:
     """Nothing reads what rejected drafts left in the target's states: they are set to NaN."""
     prompts, tokens = v.stage.prompts(4, first=v.stage.boundary), v.stage.tokens
-    with v.server("poison-none") as server:
-        expected = ids(asked(server, prompts, tokens))
+    expected = v.plain("poison-none", prompts, tokens)
     oracle = known(v.folder, prompts, expected)
     fault = {controls.FAULT: controls.poison_rejected_states.__name__}
     with v.server("poison-rejected", draft=v.drafter, **oracle, **fault) as server:
-        found = asked(server, prompts, tokens)
-    v.found["rounds by drafts"] = accepted(found)
-    v.check(all(len(answer) == tokens for answer in ids(found)), "an answer was cut short")
-    _check_tokens(v, ids(found), expected, "")
+        results = asked(server, prompts, tokens)
+    v.found["rounds by drafts"] = accepted(results)
+    v.check(all(len(answer) == tokens for answer in ids(results)), "an answer was cut short")
+    _check_tokens(v, ids(results), expected, "")
     # The control: what a boundary does read, set to NaN too, must be seen.
     fault = {controls.FAULT: controls.poison_an_accepted_state.__name__}
     with v.server("poison-accepted", draft=v.drafter, **oracle, **fault) as server:
         try:
-            seen = ids(asked(server, prompts, tokens)) != ids(found)
+            seen = ids(asked(server, prompts, tokens)) != ids(results)
         except requests.RequestException:
             seen = True
     v.found["an accepted state set to NaN is seen"] = seen
@@ -282,13 +270,12 @@ def trace(v: Visit) -> None:
         requests.post(f"{server.url}/start_profile", json=options, timeout=60).raise_for_status()
         asked(server, v.stage.prompts(4), v.stage.tokens)
     seen, events = readings.rounds_of(readings.trace_events(folder))
-    found = readings.waits(events)
-    v.found |= {"rounds": seen, "events": len(events), "waits": found}
+    waits = readings.waits(events)
+    v.found |= {"rounds": seen, "events": len(events), "waits": waits}
     v.check(rounds - 1 <= seen <= rounds + 1, f"the trace has not {rounds} rounds")
     # The scheduler itself waits once a round, for the tokens of the round before.
-    own = found | {"cudaEventSynchronize": max(0, found.get("cudaEventSynchronize", 0) - seen)}
-    own = {name: count for name, count in own.items() if count}
-    v.check(not own, f"the host waits inside a round: {own}")
+    inside = waits | {"cudaEventSynchronize": max(0, waits.get("cudaEventSynchronize", 0) - seen)}
+    v.check(not any(inside.values()), f"the host waits inside a round: {inside}")
 
 
 def sampled(v: Visit) -> None:
@@ -304,33 +291,16 @@ def sampled(v: Visit) -> None:
             lambda: readings.used_bytes(process),
             lambda: asked(server, prompts, 4 * SHORT, **limits),
         )
-    counted = extra_device_memory(_shape(v))["verification of sampled requests"]
+    counted = extra_device_memory(v.shape())["verification of sampled requests"]
     v.found |= {"before": before, "peak": most, "counted": counted}
     # The start's rehearsal has left the allocator what it needs, so little may come on top.
     v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")
 
 
-def tests(v: Visit) -> None:
-    """``make gpu-test``."""
-    if not v.stage.gpu:
-        v.found["not here"] = "its tests need a GPU"
-        return
-    kernels = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(KERNEL_TESTS))
-    for chosen_tests in (["-m", "gpu"], kernels):
-        _run(v, "pytest", *chosen_tests)
-
-
-STEPS: dict[str, Callable[[Visit], None]] = {
-    step.__name__: step
-    for step in (
-        *(million, bench, windowed, residual, widths, poison),
-        *(trace, sampled, tests),
-    )
-}
+IN_ORDER = (million, bench, windowed, residual, widths, poison, trace, sampled, tests)
+STEPS: dict[str, Callable[[Visit], None]] = {step.__name__: step for step in IN_ORDER}
 
 
 def chosen(only: list[str] | None) -> Iterator[tuple[str, Callable[[Visit], None]]]:
     """Steps by name, in the visit's order; all without ``only``."""
-    for name, step in STEPS.items():
-        if not only or name in only:
-            yield name, step
+    return ((name, step) for name, step in STEPS.items() if not only or name in only)

@@ -31,27 +31,31 @@ def expected(servers, target_dir, own_prompts):
     return answers
 
 
+@pytest.fixture
+def check(target_dir, own_prompts, expected):
+    """Answers are the target's until a tie, and drafts were accepted."""
+
+    def checked(answers: list[dict]) -> None:
+        gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(answers))
+        print(f"{len(gaps)} of {len(own_prompts)} prompts differ; logit gaps {gaps}")
+        assert all(gap < BF16_TIE for gap in gaps), gaps
+        assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
+
+    return checked
+
+
 @pytest.mark.parametrize("draft_backend", ["flashinfer", "triton"])
 @pytest.mark.parametrize("graphs", [(), ("--disable-cuda-graph",)])
 def test_greedy_differs_only_at_ties(
-    servers, target_dir, drafter_dir, own_prompts, expected, draft_backend, graphs
+    servers, target_dir, drafter_dir, own_prompts, check, draft_backend, graphs
 ):
     name = f"gpu-{draft_backend}-{'eager' if graphs else 'graphs'}"
-    server = servers.get(
-        name,
-        target_dir,
-        *ARGUMENTS,
-        *graphs,
-        *hyperdflash_arguments(drafter_dir),
-        *("--speculative-draft-attention-backend", draft_backend),
-        threads=None,
-    )
+    backend = ("--speculative-draft-attention-backend", draft_backend)
+    arguments = (*ARGUMENTS, *graphs, *hyperdflash_arguments(drafter_dir), *backend)
+    server = servers.get(name, target_dir, *arguments, threads=None)
     answers = greedy_all(server, own_prompts, 4)
     servers.stop(name)
-    gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(answers))
-    print(f"{name}: {len(gaps)} of {len(own_prompts)} prompts differ; logit gaps {gaps}")
-    assert all(gap < BF16_TIE for gap in gaps), gaps
-    assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
+    check(answers)
     log = server.log.read_text(errors="replace")
     assert not fell_back(log), "a fused path fell back"
     assert "reducer=hc_gate kernels=triton fused_kv=True" in log
@@ -59,37 +63,29 @@ def test_greedy_differs_only_at_ties(
 
 @pytest.mark.parametrize("mode", ["random", "adaptive"])
 def test_graphs_of_every_width_survive_new_weights(
-    servers, target_dir, drafter_dir, own_prompts, expected, mode
+    servers, target_dir, drafter_dir, own_prompts, check, mode
 ):
     """The same weights again, and all graphs recaptured in the middle of narrow rounds."""
-    server = servers.get(
-        f"gpu-weights-{mode}",
-        target_dir,
-        *ARGUMENTS,
-        *hyperdflash_arguments(drafter_dir),
-        environment={WIDTH: mode, WIDTHS: "1,2,4,7"},
-        threads=None,
-    )
+    name, environment = f"gpu-weights-{mode}", {WIDTH: mode, WIDTHS: "1,2,4,7"}
+    arguments = (*ARGUMENTS, *hyperdflash_arguments(drafter_dir))
+    server = servers.get(name, target_dir, *arguments, environment=environment, threads=None)
     answers = [greedy_all(server, own_prompts, 4)]
     for _ in range(2):
         reply = update(server, target_dir)
         assert reply.status_code == 200, reply.text
         answers.append(greedy_all(server, own_prompts, 4))
     log = server.log.read_text(errors="replace")
-    servers.stop(f"gpu-weights-{mode}")
+    servers.stop(name)
     widths = rounds_by_width([answer for part in answers for answer in part])
     assert set(widths) == {1, 2, 4, 7} if mode == "random" else len(widths) > 1, widths
     assert "without a CUDA graph" not in log and not fell_back(log)
     for part in answers:
-        gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(part))
-        assert all(gap < BF16_TIE for gap in gaps), gaps
-        drafts = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in part)
-        assert drafts > len(part)
+        check(part)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole block", "causal"])
 def test_a_dependency_head_drafts_the_same_inside_the_graph(
-    servers, target_dir, drafter_dir, own_prompts, expected, tmp_path, causal
+    servers, target_dir, drafter_dir, own_prompts, check, tmp_path, causal
 ):
     """Greedy and seeded rounds, from the graph's buffers and without any graph."""
     folder = with_head(drafter_dir, tmp_path / "draft", causal=causal)
@@ -98,25 +94,15 @@ def test_a_dependency_head_drafts_the_same_inside_the_graph(
     def sample(server, prompt):
         return server.generate(input_ids=prompt, sampling_params=seeded)
 
-    found = []
-    for name, graphs in (("graphs", ()), ("eager", ("--disable-cuda-graph",))):
-        server = servers.get(
-            f"gpu-head-{name}",
-            target_dir,
-            *ARGUMENTS,
-            *graphs,
-            *hyperdflash_arguments(folder),
-            threads=None,
-        )
-        answers = greedy_all(server, own_prompts, 1)
-        found.append([answers, greedy_all(server, own_prompts, 1, sample)])
-        servers.stop(f"gpu-head-{name}")
+    correct = []
+    for graphs in ((), ("--disable-cuda-graph",)):
+        name = f"gpu-head-{'eager' if graphs else 'graphs'}"
+        arguments = (*ARGUMENTS, *graphs, *hyperdflash_arguments(folder))
+        server = servers.get(name, target_dir, *arguments, threads=None)
+        runs = [greedy_all(server, own_prompts, 1), greedy_all(server, own_prompts, 1, sample)]
+        servers.stop(name)
         assert f"head=rank {RANK}, K 64" in server.log.read_text(errors="replace")
-    gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(found[0][0]))
-    assert all(gap < BF16_TIE for gap in gaps), gaps
-    for kind in range(2):
-        in_graph, eager = (
-            sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers[kind])
-            for answers in found
-        )
+        check(runs[0])
+        correct.append([sum(a["meta_info"]["spec_num_correct_drafts"] for a in r) for r in runs])
+    for in_graph, eager in zip(*correct, strict=True):
         assert in_graph == pytest.approx(eager, rel=0.05) and in_graph > len(own_prompts)

@@ -19,6 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_hyperdflash.tools.server_process import comparable_arguments
+from tests.conftest import EXAMPLE, ROOT
+from tests.documents import commands, shell_fences
 from tests.unit.other_process import answer, question
 
 # Functions of the driver that are looked up while libraries are imported; each answers "no device".
@@ -33,6 +36,20 @@ DRIVER = (
 SHARED = ("transformers", "torchvision", "openai", "torch._inductor.compile_fx", "cutlass.cute")
 FIELDS = ("attention_backend", "speculative_draft_attention_backend", "page_size")
 FIELDS += ("kv_cache_dtype",)
+
+
+def tiny_arguments() -> dict[str, list[str]]:
+    """Server arguments: README's, the demo's baseline, and a user's choices."""
+    (readme,) = (f for f in shell_fences([ROOT / "README.md"]) if f.kind == "background")
+    (words,) = commands(readme)
+    target = ("--model-path", str(EXAMPLE / "target"))
+    return {
+        "readme": words[3:],
+        "demo": [*target, *comparable_arguments()],
+        "deterministic": [*target, "--enable-deterministic-inference"],
+        "fp32": [*target, "--json-model-override-args", '{"dtype": "float32"}'],
+        "named": [*target, "--dtype", "float32", "--attention-backend", "flashinfer"],
+    }
 
 
 def load_driver() -> None:
@@ -87,42 +104,38 @@ def hooked() -> list[str]:
     return sorted(seams.in_place)
 
 
-def start(capability: list[int] | None, cases: dict[str, list[str]], hooks: bool) -> Any:
-    """What a server of that GPU resolves in every case, and its hooks if they are asked for."""
-    if capability is not None:
-        pretend(tuple(capability))
-    return {name: resolved(case) for name, case in cases.items()}, hooked() if hooks else []
+def in_fork(capability: list[int], cases: dict[str, list[str]], hooks: bool) -> Any:
+    """What a server of that GPU resolves in every case, and its hooks if they are asked for.
 
-
-def in_fork(*machine: Any) -> Any:
-    """:func:`start` in a process of its own: SGLang keeps what it has read of the GPU."""
+    In a process of its own: SGLang keeps what it has read of the GPU.
+    """
     with tempfile.TemporaryFile("w+") as written:
         if (child := os.fork()) == 0:
             try:
-                json.dump(start(*machine), written)
+                pretend(tuple(capability))
+                values = {name: resolved(case) for name, case in cases.items()}
+                json.dump([values, hooked() if hooks else []], written)
                 written.flush()
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0, f"compute capability {machine[0]}: see above"
+        assert os.waitpid(child, 0)[1] == 0, f"compute capability {capability}: see above"
         written.seek(0)
         return json.load(written)
 
 
 def main() -> None:
-    """Answer the machines on stdin: compute capability (None: no GPU), cases, and hooks or not."""
-    machines = question()
-    if any(capability for capability, *_ in machines):
-        load_driver()
-        pretend((0, 0))
-        for name in SHARED:
-            importlib.import_module(name)
+    """Answer the machines on stdin: compute capability, cases, and hooks or not."""
+    load_driver()
+    pretend((0, 0))
+    for name in SHARED:
+        importlib.import_module(name)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    answer([in_fork(*machine) for machine in machines])
+    answer([in_fork(*machine) for machine in question()])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the plugin does to a process of SGLang, told by that process."""
+"""What the plugin does to a process of SGLang on a CPU, told by that process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import pkgutil
 import sys
 
-from tests.unit.other_process import answer
+from tests.unit.cuda_start import resolved
+from tests.unit.other_process import answer, question
 
 # Modules that launcher, tokenizer and detokenizer do without.
 HEAVY = (
@@ -17,6 +18,8 @@ HEAVY = (
     "sglang.srt.speculative.dflash_utils",
     "sglang_hyperdflash.serving.worker",
 )
+MODELS = ("HyperDFlashDraftModel", "PortableDeepSeekV4ForCausalLM")
+MODELS += ("PortableDeepSeekV4ForCausalLMNextN",)
 
 
 def main() -> None:
@@ -32,16 +35,18 @@ def main() -> None:
     from sglang.srt.arg_groups import deepseek_v4_hook
     from sglang.srt.models.registry import ModelRegistry
 
+    from docs.reference import generate
+
     hook = inspect.getclosurevars(deepseek_v4_hook.apply_deepseek_v4_defaults).nonlocals["hook"]
-    names = ("HyperDFlashDraftModel", "PortableDeepSeekV4ForCausalLM")
-    names += ("PortableDeepSeekV4ForCausalLMNextN",)
     serving = {seam.target for seam in plugin.SERVING_SEAMS}
     answer(
         {
             "early": early,
             "patched": sorted(seams.in_place & serving),
             "called": hook.__name__,
-            "models": [name in ModelRegistry.models for name in names],
+            "models": [name for name in MODELS if name in ModelRegistry.models],
+            "hooks.md": generate.hooks(),
+            "resolved": {name: resolved(case) for name, case in question().items()},
         }
     )
 

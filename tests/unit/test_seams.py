@@ -1,4 +1,4 @@
-"""Every private SGLang function we hook still has the shape we rely on, and a lost hook is loud."""
+"""Every private SGLang name that we use still has the shape we rely on; a lost hook is loud."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from pathlib import Path
 import pytest
 import sglang
 
+from docs.reference import generate
 from docs.reference.sglang_uses import fields, overridden, own_classes
 from sglang_hyperdflash import plugin, seams
 from sglang_hyperdflash.tools.errors import SeamError
+from tests.unit.cuda_start import tiny_arguments
 from tests.unit.other_process import ask
+from tests.unit.plugin_load import MODELS
+
+SEAM = plugin.ALL_SEAMS[0]
 
 
-@pytest.mark.parametrize("seam", plugin.ALL_SEAMS, ids=lambda s: s.target.rpartition(":")[2])
-def test_seam_signature(seam):
-    seams.check_seam(seam)
-    assert seam.hook.__doc__, "the first sentence is the reason in the documentation"
+# --- hooks
 
 
-def test_a_replacement_takes_what_it_replaces():
-    replacements = [seam for seam in plugin.ALL_SEAMS if seam.kind == "replace"]
-    assert len(replacements) > 10
-    for seam in replacements:
-        theirs = inspect.unwrap(pkgutil.resolve_name(seam.target))
-        own, needed = (list(inspect.signature(one).parameters) for one in (seam.hook, theirs))
-        assert own == needed, seam.target
-
-
-def test_every_declared_hook_is_installed():
-    """A hook in a module that nothing lists would be missing without an error."""
+def test_every_seam_fits_and_is_listed_once():
+    for seam in plugin.ALL_SEAMS:
+        seams.check_seam(seam)
+        if seam.kind == "replace":
+            theirs = inspect.unwrap(pkgutil.resolve_name(seam.target))
+            ours, needed = (list(inspect.signature(f).parameters) for f in (seam.hook, theirs))
+            assert ours == needed, seam.target
+    targets = [seam.target for seam in plugin.ALL_SEAMS]
+    assert len(targets) == len(set(targets)) > 10
+    # A hook in a module that nothing lists would be missing without an error.
     root = Path(plugin.__file__).parent
     files = [*root.rglob("*.py"), *(root.parent / "cpu_engine").rglob("*.py")]
     declared = re.compile(r"^@(?:after|around|replace)\(.*?^def (\w+)\(", re.M | re.S)
@@ -43,23 +44,78 @@ def test_every_declared_hook_is_installed():
     assert sorted(names) == sorted(seam.hook.__name__ for seam in plugin.ALL_SEAMS)
 
 
-def test_other_parameters_are_named():
-    seam = dataclasses.replace(plugin.ALL_SEAMS[0], target="tests.unit.test_seams:over")
-    with pytest.raises(SeamError, match=r"source f7606bcecd55, found \w{12} of \(\*\*theirs"):
-        seams.check_seam(seam)
+@pytest.fixture
+def fresh(monkeypatch):
+    """The module as in a process where nothing was installed yet."""
+    for name in ("recorded", "_failures"):
+        monkeypatch.setattr(seams, name, [])
+    monkeypatch.setattr(seams, "in_place", set())
 
 
-def test_a_removed_seam_is_named():
-    seam = dataclasses.replace(plugin.ALL_SEAMS[0], target="sglang.srt.no_such_function")
-    with pytest.raises(SeamError, match="no_such_function is gone"):
-        seams.check_seam(seam)
+def test_a_seam_that_no_longer_fits_is_named_and_stops_our_server_alone(fresh, monkeypatch):
+    gone = dataclasses.replace(SEAM, target="sglang.srt.no_such_function")
+    changed = dataclasses.replace(SEAM, source="0" * 12)
+    for seam in (gone, changed):
+        with pytest.raises(SeamError, match=seam.target):
+            seams.check_seam(seam)
+    pkgutil.resolve_name(changed.target)
+    seams.install([changed])  # no import fails
+    with pytest.raises(SeamError, match=changed.target):
+        seams.check_installed()
+    monkeypatch.setattr(seams.metadata, "version", lambda name: "0.6.0")
+    with pytest.raises(SeamError, match=r"0\.6\.0"):
+        seams.install([])
 
 
-def test_a_changed_body_is_named():
-    seam = dataclasses.replace(plugin.ALL_SEAMS[0], source="0" * 12)
-    with pytest.raises(SeamError, match="expected source 000000000000, found f7606bcecd55"):
-        seams.check_seam(seam)
+def test_missing_hooks_refuse_to_start(fresh):
+    with pytest.raises(SeamError):
+        seams.check_installed()
+    for seam in plugin.ALL_SEAMS:
+        pkgutil.resolve_name(seam.target)
+        seams.recorded.append(seam)
+    with pytest.raises(SeamError) as refusal:
+        seams.check_installed()
+    assert all(seam.target in str(refusal.value) for seam in plugin.ALL_SEAMS)
 
+
+@pytest.fixture(scope="module")
+def loaded() -> dict:
+    """A process as SGLang starts one."""
+    cases = {name: tiny_arguments()[name] for name in ("readme", "demo", "deterministic")}
+    return ask("tests.unit.plugin_load", cases, warm=False, seconds=3600)
+
+
+def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read(loaded):
+    assert loaded["early"] == [], "loading the plugin imports what only a scheduler needs"
+    expected = {seam.target for seam in plugin.SERVING_SEAMS if not seam.only_with}
+    assert set(loaded["patched"]) == expected
+    assert loaded["called"] == "pass_admission", "a name that another module took is hooked too"
+    assert loaded["models"] == list(MODELS)
+
+
+def test_a_cpu_serves_the_tiny_target_in_fp32(loaded):
+    reference = "torch_reference"
+    assert loaded["resolved"] == {
+        "readme": [reference, reference, 1, "auto", "float32"],
+        "demo": [reference, None, 1, "auto", "float32"],
+        "deterministic": [reference, None, 1, "auto", "float32"],
+    }
+
+
+def test_the_committed_reference_pages_are_generated_from_this_code(loaded):
+    assert {path.name for path in generate.HERE.glob("*.md")} == set(generate.PAGES)
+    pages = {name: make() for name, make in generate.PAGES.items() if name != "hooks.md"}
+    for name, page in {**pages, "hooks.md": loaded["hooks.md"]}.items():
+        committed = (generate.HERE / name).read_text()
+        if name == "hooks.md":  # some parameters are unknown where the CPU platform is loaded
+            committed, page = (
+                re.sub(r"(?m)^(\| [^|]* \| [^|]* \|)[^|]*\|", r"\1", text)
+                for text in (committed, page)
+            )
+        assert committed == page, f"{name}: run make reference"
+
+
+# --- the hash of a function
 
 PATCHED = """
 class Pool:
@@ -73,121 +129,45 @@ class Pool:
 """
 
 
-@pytest.fixture
-def patched(tmp_path):
-    """The hash of a method as if SGLang's file had some of its text replaced."""
-
-    def hash_with(old: str = "", new: str = "") -> str:
-        path = tmp_path / f"pool_{len(list(tmp_path.iterdir()))}.py"
-        assert old in PATCHED
-        path.write_text(PATCHED.replace(old, new) if old else PATCHED)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+@pytest.mark.parametrize(
+    "same, old, new",
+    [
+        (True, "# One per row.", "# A slot for each row."),
+        (True, "            return", "            # patched\n# at the margin\n            return"),
+        (True, "        'Slots of a pool.'\n", ""),
+        (True, "(rows, spare=2)", "(\n        rows,\n        spare=2,\n    )"),
+        (True, 'u"none"', "'none'"),
+        (False, "spare=2", "spare=2.0"),
+        (False, "spare=2", "spare"),
+        (False, "rows, spare=2", "rows, *, spare=2"),
+        (False, "align(rows + spare)", "align(rows + spare, page=1)"),
+        (False, "rows > 0", "rows >= 0"),
+        (False, 'u"none"', "none"),
+        (False, "        return u", "        rows = 0\n        return u"),
+        (False, "            return align", "            align"),
+        (False, "@staticmethod", "@classmethod"),
+    ],
+)
+def test_a_changed_statement_is_noticed_and_text_that_does_not_run_is_not(
+    tmp_path, monkeypatch, same, old, new
+):
+    def hash_of(name: str, text: str) -> str:
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return seams.source_hash(module.Pool.size)
 
-    return hash_with
+    assert old in PATCHED
+    before = hash_of("before", PATCHED)
+    # Newer Pythons add empty fields.
+    monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "newer"))
+    monkeypatch.setattr(ast.FunctionDef, "newer", [], raising=False)
+    assert (hash_of("after", PATCHED.replace(old, new)) == before) is same
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("# One per row.", "# A slot for each row."),
-        ("        # One per row.\n", "\n\n"),
-        ("            return", "            # patched\n# at the margin\n            return"),
-        ("'Slots of a pool.'", '"""The pool\'s slots,\n        padded."""'),
-        ("        'Slots of a pool.'\n", ""),
-        ("(rows, spare=2)", "(\n        rows,\n        spare=2,\n    )"),
-        ("rows > 0", "(rows > 0)"),
-        ('u"none"', "'none'"),
-    ],
-)
-def test_text_that_does_not_run_may_change(patched, old, new):
-    assert patched(old, new) == patched()
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("spare=2", "spare=3"),
-        ("spare=2", "spare=2.0"),
-        ("spare=2", "spare=None"),
-        ("spare=2", "spare"),
-        ("spare=2", "other=2"),
-        ("spare=2", "spare=2, more=0"),
-        ("rows, spare=2", "rows, *, spare=2"),
-        ("align(", "align_up("),
-        ("align(rows + spare)", "align(rows + spare, page=1)"),
-        ("rows + spare", "rows - spare"),
-        ("rows > 0", "rows >= 0"),
-        ("rows > 0", "not rows > 0"),
-        ('u"none"', "None"),
-        ('u"none"', "none"),
-        ("        return u", "        rows = 0\n        return u"),
-        ("            return align", "            align"),
-        ("@staticmethod", "@classmethod"),
-    ],
-)
-def test_a_changed_statement_is_refused(patched, old, new):
-    assert patched(old, new) != patched()
-
-
-def test_a_newer_python_s_empty_fields_change_no_hash(monkeypatch, patched):
-    before = patched()
-    fields = (*ast.FunctionDef._fields, "type_params")
-    monkeypatch.setattr(ast.FunctionDef, "_fields", fields)
-    monkeypatch.setattr(ast.FunctionDef, "type_params", [], raising=False)
-    assert patched() == before
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """The module as in a process where nothing was installed yet."""
-    for name in ("recorded", "_failures"):
-        monkeypatch.setattr(seams, name, [])
-    monkeypatch.setattr(seams, "in_place", set())
-
-
-def test_missing_hooks_refuse_to_start(fresh, monkeypatch):
-    with pytest.raises(SeamError, match="not in place: all of them"):
-        seams.check_installed()
-    for seam in plugin.ALL_SEAMS:
-        pkgutil.resolve_name(seam.target)
-        seams.recorded.append(seam)
-    with pytest.raises(SeamError, match="are not in place") as caught:
-        seams.check_installed()
-    for seam in plugin.ALL_SEAMS:
-        assert seam.target in str(caught.value)
-
-
-def test_a_seam_that_no_longer_fits_stops_our_server_and_no_import(fresh, monkeypatch):
-    wrong = dataclasses.replace(plugin.ALL_SEAMS[0], source="0" * 12)
-    pkgutil.resolve_name(wrong.target)
-    seams.install([wrong])
-    with pytest.raises(SeamError, match="resolve_spec_aux_hidden_state_config changed"):
-        seams.check_installed()
-
-
-def test_a_target_has_one_hook_of_ours():
-    targets = [seam.target for seam in plugin.ALL_SEAMS]
-    assert len(targets) == len(set(targets))
-
-
-def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read():
-    """In a process of its own, as SGLang starts one."""
-    found = ask("tests.unit.plugin_load", None, warm=False)
-    assert found["early"] == [], "loading the plugin imports what only a scheduler needs"
-    assert set(found["patched"]) == {
-        seam.target for seam in plugin.SERVING_SEAMS if not seam.only_with
-    }
-    assert found["called"] == "pass_admission", "a name that another module took is hooked too"
-    assert found["models"] == [True, True, True]
-
-
-def test_another_sglang_is_refused(monkeypatch):
-    monkeypatch.setattr(seams.metadata, "version", lambda name: "0.6.0")
-    with pytest.raises(SeamError, match=r"sglang==0\.5\.23; found 0\.6\.0"):
-        seams.check_version()
+# --- everything else
 
 
 def test_the_algorithm_answers_everything_the_enum_does():
@@ -197,149 +177,84 @@ def test_the_algorithm_answers_everything_the_enum_does():
     from sglang_hyperdflash.serving.startup.algorithm import HyperDFlashAlgorithm
 
     algorithm = HyperDFlashAlgorithm("HYPERDFLASH", lambda args: None, supports_overlap=True)
-    names = [
-        name
-        for name, value in vars(SpeculativeAlgorithm).items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    ]
+    methods = vars(SpeculativeAlgorithm).items()
+    names = [n for n, v in methods if inspect.isfunction(v) and not n.startswith("_")]
     assert len(names) > 20
-    predicates = {"need_topk", "carries_draft_hidden_states"}
     for name in names:
         method = getattr(algorithm, name)
-        if name.startswith(("is_", "supports_")) or name in predicates:
+        predicates = ("is_", "supports_", "need_topk", "carries_draft_hidden_states")
+        if name.startswith(predicates):
             expected = getattr(SpeculativeAlgorithm.DFLASH, name)()
-            assert (bool(method) if isinstance(method, bool) else method()) == expected, name
+            assert (method() if callable(method) else method) == expected, name
 
 
-def unfit(owner: type) -> list[str]:
-    """Methods of a class that cannot be called as those of SGLang that they override.
-
-    Ours lacks a parameter, needs another one, or has them in another order.
-    """
+def test_overrides_take_what_sglang_gives():
+    """None lacks a parameter, needs another one, or has them in another order."""
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    found = []
-    for name, ours, _, theirs in overridden(owner):
-        own, needed = (inspect.signature(one).parameters for one in (ours, theirs))
-        open_ended = any(one.kind in rest for one in own.values())
+    overrides = [(owner, *one) for owner in own_classes() for one in overridden(owner)]
+    assert len(overrides) > 20
+    for owner, name, ours, _, theirs in overrides:
+        have, needed = (inspect.signature(f).parameters for f in (ours, theirs))
+        open_ended = any(one.kind in rest for one in have.values())
         given = [one for one in needed if needed[one].kind not in rest]
-        common = [one for one in given if one in own]
-        more = [one for one in own.values() if one.name not in needed and one.kind not in rest]
-        fits = (open_ended or common == given) and common == [o for o in own if o in given]
-        if not fits or any(one.default is one.empty for one in more):
-            found.append(f"{name}: expected {tuple(own)}, found {tuple(needed)}")
-    return found
-
-
-@pytest.mark.parametrize("owner", own_classes(), ids=lambda owner: owner.__name__)
-def test_overrides_take_what_sglang_gives(owner):
-    assert unfit(owner) == []
-
-
-class Ours:
-    """Methods over those of an SGLang that changes."""
-
-    def accept(self, drafts, logits, *, bs): ...
-
-    def write(self, rows, **rest): ...
-
-    def seeded(self, rows, seed=None): ...
-
-
-def over(**theirs) -> type:
-    """``Ours`` with an SGLang base of these methods."""
-    base = type("Base", (), {"__module__": "sglang.srt.base", **theirs})
-    own = {name: getattr(Ours, name) for name in theirs}
-    return type("Worker", (base,), {"__module__": __name__, **own})
-
-
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        {"accept": lambda self, drafts, logits, *, bs: 0},
-        {"write": lambda self, rows, more, others=0: 0},
-        {"seeded": lambda self, rows: 0},
-    ],
-)
-def test_an_override_that_fits_is_accepted(theirs):
-    assert unfit(over(**theirs)) == []
-
-
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        {"accept": lambda self, drafts, logits, *, bs, tree: 0},
-        {"accept": lambda self, drafts, *, bs: 0},
-        {"accept": lambda self, logits, drafts, *, bs: 0},
-        {"write": lambda self, slots: 0},
-    ],
-)
-def test_an_override_of_another_method_is_named(theirs):
-    assert len(unfit(over(**theirs))) == 1
+        common = [one for one in given if one in have]
+        more = [one for one in have.values() if one.name not in needed and one.kind not in rest]
+        message = f"{owner.__name__}.{name}: expected {tuple(have)}, found {tuple(needed)}"
+        assert open_ended or common == given, message
+        assert common == [one for one in have if one in given], message
+        assert not any(one.default is one.empty for one in more), message
 
 
 def test_every_private_field_is_still_sglangs():
     """A name that is neither ours nor in SGLang's source is a typing error or is gone."""
     folder = Path(sglang.__file__).parent
     text = "".join(path.read_text(errors="replace") for path in folder.glob("srt/**/*.py"))
-    words = set(re.findall(r"\b_\w+", text))
-    names = [use.name.rpartition(".")[2] for use in fields()]
+    names = {use.name.rpartition(".")[2] for use in fields()}
     private = {name for name in names if name.startswith("_")}
-    assert len(private) > 10
-    assert private - words == set()
+    assert len(private) > 10 and private <= set(re.findall(r"\b_\w+", text))
 
 
-def test_draft_model_is_called_where_we_expect():
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-
-    source = inspect.getsource(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc)
-    assert "self.draft_model.project_target_hidden(target_hidden)" in source
-
-
-def test_the_fused_kv_switch_is_where_we_expect():
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-
-    assert "self._fused_kv_helper = " in inspect.getsource(DFlashWorkerV2)
-
-
-def test_the_compact_draft_cache_is_made_in_the_order_that_the_window_relies_on():
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-
-    source = inspect.getsource(DFlashWorkerV2.forward_batch_generation)
-    # The order that the overrides rely on: measure, then write the rows, then draft.
-    calls = (
+SOURCES = {
+    "speculative.dflash_worker_v2:DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc": (
+        "self.draft_model.project_target_hidden(target_hidden)",
+    ),
+    "speculative.dflash_worker_v2:DFlashWorkerV2": ("self._fused_kv_helper = ",),
+    # The order that a window relies on: measure, then write the rows, then draft.
+    "speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation": (
         "_compute_compact_draft_seq_lens(",
         "_fill_compact_seq_lens_cpu_bound(",
         "_rebuild_compact_draft_cache(",
         ".bind(",
-    )
-    places = [source.index(call) for call in calls]
+    ),
+    # The draft pool's size and name.
+    "mem_cache.kv_cache_configurator:KVCacheConfigurator.configure": (
+        "config = self.memory_pool_config",
+    ),
+    "mem_cache.kv_index_translator:KVIndexTranslator.__init__": ("self._spaces[",),
+    "mem_cache.kv_loc_plan:KVLocPlan.__init__": ("self.write_virtual = write_virtual",),
+    # What deepseek_v4.py reads and calls besides its hooks.
+    "model_executor.pool_configurator:DSV4PoolConfigurator": (
+        "def _get_bytes_per_swa_token(",
+        "def _get_bytes_per_full_token(",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", SOURCES, ids=lambda target: target.rpartition(":")[2])
+def test_sglangs_source_does_what_we_rely_on_in_this_order(target):
+    source = inspect.getsource(pkgutil.resolve_name(f"sglang.srt.{target}"))
+    places = [source.index(text) for text in SOURCES[target]]
     assert places == sorted(places)
 
 
-def test_the_draft_pool_is_sized_and_named_where_we_expect():
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-    from sglang.srt.mem_cache.kv_loc_plan import IdSpace, KVLocPlan
+def test_pools_have_the_fields_we_rely_on():
+    from sglang.srt.mem_cache.kv_loc_plan import IdSpace
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-
-    assert "config = self.memory_pool_config" in inspect.getsource(KVCacheConfigurator.configure)
-    assert "self._spaces[" in inspect.getsource(KVIndexTranslator.__init__)
-    assert set(IdSpace.__struct_fields__) == {"key", "write", "read_v2p"}
-    assert "self.write_virtual = write_virtual" in inspect.getsource(KVLocPlan.__init__)
-    assert tuple(inspect.signature(ReqToTokenPool).parameters) == (
-        "size",
-        "max_context_len",
-        "device",
-        "enable_memory_saver",
-    )
-
-
-def test_deepseek_v4_is_where_we_expect():
-    """What ``deepseek_v4.py`` reads and calls besides its three hooks."""
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 
+    assert set(IdSpace.__struct_fields__) == {"key", "write", "read_v2p"}
+    parameters = tuple(inspect.signature(ReqToTokenPool).parameters)
+    assert parameters == ("size", "max_context_len", "device", "enable_memory_saver")
     source = inspect.getsource(DSV4PoolConfigurator)
     for name in ("_spec_infl", "bytes_per_swa_token", "bytes_per_full_token"):
         assert f"self.{name}" in source, name
-    for name in ("_get_bytes_per_swa_token", "_get_bytes_per_full_token"):
-        assert callable(getattr(DSV4PoolConfigurator, name)), name

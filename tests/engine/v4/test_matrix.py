@@ -150,7 +150,7 @@ def test_turns_page_hits_reuse_several_answers_and_an_abort(drafting, texts: Tex
     assert reused(talk) == texts.reused
     drafted.check("turns, page hits, top-k, n > 1, abort", cached=cached)
     tokens, hits = map(list, zip(*reused(talk), strict=True))
-    assert max(hits) >= 3 * PAGE
+    assert max(hits) >= 2 * PAGE
     rate = sum(hits) / sum(tokens)
     note("prefix reuse of a conversation", tokens=tokens, cached=hits, rate=rate)
     assert f"{drafts.HOST_KNOWS} False" not in server.log.read_text(errors="replace")

@@ -38,6 +38,11 @@ class Texts:
             environment = known(folder, *pair)
         return environment
 
+    def count(self, *names: str) -> int:
+        """Rows of attention of these texts."""
+        rids = {f"{name[0]}{len(prompt)}" for name in names for prompt in self.asked[name][0]}
+        return sum(rid in rids for rid, *_ in self.rows)
+
     def few(self, tokens: int = 96) -> Pair:
         """Six short prompts and the begins of their answers."""
         batch, answers = self.asked["first"]

@@ -104,8 +104,7 @@ class Drafting:
         assert min(rounds) > 0, rounds
         assert_varied([block for _, block in own_blocks(self.blocks).values()])
         rows = assert_rows_are_bit_equal(read_rows(self.rows), self.texts.rows)
-        asked = {f"{name[0]}{len(p)}" for name in self.answers for p in self.texts.asked[name][0]}
-        reference = sum(rid in asked for rid, *_ in self.texts.rows)
+        reference = self.texts.count(*self.answers)
         assert rows >= 0.8 * reference, (rows, reference)
         count = sum(map(len, self.answers.values()))
         note(what, answers=f"{count} of {count}", rows=rows, reference_rows=reference,

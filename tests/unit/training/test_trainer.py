@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from sglang_hyperdflash.draft.algorithm import propose_block
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.losses import position_weights
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import (
@@ -68,7 +68,7 @@ def new_trainer(target, cache, folder, **changes) -> Trainer:
 def eager_loss(trainer: Trainer) -> float:
     """Of step 0, one drafted token at a time, from the logits of each block alone."""
     objective, target, head = trainer.objective, trainer.target, trainer.drafter.dependency
-    weights = position_weights(6, objective.gamma).tolist()
+    weights = [math.exp(-k / objective.gamma) for k in range(6)]
     sums, weight, blocks = [0.0, 0.0, 0.0], 0.0, 0
     for ids, rows, drawn in trainer.micro_batches(0):
         for row, i in enumerate(ids):

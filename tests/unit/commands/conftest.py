@@ -1,9 +1,10 @@
-"""A server of answers, without a model."""
+"""A server of answers, and commands that must be refused."""
 
 from __future__ import annotations
 
 import pytest
 
+from sglang_hyperdflash.cli import main
 from tests.unit.commands.native_server import Answers
 
 
@@ -12,3 +13,20 @@ def server():
     server = Answers()
     yield server
     server.shutdown()
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that ends with exit code 2 and one line on standard error, which it gives."""
+
+    def run(*words) -> str:
+        capsys.readouterr()
+        try:
+            code = main(list(map(str, words)))
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr().err
+        assert (code, said.count("\n")) == (2, 1), said
+        return said
+
+    return run

@@ -26,15 +26,11 @@ class Answers(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, delay: float = 0.0) -> None:
-        self.prompts: list[dict] = []
-        self.failures: list[int | dict] = []
-        self.key, self.probes = None, 0
-        self.context, self.refuses, self.breaks = 4096, -1, -1
-        self.model = "owner/target"
+        self.prompts, self.failures = list[dict](), list[int | dict]()
+        self.key, self.probes, self.connections, self.delay = None, 0, 0, delay
+        self.context, self.refuses, self.breaks, self.model = 4096, -1, -1, "owner/target"
         self.hold: threading.Event | None = None
-        self.delay = delay
         self.answer: Callable[[list[int]], list[int]] = lambda ids: [len(ids)] * 3
-        self.connections = 0
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -76,21 +72,16 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.locked():
             return
-        finish = None
-        if self.server.failures:
-            failure = self.server.failures.pop()
-            if isinstance(failure, int):
-                self.reply(failure, "no")
-                return
-            finish = failure
+        finish = self.server.failures.pop() if self.server.failures else None
+        if isinstance(finish, int):
+            return self.reply(finish, "no")
         self.server.prompts.append(request)
         n = len(request["input_ids"])
         if self.server.hold is not None:
             self.server.hold.wait()
-        if n in (self.server.refuses, self.server.breaks):
-            code = 400 if n == self.server.refuses else 500
-            self.reply(code, {"error": {"message": "no such prompt"}})
-            return
+        for tokens, code in (self.server.refuses, 400), (self.server.breaks, 500):
+            if n == tokens:
+                return self.reply(code, {"error": {"message": "no such prompt"}})
         time.sleep(self.server.delay)
         output = self.server.answer(request["input_ids"])
         if finish and finish["type"] == "abort":

@@ -1,19 +1,20 @@
-"""Offline batches: input parsing and resuming, without an engine."""
+"""Offline batches: what is asked, left out and resumed, without an engine."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
+from contextlib import nullcontext
 from itertools import islice
 
 import pytest
+from jinja2 import TemplateError
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import capture, generate
+from sglang_hyperdflash.commands import capture, generate, own_server
 from sglang_hyperdflash.commands.answers import Prompts, hold_answers
-from sglang_hyperdflash.commands.generate import KIND, parse_prompt
+from sglang_hyperdflash.commands.pool import Pool, Refused
+from sglang_hyperdflash.targets.chats import TemplateChats
 from sglang_hyperdflash.tools.acceptance import (
     accept_length,
     accept_length_of,
@@ -21,91 +22,60 @@ from sglang_hyperdflash.tools.acceptance import (
     position_acceptance,
 )
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
-from sglang_hyperdflash.training.rows import LeftOut
+from tests.unit.commands.builders import rows_of, write_rows
 
 
-def prompts_of(tmp_path, *records, strict=False):
-    source = tmp_path / "in.jsonl"
-    lines = (r if isinstance(r, str) else json.dumps(r) for r in records)
-    source.write_text("".join(line + "\n" for line in lines))
-    return Prompts("prompts", [source], parse_prompt, None, strict)
+def prompts_of(tmp_path, *rows, strict=False):
+    source = write_rows(tmp_path / "in.jsonl", *rows)
+    return Prompts("prompts", [source], generate.parse_prompt, None, strict)
+
+
+def held(output, prompts, **settings):
+    return hold_answers(output, generate.KIND, settings, prompts)
 
 
 USER = {"role": "user", "content": "Hi"}
-# Earlier answers are part of a prompt.
-UNSAID = [
-    ({"role": "assistant", "content": None}, "must be text, found null"),
-    ({"role": "assistant", "content": "<think>hm"}, "<think> tag"),
+BROKEN = [
+    *("{", "[1]", "{}", '{"prompt": "Hi \\ud83d"}', {"text": "a", "id": 3}, {"prompt": 3}),
+    *({"prompt": "a", "turns": ["b"]}, {"prompt": None, "turns": ["b"], "messages": []}),
+    *({"prompt": ""}, {"turns": []}, {"turns": [1]}, {"messages": [{"role": "user"}]}),
+    # Earlier answers are part of a prompt.
+    {"messages": [USER, {"role": "assistant", "content": None}]},
+    {"messages": [USER, {"role": "assistant", "content": "<think>hm"}]},
 ]
 
 
-@pytest.mark.parametrize(
-    "line, reason",
-    [
-        ("{", "expected a JSON object"),
-        ("[1]", "expected a JSON object"),
-        ("{}", "exactly one of prompt, messages or turns, found only an empty object"),
-        ('{"text": "a", "id": 3}', "found only text, id"),
-        ('{"prompt": "a", "turns": ["b"]}', "found prompt and turns"),
-        ('{"prompt": null, "turns": ["b"], "messages": []}', "found messages and turns"),
-        ('{"prompt": ""}', 'prompt must be a non-empty string, found ""'),
-        ('{"prompt": 3}', "a non-empty string, found 3"),
-        ('{"prompt": "Hi \\ud83d"}', "lone surrogate"),
-        ('{"turns": []}', "turns must be a non-empty list"),
-        ('{"turns": [1]}', "must be text, found 1"),
-        ('{"messages": [{"role": "user"}]}', "role and content"),
-        *((json.dumps({"messages": [USER, said]}), reason) for said, reason in UNSAID),
-    ],
-)
-def test_a_broken_line_is_left_out_and_the_others_keep_their_index(tmp_path, capsys, line, reason):
-    """Found as: it ended the run; and a blank line before a prompt had it answered twice."""
-    output, good = tmp_path / "out.jsonl", {"prompt": "a"}
-    prompts = prompts_of(tmp_path, good, "", line, {"prompt": "b"})
+def test_broken_lines_are_left_out_and_the_others_keep_their_index(tmp_path):
+    """A blank line has an index, too."""
+    output, last = tmp_path / "out.jsonl", len(BROKEN) + 2
+    prompts = prompts_of(tmp_path, {"prompt": "a"}, "", *BROKEN, {"prompt": "b"})
     for answered in (0, 2):
         with held(output, prompts) as answers:
             assert (answers.count, answers.left) == (2, 2 - answered)
             for p in answers.waiting():
                 answers.writer.append({"index": p.index, "digest": p.digest})
-        assert [json.loads(entry)["index"] for entry in output.read_text().splitlines()] == [0, 3]
-        (entry,) = map(json.loads, (tmp_path / "out.left_out.jsonl").read_text().splitlines())
-        assert (entry["index"], entry["where"]) == (2, f"{tmp_path / 'in.jsonl'}:3")
-        assert reason in entry["reason"] and reason in capsys.readouterr().out
-    strict = prompts_of(tmp_path, good, "", line, strict=True)
-    for name, refused in (("a", strict), ("b", prompts_of(tmp_path, line))):
-        with (
-            pytest.raises(HyperDFlashError, match=r"in.jsonl(:|, row )[13]: "),
-            held(tmp_path / name, refused),
-        ):
-            pass
+        assert [row["index"] for row in rows_of(output)] == [0, last]
+        listed = rows_of(tmp_path / "out.left_out.jsonl")
+        assert [e["index"] for e in listed] == list(range(2, last))
+        assert listed[0]["where"] == f"{tmp_path / 'in.jsonl'}:3"
+    strict = prompts_of(tmp_path, {"prompt": "a"}, "", *BROKEN, strict=True)
+    with pytest.raises(HyperDFlashError, match=r"in.jsonl:3: "), held(tmp_path / "b", strict):
+        pass
 
 
-def test_an_input_that_changes_during_a_run_ends_it(tmp_path, capsys):
-    """Found as: other rows than those that were counted were answered. The list is written too."""
+def test_an_input_that_changes_during_a_run_ends_it(tmp_path):
+    """The list of what is left out is written, too."""
     output, prompts = tmp_path / "out.jsonl", prompts_of(tmp_path, {"prompt": "a"}, "{")
     with (
-        pytest.raises(HyperDFlashError, match=r"in.jsonl:1 has changed"),
+        pytest.raises(HyperDFlashConfigError, match=r"in.jsonl:1"),
         held(output, prompts) as answers,
     ):
         prompts_of(tmp_path, {"prompt": "new"}, {"prompt": "a"})
         list(answers.waiting())
-    assert "1 left out" in capsys.readouterr().out
     assert (tmp_path / "out.left_out.jsonl").exists()
 
 
-def test_the_three_kinds(tmp_path):
-    message = {"role": "user", "content": "a"}
-    records = {"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [message]}
-    first, second, third = prompts_of(tmp_path, *records).read(LeftOut())
-    assert first.text == "a"
-    assert second.steps == [[message], [{"role": "user", "content": "b"}]]
-    assert third.steps == [[message]]
-
-
-def held(output, prompts, **settings):
-    return hold_answers(output, KIND, settings, prompts)
-
-
-def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path, capsys):
+def test_resume_drops_a_cut_line_and_refuses_a_damaged_one(tmp_path):
     prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(4)))
     output = tmp_path / "out.jsonl"
     with held(output, prompts) as answers:
@@ -116,102 +86,98 @@ def test_resume_drops_a_cut_line_and_keeps_the_rest(tmp_path, capsys):
     with held(output, prompts) as answers:
         assert sorted(answers.done) == [0, 1, 2]
     assert output.read_bytes() == whole
-    assert "dropped line 4, cut by a kill" in capsys.readouterr().out
+    for before, after in (b'"index"', b'"inde8"'), (b'"dig', b'"dyg'), (b": 1", b": 2"):
+        output.write_bytes(whole.replace(before, after, 1))
+        with pytest.raises(HyperDFlashConfigError, match=r"out.jsonl"), held(output, prompts):
+            pass
 
 
-@pytest.mark.parametrize("found, damaged", [('"index"', '"inde8"'), ('"dig', '"dyg'), ("1", "2")])
-def test_resume_refuses_a_record_that_is_no_longer_of_its_prompt(tmp_path, found, damaged):
-    prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(3)))
-    output = tmp_path / "out.jsonl"
-    with held(output, prompts) as answers:
-        _, second, _ = answers.waiting()
-        answers.writer.append({"index": 1, "digest": second.digest, "outputs": ["x"]})
-    output.write_text(output.read_text().replace(found, damaged, 1))
-    with pytest.raises(HyperDFlashConfigError, match="or is damaged"), held(output, prompts):
-        pass
+class FakeServer:
+    """Answers with the number of tokens that it was asked for; refuses prompts of ``refused``."""
+
+    url, chat_template = "http://fake", "x"
+
+    def __init__(self, limit: int, refused: int = -1) -> None:
+        self.limit, self.refused = limit, refused
+        self.asked: list[tuple[int, int]] = []
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [1] * len(text)
+
+    def apply_chat_template(self, messages, **_how) -> str:
+        if messages[-1]["content"] == "no":
+            raise TemplateError("roles must alternate")
+        return "".join(message["content"] for message in messages)
+
+    async def ask(self, input_ids, sampling_params) -> dict:
+        if len(input_ids) == self.refused:
+            raise Refused("no such prompt")
+        new = sampling_params["max_new_tokens"]
+        self.asked.append((len(input_ids), new))
+        meta = {"completion_tokens": new, "finish_reason": {"type": "length"}}
+        return {"text": "x" * 3, "meta_info": meta}
 
 
-def test_resume_refuses_answers_to_another_input_and_other_settings(tmp_path):
-    output, one = tmp_path / "out.jsonl", prompts_of(tmp_path, {"prompt": "a"})
-    with held(output, one, temperature=0.0) as answers:
-        (first,) = answers.waiting()
-        answers.writer.append({"index": 0, "digest": first.digest, "outputs": []})
-    other = prompts_of(tmp_path, {"prompt": "b"})
+@pytest.fixture
+def run(tmp_path, monkeypatch, target_dir):
+    """``hyperdflash generate`` with a :class:`FakeServer`; gives the exit code."""
+
+    def generated(server, lines, *options: str) -> int:
+        monkeypatch.setattr(generate, "load_chats", lambda _: TemplateChats(server))
+        monkeypatch.setattr(generate, "own_server", lambda *_, **__: nullcontext(server))
+        monkeypatch.setattr(generate, "server_info", lambda _: {"max_req_input_len": server.limit})
+        monkeypatch.setattr(Pool, "ask", lambda _pool, **asked: server.ask(**asked))
+        source = write_rows(tmp_path / "in.jsonl", *lines)
+        command = ["generate", "--model", str(target_dir), "--input", str(source)]
+        return main([*command, "--output", str(tmp_path / "out.jsonl"), *options])
+
+    return generated
+
+
+def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, capsys):
+    """Too long, refused by the server, too long or refused by the chat template at turn 2."""
+    server, listed = FakeServer(limit=50, refused=7), tmp_path / "out.left_out.jsonl"
+    lines = [{"prompt": "p" * n} for n in (5, 50, 7)] + [{"turns": ["t" * 20, "t" * 30]}]
+    lines += [{"turns": ["no"]}, {"turns": ["yes", "no"]}]
+    lines.append({"messages": [{"role": "user", "content": c} for c in "ab"]})
+    assert run(server, lines, "--concurrency", "1") == 0
+    said = capsys.readouterr().out
+    assert "7 rows read, 2 kept, 5 left out" in said and f"{tmp_path / 'in.jsonl'}:2" in said
+    assert server.asked == [(5, 45), (20, 30), (3, 47), (2, 48)], "answers are cut to what is left"
+    assert [e["index"] for e in rows_of(listed)] == [1, 2, 3, 4, 5]
+    written = rows_of(tmp_path / "out.jsonl")
+    assert {a["index"]: a["outputs"] for a in written} == {i: ["xxx"] for i in (0, 3, 5, 6)}
+    assert [a.get("refused", "")[:6] for a in written] == ["", "turn 2", "turn 2", ""]
+    longer = FakeServer(limit=90)
+    assert run(longer, lines) == 0 and len(longer.asked) == 2
+    # The conversations that have an answer keep their end, and stay in the list.
+    assert [e["index"] for e in rows_of(listed)] == [3, 4, 5]
+    assert [a["index"] for a in rows_of(tmp_path / "out.jsonl")] == [0, 1, 2, 3, 5, 6]
+
+
+def test_a_cut_answer_is_left_out_where_that_is_asked_for(run, tmp_path):
+    server, lines = FakeServer(limit=50), [{"prompt": "p"}, {"turns": ["one", "two"]}]
+    for _ in range(2):
+        assert run(server, lines, "--finished-only") == 0 and len(server.asked) == 2
+    written = rows_of(tmp_path / "out.jsonl")
+    assert [(one["outputs"], one["finish_reason"]) for one in written] == [([""], "length")] * 2
+
+
+def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, tmp_path):
+    lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.left_out.jsonl"
+    assert run(FakeServer(limit=1), lines) == 2 and len(rows_of(listed)) == 2
+    longer = FakeServer(limit=50)
+    assert run(longer, lines, "--temperature", "0.5") == 0
+    assert sorted(longer.asked) == [(1, 49), (4, 46)] and not listed.exists()
+
+
+def test_an_option_that_no_server_has_is_named(target_dir):
+    arguments = {"model_path": str(target_dir), "no_such_option": 1}
     with (
-        pytest.raises(HyperDFlashConfigError, match="answers to another input"),
-        held(output, other, temperature=0.0),
+        pytest.raises(HyperDFlashConfigError, match="no-such-option"),
+        own_server.own_server(arguments, verbose=False),
     ):
         pass
-    with (
-        pytest.raises(HyperDFlashError, match=r"other settings: temperature was 0.0, now 0.7"),
-        held(output, other, temperature=0.7),
-    ):
-        pass
-
-
-def test_a_file_of_another_is_never_appended_to(tmp_path, capsys, target_dir):
-    source, output = tmp_path / "in.jsonl", tmp_path / "notes.txt"
-    source.write_text('{"prompt": "a"}\n')
-    output.write_text("mine\n")
-
-    def refusal(output) -> str:
-        files = ["--input", str(source), "--output", str(output)]
-        assert main(["generate", "--model", str(target_dir), *files]) == 2
-        return capsys.readouterr().err
-
-    assert "expected no file, or the output of `hyperdflash generate`" in refusal(output)
-    assert output.read_text() == "mine\n"
-    assert "is the input" in refusal(source)
-    assert "lies inside the target" in refusal(target_dir / "out.jsonl")
-
-
-def test_a_second_run_into_one_output_is_refused(tmp_path, capsys, target_dir, monkeypatch):
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "a"}\n')
-    command = ["generate", "--model", str(target_dir), "--input", str(source)]
-    command += ["--output", str(output)]
-
-    def second(*_):
-        assert main(command) == 2
-
-    monkeypatch.setattr(generate, "_with_server", second)
-    assert main(command) == 0
-    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
-
-
-def test_engine_arguments_that_shape_an_answer_are_settings(
-    tmp_path, capsys, target_dir, monkeypatch
-):
-    """Found as: a re-run with another dtype or model went on with the same file."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    command = ["generate", "--model", str(target_dir), "--input", str(source)]
-    command += ["--output", str(output)]
-
-    def one(_arguments, _sampling, _args, answers, _chats):
-        first = next(answers.waiting())
-        answers.writer.append({"index": 0, "digest": first.digest, "outputs": ["x"]})
-
-    monkeypatch.setattr(generate, "_with_server", one)
-
-    def run(**engine) -> tuple[int, str]:
-        options = ["--engine-args", json.dumps(engine)] if engine else []
-        return main([*command, *options]), capsys.readouterr().err
-
-    assert run(random_seed=3, max_total_tokens=64) == (0, "")
-    assert run(random_seed=3, mem_fraction_static=0.2) == (0, "")
-    for other, message in (
-        ({"random_seed": 4}, "engine_args.random_seed was 3, now 4"),
-        ({"random_seed": 3, "revision": "b"}, 'engine_args.revision was unset, now "b"'),
-        ({}, "engine_args.random_seed was 3, now unset"),
-    ):
-        code, said = run(**other)
-        assert code == 2 and message in said
-    for name, instead in generate.OWN.items():
-        code, said = run(**{name: "other"})
-        assert code == 2 and f"found {name}. {instead}" in said
-    assert main([*command, "--dtype", "half", "--engine-args", '{"random_seed": 3}']) == 2
-    assert 'dtype was "auto", now "half"' in capsys.readouterr().err
 
 
 def test_names_of_engine_arguments_are_the_engine_s():

@@ -7,8 +7,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.unit.shards import split
@@ -17,56 +15,38 @@ from tests.waiting import PATIENCE, until
 from tests.warm_start.client import run_command, start_command
 
 
-@pytest.fixture(scope="module")
-def target(target_dir):
-    return LocalTarget(target_dir)
-
-
-def arguments(folder, target_dir, work: str = "work", publish: str = "published") -> list[str]:
-    small = "--batch 4 --every 2 --judges 4 --threads 1 --device cpu"
-    return learn_arguments(target_dir, folder, folder, small, work, publish)
-
-
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
     until(lambda: process.poll() is not None or holds())
     assert process.poll() is None
 
 
-def test_a_learner_waits_is_alone_and_resumes(target, target_dir, tmp_path):
+def test_a_learner_waits_is_alone_and_resumes(target_dir, tmp_path):
     """By paths from its working folder, of which only the draft's is there at first, in shards."""
+    target, here, log = LocalTarget(target_dir), Path(), tmp_path / "log"
     new_drafter(target).save(tmp_path / "draft")
     split(tmp_path / "draft")
-    here, log = Path(), tmp_path / "log"
-    own = arguments(here, target_dir)
+
+    def line(work: str = "work", publish: str = "published") -> list[str]:
+        small = "--batch 4 --every 2 --judges 4 --threads 1 --device cpu"
+        return learn_arguments(target_dir, here, here, small, work, publish)
+
     with log.open("wb") as sink:
-        first = start_command(*own, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
-        wait_until(lambda: "waiting: there is no store" in log.read_text(), first)
+        streams = {"stdout": sink, "stderr": subprocess.STDOUT}
+        first = start_command(*line(), **streams, cwd=tmp_path)
+        wait_until(lambda: "waiting: " in log.read_text(), first)
         with writer(tmp_path / "store", target) as opened:
             add(opened, recorded(target, 60))
         wait_until(lambda: saved_states(tmp_path / "work"), first)
-        for other, place in (
-            (own, here / "work"),
-            (arguments(here, target_dir, work="other"), here / "published"),
-            (arguments(here, target_dir, "other", "too"), here / "store" / "learner"),
-        ):
-            refused = run_command(*other, timeout=PATIENCE, cwd=tmp_path)
-            assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-            assert f"{place} is in use by process {first.pid}" in refused.stderr
+        refused = run_command(*line("other", "too"), timeout=PATIENCE, cwd=tmp_path)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+        assert f"{here / 'store' / 'learner'} is in use by process {first.pid}" in refused.stderr
         first.send_signal(signal.SIGKILL)
         first.wait()
         step = int(saved_states(tmp_path / "work")[-1].stem.partition("-")[2])
         log.write_bytes(b"")
-        second = start_command(*own, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
+        second = start_command(*line(), **streams, cwd=tmp_path)
         wait_until(lambda: f"resumed at step {step}" in log.read_text(), second)
         wait_until(lambda: "not judged" in log.read_text(), second)
         second.send_signal(signal.SIGTERM)
         assert second.wait(PATIENCE) == 143, log.read_text()
     assert list((tmp_path / "work" / "tensorboard").iterdir())
-
-
-def test_the_drafter_folder_is_no_place_to_publish(target, target_dir, tmp_path):
-    drafter = new_drafter(target)
-    drafter.save(tmp_path / "draft")
-    done = run_command(*arguments(tmp_path, target_dir, publish="draft"), timeout=PATIENCE)
-    assert done.returncode == 2 and "--publish" in done.stderr and "is the draft" in done.stderr
-    assert not (tmp_path / "work").exists()

@@ -1,0 +1,60 @@
+"""Files of rows, a training file that runs in seconds, and what the commands' tests run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from sglang_hyperdflash.cli import main
+
+SIZES = [
+    *("--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32"),
+    *("--intermediate-size", "64", "--dependency-rank", "0"),
+]
+COUNT = ", ".join(map(str, range(30)))
+# Of each token: its probability, and those of the other listed tokens. The first is not drafted.
+TOKENS = [(0.9, 0.05), (0.5, 0.3), (0.2, 0.6), (0.8, 0.1), (0.9, 0.05)]
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    """A line for each row; a string is a line as it is."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def rows_of(path: Path) -> list[dict]:
+    """The records of a file, by their index where they have one."""
+    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda r: r.get("index", 0))
+
+
+def regenerate(servers, target_dir, data, out, *options: str) -> list[str]:
+    """The command line of ``hyperdflash regenerate``."""
+    named = [word for server in servers for word in ("--server", server.url)]
+    files = ["--target", str(target_dir), "--input", str(data), "--output", str(out)]
+    return ["regenerate", *named, *files, *options]
+
+
+def small(folder: Path, target_dir: Path, out="out", steps=2, **changes) -> Path:
+    """A training file that runs in seconds, with its drafter and data in the same folder."""
+    if not (folder / "draft").exists():
+        command = ["init", "--target", str(target_dir), "--out", str(folder / "draft")]
+        assert main([*command, *SIZES]) == 0
+        write_rows(folder / "a.jsonl", *[{"instruction": "Count", "output": COUNT}] * 2)
+    stage = {"lr": 1e-3, "warmup_steps": 5} | changes
+    lines = [f'target = "{target_dir}"', 'draft = "draft"', f'out = "{out}"', "max_length = 300"]
+    lines += ["[held_out]", 'count = "a.jsonl"', "[[stage]]", 'data = ["a.jsonl"]']
+    lines += [f"steps = {steps}", "batch = 2", "every = 1", "bf16 = false"]
+    return write_rows(folder / "train.toml", *lines, *(f"{k} = {v}" for k, v in stage.items()))
+
+
+def native(tokens=TOKENS) -> dict:
+    """An answer with log-probabilities, as SGLang's ``/generate`` returns it."""
+    chosen = [[math.log(p), i, None] for i, (p, _) in enumerate(tokens)]
+    listed = [
+        sorted([one, [math.log(other), 99, None]], reverse=True)
+        for one, (_, other) in zip(chosen, tokens, strict=True)
+    ]
+    meta = {"output_token_logprobs": chosen, "output_top_logprobs": listed}
+    return {"text": "", "meta_info": meta}

@@ -1,0 +1,438 @@
+"""What each command refuses: one line that names it, exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.commands import capture, demo, generate, init, learn, regenerate, train
+from sglang_hyperdflash.commands.answers import Answers
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import claim
+from sglang_hyperdflash.training.objective import Objective
+from sglang_hyperdflash.training.recipe import read_schedule
+from sglang_hyperdflash.training.store.manifest import Data
+from tests.conftest import ROOT
+from tests.unit.commands.builders import native, small, write_rows
+from tests.unit.serving.v4_shapes import FLASH
+
+# In the working folder; what a case adds comes after these.
+COMMANDS = {
+    "init": "--target target --out new",
+    "regenerate": "--server http://127.0.0.1:9 --target target --input chats --output out.jsonl",
+    "generate": "--model target --input chats --output out.jsonl",
+    "capture": "--target target --data a.jsonl --out new",
+    "train": "--config train.toml --work work",
+    "learn": "--target target --draft draft --store store --publish published --work work",
+    "plan": "--draft draft",
+    "demo": "--out demo.json",
+}
+NO_TOKENIZER = {"target/tokenizer.json": None, "target/tokenizer_config.json": None}
+ONLINE = {"train.toml": ("[held", 'features = "online"\n[held')}
+INDEX, KV = "v4/model.safetensors.index.json", "plan --target v4 --gpu-gib 80"
+FULL_KV = f"{KV} --weights-gib 1"
+FLASH_DRAFT = ROOT / "examples/deepseek_v4_flash_config/drafter"
+RECIPE = ROOT / "examples/recipes/deepseek_v4_flash.toml"
+COST = f"plan --draft {FLASH_DRAFT} --training {RECIPE}"
+# The command with more options; the files that are changed (None: removed; a pair: replaced text);
+# the option, field or place that the line names.
+CASES = [
+    ("init --heads 5 --kv-heads 2", {}, "--kv-heads"),
+    ("init --head-dim 33", {}, "--head-dim"),
+    ("init --layers 0", {}, "--layers"),
+    ("init --window 6", {}, "window"),
+    ("init --block-size 1", {}, "block_size"),
+    ("init --mask-token-id 5000", {}, "5000"),
+    ("init --dependency-rank -1", {}, "--dependency-rank"),
+    ("init --dependency-rank 0 --dependency-top-k 8", {}, "--dependency-rank 0"),
+    ("init --dependency-rank 0 --dependency-form product", {}, "--dependency-form"),
+    ("init --dependency-rank 4 --dependency-top-k 5000", {}, "1363"),
+    ("init --out mine", {}, "mine"),
+    ("init --out target", {}, "--out target"),
+    ("init --out target/draft", {}, "--out target/draft"),
+    ("init --target nowhere", {}, "nowhere"),
+    ("init", {"target/config.json": None}, "config.json"),
+    ("init", {"target/config.json": "{"}, "config.json"),
+    ("init", {"target/config.json": ('"hc_mult"', '"other"')}, "hc_mult"),
+    ("init", {"target/config.json": ('"architectures"', '"other"')}, "architectures"),
+    ("init", {"target/tokenizer_config.json": ('"mask_token"', '"other"')}, "--mask-token-id"),
+    ("init", {"target/model.safetensors": b"x" * 40}, "model.safetensors"),
+    ("regenerate --template-args {", {}, "--template-args"),
+    ("regenerate --template-args []", {}, "--template-args"),
+    ("regenerate", {}, "http://127.0.0.1:9"),
+    ("regenerate --input none", {}, "none"),
+    ("regenerate --concurrency 1025", {}, "--concurrency"),
+    ("regenerate --limit -1", {}, "--limit"),
+    ("regenerate --top-p 0", {}, "--top-p"),
+    ("regenerate --top-k many", {}, "--top-k"),
+    ("regenerate --output chats", {}, "--output chats"),
+    ("regenerate --output target/out.jsonl", {}, "--output target/out.jsonl"),
+    ("regenerate --output notes", {}, "notes"),
+    ("regenerate", {"out.left_out.jsonl": '{"mine": 1}\n'}, "out.left_out.jsonl"),
+    ("regenerate", NO_TOKENIZER, "tokenizer"),
+    ("generate --temperature -1", {}, "--temperature"),
+    ("generate --temperature inf", {}, "--temperature"),
+    ("generate --top-k 0", {}, "--top-k"),
+    ("generate --min-p 1.5", {}, "--min-p"),
+    ("generate --draft hub:a", {}, "--draft hub:a"),
+    ("generate --draft draft", {"draft/config.json": b"\xff\xfe"}, "config.json"),
+    ("generate --output notes", {}, "notes"),
+    ("generate --output chats", {}, "--output chats"),
+    ("generate --output target/out.jsonl", {}, "--output target/out.jsonl"),
+    (
+        "generate",
+        {"out.left_out.jsonl": '{"index": 0, "where": "b", "digest": "a", "note": "mine"}\n'},
+        "out.left_out.jsonl",
+    ),
+    ("generate", NO_TOKENIZER, "tokenizer"),
+    ("generate", {"target/chat_template.jinja": None}, "chat_template.jinja"),
+    ("capture --out mine", {}, "mine"),
+    ("capture --out target", {}, "--out target"),
+    ("capture --out target/states", {}, "--out target/states"),
+    ("capture --data none", {}, "none"),
+    ("capture --share 3/2", {}, "--share"),
+    ("capture --max-length 0", {}, "--max-length"),
+    ("capture --dtype int8", {}, "int8"),
+    ("capture --writer node/1", {}, "--writer"),
+    ("capture --writer .hidden", {}, "--writer"),
+    ("capture", NO_TOKENIZER, "tokenizer"),
+    ("train --config none.toml", {}, "none.toml"),
+    ("train", {"draft/config.json": None}, "config.json"),
+    ("train", {"draft/config.json": b"\xff\xfe"}, "config.json"),
+    ("train", {"draft/model.safetensors": b"x" * 40}, "model.safetensors"),
+    ("train", {"draft/config.json": ('fingerprint": "', 'fingerprint": "0')}, "target"),
+    ("train", {"train.toml": ('out = "out"', 'out = "target"')}, "out "),
+    ("train", {"train.toml": ('out = "out"', 'out = "target/new"')}, "target/new"),
+    ("train", {"train.toml": ('out = "out"', 'out = "draft"')}, "draft"),
+    ("train", {"train.toml": ('out = "out"', 'out = "draft/new"')}, "draft/new"),
+    ("train", {"train.toml": ('out = "out"', 'out = "."')}, "out "),
+    ("train", {"train.toml": ('out = "out"', 'out = "mine"')}, "mine"),
+    ("train", {"train.toml": ('out = "out"', 'out = "work"')}, "--work"),
+    ("train --work mine", {}, "mine"),
+    ("train --work target/work", {}, "--work target/work"),
+    ("train", {"a.jsonl": '{"instruction": "Count", "output": "1"}\n', **ONLINE}, "[held_out]"),
+    ("train --states kept", ONLINE, "--states"),
+    ("train", NO_TOKENIZER, "tokenizer"),
+    ("learn --publish draft", {}, "--publish draft"),
+    ("learn --work store", {"store/a": "b"}, "--work store"),
+    ("learn", {"draft/config.json": None}, "config.json"),
+    ("plan", {}, "--target"),
+    ("plan --target v4", {}, "--gpu-gib"),
+    ("plan --round-costs notes", {}, "--round-costs"),
+    (KV, {}, "--weights-gib"),
+    (f"{KV} --weights-gib 90", {}, "--weights-gib"),
+    (f"{KV} --tp 0", {}, "--tp"),
+    (f"{KV} --gpu-gib nan", {}, "--gpu-gib"),
+    (f"{KV} --mem-fraction-static 85", {}, "--mem-fraction-static"),
+    (KV, {INDEX: "{"}, "model.safetensors.index.json"),
+    (KV, {INDEX: "[]"}, "model.safetensors.index.json"),
+    (KV, {INDEX: '{"metadata": 3}'}, "--weights-gib"),
+    (KV, {INDEX: '{"metadata": {"total_size": "9"}}'}, "--weights-gib"),
+    (f"{FULL_KV} --target target", {}, "target"),
+    (FULL_KV, {"v4/config.json": ('"head_dim"', '"other"')}, "head_dim"),
+    (FULL_KV, {"v4/config.json": ('"compress_ratios"', '"other"')}, "compress_ratios"),
+    (f"{COST} --conversations 1 2 3", {}, "--conversations"),
+    (f"{COST} --answer-tokens 2000", {}, "--answer-tokens"),
+    ("demo", {"demo.json": "notes"}, "demo.json"),
+    ("demo", {"demo.json": "[]"}, "demo.json"),
+    ("demo --out mine", {}, "--out mine"),
+]
+
+
+def line_of(case: str) -> list[str]:
+    name, *more = shlex.split(case)
+    return [name, *COMMANDS[name].split(), *more]
+
+
+def change(files: dict) -> None:
+    for name, content in files.items():
+        path = Path(name)
+        if isinstance(content, tuple):
+            assert content[0] in path.read_text()
+            content = path.read_text().replace(*content, 1)
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)  # its content is shared with the other tests' folders
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def found(folder: Path) -> dict[str, tuple]:
+    """Every file that has content, hidden ones aside."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
+    stats = {str(path): path.stat() for path in files}
+    return {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items() if s.st_size}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, target_dir) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    shutil.copytree(target_dir, folder / "target")
+    config = small(folder, folder / "target")
+    config.write_text(config.read_text().replace(str(folder / "target"), "target"))
+    write_rows(folder / "chats", {"turns": ["One?"]})
+    (folder / "mine").mkdir()
+    (folder / "mine" / "model.safetensors").write_text("years of work")
+    (folder / "notes").write_text("mine")
+    (folder / "v4").mkdir()
+    (folder / "v4" / "config.json").write_text(json.dumps(FLASH))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, prepared, monkeypatch) -> Path:
+    """The working folder of a command, in which no real work can begin."""
+    shutil.copytree(prepared, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    began = mock.Mock(side_effect=AssertionError("work began"))
+    for module, name in (
+        *((demo, "Server"), (generate, "own_server"), (capture, "own_server")),
+        *((train, "Trainer"), (learn, "wait_for_store"), (init.Drafter, "save")),
+    ):
+        monkeypatch.setattr(module, name, began)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case, files, named", CASES, ids=[f"{c[0]}-{c[2]}"[:60] for c in CASES])
+def test_a_refusal(folder, refused, case, files, named):
+    change(files)
+    before = found(folder)
+    assert named in refused(*line_of(case))
+    assert found(folder) == before
+
+
+def test_arguments_that_a_command_sets_itself_are_named(folder, refused):
+    """Another model or dtype among the engine's arguments would give another one's answers."""
+    for name, own in ("generate", generate.OWN), ("capture", capture.CAPTURE_OWN):
+        for argument in own:
+            words = line_of(name), "--engine-args", json.dumps({argument: "other"})
+            assert f"{argument}. " in refused(*words[0], *words[1:])
+    assert not Path("new").exists() and not Path("out.jsonl").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("case", ["train --device cuda", "learn --device cuda"])
+def test_a_gpu_that_is_not_there(folder, refused, case):
+    assert "--device cuda" in refused(*line_of(case))
+    assert not Path("work").exists()
+
+
+def test_tensorboard_that_is_not_there(folder, refused, monkeypatch):
+    monkeypatch.setattr("sglang_hyperdflash.training.monitor.find_spec", lambda _name: None)
+    assert "tensorboard" in refused(*line_of("train"))
+    assert not Path("work").exists()
+    config = Path("train.toml").read_text()
+    change({"train.toml": 'report_to = ["none"]\n' + config})
+    monkeypatch.setattr(train, "train", mock.Mock())
+    assert main(line_of("train")) == 0
+
+
+@pytest.mark.parametrize(
+    "case, place",
+    [
+        *(("init", "new"), ("regenerate", "out.jsonl"), ("generate", "out.jsonl")),
+        *(("train", "work"), ("train", "out"), ("learn", "work"), ("learn", "published")),
+        ("demo", "demo-logs"),
+    ],
+)
+def test_a_second_run_is_refused(folder, refused, case, place):
+    with claim(folder / place, f"hyperdflash {case}", {}, is_file="jsonl" in place):
+        said = refused(*line_of(case))
+    assert place in said and f"in use by process {os.getpid()}" in said
+
+
+def test_a_second_capture_of_one_share_is_refused(folder, refused, monkeypatch):
+    def second(*_) -> int:
+        assert f"in use by process {os.getpid()}" in refused(*line_of("capture"))
+        return 1
+
+    monkeypatch.setattr(capture, "_capture", second)
+    assert main(line_of("capture")) == 0
+
+
+ENGINE = "--engine-args '{\"%s\": %s}'"
+SEED, MEMORY = ENGINE % ("random_seed", "4"), ENGINE % ("max_total_tokens", "64")
+# The second run's options and files, and the setting that it names; None: it goes on.
+SECOND = [
+    ("generate --temperature 0.7", {}, "temperature"),
+    ("generate --finished-only", {}, "finished_only"),
+    ("generate --dtype half", {}, "dtype"),
+    (f"generate {SEED}", {}, "engine_args.random_seed"),
+    ("generate", {"chats": '{"turns": ["Two?"]}\n'}, "out.jsonl"),
+    (f"generate {MEMORY}", {}, None),
+    ("regenerate --temperature 0", {}, "temperature"),
+    ("regenerate --template-args '{\"add\": 1}'", {}, "template.add"),
+    ("regenerate", {"chats": '{"turns": ["Two?"]}\n'}, "out.jsonl"),
+    ("regenerate --concurrency 3", {}, None),
+    ("capture --shard-mib 1", {}, "shard_mib"),
+    ("capture --dtype float32", {}, "dtype"),
+    ("capture --states-dtype fp8", {}, "fp8"),
+    (f"capture {SEED}", {}, "engine_args.random_seed"),
+    (f"capture {MEMORY}", {}, None),
+    ("train", {"train.toml": ("lr = 0.001", "lr = 0.5")}, "stage 1.lr"),
+    ("train", {"train.toml": ("max_length = 300", "max_length = 299")}, "max_length"),
+    ("train", {"a.jsonl": ("29", "92")}, "stage 1.data"),
+    ("train", {"draft/config.json": ('"window": null', '"window": 16')}, "draft_config"),
+    ("train --work other", {}, "out"),
+    ("train", {"train.toml": ("steps = 2", "steps = 3")}, None),
+    ("init --seed 1", {}, "seed"),
+    ("init", {}, None),
+]
+
+
+@pytest.mark.parametrize("case, files, named", SECOND, ids=[f"{c[0]}-{c[2]}" for c in SECOND])
+def test_a_second_run_with_other_settings(folder, refused, monkeypatch, case, files, named):
+    """An earlier run's output is never continued with other settings, but with more memory."""
+
+    async def one(self, *_) -> int:
+        for asked in self.waiting():
+            self.writer.append({"index": asked.index, "digest": asked.digest})
+        return 1
+
+    def save(_drafter, out) -> None:
+        (out / "model.safetensors").write_text("weights")
+
+    def captured(_args, _arguments, writer, _loaded) -> int:
+        writer.begin(Data("digest", 1, 1))
+        return 1
+
+    def trained(schedule, work, *_) -> None:
+        for place in (work, schedule.out):
+            (place / "state").write_text("state")
+
+    served = [regenerate.Served("http://fake", "model", 9)]
+    running = nullcontext(SimpleNamespace(url="http://fake"))
+    for module, name, stub in (
+        *((regenerate, "check_servers", lambda *_: served), (Answers, "add_all", one)),
+        *((generate, "own_server", lambda *_, **__: running), (init.Drafter, "save", save)),
+        *((generate, "server_info", lambda _: {"max_req_input_len": 9}),),
+        *((capture, "_capture", captured), (train, "train", trained)),
+    ):
+        monkeypatch.setattr(module, name, stub)
+    # The template names the argument that a second run gives.
+    change({"target/chat_template.jinja": ("{", "{{ add }}{")})
+    assert main(line_of(case.split()[0])) == 0
+    change(files)
+    before = found(folder)
+    if named is None:
+        assert main(line_of(case)) == 0
+    else:
+        assert named in refused(*line_of(case))
+        assert found(folder) == before
+
+
+def test_weights_of_the_draft_are_a_setting(folder, refused, monkeypatch):
+    monkeypatch.setattr(train, "train", lambda _, work, *__: (work / "state").write_text("state"))
+    assert main(line_of("train")) == 0
+    weights = Path("draft/model.safetensors")
+    tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
+    weights.unlink()
+    save_file(tensors, weights)
+    assert "draft was" in refused(*line_of("train"))
+
+
+WHOLE = """
+target = "target"
+draft = "draft"
+out = "out"
+max_length = 99
+features = "online"
+[held_out]
+math = "math.jsonl"
+[objective]
+alpha = 0.2
+P = 3
+[[stage]]
+data = ["a.jsonl", "hub:owner/name"]
+epochs = 1.5
+batch = 4
+lr = 8e-4
+[[stage]]
+data = ["b.jsonl"]
+minutes = 3
+"""
+
+
+def test_a_whole_training_file(tmp_path):
+    schedule = read_schedule(write_rows(tmp_path / "train.toml", WHOLE))
+    assert schedule.target == "target"  # no such folder here: a hub id
+    assert schedule.held_out == {"math": str(tmp_path / "math.jsonl")}
+    assert schedule.objective == Objective(alpha=0.2, P=3)
+    first, second = schedule.stage
+    assert first.data == (str(tmp_path / "a.jsonl"), "hub:owner/name")
+    recipe = first.resolve(samples=10, objective=schedule.objective)
+    assert (recipe.steps, recipe.minutes, recipe.lr) == (4, None, 8e-4)  # ceil(1.5 * 10 / 4)
+    assert recipe.objective is schedule.objective
+    assert second.resolve(10, schedule.objective).minutes == 3
+
+
+@pytest.mark.parametrize(
+    "old, new, named",
+    [
+        ('draft = "draft"', "", "draft"),
+        ('target = "target"', "target = ", "train.toml"),
+        ("max_length = 99", "max_len = 99", "max_len"),
+        ("max_length = 99", "max_length = 0", "max_length"),
+        ('math = "math.jsonl"', "math = 3", "held_out"),
+        ('"online"', '"magic"', "features"),
+        ("P = 3", "tau = 1", "tau"),
+        ("P = 3", 'loss = "none"', "objective.loss"),
+        ("alpha = 0.2", "alpha = -1", "objective.alpha"),
+        ("lr = 8e-4", "lr = 0", "stage 1.lr"),
+        ("lr = 8e-4", "lr = inf", "stage 1.lr"),
+        ("lr = 8e-4", "learning_rate = 1", "learning_rate"),
+        ("batch = 4", "batch = 2.5", "stage 1.batch"),
+        ("batch = 4", "bf16 = 1", "stage 1.bf16"),
+        ("epochs = 1.5", "", "stage 1"),
+        ("minutes = 3", "minutes = 3\nsteps = 4", "stage 2"),
+        ('["b.jsonl"]', '"b.jsonl"', "stage 2.data"),
+        ('["b.jsonl"]', "[]", "stage 2.data"),
+        ('"online"', '"captured"', "stage 1: data"),
+    ],
+)
+def test_a_bad_field_of_a_training_file(tmp_path, old, new, named):
+    assert old in WHOLE
+    with pytest.raises(HyperDFlashConfigError, match=named):
+        read_schedule(write_rows(tmp_path / "train.toml", WHOLE.replace(old, new)))
+
+
+NO_LIST, STREAMED, HUGE = native(), native(), native()
+NO_LIST["meta_info"]["output_top_logprobs"][2] = None
+STREAMED["meta_info"]["finish_reason"] = None
+HUGE["meta_info"]["output_token_logprobs"][2][0] = -(10**400)
+HUGE["meta_info"]["output_top_logprobs"][2] = [[-(10**400), 2, None]]
+COSTS = 'hyperdflash:round_seconds{requests="%d",width="%d",sampled="true"} %s\n'
+
+
+@pytest.mark.parametrize(
+    "replies, costs, named",
+    [
+        ([native(), {"text": "a", "meta_info": {"id": "b"}}], None, "answers:2"),
+        ([native(), {"choices": [{"logprobs": None}]}], None, "answers:2"),
+        ([native(), native([(0.9, 0.1), (2.0, 0.1)])], None, "answers:2"),
+        *(([native(), wrong], None, "answers:2") for wrong in (NO_LIST, STREAMED, HUGE, 7)),
+        ([native()], None, "found 1"),
+        ([native([(0.9, 0.05)])] * 2, None, "found 0"),
+        ([native()] * 2, "", "0 batch sizes"),
+        ([native()] * 2, COSTS % (1, 1, 1) + COSTS % (1, 4, 2) + COSTS % (64, 1, 2), "2 batch"),
+        ([native()] * 2, COSTS % (1, 2, 1) + COSTS % (1, 4, 2), "width 1"),
+        ([native()] * 2, COSTS % (1, 1, 1) + COSTS % (1, 4, 0), "above 0"),
+        ([native()] * 2, 'hyperdflash:round_seconds{requests="1"} fast\n', "costs"),
+    ],
+)
+def test_lines_that_bound_nothing(folder, refused, replies, costs, named):
+    write_rows(folder / "answers", *replies)
+    if costs is not None:
+        Path("costs").write_text(costs)
+    more = [] if costs is None else ["--round-costs", "costs"]
+    assert named in refused("plan", "--logprobs", "answers", *more)

@@ -39,36 +39,32 @@ def examine() -> dict[str, object]:
     def values() -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in model.named_parameters()}
 
-    start = values()
-    doubled = {name: 2 * tensor for name, tensor in tensors.items()}
-    model.replace_weights(doubled)
-    replaced = values()
-    part = {name: tensors[name] for name in sorted(tensors)[:7]}
-    refusals = []
-
     def load(sent) -> None:
         try:
             model.load_weights(sent.items())
         except HyperDFlashConfigError as error:
             refusals.append(str(error))
 
-    load(part)
+    refusals, start = [], values()
+    doubled = {name: 2 * tensor for name, tensor in tensors.items()}
+    model.replace_weights(doubled)
+    replaced = values()
+    load({name: tensors[name] for name in sorted(tensors)[:7]})
     some = values()
     # A good tensor comes first each time: nothing may be replaced before all were checked.
     for wrong in ({"other": torch.ones(2)}, {"norm.weight": torch.ones(2)}):
         load(doubled | wrong)
-    found = {
-        "kept": model.first is not None,
-        "doubled": [n for n in start if torch.equal(replaced[n], 2 * start[n])] == list(start),
+    first = model.first
+    return {
+        "kept": first is not None,
+        "own": first is not None and all(torch.equal(first[n], tensors[n]) for n in tensors),
+        "doubled": all(torch.equal(replaced[n], 2 * start[n]) for n in start),
         "partly": sum(not torch.equal(some[n], replaced[n]) for n in start),
         "refusals": refusals,
         "unchanged": all(torch.equal(values()[n], some[n]) for n in start),
         "in place": {n: p.data_ptr() for n, p in model.named_parameters()} == addresses,
         "contexts": contexts,
     }
-    if model.first is not None:
-        found["own"] = all(torch.equal(model.first[n], tensors[n]) for n in tensors)
-    return found
 
 
 def examined(**environment: str) -> dict[str, object]:

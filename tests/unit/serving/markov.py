@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from sglang_hyperdflash.draft.adjust import Adjustments, adjust_rows
+from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, Proposal, propose
+from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, propose
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
     read_rows,
@@ -23,9 +23,6 @@ from triton_ops.gumbel import gumbel_argmax
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3
 START, FIRST_POSITION = 0, 40
-Change = Callable[[Proposal], Proposal]
-# As exact.verify_block.
-Verify = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Markov:
@@ -53,16 +50,6 @@ class Linked(Markov):
         return SimpleNamespace(predecessor=0.5 * self.table, successor=torch.eye(VOCAB))
 
 
-class Penalising(Protocol):
-    """What a worker does about the penalties of N requests."""
-
-    def adjustments(self) -> Adjustments:
-        """Of candidates and rows."""
-
-    def count(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
-        """The first ``lengths [N]`` of ``tokens [N, B]`` were generated."""
-
-
 def same(sampling: Sampling, rows: int) -> Sampling:
     """One request's parameters for ``rows`` requests."""
     return sampling.repeated(rows)
@@ -75,9 +62,7 @@ def one_round(
     sampling: Sampling,
     draws: Draws,
     draft_temperature: float | DraftTemperature,
-    change: Change | None,
-    verify: Verify,
-    penalties: Penalising | None,
+    penalties: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens ``[N, width]`` of a round at ``positions [N, width]``, and accepted drafts ``[N]``.
 
@@ -99,8 +84,7 @@ def one_round(
     kept = weights_of(logits, sampling).flatten(0, 1) if sampling.filters else None
     flat = logits.flatten(0, 1)
     rows = read_rows(flat, kept, sampling, draws, positions, all_draw=proposal is None)
-    told = proposal if change is None or proposal is None else change(proposal)
-    packed, p = verify(rows, block, positions, told, sampling, draws, VOCAB)
+    packed, p = verify_block(rows, block, positions, proposal, sampling, draws, VOCAB)
     committed = unpack(packed, count, width)
     if learns and proposal is not None:
         draft_temperature.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
@@ -114,15 +98,14 @@ def decode(
     seeded: bool,
     tokens: int,
     draft_temperature: float | DraftTemperature = 1.0,
-    change: Change | None = None,
-    verify: Verify = verify_block,
     widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
-    penalties: Penalising | None = None,
+    penalties: Any = None,
 ) -> tuple[torch.Tensor, float]:
     """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
     Args:
-        widths: of the rounds, one after another.
+        widths: of the rounds, one after another. penalties: a worker's ``adjustments`` and
+            ``count``, as ``test_penalised_law`` has them.
     """
     count = len(seeds)
     sampling = same(sampling, count)
@@ -137,7 +120,7 @@ def decode(
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
         positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
         emitted, accept = one_round(
-            model, anchor, positions, sampling, draws, draft_temperature, change, verify, penalties
+            model, anchor, positions, sampling, draws, draft_temperature, penalties
         )
         # Requests that are done stay as they are.
         open_ = length <= tokens
@@ -170,9 +153,8 @@ def alone(
     for step in range(tokens):
         logits = model.table[last]
         if change is not None:
-            logits = change(
-                logits, torch.stack(made, 1) if made else seeds.new_empty(len(seeds), 0)
-            )
+            before = torch.stack(made, 1) if made else seeds.new_empty(len(seeds), 0)
+            logits = change(logits, before)
         weights = weights_of(logits.unsqueeze(1), sampling).squeeze(1)
         drawn = gumbel_argmax(weights, seeds, torch.full_like(seeds, FIRST_POSITION + step))
         last = torch.where(sampling.greedy, logits.argmax(-1), drawn)

@@ -10,6 +10,7 @@ import torch
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Draws
 from sglang_hyperdflash.serving.batch import Block
+from sglang_hyperdflash.serving.verification import verifier as module
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 
 VOCABULARY = 8
@@ -24,23 +25,21 @@ def verifier():
     return made
 
 
-def logits_of(*tokens: int) -> torch.Tensor:
-    """Logits ``[len(tokens), VOCABULARY]`` whose argmaxes are the tokens."""
-    return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY).float()
-
-
-def rows_of(count: int, sampled: bool = False) -> SimpleNamespace:
-    """Requests that are greedy, or sampled at a low temperature and every other with a seed."""
-    ones = torch.ones(count)
+def accepted(verifier, tokens, logits, sampled: bool = False):
+    """Emitted tokens and next anchors; greedy, or at a low temperature and half of it seeded."""
+    count, ones = len(tokens), torch.ones(len(tokens))
     top_ks = torch.full((count,), 1 << 30 if sampled else 1)
     sampling = Sampling(0.01 * ones if sampled else ones, top_ks, ones, 0 * ones)
     draws = Draws(torch.arange(count), torch.arange(count) % 2 == 0)
-    return SimpleNamespace(all_greedy=not sampled, sampling=sampling, draws=draws)
+    requests = SimpleNamespace(all_greedy=not sampled, sampling=sampling, draws=draws)
+    found, _ = verifier.accept(logits, None, Block(tokens, tokens, None, None), requests)
+    pairs = zip(found.tokens, found.accept_lens, strict=True)
+    return [row[:n].tolist() for row, n in pairs], found.next_anchors.tolist()
 
 
-def emitted(committed) -> list[list[int]]:
-    pairs = zip(committed.tokens, committed.accept_lens, strict=True)
-    return [row[:n].tolist() for row, n in pairs]
+def logits_of(*tokens: int) -> torch.Tensor:
+    """Logits ``[len(tokens), VOCABULARY]`` whose argmaxes are the tokens."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY).float()
 
 
 def test_a_block_ends_at_its_first_broken_row_and_other_requests_do_not(verifier):
@@ -50,28 +49,23 @@ def test_a_block_ends_at_its_first_broken_row_and_other_requests_do_not(verifier
     logits[7, 5] = NAN  # past the end of its block
     logits[11, 0] = INFINITY  # the bonus token's row
     logits[12] = -INFINITY  # its argmax would be the draft, 0
-    found, _ = verifier.accept(logits, None, Block(tokens, tokens, None, None), rows_of(5))
-    assert found.accept_lens.tolist() == [2, 3, 1, 3, 1]
-    assert emitted(found) == [[1, VOCABULARY], [1, 2, 3], [1], [1, 2, VOCABULARY], [VOCABULARY]]
-    assert found.next_anchors.tolist() == [0, 3, 1, 0, 0], "the next round may already run"
+    emitted, anchors = accepted(verifier, tokens, logits)
+    assert emitted == [[1, VOCABULARY], [1, 2, 3], [1], [1, 2, VOCABULARY], [VOCABULARY]]
+    assert anchors == [0, 3, 1, 0, 0], "the next round may already run"
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_round_without_drafts_ends_its_broken_rows(verifier, sampled):
     logits, tokens = logits_of(5, 2, 3), torch.tensor([[7], [7], [7]])
     logits[1, 6], logits[2] = NAN, -INFINITY
-    rows = rows_of(3, sampled)
-    found, _ = verifier.accept(logits, None, Block(tokens, tokens, None, None), rows)
-    assert emitted(found) == [[5], [VOCABULARY], [VOCABULARY]]
-    assert found.next_anchors.tolist() == [5, 0, 0]
+    expected = [[5], [VOCABULARY], [VOCABULARY]], [5, 0, 0]
+    assert accepted(verifier, tokens, logits, sampled) == expected
 
 
 def test_logprobs_index_by_tokens_of_the_vocabulary(verifier, monkeypatch):
-    from sglang_hyperdflash.serving.verification import verifier as module
-
     asked = []
     monkeypatch.setattr(
-        module, "compute_spec_logprobs", lambda *given, **rest: asked.append(given[2].tolist())
+        module, "compute_spec_logprobs", lambda *g, **_: asked.append(g[2].tolist())
     )
     tokens = torch.tensor([[1, VOCABULARY]])
     committed = module.Committed(tokens, torch.tensor([2]), torch.tensor([0]))

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.startup.dflash_seams import end_requests_early
 from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
 CONTEXT = 100
+# SGLang's limits of requests: their length and their prompt's.
+INFO = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
 
 
 def worker(block: int, overlap: bool = True, one_row: bool = True) -> HyperDFlashWorker:
@@ -25,90 +26,65 @@ def worker(block: int, overlap: bool = True, one_row: bool = True) -> HyperDFlas
     return found
 
 
-def rows_of(*reqs: SimpleNamespace) -> SimpleNamespace:
-    info = SimpleNamespace(has_custom_logit_processor=False)
+def request(committed: int) -> SimpleNamespace:
+    return SimpleNamespace(kv=SimpleNamespace(kv_committed_len=committed))
+
+
+def rows_of(*reqs: SimpleNamespace, processor: bool = False) -> SimpleNamespace:
+    info = SimpleNamespace(has_custom_logit_processor=processor)
     return SimpleNamespace(reqs=reqs, info=info, classes=(len(reqs), 0))
 
 
-def last_positions(
-    block: int, prompt: int, overlap: bool, draw: random.Random, *, whole_blocks: bool = False
-) -> list[int]:
-    """The last position of each round of a request that fills its context.
+def last_position(
+    block: int, prompt: int, overlap: bool, draw: random.Random, whole_blocks: bool
+) -> int:
+    """The last position that a request computes which fills its context.
 
     SGLang ends it at ``CONTEXT - 2`` tokens, earlier where every round is a whole block, counted
     when the host has read a round's result: under overlap scheduling one round late.
     """
-    rounds = worker(block, overlap, not whole_blocks)
+    rounds, req = worker(block, overlap, not whole_blocks), request(prompt)
     if not whole_blocks:
         rounds.width_control.next = lambda *classes: draw.randint(1, block)
-    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=prompt))
-    info = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
     target = SimpleNamespace(rows_past_the_end=2 * block if whole_blocks else 0)
-    longest = end_requests_early(info, target)[4]
+    longest = end_requests_early(INFO, target)[4]
     # Tokens with K/V, as the device has it; the next token is the anchor.
     length, unread, last = prompt, [], []
-    while request.kv.kv_committed_len + 1 < longest - 1:
-        width = rounds._choose_width(rows_of(request))
+    while req.kv.kv_committed_len + 1 < longest - 1:
+        width = rounds._choose_width(rows_of(req))
         last.append(length + width - 1)
         kept = draw.choice((1, width))
         length += kept
         unread.append(kept)
         if len(unread) > overlap:
-            request.kv.kv_committed_len += unread.pop(0)
-    return last
+            req.kv.kv_committed_len += unread.pop(0)
+    return max(last)
 
 
+@pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("block", [2, 7, 16])
-def test_no_round_passes_the_end_of_a_context(block, overlap):
-    draw = random.Random(0)
-    for prompt in range(1, CONTEXT - 5):
-        for _ in range(20):
-            last = last_positions(block, prompt, overlap, draw)
-            assert max(last) < CONTEXT
-            # The position that answers the last token was computed.
-            assert max(last) >= CONTEXT - 4
+def test_no_round_passes_the_end_of_a_context(block, overlap, whole_blocks):
+    """And the position that answers the last token is computed, where rounds may be narrow."""
+    draw, least = random.Random(0), block - 1 if whole_blocks else CONTEXT - 4
+    for prompt in range(1, CONTEXT - 6 - 2 * block * whole_blocks):
+        for _ in range(1 if whole_blocks else 5):
+            assert least <= last_position(block, prompt, overlap, draw, whole_blocks) < CONTEXT
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("block", [2, 7, 16])
-def test_whole_blocks_alone_end_requests_before_the_end_of_a_context(block, overlap):
-    draw = random.Random(0)
-    for prompt in range(1, CONTEXT - 6 - 2 * block):
-        last = last_positions(block, prompt, overlap, draw, whole_blocks=True)
-        assert block - 1 <= max(last) < CONTEXT
-
-
-def test_only_these_servers_end_requests_early():
-    info = (0, 0, 0, 0, CONTEXT - 1, CONTEXT - 6, *range(6))
-    assert end_requests_early(info, SimpleNamespace()) == info
-    found = end_requests_early(info, SimpleNamespace(rows_past_the_end=14))
+def test_only_servers_of_whole_blocks_end_requests_early():
+    assert end_requests_early(INFO, SimpleNamespace()) == INFO
+    found = end_requests_early(INFO, SimpleNamespace(rows_past_the_end=14))
     assert found == (0, 0, 0, 0, CONTEXT - 15, CONTEXT - 20, *range(6))
 
 
 def test_blocks_are_drafted_until_the_end_is_near_and_every_request_counts():
-    rounds = worker(7)
-    near, far = (
-        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in (CONTEXT - 15, 40)
-    )
+    rounds, near, far = worker(7), request(CONTEXT - 15), request(40)
     assert rounds._choose_width(rows_of(far, near)) == 7
     near.kv.kv_committed_len += 1
     assert rounds._choose_width(rows_of(far, near)) == 1
     # A round of one row is in flight now: the next block starts that much earlier.
     near.kv.kv_committed_len = CONTEXT - 9
     assert rounds._choose_width(rows_of(far, near)) == 7
-
-
-def test_a_batch_with_a_custom_processor_has_rounds_of_one_row():
-    """A processor is called once a token, as in the baseline; the other requests go along."""
-    rounds, rows = worker(7), rows_of(SimpleNamespace(kv=SimpleNamespace(kv_committed_len=20)))
-    rows.info.has_custom_logit_processor = True
-    assert rounds._choose_width(rows) == 1
-    rows.info.has_custom_logit_processor = False
-    assert rounds._choose_width(rows) == 7
-
-
-def test_the_control_without_the_rule_passes_the_end(monkeypatch):
-    monkeypatch.setattr(worker_module, "block_fits", lambda *inputs: True)
-    draw = random.Random(0)
-    assert max(max(last_positions(7, 40, True, draw)) for _ in range(20)) >= CONTEXT
+    # A custom processor is called once a token, as in the baseline; other requests go along.
+    assert rounds._choose_width(rows_of(far, processor=True)) == 1

@@ -15,28 +15,18 @@ from sglang_hyperdflash.serving.drafting.temperature import (
     read_draft_temperature,
 )
 from sglang_hyperdflash.serving.verification.exact import Committed
-from tests.unit.serving.markov import Linked, Markov, decode, one
+from tests.unit.serving.markov import Markov, decode, one
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.verification import weights_along
 
 SEEDS = torch.arange(500) * 7919 + 13
 
 
-@pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("sure", [0.7, 6.0])
+@pytest.mark.parametrize("seeded, sure", [(False, 0.7), (True, 6.0)])
 def test_a_learnt_draft_temperature_is_never_below_argmax_drafts_nor_below_q_itself(seeded, sure):
     model = Markov(5, sure=sure)
-    seeds = SEEDS
-    learnt = decode(model, one(), seeds, seeded, 24, DraftTemperature("cpu"))[1]
-    fixed = [decode(model, one(), seeds, seeded, 24, t)[1] for t in (0.0, 1.0)]
-    assert learnt > 0.97 * max(fixed), (learnt, fixed)
-
-
-def test_whole_blocks_decide_what_is_learnt_of_requests_without_a_seed():
-    """By the overlap of each row alone, what is chosen here has 5 % fewer drafts accepted."""
-    model = Linked(5, sure=3.0, agreement=0.6)
-    learnt = decode(model, one(), SEEDS, False, 24, DraftTemperature("cpu"))[1]
-    fixed = [decode(model, one(), SEEDS, False, 24, t)[1] for t in DRAFT_TEMPERATURES]
+    learnt = decode(model, one(), SEEDS, seeded, 24, DraftTemperature("cpu"))[1]
+    fixed = [decode(model, one(), SEEDS, seeded, 24, t)[1] for t in (0.0, 1.0)]
     assert learnt > 0.97 * max(fixed), (learnt, fixed)
 
 
@@ -134,34 +124,11 @@ def q_at(scores: torch.Tensor, t: float) -> torch.Tensor:
     return (scores / t).softmax(-1)
 
 
-def test_the_draft_temperature_follows_the_traffic():
-    """Low-entropy text is drafted by argmaxes, high-entropy text is drawn, each after a turn."""
-    learner = DraftTemperature("cpu")
-    models = (Markov(5, sure=0.7), Markov(5, sure=30.0, agreement=0.1))
-    for turn in range(2):
-        for model in models:
-            found = decode(model, one(), SEEDS[:60], False, 48, learner)[1]
-            best = max(
-                decode(model, one(), SEEDS[:60], False, 48, t)[1] for t in DRAFT_TEMPERATURES
-            )
-            t = float(learner.current[0])
-            assert t > 0.9 if model is models[0] else t < 0.75, (turn, t)
-            assert found > 0.85 * best, (turn, t, found, best)
-
-
-@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
-def test_a_given_draft_temperature_stays(t):
-    model, seeds = Markov(5, sure=0.7), SEEDS[:50]
-    given = DraftTemperature("cpu", fixed=t)
-    found, expected = (decode(model, one(), seeds, False, 24, s) for s in (given, t))
-    assert torch.equal(found[0], expected[0])
-    assert found[1] == expected[1]
+def test_the_draft_temperature_is_learnt_unless_it_is_given(monkeypatch):
+    for text, expected in (("", None), ("adaptive", None), ("0", 0.0), (" 0.3 ", 0.3)):
+        monkeypatch.setenv("HYPERDFLASH_DRAFT_TEMPERATURE", text)
+        assert read_draft_temperature() == expected
+    model, given = Markov(5, sure=0.7), DraftTemperature("cpu", fixed=0.3)
+    found, same = (decode(model, one(), SEEDS[:50], False, 24, t) for t in (given, 0.3))
+    assert torch.equal(found[0], same[0]) and found[1] == same[1]
     assert torch.equal(given.accepted, DraftTemperature("cpu").accepted), "nothing is learnt"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("", None), ("adaptive", None), ("0", 0.0), (" 0.5 ", 0.5), ("1", 1.0)]
-)
-def test_the_draft_temperature_is_learnt_unless_it_is_given(monkeypatch, text, expected):
-    monkeypatch.setenv("HYPERDFLASH_DRAFT_TEMPERATURE", text)
-    assert read_draft_temperature() == expected

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,19 +27,25 @@ from sglang_hyperdflash.serving.verification.exact import weights_of
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 V, D, R, K, BLOCK, MOST = 50, 12, 4, 9, 4, 5
+WEIGHT = torch.randn(V, D, generator=torch.Generator().manual_seed(0))
+
+
+def topk_of_shards(*shards: slice):
+    """SGLang's ``candidate_topk`` of ranks that have these rows of the LM head each."""
+
+    def topk(hidden, _head, k):
+        parts = [(hidden @ WEIGHT[own].T).topk(k, dim=-1) for own in shards]
+        values, chosen = torch.cat([part.values for part in parts], -1).topk(k, dim=-1)
+        ids = [part.indices + own.start for part, own in zip(parts, shards, strict=True)]
+        return torch.cat(ids, -1).gather(-1, chosen), values, None
+
+    return mock.patch.object(candidates_module, "candidate_topk", topk)
 
 
 @pytest.fixture
 def lm_head():
-    torch.manual_seed(0)
-    weight = torch.randn(V, D)
-
-    def topk(hidden, _head, k):
-        values, ids = (hidden @ weight.T).topk(k, dim=-1)
-        return ids, values, None
-
-    with mock.patch.object(candidates_module, "candidate_topk", topk):
-        yield weight
+    with topk_of_shards(slice(0, V)):
+        yield
 
 
 @pytest.fixture
@@ -58,35 +61,23 @@ def buffers(head, most: int = MOST) -> CandidateBuffers:
     return CandidateBuffers(BLOCK, K, None, head, most, "cpu")
 
 
-def replay(captured: CandidateBuffers, bs: int):
-    """What a graph's replay does for a batch: the same call on other rows."""
-    hidden, ids = torch.randn(bs * BLOCK, D), torch.randint(0, V, (bs * BLOCK,))
-    captured(hidden, ids)
-    found = candidates_of(hidden.view(bs, BLOCK, D)[:, 1:], None, K, captured.head)
-    return found, ids.view(bs, BLOCK)[:, 0]
-
-
-def test_greedy_drafts_come_out_of_the_graph_and_buffers_stay_where_they_are(head, lm_head):
-    captured = buffers(head)
+def test_drafts_come_out_of_the_graph_and_buffers_stay_where_they_are(head, lm_head):
+    """A replay is the same call on other rows, of fewer requests maybe."""
+    captured, changed = buffers(head), 0
     tensors = (captured.ids, captured.scores, captured.gates, captured.greedy)
     places = [tensor.data_ptr() for tensor in tensors]
-    changed = 0
     for bs in (MOST, 3, 1):
-        found, anchor = replay(captured, bs)
-        drafts = propose_greedy(found, anchor, head)
+        hidden, ids = torch.randn(bs * BLOCK, D), torch.randint(0, V, (bs * BLOCK,))
+        captured(hidden, ids)
+        found = candidates_of(hidden.view(bs, BLOCK, D)[:, 1:], None, K, head)
+        anchors = ids.view(bs, BLOCK)[:, 0]
+        drafts = propose_greedy(found, anchors, head)
         assert torch.equal(captured.greedy[:bs], drafts)
-        changed += int((drafts != propose_greedy(found, anchor, None)).sum())
+        changed += int((drafts != propose_greedy(found, anchors, None)).sum())
+        for name in ("ids", "scores", "gates"):  # what a sampled round draws from
+            assert torch.equal(getattr(captured.of(bs), name), getattr(found, name)), name
     assert changed, "the head moved no draft: the test says nothing"
     assert [tensor.data_ptr() for tensor in tensors] == places
-
-
-def test_a_sampled_round_draws_from_the_rows_of_its_own_batch(head, lm_head):
-    captured = buffers(head)
-    replay(captured, MOST)
-    found, _ = replay(captured, 3)
-    read = captured.of(3)
-    for name in ("ids", "scores", "gates"):
-        assert torch.equal(getattr(read, name), getattr(found, name)), name
 
 
 def test_without_a_head_greedy_drafts_are_argmaxes_the_lowest_id_among_equals():
@@ -108,24 +99,14 @@ def test_without_a_head_greedy_drafts_are_argmaxes_the_lowest_id_among_equals():
     assert found.scores.shape == (2, 3, 8) and found.gates is None
 
 
-def test_a_rank_of_many_drafts_what_one_rank_does(head, lm_head):
-    """Each rank has half of the LM head and the whole tables; candidates are gathered."""
+def test_ranks_with_parts_of_the_vocabulary_draft_what_one_rank_does(head, lm_head):
+    """The tables of the head are whole on each; candidates are gathered."""
     hidden, ids = torch.randn(3 * BLOCK, D), torch.randint(0, V, (3 * BLOCK,))
-    whole = buffers(head, 3)
+    whole, rank = buffers(head, 3), buffers(head, 3)
     whole(hidden, ids)
-
-    def sharded(rows, _head, k):
-        parts = [(rows @ lm_head[half].T).topk(k, dim=-1) for half in (slice(0, 30), slice(30, V))]
-        values = torch.cat([part.values for part in parts], -1)
-        found = torch.cat([parts[0].indices, parts[1].indices + 30], -1)
-        values, chosen = values.topk(k, dim=-1)
-        return found.gather(-1, chosen), values, None
-
-    with mock.patch.object(candidates_module, "candidate_topk", sharded):
-        rank = buffers(head, 3)
+    with topk_of_shards(slice(0, 30), slice(30, V)):
         rank(hidden, ids)
-    assert torch.equal(rank.greedy, whole.greedy)
-    assert torch.equal(rank.ids, whole.ids)
+    assert torch.equal(rank.greedy, whole.greedy) and torch.equal(rank.ids, whole.ids)
 
 
 class Ranks:
@@ -141,77 +122,58 @@ class Ranks:
         return values.copy_(self.sent)
 
 
-def drafter_of(head, ranks: Ranks | None = None) -> Drafter:
-    """A drafter after its pass, without a server."""
-    found = object.__new__(Drafter)
-    found.worker = SimpleNamespace(_tp_sync=ranks or Ranks(), draft_parallel_layout=None)
-    found.head, found.candidates, found.lm_head = head, K, None
-    found.draft_temperature = DraftTemperature("cpu")
-    return found
-
-
-def block_of(anchors: torch.Tensor) -> Block:
-    tokens = torch.cat([anchors.unsqueeze(1), torch.ones(len(anchors), BLOCK - 1).long()], 1)
-    positions = 19 + torch.arange(len(anchors)).unsqueeze(1) + torch.arange(BLOCK)
-    return Block(tokens, positions, None, None)
-
-
-def rows_of(bs: int, greedy: bool) -> SimpleNamespace:
-    ones, draws = torch.ones(bs), Draws(torch.arange(bs) + 7, torch.ones(bs).bool())
-    return SimpleNamespace(
-        argmax_only=greedy,
-        changes=lambda: None,
-        sampling=Sampling(ones, torch.full((bs,), 1 << 30), ones, torch.zeros(bs)),
-        draws=draws,
-    )
-
-
-def drafted(drafter: Drafter, block: Block, rows, hidden=None, captured=None) -> Block:
-    """The served function, with what its pass gives: hidden rows, or a graph's buffers."""
+def drafted(head, rows, hidden=None, captured=None, ranks: Ranks | None = None) -> Block:
+    """Two requests' block by the served function; a pass gives hidden rows or buffers."""
+    drafter = object.__new__(Drafter)
+    drafter.worker = SimpleNamespace(_tp_sync=ranks or Ranks(), draft_parallel_layout=None)
+    drafter.head, drafter.candidates, drafter.lm_head = head, K, None
+    drafter.draft_temperature = DraftTemperature("cpu")
     output = SimpleNamespace(hidden_states=hidden)
     out = SimpleNamespace(can_run_graph=captured is not None, logits_output=output)
-    lane = SimpleNamespace(candidates=captured)
     with (
         mock.patch.object(Drafter, "_forward", lambda *inputs: out),
         mock.patch.object(drafter_module, "draft_tp_context", lambda layout: nullcontext()),
     ):
-        return drafter.draft(None, block, None, rows, lane)
+        return drafter.draft(None, BLOCKS, None, rows, SimpleNamespace(candidates=captured))
+
+
+ANCHORS = torch.tensor([3, 9])
+TOKENS = torch.cat([ANCHORS.unsqueeze(1), torch.ones(2, BLOCK - 1).long()], 1)
+BLOCKS = Block(TOKENS, 19 + torch.arange(2).unsqueeze(1) + torch.arange(BLOCK), None, None)
+
+
+def rows_of(greedy: bool) -> SimpleNamespace:
+    ones, draws = torch.ones(2), Draws(torch.arange(2) + 7, torch.ones(2).bool())
+    sampling = Sampling(ones, torch.full((2,), 1 << 30), ones, torch.zeros(2))
+    return SimpleNamespace(argmax_only=greedy, changes=lambda: None, sampling=sampling, draws=draws)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_eager_rounds_draft_through_the_head(head, lm_head, greedy):
+def test_eager_rounds_draft_through_the_head_as_graphs_do(head, lm_head, greedy):
     """Where no graph is: on a CPU, and for batches larger than any captured one."""
-    anchors, hidden = torch.tensor([3, 9]), torch.randn(2 * BLOCK, D)
-    block, rows = block_of(anchors), rows_of(2, greedy)
-    found = drafted(drafter_of(head), block, rows, hidden)
+    hidden, rows = torch.randn(2 * BLOCK, D), rows_of(greedy)
+    found = drafted(head, rows, hidden)
     candidates = candidates_of(hidden.view(2, BLOCK, D)[:, 1:], None, K, head)
     if greedy:
-        expected = propose_greedy(candidates, anchors, head)
+        expected = propose_greedy(candidates, ANCHORS, head)
         assert found.proposal is None
     else:
-        requests, ones = (rows.sampling, rows.draws), torch.ones(2)
-        expected = propose(candidates, head, block.tokens, block.positions, *requests, ones).tokens
+        requests = rows.sampling, rows.draws, torch.ones(2)
+        expected = propose(candidates, head, TOKENS, BLOCKS.positions, *requests).tokens
         assert torch.equal(found.proposal.tokens, expected)
-    assert torch.equal(found.tokens[:, 1:], expected)
-    assert torch.equal(found.anchors, anchors)
-    # A graph's buffers give the same.
+    assert torch.equal(found.tokens[:, 1:], expected) and torch.equal(found.anchors, ANCHORS)
     captured = buffers(head, 2)
-    captured(hidden, block.tokens.flatten())
-    again = drafted(drafter_of(head), block, rows, captured=captured)
-    assert torch.equal(again.tokens, found.tokens)
+    captured(hidden, TOKENS.flatten())
+    assert torch.equal(drafted(head, rows, captured=captured).tokens, found.tokens)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_ranks_that_sum_differently_verify_the_same_block(head, lm_head, greedy):
     """Last bits of a gate, or of what is learnt from them, may differ; drafted tokens may not."""
-    anchors, hidden = torch.tensor([3, 9]), torch.randn(2 * BLOCK, D)
-    block, rows = block_of(anchors), rows_of(2, greedy)
-    ranks, found, alone = Ranks(), [], []
-    for change in (1.0, -1.0):
-        own = change * hidden
-        found.append(drafted(drafter_of(head, ranks), block, rows, own).tokens)
-        alone.append(drafted(drafter_of(head), block, rows, own).tokens)
-    assert torch.equal(*found) and not torch.equal(*alone)
+    hidden, rows, ranks = torch.randn(2 * BLOCK, D), rows_of(greedy), Ranks()
+    together = [drafted(head, rows, h, ranks=ranks).tokens for h in (hidden, -hidden)]
+    alone = [drafted(head, rows, h).tokens for h in (hidden, -hidden)]
+    assert torch.equal(*together) and not torch.equal(*alone)
 
 
 def test_filters_on_cuda_do_not_depend_on_the_order_of_thread_blocks(monkeypatch):
@@ -231,32 +193,16 @@ def test_filters_on_cuda_do_not_depend_on_the_order_of_thread_blocks(monkeypatch
     sampling = Sampling(ones, torch.full((2,), 3), 0.5 * ones, torch.zeros(2), True, True)
     weights_of(torch.randn(2, 3, V), sampling, verifier_module.renorm_kernels())
     assert asked == [True, True]
-    monkeypatch.undo()
-    assert verifier_module.renorm_kernels() is None
-
-
-def test_flashinfer_has_deterministic_filters():
-    """Read, not imported: the package takes half a minute."""
-    path = Path(importlib.util.find_spec("flashinfer").origin).with_name("sampling.py")
-    functions = {
-        node.name: [argument.arg for argument in node.args.args]
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    for name in ("top_k_renorm_probs", "top_p_renorm_probs"):
-        assert functions[name][2] == "is_deterministic"
 
 
 def test_an_lm_head_without_enough_candidates_is_refused():
     def lm_head(dtype=torch.bfloat16, **changes):
         part = SimpleNamespace(num_org_elements=100)
-        return SimpleNamespace(
-            **{"weight": torch.empty(1, dtype=dtype), "shard_indices": part} | changes
-        )
+        weight = torch.empty(1, dtype=dtype)
+        return SimpleNamespace(**{"weight": weight, "shard_indices": part} | changes)
 
     check_head(lm_head(), 100)
-    with pytest.raises(HyperDFlashConfigError, match=r"scores 101 candidates.*has 100 tokens"):
-        check_head(lm_head(), 101)
-    for other in (lm_head(torch.uint8), lm_head(weight=None), lm_head(shard_indices=None), None):
-        with pytest.raises(HyperDFlashConfigError, match="expected a target whose LM head"):
-            check_head(other, 1)
+    others = lm_head(torch.uint8), lm_head(weight=None), lm_head(shard_indices=None), None
+    for head, candidates in ((lm_head(), 101), *((other, 1) for other in others)):
+        with pytest.raises(HyperDFlashConfigError):
+            check_head(head, candidates)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 
-import pytest
 import torch
+from sglang.srt.sampling import penaltylib
 
 from sglang_hyperdflash.draft.adjust import UNLIKELY, Adjustments, adjust_candidates, adjust_rows
 from sglang_hyperdflash.serving.verification import exact, prefill
@@ -15,39 +15,27 @@ from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 
 VOCAB, BLOCK = 20, 5
-SETTINGS = {
-    "frequency": {"frequency_penalty": 0.7},
-    "presence": {"presence_penalty": -0.4},
-    "repetition": {"repetition_penalty": 1.3},
-    "all": {"frequency_penalty": -0.2, "presence_penalty": 0.9, "repetition_penalty": 0.8},
-    "none": {},
-}
-
-
-def parameters(**values):
-    neutral = {
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "stop_token_ids": None,
-    }
-    return SimpleNamespace(**neutral | values)
+# Frequency, presence, repetition.
+NONE, ALL = (0.0, 0.0, 1.0), (-0.2, 0.9, 0.8)
+SETTINGS = [(0.7, 0.0, 1.0), (0.0, -0.4, 1.0), (0.0, 0.0, 1.3), ALL, NONE]
 
 
 class Batch(SimpleNamespace):
     """What a weak reference can point to."""
 
 
-def sglang_logits(logits, setting, generated):
+def sglang_logits(logits, generated, penalties=NONE, minimum=0):
     """One row through SGLang's orchestrator after ``generated`` tokens."""
-    from sglang.srt.sampling import penaltylib
-
-    req = SimpleNamespace(
-        sampling_params=parameters(**setting),
-        eos_token_ids={2},
-        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3),
+    frequency, presence, repetition = penalties
+    params = SimpleNamespace(
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        repetition_penalty=repetition,
+        min_new_tokens=minimum,
+        stop_token_ids=None,
     )
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3)
+    req = SimpleNamespace(sampling_params=params, eos_token_ids={2}, tokenizer=tokenizer)
     batch = Batch(reqs=[req], device="cpu")
     penalizers = (
         penaltylib.BatchedFrequencyPenalizer,
@@ -65,75 +53,43 @@ def sglang_logits(logits, setting, generated):
     return row[0]
 
 
-def penalties(settings, counts: torch.Tensor) -> Adjustments:
-    """Of requests in slots 1, 2, ... of ``counts``."""
-    chosen = [parameters(**s) for s in settings]
-    values = [(p.frequency_penalty, p.presence_penalty, p.repetition_penalty) for p in chosen]
-    return Adjustments(counts, torch.arange(len(chosen)) + 1, torch.tensor(values))
-
-
-def adjusted(logits: torch.Tensor, drafts: torch.Tensor, changes: Adjustments) -> torch.Tensor:
-    """``logits [bs, B, V]`` of blocks of these drafts, adjusted."""
-    out, anchors = logits.clone(), torch.zeros(len(drafts), 1, dtype=torch.int64)
-    block = torch.cat([anchors, drafts], 1)
-    adjust_rows(out, block, torch.arange(block.shape[1]).repeat(len(block), 1), *changes.tensors)
-    return out
-
-
 def test_every_row_of_a_block_has_the_penalties_of_what_it_follows():
-    generator = torch.Generator().manual_seed(0)
-    settings = list(SETTINGS.values())
-    logits = torch.randn(len(settings), BLOCK, VOCAB, generator=generator) * 3
+    """Not those of the block's first row, as in SGLang."""
+    generator, count = torch.Generator().manual_seed(0), len(SETTINGS)
+    logits = torch.randn(count, BLOCK, VOCAB, generator=generator) * 3
     # Few different tokens: drafts repeat one another and what was generated.
-    generated = torch.randint(0, 6, (len(settings), 9), generator=generator)
-    drafts = torch.randint(0, 8, (len(settings), BLOCK - 1), generator=generator)
-    counts = GeneratedCounts(len(settings) + 1, VOCAB, "cpu")
-    for i in range(len(settings)):
+    generated = torch.randint(0, 6, (count, 9), generator=generator)
+    drafts = torch.randint(0, 8, (count, BLOCK - 1), generator=generator)
+    counts, slots = GeneratedCounts(count + 1, VOCAB, "cpu"), torch.arange(count) + 1
+    for i in range(count):
         counts.reset(i + 1, generated[i, :4].tolist())
-    mine = penalties(settings, counts.table)
-    counts.add(mine.slots, generated[:, 4:], torch.full((len(settings),), 5))
-    found = adjusted(logits, drafts, mine)
-    ids = torch.arange(VOCAB).repeat(len(settings), 1)
+    changes = Adjustments(counts.table, slots, torch.tensor(SETTINGS))
+    counts.add(slots, generated[:, 4:], torch.full((count,), 5))
+    found = logits.clone()
+    block = torch.cat([torch.zeros(count, 1, dtype=torch.int64), drafts], 1)
+    adjust_rows(found, block, torch.arange(BLOCK).repeat(count, 1), *changes.tensors)
+    ids = torch.arange(VOCAB).repeat(count, 1)
     for k in range(BLOCK):
         # A draft's candidates change as the target's row does.
-        scores = adjust_candidates(logits[:, k], ids, drafts[:, :k], drafts[:, 0], mine)
+        scores = adjust_candidates(logits[:, k], ids, drafts[:, :k], drafts[:, 0], changes)
         torch.testing.assert_close(scores, found[:, k])
-        for i, setting in enumerate(settings):
+        for i, penalties in enumerate(SETTINGS):
             before = [*generated[i].tolist(), *drafts[i, :k].tolist()]
-            expected = sglang_logits(logits[i, k], setting, before)
+            expected = sglang_logits(logits[i, k], before, penalties)
             torch.testing.assert_close(found[i, k], expected, atol=2e-5, rtol=1e-5)
 
 
-def test_a_frozen_block_would_be_wrong():
-    """What SGLang does: one row's penalties for all; the test above can tell."""
-    logits = torch.zeros(1, BLOCK, VOCAB)
-    drafts = torch.tensor([[3, 3, 4, 5]])
-    counts = torch.zeros(2, VOCAB, dtype=torch.int32)
-    found = adjusted(logits, drafts, penalties([SETTINGS["frequency"]], counts))
-    assert found[0, :, 3].tolist() == pytest.approx([0.0, -0.7, -1.4, -1.4, -1.4])
-    assert not torch.equal(found[:, :1].expand_as(found), found)
-
-
-def test_only_the_committed_part_of_a_block_is_counted():
+def test_only_the_committed_part_of_a_block_is_counted(monkeypatch):
+    """A retracted request goes on without a wait for the device, as a copy of a row would be."""
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
     counts = GeneratedCounts(4, VOCAB, "cpu")
-    counts.reset(2, [7, 7])
+    counts.reset(2, array("q", [7, 7]))
     slots, tokens = torch.tensor([2, 3]), torch.tensor([[7, 1, 1], [5, 5, 5]])
     counts.add(slots, tokens, torch.tensor([2, 0]))
     assert counts.table[2].nonzero().flatten().tolist() == [1, 7]
-    assert counts.table[2, [1, 7]].tolist() == [1, 3]
-    assert int(counts.table[3].sum()) == 0
-    # A slot's next request starts anew, and so does one that was retracted.
-    counts.reset(2, [9])
+    assert counts.table[2, [1, 7]].tolist() == [1, 3] and int(counts.table[3].sum()) == 0
+    counts.reset(2, [9])  # a slot's next request starts anew
     assert counts.table[2].nonzero().flatten().tolist() == [9]
-
-
-def test_a_request_that_goes_on_is_counted_without_a_wait_for_the_device(monkeypatch):
-    """After a retraction; a copy of a whole row from pageable memory waits for every round."""
-    monkeypatch.setattr(torch.Tensor, "copy_", None)
-    monkeypatch.setattr(torch, "bincount", None)
-    counts = GeneratedCounts(2, VOCAB, "cpu")
-    counts.reset(1, array("q", [5, 3, 5]))
-    assert counts.table[1, [3, 5]].tolist() == [1, 2] and int(counts.table.sum()) == 3
 
 
 PROMPTS, LENGTHS, MINIMUM = [10, 4, 6], torch.tensor([13, 9, 6]), [5, 0, 2]
@@ -147,42 +103,35 @@ ENDS = Adjustments(
 def expected_ends(logits: torch.Tensor, request: int, ahead: int) -> torch.Tensor:
     """One row through SGLang's penalizer, ``ahead`` tokens after the first of its block."""
     out = int(LENGTHS[request]) - PROMPTS[request] + ahead
-    setting = {"min_new_tokens": MINIMUM[request]}
-    found = sglang_logits(logits, setting, [11] * out)
+    found = sglang_logits(logits, [11] * out, minimum=MINIMUM[request])
     if request == 2:
         found[2] = logits[2]
     return found
 
 
 def test_end_tokens_stay_impossible_until_enough_is_out():
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, BLOCK, VOCAB, generator=generator)
-    original = logits.clone()
-    block = torch.zeros(3, BLOCK, dtype=torch.int64)
+    original = torch.randn(3, BLOCK, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits, block = original.clone(), torch.zeros(3, BLOCK, dtype=torch.int64)
     # A context ends with its anchor.
     positions = LENGTHS.unsqueeze(1) - 1 + torch.arange(BLOCK)
     adjust_rows(logits, block, positions, *ENDS.tensors)
     ids = torch.arange(VOCAB).repeat(3, 1)
-    forbidden = 0
-    for i in range(3):
-        for k in range(BLOCK):
+    for k in range(BLOCK):
+        scores = adjust_candidates(original[:, k], ids, block[:, :k], positions[:, k], ENDS)
+        for i in range(3):
             assert torch.equal(logits[i, k], expected_ends(original[i, k], i, k)), (i, k)
-            scores = adjust_candidates(original[:, k], ids, block[:, :k], positions[:, k], ENDS)[i]
             impossible = logits[i, k].isinf()
-            assert torch.equal(scores, original[i, k].masked_fill(impossible, UNLIKELY))
-            forbidden += int(impossible.sum())
-    assert forbidden == 2 * 2 + 2
+            assert torch.equal(scores[i], original[i, k].masked_fill(impossible, UNLIKELY))
+    assert logits.isinf().sum() == 2 * 2 + 2
 
 
 def test_a_prefill_s_rows_are_penalised_as_a_round_s():
     """Its lengths have the last row already, those of a round no anchor."""
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(3, VOCAB, generator=generator)
-    counts = GeneratedCounts(4, VOCAB, "cpu")
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    counts, asked = GeneratedCounts(4, VOCAB, "cpu"), []
     counts.reset(3, [4, 4, 7])
-    mine = penalties([SETTINGS[name] for name in ("none", "none", "all")], counts.table)
-    changes = Adjustments(*mine.tensors[:3], *ENDS.tensors[3:])
-    asked = []
+    penalties = counts.table, torch.arange(3) + 1, torch.tensor([NONE, NONE, ALL])
+    changes = Adjustments(*penalties, *ENDS.tensors[3:])
     requests = SimpleNamespace(
         lengths=LENGTHS.int(), changes=lambda **a: asked.append(a) or changes
     )
@@ -190,40 +139,28 @@ def test_a_prefill_s_rows_are_penalised_as_a_round_s():
     PrefillSampler(None, SimpleNamespace(current=requests), None).penalise(found)
     assert asked == [{"bias": False}], "SGLang adds it afterwards"
     for i in range(3):
-        generated = [4, 4, 7] if i == 2 else []
-        expected = sglang_logits(logits[i], SETTINGS["all"] if generated else {}, generated)
+        own = ([4, 4, 7], ALL) if i == 2 else ([], NONE)
+        expected = sglang_logits(logits[i], *own)
         expected[expected_ends(logits[i], i, 0).isinf()] = float("-inf")
         torch.testing.assert_close(found[i], expected, atol=2e-5, rtol=1e-5)
     assert found.isinf().sum(1).tolist() == [2, 0, 1]
-    none = SimpleNamespace(changes=lambda bias: None)
-    PrefillSampler(None, SimpleNamespace(current=none), None).penalise(None)
-
-
-def columns(logits: torch.Tensor) -> torch.Tensor:
-    """As ``LogitsProcessor._gather_attn_tp_logits`` gives them to ranks that share unevenly."""
-    return logits.T.contiguous().T
 
 
 def test_logits_that_lie_in_columns_are_rows_before_anything_reads_them(monkeypatch):
-    """Kernels read rows: a batch's final logits, and a prefill's before its penalties."""
+    """As ranks that share a vocabulary unevenly gather them: of a round, and of a prefill."""
     logits = torch.randn(4, VOCAB)
-    output = SimpleNamespace(next_token_logits=columns(logits))
+    round_, pre = (SimpleNamespace(next_token_logits=logits.T.contiguous().T) for _ in range(2))
     info = SimpleNamespace(has_custom_logit_processor=False)
-    requests = SimpleNamespace(changes=lambda: None, info=info)
+    requests = SimpleNamespace(changes=lambda bias=True: None, info=info)
     verifier = object.__new__(Verifier)
     verifier.worker = SimpleNamespace(_target_logits_processor=None)
     block = SimpleNamespace(tokens=torch.zeros(2, 2))
-    assert verifier.finish_logits(None, output, block, requests, None, None) is None
-    seen = [output.next_token_logits]
-
-    requests.changes = lambda bias: seen.append(bias)
-    state = SimpleNamespace(current=requests)
-    monkeypatch.setattr(prefill, "_sampler", PrefillSampler(None, state, None))
-    output = SimpleNamespace(next_token_logits=columns(logits))
-    prefill.penalise_prefill(lambda self, output, info: seen.append(output), None, output, None)
-    assert seen[1:] == [False, output]
-    for found in (seen[0], output.next_token_logits):
+    assert verifier.finish_logits(None, round_, block, requests, None, None) is None
+    sampler = PrefillSampler(None, SimpleNamespace(current=requests), None)
+    monkeypatch.setattr(prefill, "_sampler", sampler)
+    prefill.penalise_prefill(lambda self, output, info: None, None, pre, None)
+    for output in (round_, pre):
+        found = output.next_token_logits
         assert torch.equal(found, logits) and found.is_contiguous()
-    rows = SimpleNamespace(next_token_logits=logits)
-    exact.lay_out_rows(rows)
-    assert rows.next_token_logits is logits, "no copy of what are rows already"
+        exact.lay_out_rows(output)
+        assert output.next_token_logits is found, "no copy of what are rows already"

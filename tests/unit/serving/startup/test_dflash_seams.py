@@ -7,46 +7,38 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.serving.startup import dflash_seams
+from sglang_hyperdflash.serving.startup.pair import check_processors
+from sglang_hyperdflash.serving.verification.prefill import process_results_first
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
-def cast(algorithm: str, *, draft: bool, replaced: bool = False) -> torch.dtype:
-    """The dtype that input embeddings of fp32 leave the hook in, after SGLang's cast to bf16."""
-    runner = SimpleNamespace(
-        is_draft_worker=draft, spec_algorithm=SimpleNamespace(name=algorithm), dtype=torch.float32
-    )
+@pytest.mark.parametrize(
+    "algorithm, draft, replaced, kept",
+    [
+        (ALGORITHM, True, False, True),
+        (ALGORITHM, True, True, False),
+        (ALGORITHM, False, False, False),  # a target that is sent embeddings
+        ("DFLASH", True, False, False),
+        ("EAGLE", False, False, False),
+    ],
+)
+def test_drafts_of_ours_keep_the_dtype_of_their_embeddings(
+    monkeypatch, algorithm, draft, replaced, kept
+):
+    monkeypatch.setattr(dflash_seams, "own_dtype", {ALGORITHM})
+    spec = SimpleNamespace(name=algorithm)
+    runner = SimpleNamespace(is_draft_worker=draft, spec_algorithm=spec, dtype=torch.float32)
     batch = SimpleNamespace(
         input_embeds=torch.ones(2, 4), replace_embeds=torch.ones(1) if replaced else None
     )
-    kwargs = {"input_embeds": batch.input_embeds.bfloat16()}
-    return dflash_seams.keep_draft_embedding_dtype(kwargs, runner, batch)["input_embeds"].dtype
+    given = {"input_embeds": batch.input_embeds.bfloat16()}  # as SGLang casts them
+    found = dflash_seams.keep_draft_embedding_dtype(given, runner, batch)["input_embeds"]
+    assert found.dtype == (torch.float32 if kept else torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def only_ours(monkeypatch):
-    monkeypatch.setattr(dflash_seams, "own_dtype", {"HYPERDFLASH"})
-
-
-def test_drafts_of_ours_keep_their_dtype():
-    assert cast("HYPERDFLASH", draft=True) == torch.float32
-
-
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "DFLASH", "HYPERDFLASH"])
-def test_a_target_that_is_sent_embeddings_keeps_sglangs_cast(algorithm):
-    assert cast(algorithm, draft=False) == torch.bfloat16
-
-
-def test_drafts_of_others_keep_sglangs_cast_unless_asked_for():
-    assert cast("DFLASH", draft=True) == torch.bfloat16
-    dflash_seams.own_dtype.add("DFLASH")
-    assert cast("DFLASH", draft=True) == torch.float32
-
-
-def test_replaced_embeddings_keep_sglangs_cast():
-    assert cast("HYPERDFLASH", draft=True, replaced=True) == torch.bfloat16
-
-
-@pytest.mark.parametrize("algorithm, columns", [("HYPERDFLASH", 32), ("DFLASH", 20), (None, 20)])
+@pytest.mark.parametrize("algorithm, columns", [(ALGORITHM, 32), ("DFLASH", 20)])
 def test_slots_reserved_at_the_end_of_a_context_stay_in_their_request_s_row(
     monkeypatch, algorithm, columns
 ):
@@ -58,3 +50,32 @@ def test_slots_reserved_at_the_end_of_a_context_stay_in_their_request_s_row(
     monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
     monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: 2 * 16)
     assert dflash_seams.room_for_two_blocks(4 + 16) == columns
+
+
+def test_a_server_of_whole_blocks_refuses_processors_at_start():
+    check_processors(width_1_allowed=True, enabled=True)
+    check_processors(width_1_allowed=False, enabled=False)
+    with pytest.raises(HyperDFlashConfigError, match="--enable-custom-logit-processor"):
+        check_processors(width_1_allowed=False, enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "processors", "pending", "expected"),
+    [
+        (ALGORITHM, True, [1], True),
+        (ALGORITHM, True, [], False),
+        (ALGORITHM, False, [1], False),
+        ("DFLASH", True, [1], False),
+    ],
+)
+def test_results_are_processed_before_a_round_with_a_processor(
+    algorithm, processors, pending, expected
+):
+    scheduler = SimpleNamespace(result_queue=pending)
+    batch = SimpleNamespace(
+        spec_algorithm=SimpleNamespace(name=algorithm),
+        sampling_info=SimpleNamespace(has_custom_logit_processor=processors),
+    )
+    assert process_results_first(False, scheduler, batch, None) is expected
+    assert process_results_first(True, scheduler, batch, None) is True
+    assert process_results_first(False, scheduler, None, batch) is False

@@ -1,4 +1,8 @@
-"""Real SGLang servers, started once a session and shared; every engine test is marked."""
+"""Real SGLang servers, started once a session and shared; every engine test is marked.
+
+``xdist_group`` names the configuration of servers that a test needs: one worker runs the whole
+group. ``pair`` comes first, since others read what its baseline answers.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,30 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
 import requests
 import torch
+from filelock import FileLock
 
 from eval.identity import TIE_GAPS
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
 from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import (
     Server,
     comparable_arguments,
     hyperdflash_arguments,
 )
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
-from tests.waiting import PATIENCE
+from tests.engine import probes
+from tests.engine.asking import CASES, HOT, answers, payloads
+from tests.waiting import PATIENCE, until
 from tests.warm_start.client import start
 
+__all__ = ["HOT"]
 # Too little K/V for eight requests: some go back to the queue.
 SMALL_POOL = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01")
 COMMON = ("--sleep-on-idle", "--log-level", "info")
@@ -36,17 +45,42 @@ TOOL_CALLS = ("--tool-call-parser", "pythonic")
 # ``/health`` says what SGLang knows, and does not wait a second for a token of its own.
 AT_ONCE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 NEW_TOKENS = 128
-# The tiny target is sure of itself: at temperature 1 nearly every draw is its argmax. Here it has
-# about two nats a token.
-HOT = 2.5
 # Two runs batch otherwise, and each rounds in its own way.
 BF16_TIE = TIE_GAPS["bfloat16"]
 
 
+PAIR = "pair"
+GROUPS = [PAIR, "stress"]  # these first
+HAS_PAIR, GROUP = pytest.StashKey[bool](), pytest.StashKey[str]()
+
+
+def group_of(item) -> str:
+    (mark,) = item.iter_markers("xdist_group")
+    return mark.args[0]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
+    def place(item) -> int:
+        """Engine tests first, and their groups in order."""
+        groups = [*GROUPS, group_of(item)]
+        return groups.index(groups[-1]) + 10 * ("tests/engine" not in str(item.path))
+
     for item in items:
         if "tests/engine" in str(item.path):
             item.add_marker(pytest.mark.engine)
+        if item.get_closest_marker("xdist_group") is None:  # as --dist loadfile
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=place)
+
+
+def pytest_collection_finish(session) -> None:
+    session.config.stash[HAS_PAIR] = any(group_of(item) == PAIR for item in session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item) -> None:
+    item.config.stash[GROUP] = group_of(item)
 
 
 class Servers:
@@ -85,18 +119,69 @@ def servers() -> Iterator[Servers]:
         pool.stop(name)
 
 
-@pytest.fixture(scope="session")
-def target_server(servers, target_dir) -> Server:
-    """The baseline, fp32."""
-    arguments = (*FP32, *TOOL_CALLS, "--enable-return-hidden-states")
-    return servers.get("target", target_dir, *arguments)
+# SGLang keys its noise by rank as soon as a seeded request filters; here it draws by vocabulary id,
+# over a fully sorted vocabulary.
+VOCABULARY_ORDER = """
+def draw(original, self, probs, info, positions, simple):
+    import torch
+
+    from tests.target_probabilities import target_probabilities
+    from triton_ops.gumbel import gumbel_noise
+
+    if simple:
+        return original(self, probs, info, positions, simple)
+    ones = torch.ones(len(probs))
+    top_ps = info.top_ps.masked_fill(info.top_ps >= 1, 2.0)
+    distribution = target_probabilities(probs.log(), ones, info.top_ks, top_ps, info.min_ps)
+    noise = gumbel_noise(info.sampling_seed, positions, torch.arange(probs.shape[1]))
+    return (distribution.double().log() + noise).argmax(-1), None
+
+
+def load():
+    from sglang_hyperdflash.seams import when_imported
+
+    when_imported("sglang.srt.layers.sampler", patch)
+
+
+def patch():
+    from sglang.srt.layers.sampler import Sampler
+
+    original = Sampler._sample_from_probs
+    Sampler._sample_from_probs = lambda self, *inputs: draw(original, self, *inputs)
+"""
+PROCESSORS = "--enable-custom-logit-processor"
+# Every request has a seed, and the host always knows the last token.
+DETERMINISTIC = ("--enable-deterministic-inference", "--disable-overlap-schedule", PROCESSORS)
 
 
 @pytest.fixture(scope="session")
-def hyper_server(servers, target_dir, drafter_dir) -> Server:
-    """HYPERDFLASH, fp32, overlap scheduling on, radix cache on, metrics on."""
-    arguments = (*FP32, *TOOL_CALLS, "--enable-metrics", *hyperdflash_arguments(drafter_dir))
-    return servers.get("hyper", target_dir, *arguments)
+def target_server(servers, target_dir, tmp_path_factory) -> Server:
+    """The baseline, fp32, deterministic."""
+    environment = install_plugin(tmp_path_factory.mktemp("plugin"), "order", VOCABULARY_ORDER)
+    arguments = (*FP32, *TOOL_CALLS, *DETERMINISTIC, "--enable-return-hidden-states")
+    return servers.get("target", target_dir, *arguments, environment=environment)
+
+
+@pytest.fixture(scope="session")
+def probe_folder(tmp_path_factory) -> Path:
+    """Where ``hyper_server`` writes down what it does."""
+    return tmp_path_factory.mktemp("probes")
+
+
+def probed(folder: Path) -> dict[str, str]:
+    """The environment of a server that writes everything of ``probes`` into a new folder."""
+    environment = install_plugin(folder, "probes", probes.PLUGIN)
+    names = {"blocks.jsonl": probes.BLOCKS, "positions.json": probes.POSITIONS}
+    names["state.json"] = probes.STATE
+    return environment | {variable: str(folder / name) for name, variable in names.items()}
+
+
+@pytest.fixture(scope="session")
+def hyper_server(servers, target_dir, drafter_dir, probe_folder, baseline) -> Server:
+    """HYPERDFLASH, fp32, whole blocks, overlap scheduling on, radix cache on, metrics on."""
+    arguments = (*FP32, *TOOL_CALLS, "--enable-metrics", "--random-seed", "7")
+    arguments += hyperdflash_arguments(drafter_dir)
+    return servers.get("hyper", target_dir, *arguments, environment=probed(probe_folder))
 
 
 @pytest.fixture(scope="session")
@@ -243,9 +328,32 @@ def ids(answers: list[dict]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def own_reference(target_server, own_prompts) -> list[list[int]]:
+def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
+    """What the baseline answers to every case, and its greedy tokens of the demo prompts ("own").
+
+    The worker that runs the group ``pair`` asks; the others wait for what it writes.
+    """
+    root, stash = tmp_path_factory.getbasetemp(), request.config.stash
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    path = (root.parent if several else root) / "baseline.json"
+    if several and stash[HAS_PAIR] and stash[GROUP] != PAIR:
+        until(path.is_file)
+    with FileLock(f"{path}.lock"):
+        if not path.is_file():
+            server = request.getfixturevalue("target_server")
+            asked = {name: payloads(name, own_prompts) for name in CASES}
+            # Deterministic inference gives the same whatever the batch.
+            told = iter(answers(server, list(chain.from_iterable(asked.values())), 32))
+            found = {name: list(islice(told, len(each))) for name, each in asked.items()}
+            found["own"] = ids(greedy_all(server, own_prompts, 12))
+            write_json(path, found)
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
+def own_reference(baseline) -> list[list[int]]:
     """The baseline's greedy tokens of the demo prompts."""
-    return ids(greedy_all(target_server, own_prompts, 4))
+    return baseline["own"]
 
 
 @pytest.fixture(scope="session")

@@ -77,12 +77,6 @@ def for_another_target(drafter: Path, folder: Path) -> Path:
     return with_config(drafter, folder, hyperdflash_config={"target": target})
 
 
-def of_another_block(drafter: Path, folder: Path, size: int) -> Path:
-    """A copy of a checkpoint, in the new ``folder``, of another block size."""
-    inner = {"block_size": size}
-    return with_config(drafter, folder, block_size=size, dflash_config=inner)
-
-
 def rescale_folder(folder: Path) -> None:
     """The same for a checkpoint."""
     drafter = Drafter.load(folder)

@@ -1,181 +1,158 @@
-"""The commands: ``hyperdflash demo``, and ``hyperdflash generate`` killed and resumed."""
+"""The commands that start servers: ``demo``, ``generate`` and ``capture``."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
+from dataclasses import replace
 from functools import partial
 
-import psutil
 import pytest
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import demo
+from sglang_hyperdflash.commands import demo, own_server
+from sglang_hyperdflash.commands.train import captured
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
+from sglang_hyperdflash.training.samples import OnlineFeatures
+from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import greedy, install_plugin
-from tests.waiting import PATIENCE, until
-from tests.warm_start.client import COMMAND, finish, run_command, start, start_command
+from tests.engine.conftest import greedy
+from tests.warm_start.client import start
+
+pair = pytest.mark.xdist_group("pair")
 
 
-@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_demo(tmp_path, monkeypatch, capsys, warm):
+class Kept:
+    """A running server that a command takes for its own: leaving it does not end it."""
+
+    def __init__(self, server) -> None:
+        self.server = server
+
+    def __getattr__(self, name: str):
+        return getattr(self.server, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+
+@pair
+def test_demo(tmp_path, monkeypatch, capsys, target_server, hyper_server):
+    """On the servers that run already; ``make demo`` starts its own."""
+
+    def running(model, *arguments, **options) -> Kept:
+        drafts = "--speculative-algorithm" in arguments
+        return Kept(hyper_server if drafts else target_server)
+
+    monkeypatch.setattr(demo, "Server", running)
     out = tmp_path / "demo.json"
-    if warm:
-        monkeypatch.setattr(demo, "Server", partial(demo.Server, start=start))
     command = ["demo", "--rounds", "1", "--max-new-tokens", "48", "--out", str(out)]
     assert main(command) == 0
     report = json.loads(out.read_text())
     assert (report["outputs_identical"], report["dtype"]) == (True, "float32")
     assert len({p["kind"] for p in report["prompts"]}) == len(report["prompts"]) == 12
-    assert report["answers_judged"] == 12
-    assert report["answers_right"] > 6
-    assert report["tau"] > 1.5
-    assert report["speedup"] > 0
-    assert report["provenance"]["sglang"] == "0.5.23"
+    assert report["answers_judged"] == 12 and report["answers_right"] > 6
+    assert report["tau"] > 1.5 and report["speedup"] > 0
     assert len(report["position_acceptance"]) == 6
-    assert "acceptance by drafted position" in capsys.readouterr().out
+    assert capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_demo_and_its_servers(tmp_path, number, code):
-    """Found as: two servers of 2.4 GB were left spinning. Here while they still import."""
-    process = subprocess.Popen(
-        [*COMMAND, "demo", "--out", str(tmp_path / "demo.json")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    family = []
-
-    def started() -> bool:
-        assert process.poll() is None
-        family[:] = psutil.Process(process.pid).children(recursive=True)
-        return sum("spawn" in " ".join(child.cmdline()) for child in family) >= 4
-
-    until(started)
-    process.send_signal(number)
-    assert process.wait(PATIENCE) == code
-    assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
+def test_the_whole_demo(tmp_path):
+    command = ["demo", "--rounds", "1", "--out", str(tmp_path / "demo.json")]
+    assert main(command) == 0
 
 
-# From the eighth answer on, the launch's own included, the server stands still: the batch cannot
-# end before it is killed.
-STANDS_STILL = """
-ended = set()
-
-
-def wait(result, self, batch, *_):
-    import threading
-
-    ended.update(req.rid for req in batch.reqs if req.finished())
-    if len(ended) >= 8:
-        threading.Event().wait()
-    return result
-
-
-def load():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    name = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
-    HookRegistry.register(name, wait, HookType.AFTER)
-"""
-
-
-def batch_command(source, output, drafter_dir, target_dir):
-    engine = {"mem_fraction_static": 0.2, "max_total_tokens": 8192}
-    return [
-        "generate",
-        *("--model", str(target_dir), "--draft", str(drafter_dir), "--dtype", "float32"),
-        *("--input", str(source), "--output", str(output), "--max-new-tokens", "64"),
-        *("--concurrency", "2", "--engine-args", json.dumps(engine)),
-    ]
-
-
-def test_generate_survives_a_kill(
-    tmp_path, target_dir, drafter_dir, target_server, tokenizer, monkeypatch
-):
+def batch(folder) -> tuple[list[dict], list[str]]:
+    """An input of chats, a text and two turns, and the command that answers it."""
     lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
     records = [{"messages": line["messages"]} for line in lines]
     records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = batch_command(source, output, drafter_dir, target_dir)
-
-    with monkeypatch.context() as patch:
-        for name, value in install_plugin(tmp_path, "stands_still", STANDS_STILL).items():
-            patch.setenv(name, value)
-        process = start_command(
-            *command, "--verbose", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-    until(
-        lambda: (
-            process.poll() is not None
-            or (output.is_file() and output.read_bytes().count(b"\n") >= 5)
-        )
-    )
-    assert process.poll() is None, "the batch ended before it could be killed"
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) >= 3, "a server, its scheduler and its detokenizer"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not psutil.wait_procs(started, timeout=PATIENCE)[1], "processes of the server are left"
-    with output.open("ab") as out:  # a line cut in the middle, as a crash leaves it
-        out.write(b'{"index": 3')
-    before = output.read_bytes().rsplit(b"\n", 1)[0]
-
-    # With imports of its own: what they print a user would see.
-    ended = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert output.read_bytes().startswith(before)
-    answers = [json.loads(line) for line in output.read_text().splitlines()]
-    assert sorted(a["index"] for a in answers) == list(range(len(records)))
-    assert "tau" in ended.stdout
-    assert "tokens/s" in ended.stdout
-    for noise in ("Traceback", "Warning", "shards:"):
-        assert noise not in ended.stderr
-    by_index = {a["index"]: a for a in answers}
-    assert len(by_index[len(records) - 1]["outputs"]) == 2
-    prompt = tokenizer.encode("Tom has 3 apples.", add_special_tokens=True)
-    expected = greedy(target_server, prompt, 64, sampling={"ignore_eos": False})["text"]
-    assert by_index[len(records) - 2]["outputs"] == [expected]
-
-    again = run_command(*command, timeout=PATIENCE)
-    assert again.returncode == 0
-    assert f"{len(records)} already answered" in again.stdout
+    (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    engine = json.dumps({"mem_fraction_static": 0.2, "max_total_tokens": 8192})
+    command = ["generate", "--dtype", "float32", "--max-new-tokens", "64", "--concurrency", "2"]
+    command += ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
+    return records, [*command, "--engine-args", engine]
 
 
-@pytest.mark.parametrize(
-    "begin, arguments, message",
-    [
-        # With imports of its own, whose noise would be lines.
-        (subprocess.Popen, ("--input", "nowhere.jsonl", "--output", "o"), "does not exist"),
-        (
-            start,
-            ("--input", "{broken}", "--output", "o", "--strict"),
-            "broken:2: expected a JSON object",
-        ),
-        (start, ("--input", "{good}", "--output", "o", "--max-new-tokens", "0"), "at least 1"),
-        (start, ("--input", "{good}", "--output", "o", "--engine-args", "[]"), "be a JSON object"),
-    ],
-)
-def test_bad_batches_end_with_one_line(tmp_path, target_dir, begin, arguments, message):
-    files = {"broken": '{"prompt": "a"}\nnot json\n', "good": '{"prompt": "a"}\n'}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    paths = {name: str(tmp_path / name) for name in files}
-    filled = [argument.format(**paths) for argument in arguments]
-    process = begin(
-        [*COMMAND, "generate", "--model", str(target_dir), *filled],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    ended = finish(process, PATIENCE)
-    assert ended.returncode == 2
-    assert message in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
+@pair
+def test_generate_goes_on_where_it_was_cut(
+    tmp_path, capsys, monkeypatch, target_dir, drafter_dir, target_server, hyper_server, tokenizer
+):
+    monkeypatch.setattr(own_server, "Server", lambda *_, **__: Kept(hyper_server))
+    records, command = batch(tmp_path)
+    command += ["--model", str(target_dir), "--draft", str(drafter_dir)]
+    assert main(command) == 0
+    output = tmp_path / "out.jsonl"
+
+    def check() -> None:
+        answers = [json.loads(line) for line in output.read_text().splitlines()]
+        assert sorted(a["index"] for a in answers) == list(range(len(records)))
+        by_index = {a["index"]: a["outputs"] for a in answers}
+        assert len(by_index[len(records) - 1]) == 2
+        prompt = tokenizer.encode("Tom has 3 apples.", add_special_tokens=True)
+        expected = greedy(target_server, prompt, 64, sampling={"ignore_eos": False})["text"]
+        assert by_index[len(records) - 2] == [expected]
+
+    check()
+    before = output.read_bytes().splitlines(keepends=True)
+    kept = b"".join(before[:5])
+    output.write_bytes(kept + before[5][:9])  # a line cut in the middle, as a crash leaves it
+    assert main(command) == 0
+    assert output.read_bytes().startswith(kept)
+    check()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+ENGINE = {"chunked_prefill_size": 64, "max_total_tokens": 8192, "mem_fraction_static": 0.2}
+
+
+@pytest.mark.parametrize("shares", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_captured_states_are_the_targets_own(
+    monkeypatch, target_dir, drafter_dir, tmp_path, shares
+):
+    """Conversations of one answer and of two, shorter and longer than a prefill chunk."""
+    monkeypatch.setattr(own_server, "Server", partial(own_server.Server, start=start))
+    data, out = tmp_path / "data.jsonl", tmp_path / "states"
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:6]
+    questions = [json.loads(line)["messages"][-1]["content"] for line in lines]
+    answer = {"role": "assistant", "content": "It costs 3 + 4 = 7 dollars. " * 6}
+    chats = [
+        [{"role": "user", "content": q}, answer] * (1 + i % 2) for i, q in enumerate(questions)
+    ]
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    command = ["capture", "--target", str(target_dir), "--data", str(data), "--out", str(out)]
+    command += ["--dtype", "float32", "--shard-mib", "1", "--engine-args", json.dumps(ENGINE)]
+    for i in range(shares):
+        assert main([*command, "--share", f"{i + 1}/{shares}"]) == 0
+    source, target = StoreReader(out), LocalTarget(target_dir)
+    online = OnlineFeatures(target, source.samples)
+    assert [len(s.spans) for s in source.samples] == [1, 2, 1, 2, 1, 2]
+    assert max(len(s.tokens) for s in source.samples) > 2 * ENGINE["chunked_prefill_size"]
+
+    def assert_the_targets(i: int) -> None:
+        found, wanted = StoreReader(out).states([i]).residual, online.states([i]).residual
+        # Relative to their size: residuals reach the hundreds.
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+    for i in range(len(source.samples)):
+        assert_the_targets(i)
+    shards = sorted((out / "shards").iterdir())
+    assert len(shards) > 1
+    if shares == 2:  # one more run writes the shard that is missing, and no other
+        before, last = {p: p.stat().st_mtime_ns for p in shards}, shards[-1]
+        last.unlink()
+        assert main([*command, "--share", "2/2"]) == 0
+        assert [p for p in shards if p.stat().st_mtime_ns != before[p]] == [last]
+        assert_the_targets(len(source.samples) - 1)
+    config, norm = load_config(drafter_dir), BorrowedTarget(TargetFiles(str(target_dir))).final.norm
+    assert len(captured((out,), config, norm).samples) == len(source.samples)
+    with pytest.raises(ValueError, match="norm_fingerprint"):
+        captured((out,), config, norm + 1)
+    other = replace(config, target=replace(config.target, hc_head_fingerprint="other"))
+    with pytest.raises(ValueError, match="hc_head_fingerprint"):
+        captured((out,), other, norm)

@@ -10,50 +10,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import requests
 
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine.conftest import FP32, HOT, install_plugin
+from tests.engine import probes
+from tests.engine.asking import HOT, post
+from tests.engine.conftest import FP32, VOCABULARY_ORDER, greedy, install_plugin
 from tests.engine.drafters import with_window
-from tests.engine.test_exact import VOCABULARY_ORDER
-from tests.waiting import PATIENCE
 
 # The target's own limit: one position more and its rotary table has no row.
 CONTEXT = 160
 # More letters than fit: an answer under this grammar never ends by itself.
 ENDLESS = "[a-z ]{1500}"
-# Notes the last position that each model is given, and where its K/V then end.
-RECORD = """
-def load():
-    from sglang_hyperdflash.seams import when_imported
-
-    when_imported("sglang.srt.model_executor.model_runner", patch)
-
-
-def patch():
-    import json
-    import os
-
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    original, most = ModelRunner.forward, {}
-
-    def forward(self, forward_batch, *args, **kwargs):
-        if len(forward_batch.positions):
-            rows = getattr(forward_batch.spec_info, "draft_token_num", 0)
-            rows = rows if forward_batch.forward_mode.is_target_verify() else 0
-            ends = int(forward_batch.seq_lens.max()) + rows
-            found = [int(forward_batch.positions.max()), ends]
-            name = "drafter" if self.is_draft_worker else "target"
-            most[name] = [max(pair) for pair in zip(found, most.get(name, found))]
-            with open(os.environ["TEST_POSITIONS"], "w") as file:
-                json.dump(most, file)
-        return original(self, forward_batch, *args, **kwargs)
-
-    ModelRunner.forward = forward
-"""
+RECORD = probes.PLUGIN  # of positions, into the file that ``probes.POSITIONS`` names
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +65,10 @@ def payloads(prompts: list[list[int]]) -> list[dict]:
 
 def answer(server: Server, payload: dict) -> tuple:
     """Tokens of an answer, streamed if the payload says so, and why it ended; or the refusal."""
-    url = f"{server.url}/generate"
-    with requests.post(url, json=payload, timeout=PATIENCE) as reply:
-        if reply.status_code != 200:
-            return (reply.status_code,)
-        text = reply.text
+    reply = post(server, "/generate", payload)
+    if reply.status_code != 200:
+        return (reply.status_code,)
+    text = reply.text
     if payload.get("stream"):
         lines = [line for line in text.splitlines() if line.startswith("data: {")]
         text = lines[-1].removeprefix("data: ")
@@ -115,7 +84,7 @@ def answers(server: Server, asked: list[dict], at_once: int) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def baseline(servers, short_target, end_prompts, tmp_path_factory) -> Callable:
+def short_baseline(servers, short_target, end_prompts, tmp_path_factory) -> Callable:
     """What the baseline answers to every so many payloads, of a server with these options."""
     plugin = install_plugin(tmp_path_factory.mktemp("plugin"), "vocabulary_order", VOCABULARY_ORDER)
 
@@ -134,14 +103,14 @@ def baseline(servers, short_target, end_prompts, tmp_path_factory) -> Callable:
 
 
 @pytest.fixture
-def compare(servers, short_target, drafter_dir, end_prompts, baseline, tmp_path) -> Callable:
+def compare(servers, short_target, drafter_dir, end_prompts, short_baseline, tmp_path) -> Callable:
     """Start a server, ask it the same, and look at what its models were given."""
 
     def ask(draft: Path = drafter_dir, options: tuple[str, ...] = (), every=1, **environment):
-        expected, asked = baseline(every, *options), payloads(end_prompts)[::every]
+        expected, asked = short_baseline(every, *options), payloads(end_prompts)[::every]
         positions = tmp_path / "positions.json"
-        environment |= install_plugin(tmp_path, "record", RECORD)
-        environment["TEST_POSITIONS"] = str(positions)
+        environment |= install_plugin(tmp_path, "probes", RECORD)
+        environment[probes.POSITIONS] = str(positions)
         arguments = (*FP32, *options, *hyperdflash_arguments(draft))
         server = servers.get("end-hyper", short_target, *arguments, environment=environment)
         try:
@@ -164,8 +133,28 @@ def compare(servers, short_target, drafter_dir, end_prompts, baseline, tmp_path)
     return ask
 
 
+@pytest.mark.xdist_group("pair")
+def test_prompts_at_the_context_limit(
+    target_server, hyper_server, own_prompts, own_reference, probe_folder
+):
+    """On the servers that run already, whose context is longer."""
+    context = 2048
+    base, asked = [token for prompt in own_prompts for token in prompt] * 20, []
+    for left in (9, 7, 2, 1):
+        for temperature in (0, HOT):
+            sampling = {"temperature": temperature, "sampling_seed": left, "ignore_eos": True}
+            payload = {"input_ids": base[: context - left], "sampling_params": sampling}
+            asked.append(payload | {"sampling_params": sampling | {"max_new_tokens": 20}})
+    both = [answers(server, asked, 4) for server in (target_server, hyper_server)]
+    assert both[0] == both[1] and max(map(len, both[0])) == 2
+    for name, ends in json.loads((probe_folder / "positions.json").read_text()).items():
+        assert ends[0] < context and ends[1] <= context, (name, ends)
+    assert greedy(hyper_server, own_prompts[0])["output_ids"] == own_reference[0]
+
+
+@pytest.mark.slow
 def test_answers_to_the_end_of_the_context(compare):
-    compare(every=3)
+    compare()
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32, chat_ids, first_difference_gaps
 
+pytestmark = pytest.mark.xdist_group("pair")
+
 
 @pytest.fixture
 def data(tmp_path):

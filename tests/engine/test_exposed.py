@@ -19,13 +19,14 @@ from sglang_hyperdflash.training.local_target import BorrowedTarget
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import Sample, States
 from tests.conftest import EXAMPLE, ROOT
-from tests.engine import exposed_plugin
+from tests.engine import exposed_plugin, probes
 from tests.engine.conftest import COMMON, captured_prefill, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import assert_varied, rescale_folder
-from tests.engine.test_train_and_serve import RECORDER, recorded, replayed
+from tests.engine.test_train_and_serve import recorded, replayed
 from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, start
 
+pytestmark = pytest.mark.slow  # unit tests compare every class's residual
 TOKENS = 48
 SIZES = {
     "vocab_size": 2048,
@@ -113,8 +114,8 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
         assert int(borrowed.lm_head(borrowed.final(residual[-1])).argmax()) == token
     servers.stop("hy-v4")
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
-    environment |= install_plugin(tmp_path, "recorder", RECORDER)
-    environment["RECORDED_BLOCKS"] = str(blocks)
+    environment |= install_plugin(tmp_path, "probes", probes.PLUGIN)
+    environment[probes.BLOCKS] = str(blocks)
     arguments = (*FP32, *hyperdflash_arguments(renamed(drafter, tmp_path / "drafter")))
     drafting = servers.get("hy-v4-drafts", dense, *arguments, environment=environment)
     assert ids(greedy_all(drafting, prompts, 4, ask)) == expected
@@ -122,7 +123,7 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     compared = []
     for prompt, tokens, known in zip(prompts, whole, states, strict=True):
         assert ask(drafting, prompt)["output_ids"] == tokens[len(prompt) :]
-        found = recorded(tmp_path, tokens, len(prompt))
+        found = recorded(blocks, tokens, len(prompt))
         sample = Sample.continuation(tokens, 1)
         ours = replayed(replay, sample, known, [at for at, _ in found])
         assert ours == [drafts for _, drafts in found]

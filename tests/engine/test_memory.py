@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import subprocess
 import time
-from contextlib import ExitStack
 
 import pytest
 
 from cpu_engine.platform.memory import KV_GIB
 from eval.reuse import slot_bytes
-from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import COMMON, install_plugin
 from tests.engine.drafters import with_window
 from tests.engine.held import HELD, PLUGIN, drafter_bytes, held, total
 from tests.pool_log import logged_pools
-from tests.warm_start.client import start as warm
 
 NEIGHBOUR_BYTES = 6 << 30
 
@@ -32,52 +29,27 @@ def neighbour() -> None:
         time.sleep(1)
 
 
-def pools_next_to_a_neighbour(
-    target_dir, drafter_dir, folder, start=subprocess.Popen
-) -> list[tuple[int, ...]]:
-    """Slots of every pool of two servers that start together."""
-    process = multiprocessing.get_context("spawn").Process(target=neighbour, daemon=True)
-    process.start()
-    try:
-        with ExitStack() as stack:
-            servers = [
-                stack.enter_context(
-                    Server(
-                        target_dir,
-                        *(*arguments, "--dtype", "float32"),
-                        log=folder / f"{i}.log",
-                        start=start,
-                    )
-                )
-                for i, arguments in enumerate(((), hyperdflash_arguments(drafter_dir)))
-            ]
-            for server in servers:
-                server.wait(900)
-            return [tuple(p.slots for p in logged_pools(s.log.read_text())) for s in servers]
-    finally:
-        process.kill()
-
-
 @pytest.mark.slow
 def test_two_servers_next_to_a_greedy_neighbour_get_a_bounded_pool(
-    target_dir, drafter_dir, tmp_path
+    servers, target_dir, drafter_dir
 ):
-    """One GiB of K/V of an 8 M-parameter target, not most of the machine."""
-    plain, hyper = pools_next_to_a_neighbour(target_dir, drafter_dir, tmp_path)
+    """One GiB of K/V of an 8 M-parameter target, not most of the machine; twice the same."""
+    process = multiprocessing.get_context("spawn").Process(target=neighbour, daemon=True)
+    process.start()
+    found = set()
+    for _ in range(2):
+        each = {}
+        for name, arguments in {"plain": (), "drafts": hyperdflash_arguments(drafter_dir)}.items():
+            options = ("--dtype", "float32", *COMMON, *arguments)
+            server = servers.get(f"pool-{name}", target_dir, *options)
+            each[name] = tuple(p.slots for p in logged_pools(server.log.read_text()))
+            servers.stop(f"pool-{name}")
+        found.add((each["plain"], each["drafts"]))
+    process.kill()
+    ((plain, drafts),) = found
     # Eight layers of one K/V head of 64 in fp32, K and V: 4,096 bytes per token.
     assert plain[0] == pytest.approx((1 << 30) / 4096, rel=0.01)
-    assert len(hyper) == 2 and 0 < hyper[0] < plain[0]
-    assert "K/V on the CPU platform: 1.00 GiB of the" in (tmp_path / "0.log").read_text()
-
-
-@pytest.mark.slow
-def test_twenty_starts_give_the_same_pools(target_dir, drafter_dir, tmp_path):
-    """The first start is an ordinary one; the others need no imports and so meet in time."""
-    found = {
-        tuple(pools_next_to_a_neighbour(target_dir, drafter_dir, tmp_path / str(i), start))
-        for i, start in enumerate([subprocess.Popen, *[warm] * 19])
-    }
-    assert len(found) == 1, found
+    assert len(drafts) == 2 and 0 < drafts[0] < plain[0]
 
 
 @pytest.mark.slow

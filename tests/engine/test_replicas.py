@@ -1,6 +1,6 @@
 """Two servers behind SGLang's own router; one is killed in the middle of 200 requests.
 
-Not in CI: it needs ``sglang-router`` (``make router-test``).
+Not in every run: it needs ``sglang-router`` (``make router-test``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,9 @@ import requests
 from sglang_hyperdflash.serving.scheduler.metrics import ROUNDS
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.conftest import ROOT
-from tests.engine.conftest import EXAMPLE, FP32, NEW_TOKENS
-from tests.engine.test_metrics import samples
+from tests.engine.asking import samples
+from tests.engine.conftest import FP32, NEW_TOKENS
+from tests.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.replicas
 REQUESTS, AT_ONCE = 200, 8
@@ -34,60 +34,40 @@ NOTICE = ("--health-check-interval-secs", "2", "--health-failure-threshold", "2"
 NOTICE += ("--health-success-threshold", "1", "--cb-timeout-duration-secs", "3")
 # After one failure instead of ten: the router's retries of a request then go to the other server.
 NOTICE += ("--cb-failure-threshold", "1")
+LOGS = ROOT / "build" / "test-logs" / "main"
 ANSWERED, REFUSED, CUT, WRONG = "answered", "refused", "cut", "wrong"
 
 
-class Router:
-    """``sglang_router.launch_router`` on loopback."""
-
-    def __init__(self, urls: list[str], log: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--worker-urls", *urls, "--policy", "cache_aware"]
-        # Prompts share their template: only one that was seen nearly whole has a home.
-        command += ["--cache-threshold", "0.8", "--prometheus-port", str(free_port()), *NOTICE]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as sink:
-            self.process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self.log = log
-
-    def wait(self, seconds: float = 300) -> Router:
-        """Until it knows every server."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
-            try:
-                if requests.get(f"{self.url}/readiness", timeout=5).status_code == 200:
-                    return self
-            except requests.RequestException:
-                pass
-            time.sleep(0.5)
-        raise AssertionError(f"the router is not ready:\n{self.log.read_text()[-3000:]}")
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=30)
-
-
 class Replicas:
-    """Two servers of one drafter, and the router in front of them."""
+    """Two servers of one drafter, and ``sglang_router.launch_router`` in front of them."""
 
     def __init__(self, target: Path, drafter: Path) -> None:
+        arguments = (*FP32, "--enable-metrics", *hyperdflash_arguments(drafter))
         self.start = lambda number, port: Server(
-            target,
-            *(*FP32, "--enable-metrics", *hyperdflash_arguments(drafter)),
-            log=ROOT / "build" / "test-logs" / "main" / f"replica-{number}.log",
-            port=port,
+            target, *arguments, log=LOGS / f"replica-{number}.log", port=port
         )
         self.servers = [self.start(i, None) for i in range(2)]
         for server in self.servers:
-            server.wait(1800)
-        urls = [server.url for server in self.servers]
-        self.router = Router(urls, ROOT / "build" / "test-logs" / "main" / "router.log").wait()
+            server.wait(PATIENCE)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--policy", "cache_aware", *NOTICE]
+        command += ["--worker-urls", *(server.url for server in self.servers)]
+        # Prompts share their template: only one that was seen nearly whole has a home.
+        command += ["--cache-threshold", "0.8", "--prometheus-port", str(free_port())]
+        with (LOGS / "router.log").open("wb") as sink:
+            self.router = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        until(self.ready, "the router is not ready")
+
+    def ready(self) -> bool:
+        assert self.router.poll() is None, (LOGS / "router.log").read_text()[-3000:]
+        try:
+            return requests.get(f"{self.url}/readiness", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
 
     def kill(self, number: int) -> None:
         """``kill -9`` of a server and every process it started."""
@@ -98,75 +78,46 @@ class Replicas:
     def start_again(self, number: int) -> None:
         """At the address it had."""
         port = self.servers[number].port
-        self.servers[number] = self.start(f"{number}-again", port).wait(1800)
+        self.servers[number] = self.start(f"{number}-again", port).wait(PATIENCE)
 
-    def rounds(self) -> list[float]:
-        """Verification rounds that each server has counted; a dead one's are nan."""
-        return [
-            sum(samples(server, ROUNDS).values()) if server.process.poll() is None else float("nan")
-            for server in self.servers
-        ]
+    def rounds(self, number: int) -> float:
+        """Verification rounds that a server has counted."""
+        return sum(samples(self.servers[number], ROUNDS).values())
 
     def stop(self) -> None:
-        self.router.stop()
+        os.killpg(self.router.pid, signal.SIGKILL)
+        self.router.wait(timeout=30)
         for server in self.servers:
             server.stop()
 
 
-class Clients:
-    """Questions whose answers are known, asked through the router."""
+def ask(url: str, prompt: list[int], expected: list[int], stream: bool) -> tuple[str, int]:
+    """How a request ended, and its cached tokens.
 
-    def __init__(self, url: str, texts: list[str], answers: list[list[int]]) -> None:
-        self.url, self.texts, self.answers = url, texts, answers
-        self.done = 0
-        self.cached: list[int] = []
-        self.problems: list[str] = []
-
-    def payload(self, i: int, tokens: int, stream: bool) -> dict:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        return {"text": self.texts[i], "sampling_params": sampling, "stream": stream}
-
-    def ask(self, i: int, tokens: int, stream: bool) -> str:
-        """One request: how it ended. A client knows an answer that was cut by its missing end."""
-        expected, payload = self.answers[i][:tokens], self.payload(i, tokens, stream)
-        read = self.read_stream if stream else self.read_whole
-        try:
-            found, ended = read(payload)
-        except requests.RequestException as error:
-            self.problems.append(f"{type(error).__name__}: {error}")
-            return REFUSED
-        finally:
-            self.done += 1
-        if ended:
-            return ANSWERED if found == expected else WRONG
-        return CUT if found == expected[: len(found)] else WRONG
-
-    def read_whole(self, payload: dict) -> tuple[list[int], bool]:
-        answer = requests.post(f"{self.url}/generate", json=payload, timeout=300)
-        if answer.status_code != 200:
-            raise requests.HTTPError(f"{answer.status_code}: {answer.text[:200]}")
-        found = answer.json()
-        self.cached.append(found["meta_info"]["cached_tokens"])
-        return found["output_ids"], found["meta_info"]["finish_reason"] is not None
-
-    def read_stream(self, payload: dict) -> tuple[list[int], bool]:
-        found, ended = [], False
-        url = f"{self.url}/generate"
-        with requests.post(url, json=payload, stream=True, timeout=300) as answer:
+    A client knows an answer that was cut by its missing end.
+    """
+    sampling = {"temperature": 0, "max_new_tokens": len(expected), "ignore_eos": True}
+    payload = {"input_ids": prompt, "sampling_params": sampling, "stream": stream}
+    found: dict = {"output_ids": [], "meta_info": {"finish_reason": None, "cached_tokens": 0}}
+    try:
+        with requests.post(f"{url}/generate", json=payload, stream=stream, timeout=300) as answer:
             if answer.status_code != 200:
-                raise requests.HTTPError(f"{answer.status_code}: {answer.text[:200]}")
-            try:
-                for line in answer.iter_lines():
-                    if line.startswith(b"data: {"):
-                        chunk = json.loads(line[len(b"data: ") :])
-                        if "meta_info" not in chunk:  # the router's own error, inside a stream
-                            self.problems.append(str(chunk)[:200])
-                            return found, False
-                        found = chunk["output_ids"]
-                        ended = chunk["meta_info"]["finish_reason"] is not None
-            except requests.RequestException as error:
-                self.problems.append(f"stream: {type(error).__name__}")
-        return found, ended
+                return REFUSED, 0
+            if not stream:
+                found = answer.json()
+            for line in answer.iter_lines() if stream else ():
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[len(b"data: ") :])
+                    if "meta_info" not in chunk:  # the router's own error, inside a stream
+                        break
+                    found = chunk
+    except requests.RequestException:
+        if not found["output_ids"]:
+            return REFUSED, 0
+    tokens, meta = found["output_ids"], found["meta_info"]
+    if meta["finish_reason"] is None:
+        return (CUT if tokens == expected[: len(tokens)] else WRONG), 0
+    return (ANSWERED if tokens == expected else WRONG), meta["cached_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -178,87 +129,60 @@ def replicas(target_dir, drafter_dir) -> Iterator[Replicas]:
     pair.stop()
 
 
-@pytest.fixture(scope="module")
-def clients(replicas, tokenizer, own_prompts, own_reference) -> Clients:
-    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()
-    texts = [
-        tokenizer.apply_chat_template(
-            json.loads(line)["messages"], tokenize=False, add_generation_prompt=True
-        )
-        for line in lines
-    ]
-    assert [tokenizer.encode(text) for text in texts] == own_prompts
-    return Clients(replicas.router.url, texts, own_reference)
-
-
-def test_the_same_answers_and_a_prompt_finds_its_cache(replicas, clients, own_prompts):
-    order, begun = list(range(len(own_prompts))), replicas.rounds()
+def test_the_same_answers_and_a_prompt_finds_its_cache(replicas, own_prompts, own_reference):
+    begun = [replicas.rounds(n) for n in range(2)]
+    pairs = list(zip(own_prompts, own_reference, strict=True))
     # Together: a new prompt goes to the server with the least in flight.
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        ended = list(pool.map(lambda i: clients.ask(i, NEW_TOKENS, stream=False), order))
-    assert ended == [ANSWERED] * len(order)
-    clients.cached.clear()
-    random.Random(1).shuffle(order)
-    assert [clients.ask(i, NEW_TOKENS, stream=False) for i in order] == [ANSWERED] * len(order)
+        ended = list(pool.map(lambda pair: ask(replicas.url, *pair, stream=False)[0], pairs))
+    assert ended == [ANSWERED] * len(pairs)
+    again = [ask(replicas.url, *pair, stream=False) for pair in pairs]
+    assert [end for end, _ in again] == [ANSWERED] * len(pairs)
     # Only the server that saw a prompt has all of it.
-    whole = [len(own_prompts[i]) - 1 for i in order]
-    hits = sum(a >= b for a, b in zip(clients.cached, whole, strict=True))
-    shares = [now - then for now, then in zip(replicas.rounds(), begun, strict=True)]
-    print(f"{hits} of {len(order)} prompts found whole; rounds by server {shares}")
-    assert hits >= 0.9 * len(order)
-    assert min(shares) > 0.1 * sum(shares)
+    hits = sum(cached >= len(p) - 1 for (_, cached), p in zip(again, own_prompts, strict=True))
+    shares = [replicas.rounds(n) - begun[n] for n in range(2)]
+    assert hits >= 0.9 * len(pairs) and min(shares) > 0.1 * sum(shares)
 
 
-def test_a_killed_server_costs_no_wrong_answer_and_its_successor_takes_load(replicas, clients):
-    draw = random.Random(2)
-    prompts = len(clients.texts)
-    asked = [(draw.randrange(prompts), draw.randrange(16, NEW_TOKENS), i % 4 == 0)
-             for i in range(REQUESTS)]  # fmt: skip
-    clients.done = 0
+def test_a_killed_server_costs_no_wrong_answer_and_its_successor_takes_load(
+    replicas, own_prompts, own_reference
+):
+    draw, done = random.Random(2), threading.Semaphore(0)
+
+    def one(i: int) -> str:
+        n = draw.randrange(len(own_prompts))
+        expected = own_reference[n][: draw.randrange(16, NEW_TOKENS)]
+        end, _ = ask(replicas.url, own_prompts[n], expected, stream=i % 4 == 0)
+        done.release()
+        return end
 
     def kill_in_the_middle() -> None:
-        while clients.done < REQUESTS // 3:
-            time.sleep(0.01)
+        for _ in range(REQUESTS // 3):
+            done.acquire()
         replicas.kill(0)
 
     killer = threading.Thread(target=kill_in_the_middle)
     killer.start()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        ended = Counter(pool.map(lambda one: clients.ask(*one), asked))
+        ended = Counter(pool.map(one, range(REQUESTS)))
     killer.join()
-    print(f"kill -9 of one of two: {dict(ended)}; {clients.problems}")
-    assert ended[WRONG] == 0
-    assert sum(ended.values()) == REQUESTS
+    print(f"kill -9 of one of two: {dict(ended)}")
+    assert ended[WRONG] == 0 and sum(ended.values()) == REQUESTS
     # Only streams that were in flight: what was not yet answered is asked again elsewhere.
     assert ended[REFUSED] + ended[CUT] <= AT_ONCE
     replicas.start_again(0)
-    served = served_of_new_prompts(replicas, clients, seconds=120)
-    assert served > 0, "the server that came back got no request"
+    begun = replicas.rounds(0)
 
-
-def served_of_new_prompts(replicas, clients, seconds: float) -> float:
-    """Rounds of server 0 for prompts that were never asked; their answers are server 1's own.
-
-    Prompts that were seen stay with the server that has their prefix.
-    """
-    draw, other = random.Random(3), Clients(replicas.servers[1].url, [], [])
-    begun, deadline, served = replicas.rounds()[0], time.monotonic() + seconds, 0.0
-    while served < 1 and time.monotonic() < deadline:
-        clients.texts = [f"{draw.random()} and {draw.random()} are" for _ in range(AT_ONCE)]
-        other.texts = clients.texts
-        clients.answers = [other.read_whole(other.payload(i, 32, False))[0] for i in range(AT_ONCE)]
+    def new_prompts() -> None:
+        """Prompts that were seen stay with the server that has their prefix."""
+        prompts = [[draw.randrange(5, 1000) for _ in range(40)] for _ in range(AT_ONCE)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            ended = set(pool.map(lambda i: clients.ask(i, 32, False), range(AT_ONCE)))
-        assert ended == {ANSWERED}
-        served = replicas.rounds()[0] - begun
-    return served
+            list(pool.map(lambda p: ask(replicas.url, p, [0] * 32, stream=False), prompts))
+
+    until(lambda: replicas.rounds(0) > begun, meanwhile=new_prompts)
 
 
-def test_without_any_server_a_request_gets_one_clear_error_soon(replicas, clients):
+def test_without_any_server_a_request_gets_an_error(replicas, own_prompts, own_reference):
     for number in range(2):
         replicas.kill(number)
-    clients.problems.clear()
-    begin = time.monotonic()
-    assert clients.ask(0, 16, stream=False) == REFUSED
-    print(f"after {time.monotonic() - begin:.1f} s: {clients.problems}")
-    assert time.monotonic() - begin < 60
+    assert ask(replicas.url, own_prompts[0], own_reference[0][:16], stream=False)[0] == REFUSED

@@ -1,8 +1,7 @@
 """SGLang's own tests of a server, which its wheel ships, of a baseline and of HYPERDFLASH.
 
 Each test of a kit must pass on both servers, or fail on both where ``FAIL`` says why, and what it
-asks without sampling must get the same answers. ``LEFT_OUT`` has the others and why; a kit that the
-tables do not know is a failure.
+asks without sampling must get the same answers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine.conftest import FP32
+from tests.engine.conftest import FP32, TOOL_CALLS
 
 KITS = "sglang.test.kits"
 PATHS = {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"}
@@ -110,78 +109,32 @@ FAIL = {
     f"{STOP}.test_finish_stop_eos": ENDS,
     f"{STOP}.test_finish_length": ENDS,
 }
-# Modules, kits and tests.
-SCORE, SPEED = "a benchmark's score, of a trained model", "a threshold of speed"
-OPEN = "JSON without a bound, which the tiny target may never end"
 LEFT_OUT = {
-    "attention_unittest": "unit tests of GPU kernels",
     f"{STRESS}.test_long_prompt": "13,600 tokens: two minutes on a CPU",
-    "ebnf_constrained_kit.EBNFConstrainedMixin.test_ebnf_generate_complex_json": OPEN,
-    "json_mode_kit": OPEN,
-    "regex_constrained_kit.RegexConstrainedMixin.test_regex_generate_complex_json": OPEN,
-    "spec_server_kits.SpecFeatureKit.test_constrained_decoding": OPEN,
+    "ebnf_constrained_kit.EBNFConstrainedMixin.test_ebnf_generate_complex_json": "may never end",
+    "regex_constrained_kit.RegexConstrainedMixin.test_regex_generate_complex_json": "as this one",
+    "spec_server_kits.SpecFeatureKit.test_constrained_decoding": "as this one",
     "spec_server_kits.SpecFeatureKit.test_radix_attention": "400 requests: minutes on a CPU",
-    "cache_hit_kit": "no test, but a function",
-    "dsa_metadata_kit": "helpers of CUDA tests",
-    "eval_accuracy_kit": SCORE,
-    "fwd_occupancy_kit": "how busy a GPU is",
-    "kl_divergence_kit": "downloads LongBench; unified_radix_cache_kit compares the same",
-    "lm_eval_kit": SCORE,
-    "mmmu_vlm_kit": "images",
-    "pd_parity_kit": "launches nodes of its own; make pd-test",
-    "perf_bench_kit": "helpers of benchmarks",
-    "prefix_cache_branching_kit": "caches of Mamba's states",
-    "radix_cache_server_kit": "a function; SpecFeatureKit calls it",
-    "reasoning_kit": "a model that thinks",
-    "spec_decoding_kit": SPEED,
-    "spec_server_kits.SpecAccuracyKit": SCORE,
-    "spec_server_kits.SpecHiddenStatesKit": "no hidden states in SGLang's DFLASH family: HTTP 400",
-    "spec_server_kits.SpecPerfKit": SPEED,
     "spec_server_kits.SpecLogprobKit.test_logprob_mixed": "44,000 rows of logprobs: minutes",
     f"{SESSION}.test_nth_mid_abort_recovery": ENDS,
     f"{SESSION}.test_first_mid_abort_recovery": ENDS,
-    "unified_radix_cache": "unit tests of a cache, without a server",
-    "unified_radix_cache_kit.AccuracyTwoPassMixin": f"{SCORE}; a disk cache",
-    "unified_radix_cache_kit.UnifiedRadixTreeTestMixin.test_gsm8k": SCORE,
-    "vlm_perf_kit": "images",
+    "unified_radix_cache_kit.UnifiedRadixTreeTestMixin.test_gsm8k": "a score of a trained model",
 }
 
 
-def tests_of_kits() -> dict[str, list[str]]:
-    """The tests of every kit, ``{"module.Class": [test]}``; none for a module without any."""
+def tests_of(kit: str) -> list[str]:
+    """The tests of a kit that run here."""
     (folder,) = importlib.util.find_spec(KITS).submodule_search_locations
-    found = {path.name: [] for path in Path(folder).iterdir() if (path / "__init__.py").is_file()}
-    for path in sorted(Path(folder).glob("[!_]*.py")):
-        body = ast.parse(path.read_text()).body
-        kits = {
-            f"{path.stem}.{node.name}": [
-                one.name for one in node.body if getattr(one, "name", "").startswith("test_")
-            ]
-            for node in body
-            if isinstance(node, ast.ClassDef)
-        }
-        found |= {kit: tests for kit, tests in kits.items() if tests} or {path.stem: []}
-    return found
+    module, _, name = kit.partition(".")
+    body = ast.parse((Path(folder) / f"{module}.py").read_text()).body
+    (node,) = (one for one in body if getattr(one, "name", "") == name)
+    names = (getattr(one, "name", "") for one in node.body)
+    tests = [one for one in names if one.startswith("test_")]
+    return [test for test in tests if f"{kit}.{test}" not in LEFT_OUT]
 
 
-TESTS = tests_of_kits()
-EVERY = {f"{kit}.{test}" for kit, tests in TESTS.items() for test in tests}
 # One pair of servers after the other.
-CASES = [
-    (kit, test)
-    for kit in sorted(RUN, key=lambda kit: RUN[kit][0])
-    for test in TESTS[kit]
-    if f"{kit}.{test}" not in LEFT_OUT
-]
-
-
-def test_the_tables_know_every_kit_of_the_wheel():
-    modules = {kit.partition(".")[0] for kit in TESTS}
-    assert LEFT_OUT.keys() <= EVERY | TESTS.keys() | modules
-    assert FAIL.keys() <= {".".join(case) for case in CASES}
-    for kit, tests in TESTS.items():
-        out = {kit, kit.partition(".")[0]} & LEFT_OUT.keys()
-        assert (kit in RUN) != bool(out), f"{kit}: {tests}"
+CASES = [(kit, test) for kit in sorted(RUN, key=lambda kit: RUN[kit][0]) for test in tests_of(kit)]
 
 
 def widened(source: Path, folder: Path) -> Path:
@@ -202,7 +155,7 @@ def widened(source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(servers, target_dir, drafter_dir, target_server, hyper_server, tmp_path_factory):
+def pair(servers, target_dir, drafter_dir, hyper_server, tmp_path_factory):
     """Baseline and HYPERDFLASH of a setting, in that order."""
     root = tmp_path_factory.mktemp("wide")
     target, drafter = widened(target_dir, root / "target"), widened(drafter_dir, root / "drafter")
@@ -210,7 +163,8 @@ def pair(servers, target_dir, drafter_dir, target_server, hyper_server, tmp_path
 
     def get(setting: str) -> tuple[Server, ...]:
         if setting == OWN:
-            return target_server, hyper_server
+            plain = (*FP32, *TOOL_CALLS, "--enable-return-hidden-states")
+            return servers.get("kits-target", target_dir, *plain), hyper_server
         stop_others(setting)
         arguments, environment = SETTINGS[setting]
         options = (*FP32, *arguments)
@@ -293,7 +247,7 @@ def run_kit(kit: str, test: str, attributes: dict) -> tuple[list[str], dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kit", "test"), CASES)
-def test_kit(pair, target_server, target_dir, tokenizer, kit, test):
+def test_kit(pair, target_dir, tokenizer, kit, test):
     from sglang.test.kits import spec_server_kits
 
     setting, attributes = RUN[kit]
@@ -303,7 +257,7 @@ def test_kit(pair, target_server, target_dir, tokenizer, kit, test):
         "model": str(target_dir),
         "tokenizer": tokenizer,
         "api_key": "none",
-        "parity_ref_outputs": {p: spec_server_kits._greedy(target_server.url, p) for p in parity},
+        "parity_ref_outputs": {p: spec_server_kits._greedy(pair(OWN)[0].url, p) for p in parity},
         "input_ids": [[ids.randrange(5, VOCABULARY) for _ in range(1024)] for _ in range(4)],
     }
     found = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import requests
@@ -11,47 +13,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
-from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
+from sglang_hyperdflash.tools.acceptance import counters
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import FP32, flush, greedy, greedy_all, ids, install_plugin
+from tests.engine.asking import post
+from tests.engine.conftest import FP32, flush, greedy, greedy_all, ids
 from tests.engine.drafters import with_idle_head
-from tests.engine.test_width import RANDOM
-from tests.waiting import PATIENCE
+from tests.engine.reference_decoder import block_draft, decode
+
+COMPARED = 36
 
 
 @pytest.fixture(scope="module")
-def other_target(target_dir, tmp_path_factory):
-    """The tiny target with another head: every token two rows further down."""
-    folder = tmp_path_factory.mktemp("other") / "target"
-    shutil.copytree(target_dir, folder)
-    changed = 0
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        if "head.weight" in tensors:
-            tensors["head.weight"] = tensors["head.weight"].roll(2, 0).contiguous()
-            changed += 1
-        save_file(tensors, path, metadata={"format": "pt"})
-    assert changed == 1
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pair(servers, target_dir, drafter_dir):
-    """One server without speculation and one with it, of changing widths."""
-    names = "update-plain", "update-hyperdflash"
-    yield (
-        servers.get(names[0], target_dir, *FP32),
-        servers.get(
-            names[1], target_dir, *FP32, *hyperdflash_arguments(drafter_dir), environment=RANDOM
-        ),
-    )
-    for name in names:
-        servers.stop(name)
+def other(tmp_path_factory, drafter_dir) -> Path:
+    """Another trained drafter in the shape of the committed one."""
+    folder = tmp_path_factory.mktemp("other") / "drafter"
+    return with_idle_head(EXAMPLE / "hyperdflash", folder, like=drafter_dir)
 
 
 def update(server, target) -> requests.Response:
     payload = {"model_path": str(target), "recapture_cuda_graph": True}
-    return requests.post(f"{server.url}/update_weights_from_disk", json=payload, timeout=PATIENCE)
+    return post(server, "/update_weights_from_disk", payload)
 
 
 def send(server, tensors: dict[str, torch.Tensor], **selected) -> list[requests.Response]:
@@ -63,105 +46,80 @@ def send(server, tensors: dict[str, torch.Tensor], **selected) -> list[requests.
         data = base64.b64encode(MultiprocessingSerializer.serialize(list(tensors.items()))).decode()
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
-    steps = [
-        ("begin_weight_update", selected),
-        (
-            "update_weights_from_tensor",
-            {"serialized_named_tensors": [data], "flush_cache": False, **selected},
-        ),
-        ("end_weight_update", {}),
-    ]
-    return [requests.post(f"{server.url}/{at}", json=body, timeout=PATIENCE) for at, body in steps]
+    body = {"serialized_named_tensors": [data], "flush_cache": False, **selected}
+    steps = {"begin_weight_update": selected, "update_weights_from_tensor": body}
+    steps["end_weight_update"] = {}
+    return [post(server, f"/{name}", body) for name, body in steps.items()]
 
 
-def test_answers_follow_the_target_s_new_weights(pair, target_dir, other_target, own_prompts):
-    """There and back again; a drafter that was given the target's weights ended the server."""
-    prompts = own_prompts[:6]
-    first = [ids(greedy_all(server, prompts, 3)) for server in pair]
-    for folder in (other_target, target_dir):
-        replies = [update(server, folder) for server in pair]
-        assert [reply.status_code for reply in replies] == [200, 200], replies[1].text
-        answers = [greedy_all(server, prompts, 3) for server in pair]
-        plain, ours = map(ids, answers)
-        assert ours == plain
-        assert (plain == first[0]) == (folder == target_dir)
-    # The drafter is still the one that knows this target.
-    histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers[1]]
-    assert sum(sum(histogram[3:]) for histogram in histograms) > len(prompts)
+@pytest.fixture(scope="module")
+def updated(servers, target_dir, drafter_dir) -> Iterator[Server]:
+    """A server that follows no folder: it takes weights."""
+    yield servers.get("updated", target_dir, *FP32, *hyperdflash_arguments(drafter_dir))
+    servers.stop("updated")
 
 
-def test_a_folder_that_is_not_there_changes_nothing(pair, tmp_path, own_prompts):
-    before = ids(greedy_all(pair[1], own_prompts[:2], 2))
-    assert update(pair[1], tmp_path / "none").status_code == 400
-    assert ids(greedy_all(pair[1], own_prompts[:2], 2)) == before
-
-
-def test_tensors_of_a_trainer_reach_the_target_unless_it_names_the_draft(
-    pair, target_dir, own_prompts
+@pytest.mark.parametrize("which", ["other", "first"])
+def test_a_new_drafter_drafts_as_if_the_server_had_started_with_it(
+    updated, target_dir, drafter_dir, other, own_prompts, which
 ):
-    """``selector`` is all where a client names none."""
+    """Round by round what the plain decoder finds: what is derived from weights is rebuilt."""
+    draft = other if which == "other" else drafter_dir
+    tensors = load_file(draft / "model.safetensors")
+    names = sorted(tensors)
+    for part in (names[:9], names[9:]):  # as trainers send buckets
+        replies = send(updated, {n: tensors[n] for n in part}, selector="draft")
+        assert [reply.status_code for reply in replies] == [200] * 3, replies[1].text
+    flush(updated)
+    target = LocalTarget(target_dir)
+    for prompt in own_prompts[:3]:
+        answer = greedy(updated, prompt, COMPARED)
+        tokens, expected = decode(target, block_draft(target, draft), prompt, COMPARED, None)
+        found = counters(answer["meta_info"])[2]
+        assert answer["output_ids"] == tokens
+        assert found + [0] * (len(expected) - len(found)) == expected
+
+
+def test_tensors_reach_the_target_unless_the_draft_is_named(
+    updated, target_dir, own_prompts, own_reference
+):
+    """``selector`` is all where a client names none; wrong ones change nothing."""
     files = sorted(target_dir.glob("*.safetensors"))
     head = next(t["head.weight"] for t in map(load_file, files) if "head.weight" in t)
     for selected in ({}, {"selector": "target"}):
-        replies = send(pair[1], {"head.weight": head}, **selected)
+        replies = send(updated, {"head.weight": head}, **selected)
         assert [reply.status_code for reply in replies] == [200] * 3, replies[1].text
-    before = ids(greedy_all(pair[1], own_prompts[:2], 2))
     norm = torch.ones(head.shape[1])
-    for tensors, said in (
-        ({"norm.weight": norm, "head.weight": head}, "unexpected tensor head.weight"),
-        ({"norm.weight": norm[1:]}, "norm.weight has shape"),
-        ({"norm.weight": norm / 0}, "norm.weight holds NaN or infinite values"),
+    for tensors, name in (
+        ({"norm.weight": norm, "head.weight": head}, "head.weight"),
+        ({"norm.weight": norm[1:]}, "norm.weight"),
+        ({"norm.weight": norm / 0}, "norm.weight"),
     ):
-        begun, refused, ended = send(pair[1], tensors, selector="draft")
+        begun, refused, ended = send(updated, tensors, selector="draft")
         assert (begun.status_code, refused.status_code, ended.status_code) == (200, 400, 200)
-        assert said in refused.json()["message"]
-    assert ids(greedy_all(pair[1], own_prompts[:2], 2)) == before
+        assert name in refused.json()["message"]
+    assert update(updated, target_dir / "none").status_code == 400
+    assert ids(greedy_all(updated, own_prompts[:2], 2)) == own_reference[:2]
 
 
-# Without this, draft K/V of contexts would be those of the old weights.
-NO_REBUILD = """
-def load():
-    from sglang_hyperdflash.serving.drafting import replace
-
-    replace.rebuild = lambda worker: None
-"""
-
-
-def lengths(server, prompts) -> list[list[int]]:
-    """Rounds of every answer by accepted drafts, without anything cached."""
-    flush(server)
-    answers = [greedy(server, prompt) for prompt in prompts]
-    return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
-
-
-@pytest.mark.parametrize("rebuilds", [True, False])
-def test_a_new_drafter_drafts_as_if_the_server_had_started_with_it(
-    servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path, rebuilds
+def test_answers_follow_the_target_s_new_weights(
+    updated, target_dir, own_prompts, own_reference, tmp_path
 ):
-    """There and back, and round by round; the control lacks what is derived from weights."""
-    other = with_idle_head(EXAMPLE / "hyperdflash", tmp_path / "other", like=drafter_dir)
-    environment = {} if rebuilds else install_plugin(tmp_path, "no_rebuild", NO_REBUILD)
-    started, updated = (
-        servers.get(f"update-{name}", target_dir, *FP32, *hyperdflash_arguments(draft), **options)
-        for name, draft, options in (
-            ("started", other, {}),
-            ("updated", drafter_dir, {"environment": environment}),
-        )
-    )
-    try:
-        prompts = own_prompts[:6]
-        first, expected = lengths(updated, prompts), lengths(started, prompts)
-        assert first != expected
-        for folder, those in ((other, expected), (drafter_dir, first)):
-            tensors = load_file(folder / "model.safetensors")
-            names = sorted(tensors)
-            # In two parts, as trainers send buckets.
-            for part in (names[:9], names[9:]):
-                replies = send(updated, {n: tensors[n] for n in part}, selector="draft")
-                assert [reply.status_code for reply in replies] == [200] * 3, replies[1].text
-            found = lengths(updated, prompts)
-            assert ids(greedy_all(updated, prompts, 3)) == own_reference[:6]
-            assert (found == those) == (rebuilds or folder == drafter_dir)
-    finally:
-        servers.stop("update-started")
-        servers.stop("update-updated")
+    """There and back again; a drafter that was given the target's weights ended the server."""
+    moved = shutil.copytree(target_dir, tmp_path / "target")
+    for path in moved.glob("*.safetensors"):
+        tensors = load_file(path)
+        if "head.weight" in tensors:  # every token two rows further down
+            tensors["head.weight"] = tensors["head.weight"].roll(2, 0).contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
+    reply, target = update(updated, moved), LocalTarget(moved)
+    assert reply.status_code == 200, reply.text
+    for prompt in own_prompts[:2]:
+        expected, _ = decode(target, lambda tokens: [0] * 6, prompt, 12, None)
+        assert greedy(updated, prompt, 12)["output_ids"] == expected
+    assert update(updated, target_dir).status_code == 200
+    answers = greedy_all(updated, own_prompts[:6], 3)
+    assert ids(answers) == own_reference[:6]
+    # The drafter is still the one that knows this target.
+    histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers]
+    assert sum(sum(histogram[3:]) for histogram in histograms) > len(answers)

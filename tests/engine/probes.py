@@ -1,0 +1,107 @@
+"""A server plugin that writes down what a server does, each part where its variable is set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+PLUGIN = "from tests.engine.probes import load  # noqa: F401\n"
+# Files: every verified block, the last positions that models are given, the state after the start.
+BLOCKS, POSITIONS, STATE = "TEST_BLOCKS", "TEST_POSITIONS", "TEST_STATE"
+
+
+def record_blocks(result, self, logits, argmaxes, block, requests) -> None:
+    """A line ``[request, position of the anchor, anchor, draft, ...]`` of each block."""
+    if block.width > 1:
+        names = [req.rid for req in requests.reqs]
+        rows = zip(names, block.positions[:, 0].tolist(), block.tokens.tolist(), strict=True)
+        with open(os.environ[BLOCKS], "a") as out:
+            out.writelines(json.dumps([name, at, *tokens]) + "\n" for name, at, tokens in rows)
+
+
+def record_positions() -> None:
+    """The last position of the target and of the drafter, and where their K/V then end."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    original, most = ModelRunner.forward, {}
+
+    def forward(self, forward_batch, *args, **kwargs):
+        if len(forward_batch.positions):
+            verifies = forward_batch.forward_mode.is_target_verify()
+            rows = getattr(forward_batch.spec_info, "draft_token_num", 0) if verifies else 0
+            ends = int(forward_batch.seq_lens.max()) + rows
+            name = "drafter" if self.is_draft_worker else "target"
+            before = most.get(name, [0, 0])
+            most[name] = [max(int(forward_batch.positions.max()), before[0]), max(ends, before[1])]
+            if most[name] != before:
+                Path(os.environ[POSITIONS]).write_text(json.dumps(most))
+        return original(self, forward_batch, *args, **kwargs)
+
+    ModelRunner.forward = forward
+
+
+def digest(tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def used(pool) -> int:
+    """Buffers of K and of V that hold anything in a slot other than 0."""
+    return sum(int(b[1:].abs().float().sum() > 0) for b in (*pool.k_buffer, *pool.v_buffer))
+
+
+def write_state(result, self) -> Any:
+    """What a scheduler and its worker know when everything is built, before any request."""
+    import torch
+
+    worker, pool, allocator = (
+        self.draft_worker,
+        self.req_to_token_pool,
+        self.token_to_kv_pool_allocator,
+    )
+    control, window = worker.width_control, getattr(worker.draft_kv, "window", None)
+    classes = control.policy.classes if control.policy else ()
+    found = {
+        "row tokens": int(pool.req_to_token.abs().sum()),
+        "rows": [list(pool.free_slots), pool.req_generation.tolist()],
+        "slots": [allocator.available_size(), digest(allocator.free_pages)],
+        "target layers with K/V": used(allocator.get_kvcache()),
+        "draft layers with K/V": 0 if window else used(worker.draft_model_runner.token_to_kv_pool),
+        "window": int((window.slot_of >= 0).sum()) if window else 0,
+        "seeds drawn": worker.request_state.seeds.drawn,
+        "requests": repr(worker.request_state.current),
+        "draft temperature": digest(worker.drafter.draft_temperature.accepted),
+        "counts": "counts" in vars(worker.request_state),
+        "widths": [worker.lanes.active.width, worker._last_width],
+        "random": digest(torch.get_rng_state()),
+        "forced": control.forced,
+        "trials": sum(sum(kind.trials) for kind in classes),
+    }
+    Path(os.environ[STATE]).write_text(json.dumps(found))
+    return result
+
+
+def time_two_sizes() -> None:
+    """However slow: a server stops timing after ten seconds."""
+    from sglang_hyperdflash.serving.width import timing
+
+    timing.LIMIT, timing.sizes_up_to = float("inf"), lambda most: [1, 4]
+
+
+def load() -> None:
+    """SGLang's plugin entry point."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_hyperdflash.seams import when_imported
+
+    if BLOCKS in os.environ:
+        accept = "sglang_hyperdflash.serving.verification.verifier.Verifier.accept"
+        HookRegistry.register(accept, record_blocks, HookType.AFTER)
+    if POSITIONS in os.environ:
+        when_imported("sglang.srt.model_executor.model_runner", record_positions)
+    if STATE in os.environ:
+        when_imported("sglang_hyperdflash.serving.width.timing", time_two_sizes)
+        built = "sglang.srt.managers.scheduler.Scheduler.init_rank_consensus_checker"
+        HookRegistry.register(built, write_state, HookType.AFTER)

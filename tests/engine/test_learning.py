@@ -1,0 +1,173 @@
+"""One server that records and follows published drafters: each test leaves it to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hyperdflash.draft.published import publish
+from sglang_hyperdflash.serving.record.settings import RECORD
+from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.serving.scheduler.metrics import (
+    ACCEPTED,
+    DRAFTED,
+    RECORDED,
+    RECORDED_BYTES,
+    SHED,
+    VERSION,
+)
+from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.samples import OnlineFeatures, Sample
+from sglang_hyperdflash.training.store.identity import identity_of
+from sglang_hyperdflash.training.store.reader import StoreReader
+from tests.conftest import EXAMPLE
+from tests.engine.asking import samples
+from tests.engine.conftest import (
+    FP32,
+    OPTIMISTIC,
+    SMALL_POOL,
+    greedy,
+    greedy_all,
+    greedy_together,
+    ids,
+    install_plugin,
+    retractions,
+)
+from tests.engine.drafters import for_another_target, poisoned, with_idle_head
+from tests.waiting import until
+
+pytestmark = pytest.mark.xdist_group("learning")
+CHUNK, SHORT = 16, 24
+# A short trial.
+SHORT_TRIAL = f"""
+def load():
+    from sglang_hyperdflash.serving.scheduler import guard
+
+    guard.REQUESTS = {SHORT}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("learning")
+
+
+@pytest.fixture(scope="module")
+def other(folder, drafter_dir) -> Path:
+    """Another trained drafter in the shape of the committed one."""
+    return with_idle_head(EXAMPLE / "hyperdflash", folder / "other", like=drafter_dir)
+
+
+@pytest.fixture(scope="module")
+def server(servers, target_dir, drafter_dir, folder) -> Iterator[Server]:
+    """Little K/V: some requests go back to the queue and are computed again."""
+    environment = {RECORD: str(folder / "store"), FOLLOW: str(folder / "published")}
+    environment |= {f"{RECORD}_SHARE": "1", f"{RECORD}_CONTEXT": "0.5"}
+    for name, source in (("optimistic", OPTIMISTIC), ("short_trial", SHORT_TRIAL)):
+        environment |= install_plugin(folder, name, source)
+    arguments = (*FP32, *SMALL_POOL, "--enable-metrics", "--chunked-prefill-size", str(CHUNK))
+    arguments += hyperdflash_arguments(drafter_dir)
+    yield servers.get("learning", target_dir, *arguments, environment=environment)
+    servers.stop("learning")
+
+
+def total(server: Server, family: str) -> float:
+    return sum(samples(server, family).values())
+
+
+def assert_samples(target_dir: Path, source: StoreReader, asked: list[tuple[list[int], dict]]):
+    """Every sample is the end of a request, with the target's own residual; their starts."""
+    target, starts = LocalTarget(target_dir), []
+    for i, sample in enumerate(source.samples):
+        stored = sample.tokens.tolist()
+        whole = [(p, p + a["output_ids"]) for p, a in asked]
+        ((prompt, tokens),) = [one for one in whole if one[1][-len(stored) :] == stored]
+        start = len(tokens) - len(stored)
+        assert sample.spans == ((len(prompt) - start, len(stored)),)
+        online = OnlineFeatures(target, [Sample.continuation(tokens, 1)])
+        wanted = online.states([0]).residual[0, start:]
+        found = source.states([i]).residual[0]
+        # Relative to their size: residuals reach the hundreds.
+        assert (found - wanted)[:-1].abs().max() < 1e-4 * wanted.abs().max()
+        assert not found[-1].any()  # no pass has read the last token
+        starts.append(start)
+    return starts
+
+
+def test_a_sample_is_what_a_capture_of_the_request_would_be(
+    server, target_dir, own_prompts, own_reference, folder
+):
+    """Chunked prefills, cached prefixes, retractions, drafts accepted and rejected."""
+    prompts = own_prompts[:8]
+    answers = greedy_together(server, prompts)
+    assert ids(answers) == own_reference[:8]
+    assert retractions(server) > 0 and max(map(len, prompts)) > CHUNK
+    # Nobody writes weights, so the recording goes on.
+    looked = requests.get(f"{server.url}/weights_checker", timeout=120).json()
+    assert looked["success"] and {n[:6] for n in looked["ranks"][0]["checksums"]} > {"draft."}
+    out = greedy(server, own_prompts[11], sampling={"custom_params": {"hyperdflash_record": False}})
+    assert out["output_ids"] == own_reference[11]
+    seeded = {"temperature": 1.0, "sampling_seed": 7}
+    # Conversations of which most is cached, and a little less than half.
+    first = own_prompts[0] + own_reference[0]
+    turns = [first + own_prompts[1][:20], first[:30] + own_prompts[6]]
+    asked = list(zip(prompts, answers, strict=True))
+    asked += [(p, greedy(server, p, 48, sampling=seeded)) for p in own_prompts[8:11]]
+    asked += list(zip(turns, greedy_all(server, turns, 1), strict=True))
+    launched = 1  # the launch's own request
+    until(lambda: total(server, RECORDED) + total(server, SHED) >= len(asked) + launched)
+    shed = {dict(labels)["reason"]: n for labels, n in samples(server, SHED).items() if n}
+    source = StoreReader(folder / "store")
+    assert shed == {"cached": 1} and len(source.samples) == total(server, RECORDED) == len(asked)
+    assert source.identity == identity_of(TargetFiles(str(target_dir)), "float32")
+    known = {tuple(p + a["output_ids"]) for p, a in asked}
+    for sample in source.samples:
+        stored = tuple(sample.tokens.tolist())
+        if not any(tokens[-len(stored) :] == stored for tokens in known):
+            start = sample.spans[0][0]
+            asked.append((list(stored[:start]), {"output_ids": list(stored[start:])}))
+    assert len(asked) - len(known) <= launched
+    assert max(assert_samples(target_dir, source, asked)) == 30  # the others' template is cached
+    size = sum(path.stat().st_size for path in (folder / "store" / "shards").iterdir())
+    assert 0.9 * size < total(server, RECORDED_BYTES) <= size
+
+
+def test_a_published_drafter_is_taken_and_a_poisoned_one_left(
+    server, drafter_dir, other, own_prompts, own_reference, folder, tmp_path
+):
+    """Answers stay the baseline's while drafters change under running requests."""
+
+    def traffic() -> None:
+        assert ids(greedy_all(server, own_prompts, 4)) == own_reference
+
+    def log() -> str:
+        return server.log.read_text(errors="replace")
+
+    def of(family: str, version: int) -> float:
+        found = samples(server, family).items()
+        first = {dict(k)[VERSION]: n for k, n in found if dict(k)["position"] == "1"}
+        return first.get(str(version), 0.0)
+
+    published = folder / "published"
+    assert publish(published, other) == 1
+    until(lambda: of(DRAFTED, 1) > 0, meanwhile=traffic)
+    assert publish(published, drafter_dir) == 2  # waits for the end of the first one's trial
+    until(lambda: of(DRAFTED, 2) > 40 * SHORT, meanwhile=traffic)
+    assert "is not taken" not in log()
+    assert all(of(ACCEPTED, n) > 0.3 * of(DRAFTED, n) > 0 for n in (0, 1, 2))
+    publish(published, poisoned(drafter_dir, tmp_path / "bad"))
+    until(lambda: "version 3 is not taken" in log(), meanwhile=traffic)
+    left, tried, before = of(DRAFTED, 3), of(DRAFTED, 2), of(ACCEPTED, 2)
+    assert left > 0
+    traffic()
+    # The drafter from before drafts, and drafts well, from its own K/V and the poisoned one's.
+    assert of(DRAFTED, 3) == left and of(ACCEPTED, 2) - before > 0.3 * (of(DRAFTED, 2) - tried) > 0
+    # What does not fit is not even tried.
+    publish(published, for_another_target(drafter_dir, tmp_path / "target"))
+    until(lambda: "version 4 is not taken" in log(), meanwhile=traffic)
+    assert of(DRAFTED, 4) == 0

@@ -1,0 +1,269 @@
+"""Everything that can happen to a round at once, on one server: the baseline's answers.
+
+A width drawn every round, prompts in chunks of 32 that share passes with running requests, a pool
+that is too small for eight requests (noticed late, so that some are retracted), custom processors,
+and grammars whose matchers fail on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import torch
+
+from sglang_hyperdflash.draft.algorithm import propose_block
+from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, WIDTH_ROUNDS
+from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.tools.acceptance import drafted_positions
+from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
+from sglang_hyperdflash.training.drafter import Drafter
+from sglang_hyperdflash.training.local_target import LocalTarget
+from sglang_hyperdflash.training.replay import Replay
+from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from tests.engine import probes
+from tests.engine.asking import (
+    FEW,
+    PROCESSED,
+    UNPROCESSED,
+    assert_cases,
+    by_label,
+    payloads,
+    post,
+    sampled,
+    samples,
+    together,
+)
+from tests.engine.conftest import (
+    FP32,
+    NEW_TOKENS,
+    OPTIMISTIC,
+    PROCESSORS,
+    SMALL_POOL,
+    greedy,
+    greedy_all,
+    greedy_together,
+    ids,
+    install_plugin,
+    retractions,
+)
+from tests.engine.drafters import assert_varied
+from tests.engine.test_train_and_serve import replayed
+from tests.waiting import until
+
+pytestmark = pytest.mark.xdist_group("stress")
+# ``fail:METHOD:N`` in a grammar: its N-th call of METHOD fails.
+FAILING = """
+import re
+
+def load():
+    from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+    for kind in (GuidanceGrammar, XGrammarGrammar):
+        for method in ("fill_vocab_mask", "accept_token", "rollback"):
+            wrap(kind, method)
+
+def wrap(kind, method):
+    original = getattr(kind, method)
+
+    def call(self, *args):
+        text = getattr(self, "key_string", None) or self.serialized_grammar
+        planted = re.search(f"fail:{method}:([0-9]+)", text)
+        if planted:
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == int(planted[1]):
+                raise ValueError("planted")
+        return original(self, *args)
+
+    setattr(kind, method, call)
+"""
+TEXT = r"[ -~\n]*"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stress")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)],
+)
+def server(request, servers, target_dir, drafter_dir, folder):
+    environment = {WIDTH: RANDOM, WIDTHS: "1,2,4,7", probes.BLOCKS: str(folder / "blocks.jsonl")}
+    own = folder / request.param
+    own.mkdir()
+    plugins = {"optimistic": OPTIMISTIC, "failing": FAILING, "probes": probes.PLUGIN}
+    for name, source in plugins.items():
+        environment |= install_plugin(own, name, source)
+    arguments = (*FP32, *SMALL_POOL, "--enable-metrics", "--enable-mixed-chunk", PROCESSORS)
+    arguments += ("--chunked-prefill-size", "32", "--grammar-backend", request.param)
+    arguments += hyperdflash_arguments(drafter_dir)
+    name = f"stress-{request.param}"
+    yield servers.get(name, target_dir, *arguments, environment=environment)
+    servers.stop(name)
+
+
+def caps_of(answer: dict) -> list[int]:
+    """Rounds by their width, from 0 to 7."""
+    found = answer["meta_info"]["spec_cap_lens_histogram"]
+    return found + [0] * (8 - len(found))
+
+
+def test_greedy_answers(server, own_prompts, own_reference):
+    before = retractions(server)
+    answers = greedy_together(server, own_prompts)
+    assert ids(answers) == own_reference
+    assert retractions(server) > before
+    caps = [sum(column) for column in zip(*map(caps_of, answers), strict=True)]
+    assert [width for width, rounds in enumerate(caps) if rounds] == [1, 2, 4, 7], caps
+    longer = [p + r[:50] for p, r in zip(own_prompts, own_reference, strict=True)]
+    found = ids(greedy_all(server, longer, 4))
+    assert [a[: NEW_TOKENS - 50] for a in found] == [r[50:] for r in own_reference]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(UNPROCESSED, marks=pytest.mark.slow)])
+def test_answers_are_the_baselines(server, own_prompts, baseline, names):
+    assert_cases(server, names, own_prompts, baseline)
+
+
+def test_a_processor_is_called_once_a_token(server, own_prompts, baseline):
+    """A draft, rejected or not, would be one call more."""
+    assert_cases(server, PROCESSED, own_prompts, baseline)
+
+
+def test_retraction_changes_nothing(server, own_prompts, baseline):
+    """Long seeded, filtered, penalised and greedy answers, and prompts that come in chunks."""
+    before = retractions(server)
+    parameters = [one["sampling_params"] for one in payloads("mixed", own_prompts)]
+    found = together(server, own_prompts, parameters)
+    assert found == [choices[0]["ids"] for choices in baseline["mixed"]]
+    assert retractions(server) > before
+
+
+def test_requests_hold_while_others_prompts_are_computed(server, own_prompts, baseline):
+    """A grammar's and other kinds by turns, each with a long prompt, a chunk at a time."""
+    short = payloads("json", own_prompts)
+    short += [payloads(n, own_prompts)[4 + i] for i, n in enumerate(("penalties", "repetition"))]
+    expected = [choices[0]["ids"] for choices in baseline["json"]]
+    expected += [baseline[n][4 + i][0]["ids"] for i, n in enumerate(("penalties", "repetition"))]
+    long = [[t for p in own_prompts[i:] + own_prompts[:i] for t in p][:400] for i in range(6)]
+    prompts, parameters = [], []
+    for i in (0, 4, 1, 5, 2, 3):
+        prompts += [short[i]["input_ids"], long[i]]
+        parameters += [short[i]["sampling_params"], sampled(i, max_new_tokens=2)]
+    found = together(server, prompts, parameters)[::2]
+    assert found == [expected[i] for i in (0, 4, 1, 5, 2, 3)]
+
+
+def test_drafting_stops_while_a_custom_processor_is_in_the_batch(server, own_prompts, baseline):
+    """Plain requests run blocks, then single rows with a processor's request, then blocks again."""
+    plain = [sampled(i, temperature=0, max_new_tokens=96) for i in range(3)]
+    short = payloads("greedy processor", own_prompts)[3]
+    met = []
+
+    def ask_plain() -> list[dict]:
+        return server.generate(input_ids=own_prompts[:3], sampling_params=plain)
+
+    def ask_both() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(ask_plain)
+            for _ in range(2):  # at several points of the plain answers
+                answer = server.generate(**short)
+                assert answer["output_ids"] == baseline["greedy processor"][3][0]["ids"]
+                assert answer["meta_info"]["spec_num_correct_drafts"] == 0
+            found = running.result()
+        assert [a["output_ids"] for a in found] == [t[:96] for t in baseline["own"][:3]]
+        assert min(a["meta_info"]["spec_num_correct_drafts"] for a in found) > 0
+        met.append(any(a["meta_info"]["spec_verify_ct"] > 30 for a in found))
+
+    until(lambda: any(met), meanwhile=ask_both)  # a slow client's request may come too late
+
+
+def test_every_block_reads_its_own_request_alone(
+    server, target_dir, drafter_dir, own_prompts, folder
+):
+    """It is the trainer's: slots are used again, prompts come in chunks, prefixes are cached."""
+    log = folder / "blocks.jsonl"
+    log.unlink(missing_ok=True)
+    prompts, texts = own_prompts[:6], {}
+    sampling = {"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}
+    for turn in ("first", "again"):
+        names = [f"{turn} {i}" for i in range(len(prompts))]
+        found = server.generate(input_ids=prompts, rid=names, sampling_params=sampling)
+        each = zip(names, prompts, found, strict=True)
+        texts |= {name: prompt + answer["output_ids"] for name, prompt, answer in each}
+    blocks: dict[str, list] = {}
+    for line in log.read_text().splitlines():
+        request, *block = json.loads(line)
+        # Only a causal drafter's narrow block is the start of a whole one.
+        if request in texts and block[0] < len(texts[request]) and len(block) == 8:
+            blocks.setdefault(request, []).append(block)
+    target, drafter, compared = LocalTarget(target_dir), Drafter.load(drafter_dir).eval(), []
+    replay = Replay(drafter, target)
+    for request, tokens in texts.items():
+        sample = Sample.continuation(tokens, len(prompts[int(request.split()[1])]))
+        states = FeatureCache(target, [sample], dtype=torch.float32).states([0])
+        anchors = [at for at, *_ in blocks[request]]
+        drafts = [block for _, _, *block in blocks[request]]
+        assert replayed(replay, sample, states, anchors) == drafts
+        at, anchor, *block = blocks[request][-1]
+        assert anchor == tokens[at]
+        assert propose_block(target, drafter, tokens[: at + 1]) == block
+        compared += drafts
+    assert len(compared) >= 30
+    assert_varied(compared)
+
+
+def test_metrics_count_the_drafts_of_narrow_rounds(server, own_prompts):
+    rounds = sum(samples(server, ROUNDS).values())
+    before = [by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)]
+    found = greedy_all(server, own_prompts[:6], 2)
+    accepted, drafted = (
+        [now[str(k)] - then[str(k)] for k in range(1, 7)]
+        for now, then in zip(
+            (by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)),
+            before,
+            strict=True,
+        )
+    )
+    histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in found]
+    assert accepted == [sum(sum(h[k:]) for h in histograms) for k in range(1, 7)]
+    caps = [sum(column) for column in zip(*map(caps_of, found), strict=True)]
+    assert drafted == drafted_positions(caps, 6) == [sum(caps[k + 1 :]) for k in range(1, 7)]
+    assert sum(samples(server, ROUNDS).values()) - rounds == sum(caps) > drafted[0]
+    assert set(by_label(server, WIDTH_ROUNDS, "width")) == {"1", "2", "4", "7"}
+    for details in (answer["meta_info"] for answer in found):
+        caps = details["spec_cap_lens_histogram"]
+        proposed = sum((width - 1) * rounds for width, rounds in enumerate(caps) if rounds)
+        assert details["spec_num_proposed_drafts"] == proposed > 0
+        rate = details["spec_num_correct_drafts"] / proposed
+        assert details["spec_accept_rate"] == pytest.approx(rate)
+
+
+def ask(server, prompt: list[int], **sampling) -> requests.Response:
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, **sampling}
+    return post(server, "/generate", {"input_ids": prompt, "sampling_params": sampling})
+
+
+def test_a_matcher_in_error_ends_its_request_and_no_other(server, own_prompts, own_reference):
+    """At every position of a block, in the rounds after it, and where no token is possible."""
+    constrained = ask(server, own_prompts[0], regex=TEXT).json()["output_ids"]
+    numbers = {"fill_vocab_mask": 12, "accept_token": 12, "rollback": 4}
+    bad = [
+        {"regex": f"{TEXT}|fail:{method}:{number}"}
+        for method, most in numbers.items()
+        for number in range(2, most)
+    ]
+    # The end is all that this grammar allows, and min_new_tokens forbids it.
+    bad += [{"regex": "yes|no", "min_new_tokens": 3, "ignore_eos": False}] * 3
+    with ThreadPoolExecutor(4) as pool:
+        healthy = pool.submit(greedy_all, server, own_prompts[:6], 2)
+        codes = list(pool.map(lambda one: ask(server, own_prompts[0], **one).status_code, bad))
+        assert codes == [500] * len(bad)
+        assert ids(healthy.result()) == own_reference[:6]
+    assert ask(server, own_prompts[0], regex=TEXT).json()["output_ids"] == constrained
+    assert greedy(server, own_prompts[1])["output_ids"] == own_reference[1]

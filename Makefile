@@ -21,10 +21,10 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/hyperdflash demo
 
-# Two files at a time, engine tests first: they mostly wait for servers of one thread each. A test
+# Two files at a time, engine tests first, by the servers they share (xdist_group). A test
 # that takes an hour hangs; none is judged by how long it takes.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadfile --no-loadscope-reorder --timeout 3600 --durations=30
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadgroup --no-loadscope-reorder --timeout 3600 --durations=30
 
 lint: setup
 	$(BIN)/ruff check .

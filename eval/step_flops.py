@@ -2,7 +2,7 @@
 
 The trainer's own step on fake tensors: shapes and types alone, no GPU, no weights, no memory.
 Without a GPU torch has no backward pass on fake CUDA tensors, so these are fake CPU tensors under a
-GPU's autocast; tests/unit/eval/test_step_flops.py compares the forward pass with fake CUDA tensors.
+GPU's autocast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the pages of docs/reference/ from the code: ``make reference``.
 
-``tests/unit/test_reference.py`` compares the committed pages with what this makes.
+``tests/unit/test_seams.py`` compares the committed pages with what this makes.
 """
 
 from __future__ import annotations

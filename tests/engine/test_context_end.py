@@ -137,14 +137,14 @@ def compare(servers, short_target, drafter_dir, end_prompts, short_baseline, tmp
 def test_prompts_at_the_context_limit(
     target_server, hyper_server, own_prompts, own_reference, probe_folder
 ):
-    """On the servers that run already, whose context is longer."""
+    """On the servers that run already: the last prompts that are taken, and the first refused."""
     context = 2048
     base, asked = [token for prompt in own_prompts for token in prompt] * 20, []
     for left in (9, 7, 2, 1):
         for temperature in (0, HOT):
             sampling = {"temperature": temperature, "sampling_seed": left, "ignore_eos": True}
             payload = {"input_ids": base[: context - left], "sampling_params": sampling}
-            asked.append(payload | {"sampling_params": sampling | {"max_new_tokens": 20}})
+            asked.append(payload | {"sampling_params": sampling | {"max_new_tokens": None}})
     both = [answers(server, asked, 4) for server in (target_server, hyper_server)]
     assert both[0] == both[1] and max(map(len, both[0])) == 2
     for name, ends in json.loads((probe_folder / "positions.json").read_text()).items():

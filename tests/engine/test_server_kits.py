@@ -122,7 +122,7 @@ LEFT_OUT = {
 }
 
 
-def tests_of(kit: str) -> list[str]:
+def names_of(kit: str) -> list[str]:
     """The tests of a kit that run here."""
     (folder,) = importlib.util.find_spec(KITS).submodule_search_locations
     module, _, name = kit.partition(".")
@@ -134,7 +134,7 @@ def tests_of(kit: str) -> list[str]:
 
 
 # One pair of servers after the other.
-CASES = [(kit, test) for kit in sorted(RUN, key=lambda kit: RUN[kit][0]) for test in tests_of(kit)]
+CASES = [(kit, test) for kit in sorted(RUN, key=lambda kit: RUN[kit][0]) for test in names_of(kit)]
 
 
 def widened(source: Path, folder: Path) -> Path:

@@ -144,7 +144,7 @@ def test_every_share_is_captured_once_and_all_together(tmp_path, server, monkeyp
     def answer(ids):
         rid = next(p["rid"] for p in reversed(server.prompts) if p["input_ids"] == ids)
         sample = next(s for s in small.SAMPLES if s.tokens == ids)
-        append_rows(tmp_path, rid, small.residual(sample))
+        append_rows(tmp_path, rid, small.residual(len(sample.tokens)))
         return [1]
 
     server.answer, loaded = answer, Loaded(small.SAMPLES, [""] * 4, [0] * 4)
@@ -158,9 +158,9 @@ def test_every_share_is_captured_once_and_all_together(tmp_path, server, monkeyp
     assert len(server.prompts) == 4
     assert server.connections == 2 * 2, "one for /server_info, then one for all of a share"
     source = StoreReader(tmp_path / "store")
-    assert small.found(source) == small.EXPECTED
+    assert small.contents(source) == small.SAMPLES
     for i, sample in enumerate(small.SAMPLES):
-        assert torch.equal(source.states([i]).residual[0], small.residual(sample))
+        assert torch.equal(source.states([i]).residual[0], small.residual(len(sample.tokens)))
 
 
 @pytest.mark.parametrize("wrong", [{2}, {1, 2, 3}])

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What make test runs; each of the others has a target of its own.
 FAST := not gpu and not slow and not faults and not disaggregation and not replicas and not v4
 
-.PHONY: setup demo test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench launches learn-demo retrain eval-tiny figures reference
+.PHONY: setup demo quick test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench launches learn-demo retrain eval-tiny figures reference
 
 # A folder with benchmarks/*.jsonl; see docs/results.md.
 DATA ?= data
@@ -17,6 +17,10 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot,eval]'
 	touch $@
+
+# After every edit: no server, no training, under two minutes on two idle cores.
+quick: setup lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(FAST) and not heavy" -n 2 --dist loadfile tests/unit tests/launches
 
 demo: setup
 	$(BIN)/hyperdflash demo

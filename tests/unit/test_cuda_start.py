@@ -12,6 +12,8 @@ from tests.conftest import ROOT
 from tests.unit.cuda_start import tiny_arguments
 from tests.unit.other_process import ask
 
+pytestmark = pytest.mark.heavy
+
 V4 = ROOT / "examples" / "deepseek_v4_flash_config"
 # Compute capability, and the attention of a drafter without a window whose target is V4.
 GPUS = {"sm_80": ((8, 0), None), "sm_90": ((9, 0), "fa3"), "sm_100": ((10, 0), "fa4")}

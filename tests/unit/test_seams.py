@@ -21,6 +21,8 @@ from tests.unit.cuda_start import tiny_arguments
 from tests.unit.other_process import ask
 from tests.unit.plugin_load import MODELS
 
+pytestmark = pytest.mark.heavy
+
 SEAM = plugin.ALL_SEAMS[0]
 
 

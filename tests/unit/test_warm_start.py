@@ -16,6 +16,8 @@ import pytest
 from tests.waiting import PATIENCE
 from tests.warm_start import client
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = [sys.executable, "-m", "tests.unit.test_warm_start", "two words"]
 

@@ -14,6 +14,8 @@ from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
 from triton_ops import hc_gate_op
 
+pytestmark = pytest.mark.heavy
+
 
 def states(said: str) -> dict[str, str]:
     """The state of every subject; no other line is printed."""

@@ -7,12 +7,16 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.unit.shards import split
 from tests.unit.training.streams import add, learn_arguments, new_drafter, recorded, writer
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import run_command, start_command
+
+pytestmark = pytest.mark.heavy
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:

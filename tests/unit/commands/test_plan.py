@@ -16,6 +16,8 @@ from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_fol
 from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
 
+pytestmark = pytest.mark.heavy
+
 SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
 
 

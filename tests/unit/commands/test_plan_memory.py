@@ -17,6 +17,8 @@ from sglang_hyperdflash.serving.verification import exact
 from sglang_hyperdflash.serving.verification.exact import read_rows, verify_block, weights_of
 from triton_ops import accept_kernel, adjust_kernel, finish_kernel, rows_kernel
 
+pytestmark = pytest.mark.heavy
+
 BATCH, BLOCK, VOCABULARY, WIDTH = 3, 7, 60_000, 8
 SIZES = {"block": BLOCK, "widths": [BLOCK], "residual": 64, "vocabulary": 1000, "context": 2048}
 SHAPE = Shape(requests=8, captured=[4, 8], **SIZES, page=256, heads=32, head_dim=128)

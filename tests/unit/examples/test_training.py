@@ -14,6 +14,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.training.recipe import read_schedule
 from tests.conftest import EXAMPLE
 
+pytestmark = pytest.mark.heavy
+
 
 def test_a_target_s_training_resumes_where_its_state_was_written(
     script, target_dir, tmp_path, monkeypatch

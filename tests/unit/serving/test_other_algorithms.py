@@ -7,6 +7,8 @@ import pytest
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, V41, target_folder
 from tests.unit.targets.v4_start import start
 
+pytestmark = pytest.mark.heavy
+
 NODE = {"gpu_gib": 141.0, "weights_gib": 40.0}
 # Target and algorithm. SGLang's pool sizes are compared too, but for V4.1, of which it has none.
 CASES = {"flash EAGLE": FLASH, "flash DSPARK": FLASH, "v41 DSPARK": V41}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
 from sglang.kernels.ops.speculative.fused_kv_materialize import FusedKVMaterializeHelper
 from torch import nn
@@ -15,6 +16,8 @@ from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from tests.unit.serving import draft_weights
+
+pytestmark = pytest.mark.heavy
 
 HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 4, 2, 8, 24, 3
 DERIVED = ["flat_kv_weight_t", "k_norm_weights"]

@@ -14,6 +14,8 @@ from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.unit.serving.v4_shapes import FLASH, PRO, SHAPES, V41, draft_folder, target_folder
 from tests.unit.targets.v4_start import start
 
+pytestmark = pytest.mark.heavy
+
 DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
 WINDOW = 512
 WINDOWED = replace(DRAFT, window=WINDOW)

@@ -30,6 +30,8 @@ from tests.unit.training.streams import (
     writer,
 )
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def content(target):

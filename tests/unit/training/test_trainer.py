@@ -36,6 +36,8 @@ from tests.unit.training.streams import new_drafter, random_drafter
 from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, run_command, start
 
+pytestmark = pytest.mark.heavy
+
 RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.heavy
+
 
 def output_of(*command: str) -> str:
     # FlashInfer names another assembler, where it finds one.

@@ -132,18 +132,19 @@ def test_a_prefill_s_rows_are_penalised_as_a_round_s():
     counts.reset(3, [4, 4, 7])
     penalties = counts.table, torch.arange(3) + 1, torch.tensor([NONE, NONE, ALL])
     changes = Adjustments(*penalties, *ENDS.tensors[3:])
-    requests = SimpleNamespace(
-        lengths=LENGTHS.int(), changes=lambda **a: asked.append(a) or changes
-    )
-    found = logits.clone()
-    PrefillSampler(None, SimpleNamespace(current=requests), None).penalise(found)
-    assert asked == [{"bias": False}], "SGLang adds it afterwards"
-    for i in range(3):
-        own = ([4, 4, 7], ALL) if i == 2 else ([], NONE)
-        expected = sglang_logits(logits[i], *own)
-        expected[expected_ends(logits[i], i, 0).isinf()] = float("-inf")
-        torch.testing.assert_close(found[i], expected, atol=2e-5, rtol=1e-5)
-    assert found.isinf().sum(1).tolist() == [2, 0, 1]
+    state = SimpleNamespace(current=None)
+    for ahead in range(3):  # to the last forbidden end
+        state.current = SimpleNamespace(
+            lengths=LENGTHS.int() + ahead, changes=lambda **a: asked.append(a) or changes
+        )
+        found = logits.clone()
+        PrefillSampler(None, state, None).penalise(found)
+        for i in range(3):
+            own = ([4, 4, 7], ALL) if i == 2 else ([], NONE)
+            expected = sglang_logits(logits[i], *own)
+            expected[expected_ends(logits[i], i, ahead).isinf()] = float("-inf")
+            torch.testing.assert_close(found[i], expected, atol=2e-5, rtol=1e-5)
+    assert asked == [{"bias": False}] * 3, "SGLang adds it afterwards"
 
 
 def test_logits_that_lie_in_columns_are_rows_before_anything_reads_them(monkeypatch):

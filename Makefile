@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot,eval]'
 	touch $@
 
-# After every edit: no server, no training, under two minutes on two idle cores.
+# After every edit: no server, no training.
 quick: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(FAST) and not heavy" -n 2 --dist loadfile tests/unit tests/launches
 

@@ -225,7 +225,7 @@ def test_every_block_reads_its_own_request_alone(
         assert anchor == tokens[at]
         assert propose_block(target, drafter, tokens[: at + 1]) == block
         compared += drafts
-    assert len(compared) >= 12  # a round in four is whole
+    assert len(compared) >= 30
     assert_varied(compared)
 
 

@@ -6,8 +6,8 @@
 _FILTER = "exact: the same distribution"
 _SEED = "exact: the same tokens if no request of the batch has top-k, top-p or min-p"
 _SERVED = {
-    # Cases that the servers of several files are asked.
-    "asking.py::payloads": {
+    # Its cases are those of ``asking.py``.
+    "test_exact.py::test_answers_are_the_baselines": {
         "temperature": "exact",
         "top_k": _FILTER,
         "top_p": _FILTER,
@@ -22,9 +22,9 @@ _SERVED = {
         "json_schema": "exact",
         "regex": "exact: the same mask",
         "ebnf": "exact: the same mask",
-        "custom_params": "exact",
         "ignore_eos": "host",
     },
+    "test_stress.py::test_a_processor_is_called_once_a_token": {"custom_params": "exact"},
     "test_exact.py::test_openais_seed_is_the_seed": {
         "seed": _SEED,
         "max_tokens": "host: `max_new_tokens`",

@@ -127,7 +127,8 @@ class LeftOut:
         if not path.exists():
             return True
         try:
-            first = json.loads(path.read_bytes().partition(b"\n")[0])
+            with path.open("rb") as file:
+                first = json.loads(file.readline())
         except ValueError:
             return False
         return isinstance(first, dict) and first.keys() == {"index", "where", "reason"}

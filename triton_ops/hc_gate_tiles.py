@@ -162,13 +162,13 @@ def _finish_tile(
     x_ptr, base_ptr, scale_ptr, path_ptr, partial_ptr, coefficient_ptr, stats_ptr, tile, x_stride,
     n_tokens, padded, rms_eps, hc_eps,
     M: tl.constexpr, D: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr,
-    PATH_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, SAVE_STATS: tl.constexpr,
+    SLOTS: tl.constexpr, PATH_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr,
+    SAVE_STATS: tl.constexpr,
 ):
     """Sum a tile's partials over its slices; write the coefficient of every token and path."""
     rows = tile.to(tl.int64) * T + tl.arange(0, T)
     inside = rows < n_tokens
     ENTRIES: tl.constexpr = M * (M + 1) // 2
-    SLOTS: tl.constexpr = triton.next_power_of_2(PIECES)
     piece = tl.arange(0, SLOTS)[:, None]
     where = partial_ptr + piece.to(tl.int64) * (2 * M + ENTRIES) * padded + rows[None, :]
     have = piece < PIECES
@@ -254,8 +254,8 @@ def _tile_kernel(
     x_ptr, fn_ptr, base_ptr, scale_ptr, path_ptr, norm_ptr, out_ptr, stats_ptr, partial_ptr,
     coefficient_ptr, arrived_ptr, ready_ptr, x_stride, n_tokens, n_tiles, lag, rms_eps, hc_eps,
     M: tl.constexpr, D: tl.constexpr, T: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr,
-    G: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, PATH_NORM: tl.constexpr,
-    HIDDEN_NORM: tl.constexpr, SAVE_STATS: tl.constexpr,
+    G: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
+    PATH_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, SAVE_STATS: tl.constexpr,
 ):
     item = tl.program_id(0)
     step = item // (2 * PIECES)
@@ -276,7 +276,7 @@ def _tile_kernel(
                 _finish_tile(
                     x_ptr, base_ptr, scale_ptr, path_ptr, partial_ptr, coefficient_ptr, stats_ptr,
                     tile, x_stride, n_tokens, padded, rms_eps, hc_eps,
-                    M, D, T, CHUNK, PIECES, PATH_NORM, HIDDEN_NORM, SAVE_STATS,
+                    M, D, T, CHUNK, PIECES, SLOTS, PATH_NORM, HIDDEN_NORM, SAVE_STATS,
                 )
                 tl.debug_barrier()
                 tl.atomic_xchg(ready_ptr + tile, 1, sem="release")
@@ -328,6 +328,8 @@ def constants(a, shape: TileShape, save_stats: bool) -> dict[str, int | bool]:
         "G": 8,
         "EXACT": a.hidden.dtype == torch.float32,
         "PIECES": shape.pieces(a.d),
+        # Not in the kernel: SGLang replaces Triton's function by one that no kernel may call.
+        "SLOTS": triton.next_power_of_2(shape.pieces(a.d)),
         "PATH_NORM": a.path_norm is not None,
         "HIDDEN_NORM": a.hidden_norm is not None,
         "SAVE_STATS": save_stats,

@@ -23,8 +23,6 @@ import types
 from collections.abc import Callable, Sequence
 from multiprocessing import util
 
-import setproctitle
-
 # Lower descriptors are free for what a child is given.
 FIRST_FD = 200
 PR_SET_CHILD_SUBREAPER = 36
@@ -119,6 +117,8 @@ def main() -> Callable[[], None]:
     low = [os.open(os.devnull, os.O_RDONLY)]
     while low[-1] < FIRST_FD - 1:
         low.append(os.dup(low[0]))
+    import setproctitle  # SGLang brings it; who only imports this module needs none
+
     setproctitle.getproctitle()  # while the environment is where it finds it
     for name in sys.argv[2:]:
         module = importlib.import_module(name)

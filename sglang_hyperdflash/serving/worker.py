@@ -323,6 +323,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
             # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
             drafter, widths = self.drafter, {1, *self.width_control.setting.built(self.block)}
             vocabulary = self.verifier.vocabulary
+            told = "HYPERDFLASH builds kernels for widths %s; only a first start takes minutes"
+            logger.info(told, sorted(widths))
             with torch.inference_mode():
                 compile_kernels(drafter.head, drafter.candidates, vocabulary, widths, self.device)
         try:

@@ -168,6 +168,7 @@ def test_pages_of_16_without_overlap(servers, target_dir, drafter_dir, own_promp
     assert_identical([a[: NEW_TOKENS - 64] for a in answers[12:]], [r[64:] for r in own_reference])
 
 
+@pytest.mark.slow
 def test_bf16_differs_only_at_ties(
     servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):

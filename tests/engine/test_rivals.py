@@ -17,9 +17,10 @@ from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, chain_draft, decode
 from tests.engine.test_sampling import contexts, p_values  # noqa: F401
 
+pytestmark = pytest.mark.slow
 # Prompts and tokens of the plain decoder, which rereads its prefix for every draft of a chain.
 COMPARED, COMPARED_TOKENS = 3, 36
-SLOW = pytest.mark.slow
+NAMES = ("mtp3", "mtp6", "dflash6", "dflash2-style", "dspark-style", "hyperdflash6")
 # The committed drafts.
 FOLDERS = {
     "mtp": EXAMPLE / "mtp",
@@ -48,16 +49,7 @@ def server_of(servers, target_dir, name: str):
     return servers.get(name, target_dir, *FP32, *method.arguments, environment=environment)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mtp6",
-        *(
-            pytest.param(name, marks=SLOW)
-            for name in ("mtp3", "dflash6", "dflash2-style", "dspark-style", "hyperdflash6")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_answers_and_tau(servers, target_dir, target, own_prompts, own_reference, name):
     """Histograms of single requests, entry by entry: so tau and every position's acceptance."""
     server = server_of(servers, target_dir, name)
@@ -80,7 +72,6 @@ def test_greedy_answers_and_tau(servers, target_dir, target, own_prompts, own_re
     assert total > len(alone), "nothing was accepted: the comparison says little"
 
 
-@SLOW
 @pytest.mark.parametrize("name", ["mtp3", "dflash6"])
 def test_draws_follow_the_target_distribution(servers, target_dir, contexts, name):  # noqa: F811
     server = server_of(servers, target_dir, name)

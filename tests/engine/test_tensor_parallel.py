@@ -11,7 +11,7 @@ from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
-from tests.engine.asking import FEW, HOT, TOKENS, UNPROCESSED, assert_cases
+from tests.engine.asking import HOT, TOKENS, UNPROCESSED, assert_cases
 from tests.engine.conftest import FP32, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary
 from tests.engine.reference_decoder import block_draft, decode
@@ -54,10 +54,10 @@ def test_draft_kv_heads_are_split_and_every_rank_has_its_pool(server, drafter_di
     assert draft == [(rank, layers, heads // RANKS, head_dim) for rank in range(RANKS)], pools
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(UNPROCESSED, marks=pytest.mark.slow)])
-def test_a_seed_gives_the_baselines_tokens(server, own_prompts, baseline, names):
+@pytest.mark.slow
+def test_a_seed_gives_the_baselines_tokens(server, own_prompts, baseline):
     """Neither rank waits for the other's draws."""
-    assert_cases(server, names, own_prompts, baseline)
+    assert_cases(server, UNPROCESSED, own_prompts, baseline)
 
 
 def test_sampled_requests_finish_on_both_ranks(server, own_prompts, own_reference):

@@ -72,6 +72,7 @@ def test_rounds_are_the_plain_decoders(server, target_dir, draft, drafter_dir, o
     assert sum(map(sum, found)) > sum(map(sum, without)), "the head changes nothing"
 
 
+@pytest.mark.slow
 def test_a_pool_that_loses_tokens_costs_acceptance_only(server, own_prompts, own_reference):
     # Two at a time have the five windows to themselves.
     alone, shared = greedy_all(server, own_prompts, 2), greedy_together(server, own_prompts)

@@ -93,11 +93,9 @@ class Counter(TorchDispatchMode):
             self.phase = before
 
     def launch(self, name: str, moved: int, count: int = 1) -> None:
-        """Something was launched."""
         self.launches.append(Launch(self.phase, name, place(), moved, count))
 
     def kernel(self, kernel: Any, args: tuple, kwargs: dict) -> None:
-        """A Triton kernel was launched."""
         function = kernel.fn
         while not isfunction(function):
             function = function.fn
@@ -161,15 +159,13 @@ class Counter(TorchDispatchMode):
             raise MixesDevicesError(f"{func} at {place()}")
 
 
-class FakeCuda:
+class FakeCuda(ExitStack):
     """A machine with a CUDA device, of which nothing exists but shapes.
 
     Everything in a ``with`` block runs under fake tensors in inference mode, as serving does.
     """
 
-    def __init__(self) -> None:
-        self.counter: Counter | None = None
-        self._stack = ExitStack()
+    counter: Counter | None = None
 
     def __enter__(self) -> FakeCuda:
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
@@ -183,17 +179,13 @@ class FakeCuda:
             (torch.cuda, "get_device_properties", lambda device: DEVICE),
         ]
         for patch in patches:
-            self._stack.enter_context(mock.patch.object(*patch))
-        self._stack.enter_context(FakeTensorMode())
-        self._stack.enter_context(torch.inference_mode())
+            self.enter_context(mock.patch.object(*patch))
+        self.enter_context(FakeTensorMode())
+        self.enter_context(torch.inference_mode())
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     @contextmanager
     def count(self, phase: str = "") -> Iterator[Counter]:
-        """Count what runs in the block."""
         with Counter(phase) as counter:
             self.counter = counter
             try:
@@ -202,7 +194,6 @@ class FakeCuda:
                 self.counter = None
 
     def launch(self, name: str, moved: int, count: int = 1) -> None:
-        """What a stub would launch."""
         if self.counter is not None:
             self.counter.launch(name, moved, count)
 

@@ -37,7 +37,6 @@ OVERWRITES = {"copy_", "fill_", "zero_"}
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):

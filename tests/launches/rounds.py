@@ -73,6 +73,9 @@ PARTS = {
     "a prefill's token": ("prefill", "sampled, head"),
     "a prefill's token, everything": ("prefill", "mixed, head, everything"),
 }
+# Phases that count, and the round, of each row of the budgets.
+ROWS = {name: (ROUND, name) for name in ROUNDS}
+ROWS |= {part: ((phase,), name) for part, (phase, name) in PARTS.items()}
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,9 @@ Costs = dict[str, dict[int, tuple[int, int]]]
 
 def measure() -> Costs:
     """Costs of all rounds and parts, for every number of requests."""
-    phases = {name: (ROUND, name) for name in ROUNDS}
-    phases |= {part: ((phase,), name) for part, (phase, name) in PARTS.items()}
     return {
-        row: {bs: counted(name, bs).cost(*of) for bs in REQUESTS}
-        for row, (of, name) in phases.items()
+        row: {bs: counted(name, bs).cost(*phases) for bs in REQUESTS}
+        for row, (phases, name) in ROWS.items()
     }
 
 

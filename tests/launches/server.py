@@ -30,9 +30,7 @@ from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
 from sglang_hyperdflash.serving.drafting import candidates as candidates_module
 from sglang_hyperdflash.serving.drafting import drafter as drafter_module
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.record import recorder as recorder_module
 from sglang_hyperdflash.serving.record.recorder import Recorder, Recording
-from sglang_hyperdflash.serving.record.ring import Ring
 from sglang_hyperdflash.serving.verification import penalties as penalties_module
 from sglang_hyperdflash.serving.verification import verifier as verifier_module
 from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
@@ -236,8 +234,10 @@ class FakeServer:
         )
 
     def _record(self) -> None:
+        empty = torch.empty
         with (
-            mock.patch.object(recorder_module, "Ring", _ring),
+            # Memory is not pinned: that takes a real device.
+            mock.patch.object(torch, "empty", lambda *n, pin_memory, dtype: empty(*n, dtype=dtype)),
             mock.patch.object(torch, "get_device_module", lambda device: STREAMS),
         ):
             self.worker.recorder = Recorder(None, 2 * 4096, PATHS * WIDTH, BF16, DEVICE)
@@ -335,7 +335,7 @@ class FakeServer:
                 places.append((worker.recorder, "decoded", "recording"))
             with ExitStack() as calls, counter.during("commit"):
                 for owner, name, phase in places:
-                    called = _during(counter, phase, getattr(owner, name))
+                    called = counter.during(phase)(getattr(owner, name))
                     calls.enter_context(mock.patch.object(owner, name, called))
                 result = worker.decode(self.batch, None, None)
                 with counter.during("recording"):
@@ -358,22 +358,3 @@ class FakeServer:
         if sampled:
             tokens, _ = sampler.draw(logits, self.batch.seq_lens)
         sampler.end(tokens)
-
-
-def _ring(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Ring:
-    """A ring whose host memory is not pinned: that takes a real device."""
-    empty = torch.empty
-
-    def unpinned(*shape: int, pin_memory: bool, dtype: torch.dtype) -> torch.Tensor:
-        return empty(*shape, dtype=dtype)
-
-    with mock.patch.object(torch, "empty", unpinned):
-        return Ring(rows, width, dtype, device)
-
-
-def _during(counter: Counter, phase: str, function: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with counter.during(phase):
-            return function(*args, **kwargs)
-
-    return call

@@ -17,13 +17,11 @@ from sglang_hyperdflash.serving.verification import rehearsal
 from tests.launches import rounds
 from tests.launches.__main__ import operations
 from tests.launches.counter import FakeCuda
-from tests.launches.rounds import PARTS, REQUESTS, ROUNDS, counted
+from tests.launches.rounds import REQUESTS, ROUNDS, ROWS, counted
 from tests.launches.server import BLOCK, CANDIDATES, PATHS, RANK, ROUND, VOCABULARY, WIDTH
 
 # Below this share of its budget a count has fallen: the budget is stale.
 STALE = 0.9
-ROWS = {name: (ROUND, name) for name in ROUNDS}
-ROWS |= {part: ((phase,), name) for part, (phase, name) in PARTS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from sglang_hyperdflash.draft.adjust import adjust_rows
+from sglang_hyperdflash.draft.adjust import Adjustments, adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, propose
+from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, Proposal, propose
+from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
-from sglang_hyperdflash.serving.verification.exact import (
-    read_rows,
-    unpack,
-    verify_block,
-    weights_of,
-)
+from sglang_hyperdflash.serving.verification.exact import Committed, weights_of
+from sglang_hyperdflash.serving.verification.verifier import Verifier
+from tests.unit.statistics_help import chi_square_p_value
 from triton_ops.gumbel import gumbel_argmax
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3
@@ -50,9 +47,27 @@ class Linked(Markov):
         return SimpleNamespace(predecessor=0.5 * self.table, successor=torch.eye(VOCAB))
 
 
-def same(sampling: Sampling, rows: int) -> Sampling:
-    """One request's parameters for ``rows`` requests."""
-    return sampling.repeated(rows)
+def verifier_of(vocabulary: int) -> Verifier:
+    """The served verifier of one rank, without a worker."""
+    made = object.__new__(Verifier)
+    made.vocabulary, made.renorm = vocabulary, None
+    made.worker = SimpleNamespace(_tp_sync=SimpleNamespace(sync=lambda site, packed: packed))
+    return made
+
+
+def verified(
+    logits: torch.Tensor,
+    block: torch.Tensor,
+    positions: torch.Tensor,
+    proposal: Proposal | None,
+    sampling: Sampling,
+    draws: Draws,
+) -> tuple[Committed, torch.Tensor]:
+    """What :meth:`Verifier.accept` makes of final ``logits [N, width, V]``."""
+    given = {"sampling": sampling, "draws": draws, "all_greedy": bool(sampling.greedy.all())}
+    block = Block(block, positions, None, None, proposal)
+    verifier = verifier_of(logits.shape[-1])
+    return verifier.accept(logits.flatten(0, 1), None, block, SimpleNamespace(**given))
 
 
 def one_round(
@@ -62,30 +77,25 @@ def one_round(
     sampling: Sampling,
     draws: Draws,
     draft_temperature: float | DraftTemperature,
-    penalties: Any,
+    changes: Adjustments | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens ``[N, width]`` of a round at ``positions [N, width]``, and accepted drafts ``[N]``.
 
     Of the tokens those up to the bonus count: one more than are accepted.
     """
-    count, width = positions.shape
+    width = positions.shape[1]
     learns = isinstance(draft_temperature, DraftTemperature)
     t = draft_temperature.current if learns else torch.full((2,), float(draft_temperature))
-    adjustments = NO_ADJUSTMENTS if penalties is None else penalties.adjustments()
     block, proposal = anchor.unsqueeze(1), None
     if width > 1:
         candidates = model.candidates(anchor, width - 1)
-        drafting = model.head, block, positions, sampling, draws, t, adjustments
-        proposal = propose(candidates, *drafting)
+        drafting = model.head, block, positions, sampling, draws, t
+        proposal = propose(candidates, *drafting, changes or NO_ADJUSTMENTS)
         block = torch.cat([block, proposal.tokens], 1)
     logits = model.table[block]
-    if penalties is not None:
-        adjust_rows(logits, block, positions, *adjustments.tensors)
-    kept = weights_of(logits, sampling).flatten(0, 1) if sampling.filters else None
-    flat = logits.flatten(0, 1)
-    rows = read_rows(flat, kept, sampling, draws, positions, all_draw=proposal is None)
-    packed, p = verify_block(rows, block, positions, proposal, sampling, draws, VOCAB)
-    committed = unpack(packed, count, width)
+    if changes is not None:
+        adjust_rows(logits, block, positions, *changes.tensors)
+    committed, p = verified(logits, block, positions, proposal, sampling, draws)
     if learns and proposal is not None:
         draft_temperature.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
     return committed.tokens, committed.accept_lens.long() - 1
@@ -99,16 +109,16 @@ def decode(
     tokens: int,
     draft_temperature: float | DraftTemperature = 1.0,
     widths: Iterator[int] = itertools.repeat(DRAFTS + 1),  # noqa: B008
-    penalties: Any = None,
+    penalties: tuple[RequestState, BatchRequests] | None = None,
 ) -> tuple[torch.Tensor, float]:
     """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
     Args:
-        widths: of the rounds, one after another. penalties: a worker's ``adjustments`` and
-            ``count``, as ``test_penalised_law`` has them.
+        sampling: of one request, or of each. widths: of the rounds, one after another.
+        penalties: N requests with penalties, and what counts their tokens.
     """
     count = len(seeds)
-    sampling = same(sampling, count)
+    sampling = sampling.repeated(count // len(sampling.top_ks))
     draws = Draws(seeds, torch.full((count,), seeded), not seeded)
     out = torch.full((count, tokens + DRAFTS + 1), -1)
     out[:, 0] = START
@@ -119,8 +129,9 @@ def decode(
         width = next(widths)
         anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
         positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
+        changes = penalties and penalties[1].changes()
         emitted, accept = one_round(
-            model, anchor, positions, sampling, draws, draft_temperature, penalties
+            model, anchor, positions, sampling, draws, draft_temperature, changes
         )
         # Requests that are done stay as they are.
         open_ = length <= tokens
@@ -128,11 +139,40 @@ def decode(
             write = open_ & (k <= accept) & (length + k < out.shape[1])
             out[write, (length + k)[write]] = emitted[write, k]
         if penalties is not None:
-            penalties.count(emitted, torch.where(open_, accept + 1, 0))
+            state, requests = penalties
+            state.count(requests, emitted, torch.where(open_, accept + 1, 0))
         accepted += float(accept[open_].sum())
         rounds += float(open_.sum())
         length = torch.where(open_, length + accept + 1, length)
     return out[:, 1 : tokens + 1], accepted / rounds
+
+
+def blocks_of(model: Markov, seeded: torch.Tensor) -> tuple:
+    """A round of equal requests, of which some are ``seeded [N]``: what :func:`verified` takes."""
+    count, draws = len(seeded), Draws(torch.arange(len(seeded)) * 7919 + 13, seeded)
+    anchor, positions = torch.zeros(count, 1).long(), torch.arange(DRAFTS + 1).repeat(count, 1)
+    sampling, candidates = one().repeated(count), model.candidates(anchor.squeeze(1))
+    proposal = propose(candidates, model.head, anchor, positions, sampling, draws, torch.ones(2))
+    block = torch.cat([anchor, proposal.tokens], 1)
+    return model.table[block], block, positions, proposal, sampling, draws
+
+
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def target_weights(
+    model: Markov, sampling: Sampling, before: torch.Tensor, change: Change | None
+) -> torch.Tensor:
+    """What N requests that have generated ``before [N, n]`` sample from, ``[N, V]``.
+
+    Args:
+        change: the logits ``[N, V]`` to use instead, given what was generated.
+    """
+    logits = model.table[before[:, -1]] if before.shape[1] else model.table[[START] * len(before)]
+    if change is not None:
+        logits = change(logits, before)
+    sampling = sampling.repeated(len(before) // len(sampling.top_ks))
+    return weights_of(logits.unsqueeze(1), sampling).squeeze(1)
 
 
 def alone(
@@ -140,26 +180,37 @@ def alone(
     sampling: Sampling,
     seeds: torch.Tensor,
     tokens: int,
-    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    change: Change | None = None,
 ) -> torch.Tensor:
-    """``[N, tokens]`` of target-only decoding with the same noise: one token a step.
-
-    Args:
-        change: the logits ``[N, V]`` to use instead, given what was generated ``[N, step]``.
-    """
-    sampling = same(sampling, len(seeds))
-    last = torch.full_like(seeds, START)
-    made = []
+    """``[N, tokens]`` of target-only decoding with the same noise: one token a step."""
+    made = seeds.new_empty(len(seeds), 0)
     for step in range(tokens):
-        logits = model.table[last]
-        if change is not None:
-            before = torch.stack(made, 1) if made else seeds.new_empty(len(seeds), 0)
-            logits = change(logits, before)
-        weights = weights_of(logits.unsqueeze(1), sampling).squeeze(1)
+        weights = target_weights(model, sampling, made, change)
         drawn = gumbel_argmax(weights, seeds, torch.full_like(seeds, FIRST_POSITION + step))
-        last = torch.where(sampling.greedy, logits.argmax(-1), drawn)
-        made.append(last)
-    return torch.stack(made, 1)
+        token = torch.where(sampling.greedy, weights.argmax(-1), drawn)
+        made = torch.cat([made, token.unsqueeze(1)], 1)
+    return made
+
+
+def p_values(
+    tokens: torch.Tensor, model: Markov, sampling: Sampling, change: Change | None = None
+) -> list[float]:
+    """The laws of the first token, of the first two and of the second two."""
+    every = torch.arange(VOCAB)
+
+    def law(before: torch.Tensor) -> torch.Tensor:
+        weights = target_weights(model, sampling, before, change)
+        return weights / weights.sum(-1, keepdim=True)
+
+    first = law(every.new_empty(1, 0))[0]
+    pair = (first.unsqueeze(1) * law(every.unsqueeze(1))).flatten()
+    third = law(torch.cartesian_prod(every, every))
+    second = (pair.unsqueeze(1) * third).view(VOCAB, VOCAB, VOCAB).sum(0)
+    return [
+        chi_square_p_value(tokens[:, 0], first),
+        chi_square_p_value(tokens[:, 0] * VOCAB + tokens[:, 1], pair),
+        chi_square_p_value(tokens[:, 1] * VOCAB + tokens[:, 2], second.flatten()),
+    ]
 
 
 def one(**values: float) -> Sampling:

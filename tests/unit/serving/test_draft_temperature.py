@@ -7,15 +7,23 @@ import itertools
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES, Draws, Proposal
+from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES
 from sglang_hyperdflash.serving.drafting import temperature
 from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     accepted_shares,
     read_draft_temperature,
 )
-from sglang_hyperdflash.serving.verification.exact import Committed
-from tests.unit.serving.markov import Markov, decode, one
+from tests.unit.serving.markov import (
+    DRAFTS,
+    VOCAB,
+    WIDTH,
+    Markov,
+    blocks_of,
+    decode,
+    one,
+    verified,
+)
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.verification import weights_along
 
@@ -55,54 +63,30 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
     assert above > bs  # a light prefix is made up for
 
 
-def test_every_reached_row_of_a_mixed_batch_counts_once_and_by_its_own_rule(monkeypatch):
-    """Greedy and broken requests teach nothing, seeded ones by what was emitted."""
-    g = torch.Generator().manual_seed(8)
-    bs, drafts, width = 6, 3, 4
-    seeded = torch.tensor([True, False, True, False, True, False])
-    sampling = one().repeated(bs)
-    sampling.top_ks[2:4] = 1  # greedy
-    ids = torch.stack([torch.randperm(9, generator=g)[:width] for _ in range(bs * drafts)])
-    ids, scores = ids.view(bs, drafts, width), torch.randn(bs, drafts, width, generator=g) * 2
-    choice = torch.randint(0, width, (bs, drafts), generator=g)
-    tokens = ids.gather(2, choice.unsqueeze(2)).squeeze(2)
-    drawn = Proposal(tokens, ids, scores.softmax(-1), choice, scores)
-    draws = Draws(torch.arange(bs) * 77 + 5, seeded)
-    positions = torch.arange(drafts + 1) + torch.arange(bs).unsqueeze(1) * 9
-    own = block_seeds(draws.seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
-    noise = gumbel_noise(own, positions[:, :-1].reshape(-1), ids.view(-1, width))
-    noise = noise.view(bs, drafts, width)
-    p = torch.rand(bs, drafts, width, generator=g) / width
-    p[1, 2] = float("nan")  # never reached
-    p[5, 0] = float("nan")  # a row that says nothing
-    accepted = torch.tensor([1, 0, 3, 2, 2, 1], dtype=torch.int32)
-    bonus = torch.tensor([3, 1, 4, 1, 9, 7])  # 9 is past the vocabulary: a broken row
-    emitted = torch.cat([tokens, torch.zeros(bs, 1, dtype=torch.long)], 1)
-    emitted.scatter_(1, accepted.long().unsqueeze(1), bonus.unsqueeze(1))
-    committed = Committed(emitted, accepted + 1, bonus)
+def test_every_reached_row_counts_once_and_by_the_rule_of_its_request(monkeypatch):
+    """Seeded ones by what was emitted. Every second round is learnt from; what was learnt fades."""
+    seeded = torch.arange(40) % 3 == 0
+    logits, block, positions, proposal, sampling, draws = blocks_of(Markov(5), seeded)
+    committed, p = verified(logits, block, positions, proposal, sampling, draws)
+    streams = block_seeds(draws.seeds, seeded, positions[:, 0]).repeat_interleave(DRAFTS)
+    noise = gumbel_noise(streams, positions[:, :-1].reshape(-1), proposal.ids.view(-1, WIDTH))
+    noise = noise.view(proposal.ids.shape)
     monkeypatch.setattr(temperature, "MEMORY", 20.0)
     learner = DraftTemperature("cpu")
-    gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), torch.zeros(2)
-    for b in (0, 1, 5):
-        kind = int(seeded[b])
-        for k in range(int(accepted[b]) + 1):
+    gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), [0, 0]
+    for b, kind in enumerate(seeded.int().tolist()):
+        q = torch.stack([q_at(proposal.scores[b], t) for t in DRAFT_TEMPERATURES], 1)
+        share = accepted_shares(q.unsqueeze(0), p[b : b + 1], proposal.choice[b : b + 1])[0]
+        for k in range(min(int(committed.accept_lens[b]), DRAFTS)):
             rows[kind] += 1
-            q = torch.stack([q_at(scores[b], t) for t in DRAFT_TEMPERATURES], 1)
-            share = accepted_shares(q.unsqueeze(0), p[b : b + 1], choice[b : b + 1])[0, k]
-            drafted = ids[b, k, (noise[b, k] + q[k].log()).argmax(-1)]
-            same = (drafted == emitted[b, k]).double()
-            gains[kind] += same if seeded[b] else share.nan_to_num(nan=0.0)
-    assert rows.tolist() == [3, 2]
-    fade = torch.exp(-rows.double() / 20.0).unsqueeze(1)
-    expected = learner.accepted * fade + gains
-    round_ = drawn, p, committed, positions, sampling, draws, 9
-    learner.learn(*round_)
-    torch.testing.assert_close(learner.accepted, expected, rtol=1e-5, atol=1e-6)
-    # The next round teaches nothing; the one after it all again, and what was learnt fades.
-    learner.learn(*round_)
-    torch.testing.assert_close(learner.accepted, expected, rtol=1e-5, atol=1e-6)
-    learner.learn(*round_)
-    torch.testing.assert_close(learner.accepted, expected * fade + gains, rtol=1e-5, atol=1e-6)
+            drafted = proposal.ids[b, k, (noise[b, k] + q[k].log()).argmax(-1)]
+            gains[kind] += (drafted == committed.tokens[b, k]).double() if kind else share[k]
+    assert min(rows) > 14 and sum(rows) < 40 * DRAFTS
+    fade = torch.exp(-torch.tensor(rows).double() / 20.0).unsqueeze(1)
+    once = learner.accepted * fade + gains
+    for expected in (once, once, once * fade + gains):
+        learner.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
+        torch.testing.assert_close(learner.accepted, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_seeded_and_unseeded_requests_have_a_temperature_each():

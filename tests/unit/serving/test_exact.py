@@ -9,18 +9,26 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sglang_hyperdflash.draft.adjust import Adjustments
 from sglang_hyperdflash.draft.propose import Candidates, Draws, propose
-from sglang_hyperdflash.serving.verification.exact import (
-    Committed,
-    read_rows,
-    unpack,
-    verify_block,
-    weights_of,
+from sglang_hyperdflash.serving.batch import BatchRequests, RequestState
+from sglang_hyperdflash.serving.verification.exact import Committed
+from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
+from tests.unit.serving.markov import (
+    DRAFTS,
+    VOCAB,
+    WIDTH,
+    Linked,
+    Markov,
+    alone,
+    blocks_of,
+    decode,
+    one,
+    p_values,
+    verified,
 )
-from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Linked, Markov, alone, decode, one, same
-from tests.unit.statistics_help import chi_square_p_value
 from triton_ops import verification
 from triton_ops.gumbel import block_seeds
 
@@ -31,15 +39,6 @@ SETTINGS = {
     "top-k": {"top_k": 4},
     "all of them": {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
 }
-
-
-def replaced_drafter(seed: int, agreement: float) -> Markov:
-    """The target of ``Markov(seed)`` with another drafter."""
-    model = Markov(seed, agreement=agreement)
-    model.table = Markov(seed).table
-    return model
-
-
 # A model with its drafter, the draft temperature, and the widths of the rounds in turn. Where a
 # target is flat, much is refused: what is drawn after a refusal decides the law.
 WHOLE = (DRAFTS + 1,)
@@ -49,24 +48,9 @@ CASES = {
     "drafts that know each other": (Linked(3), 1.0, WHOLE),
     "sharper drafts": (Markov(3), 0.5, WHOLE),
     "argmax drafts": (Markov(3), 0.0, WHOLE),
-    "a poor drafter": (replaced_drafter(3, 0.5), 1.0, WHOLE),
+    "a poor drafter": (Markov(3, agreement=0.5), 1.0, WHOLE),
     "a flat target": (Markov(5, sure=0.5), 1.0, WHOLE),
 }
-
-
-def p_values(tokens: torch.Tensor, model: Markov, setting: dict) -> list[float]:
-    """The laws of the first token, of the first two and of the second two."""
-    sampling = same(one(**setting), VOCAB)
-    step = weights_of(model.table.unsqueeze(1), sampling).squeeze(1)
-    step = step / step.sum(-1, keepdim=True)
-    first = step[0]
-    pair = first.unsqueeze(1) * step
-    second = (pair.sum(0).unsqueeze(1) * step).flatten()
-    return [
-        chi_square_p_value(tokens[:, 0], first),
-        chi_square_p_value(tokens[:, 0] * VOCAB + tokens[:, 1], pair.flatten()),
-        chi_square_p_value(tokens[:, 1] * VOCAB + tokens[:, 2], second),
-    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,7 +61,7 @@ def test_tokens_without_a_seed_follow_the_targets_law(name):
         tokens, accepted = decode(
             model, one(**setting), seeds, False, 3, t, widths=itertools.cycle(widths)
         )
-        values += p_values(tokens, model, setting)
+        values += p_values(tokens, model, one(**setting))
         assert accepted > 0.05, "no draft is accepted: the test says nothing"
     assert min(values) > 0.001 / len(values), sorted(values)[:4]
 
@@ -95,60 +79,74 @@ def test_seeded_tokens_are_target_only_whatever_the_drafter_and_follow_its_law(s
         assert torch.equal(tokens, expected), name
     linked, poor = shares["drafts that know each other"], shares["a poor drafter"]
     assert linked > 1.03 * shares["whole blocks"] > 1.1 * poor, shares
-    values = p_values(alone(model, one(**setting), SEEDS, 3), model, setting)
+    values = p_values(alone(model, one(**setting), SEEDS, 3), model, one(**setting))
     assert min(values) > 0.001 / len(values), values
 
 
+FREQUENCY, PRESENCE, REPETITION = 0.9, 0.5, 1.6
+
+
+def penalised(logits: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
+    """``logits [N, V]`` after ``generated [N, n]``, written down from the formulas."""
+    counts = F.one_hot(generated, VOCAB).sum(1)
+    x = logits - FREQUENCY * counts - PRESENCE * (counts > 0)
+    scaled = torch.where(x < 0, x * REPETITION, x / REPETITION)
+    return torch.where(counts > 0, scaled, x)
+
+
+def requests_with_penalties(count: int) -> tuple[RequestState, BatchRequests]:
+    """Requests without prompts, and the served state that counts their tokens."""
+    penalties = torch.tensor([FREQUENCY, PRESENCE, REPETITION]).repeat(count, 1)
+    changes = Adjustments(None, torch.arange(count), penalties)
+    state = RequestState(SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB)), 0, "cpu")
+    state.counts = GeneratedCounts(count, VOCAB, "cpu")
+    given = changes, (0, count), SimpleNamespace(logit_bias=None), state.counts.table
+    return state, BatchRequests([], [], None, False, *given)
+
+
+@pytest.mark.parametrize("name", ["temperature 1", "all of them"])
+@pytest.mark.parametrize("widths", [WHOLE, (2, 1, *WHOLE)], ids=["whole", "any"])
+def test_penalised_tokens_follow_the_penalised_law(name, widths):
+    """Those of requests with a seed are those of penalised target-only decoding."""
+    model, sampling = Markov(3), one(**SETTINGS[name])
+
+    def decoded(seeds: torch.Tensor, seeded: bool, tokens: int) -> torch.Tensor:
+        turns, requests = itertools.cycle(widths), requests_with_penalties(len(seeds))
+        result, accepted = decode(
+            model, sampling, seeds, seeded, tokens, widths=turns, penalties=requests
+        )
+        assert accepted > (0.1 if seeded else 0.05)
+        return result
+
+    values = p_values(decoded(SEEDS[:8000], False, 3), model, sampling, penalised)
+    assert min(values) > 0.0005, values
+    tokens = decoded(SEEDS[:200], True, 30)
+    assert torch.equal(tokens, alone(model, sampling, SEEDS[:200], 30, penalised))
+    assert not torch.equal(tokens, alone(model, sampling, SEEDS[:200], 30)), "they change nothing"
+
+
 def test_greedy_requests_are_argmax_beside_sampled_ones():
-    model = Markov(1)
-    seeds = SEEDS[:64]
-    base = one(top_k=5)
-    top_ks = torch.tensor([1, 5]).repeat(32)
-    mixed = replace(same(base, 64), top_ks=top_ks)
-    with mock.patch("tests.unit.serving.markov.same", lambda sampling, rows: mixed):
-        tokens, _ = decode(model, base, seeds, True, 20)
-        expected = alone(model, base, seeds, 20)
-    assert torch.equal(tokens, expected)
+    model, seeds = Markov(1), SEEDS[:64]
+    mixed = replace(one(top_k=5).repeated(64), top_ks=torch.tensor([1, 5]).repeat(32))
+    tokens, _ = decode(model, mixed, seeds, True, 20)
+    assert torch.equal(tokens, alone(model, mixed, seeds, 20))
     assert len({tuple(row) for row in tokens[::2].tolist()}) == 1
     assert len({tuple(row) for row in tokens[1::2].tolist()}) == 32
 
 
-def blocks_of(model: Markov, count: int):
-    """A round without a seed: its proposal, and all that verification is given with it."""
-    seeds, anchor = SEEDS[:count], torch.zeros(count, 1, dtype=torch.long)
-    positions = torch.arange(DRAFTS + 1).repeat(count, 1)
-    sampling = same(one(), count)
-    draws = Draws(seeds, torch.zeros(count, dtype=torch.bool))
-    found = model.candidates(anchor.squeeze(1))
-    proposal = propose(found, model.head, anchor, positions, sampling, draws, torch.ones(2))
-    block = torch.cat([anchor, proposal.tokens], 1)
-    return proposal, model.table[block].view(-1, VOCAB), block, sampling, draws, positions
-
-
-def verified(proposal, logits, block, sampling, draws, positions) -> tuple[Committed, torch.Tensor]:
-    """The served functions between final logits and what is committed; ``p`` with it."""
-    kept = None
-    if sampling.filters:
-        kept = weights_of(logits.view(*block.shape, -1), sampling).flatten(0, 1)
-    rows = read_rows(logits, kept, sampling, draws, positions, all_draw=False)
-    given = block, positions, proposal, sampling, draws, logits.shape[-1]
-    packed, p = verify_block(rows, *given)
-    return unpack(packed, *block.shape), p
-
-
-def committed_of(found: Committed) -> tuple[list[int], list[int]]:
+def committed_of(committed: Committed) -> tuple[list[int], list[int]]:
     """Accepted drafts and bonus tokens."""
-    last = (found.accept_lens.long() - 1).unsqueeze(1)
-    return (found.accept_lens - 1).tolist(), found.tokens.gather(1, last).squeeze(1).tolist()
+    accepted = committed.accept_lens.long() - 1
+    bonus = committed.tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
+    return accepted.tolist(), bonus.tolist()
 
 
 def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification():
-    proposal, logits, block, sampling, _, positions = blocks_of(Markov(4), 40)
     seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
+    *given, _ = blocks_of(Markov(4), seeded & False)
     every = Draws(seeds, seeded), Draws(seeds, seeded | True, False), Draws(seeds, seeded & False)
     mixed, coupled, rejecting = (
-        torch.tensor(committed_of(verified(proposal, logits, block, sampling, draws, positions)[0]))
-        for draws in every
+        torch.tensor(committed_of(verified(*given, draws)[0])) for draws in every
     )
     assert torch.equal(mixed, torch.where(seeded, coupled, rejecting))
     assert not torch.equal(coupled, rejecting)
@@ -173,7 +171,8 @@ def by_the_book(p, q, tokens, coins) -> tuple[int, list[float]]:
 
 
 def test_a_block_is_verified_by_the_book():
-    proposal, logits, block, sampling, draws, positions = blocks_of(Linked(8), 400)
+    given = blocks_of(Linked(8), torch.zeros(400).bool())
+    logits, _, positions, proposal, _, draws = given
     drawn_from = []
 
     def draw(left, *_):
@@ -181,9 +180,9 @@ def test_a_block_is_verified_by_the_book():
         return left.argmax(-1)
 
     with mock.patch.object(verification, "gumbel_argmax", draw):
-        committed, _ = verified(proposal, logits, block, sampling, draws, positions)
+        committed, _ = verified(*given)
     q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
-    p = logits.view(400, DRAFTS + 1, VOCAB).double().softmax(-1)
+    p = logits.double().softmax(-1)
     own = block_seeds(draws.seeds, draws.seeded, positions[:, 0]).unsqueeze(1)
     u = verification.coins(own.expand(400, DRAFTS), positions[:, :-1])
     found = [
@@ -197,42 +196,31 @@ def test_a_block_is_verified_by_the_book():
     torch.testing.assert_close(drawn_from[-1].double(), left, rtol=1e-4, atol=1e-6)
 
 
-def sure_blocks(scores: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, seeded: bool):
-    """Verified blocks ``[bs, D]`` of one candidate each that has all the drafter's mass."""
-    bs, drafts, _ = ids.shape
-    anchor = torch.zeros(bs, 1, dtype=torch.long)
-    positions = torch.arange(drafts + 1).repeat(bs, 1)
-    sampling, draws = same(one(), bs), Draws(SEEDS[:bs], torch.full((bs,), seeded), not seeded)
-    found = Candidates(ids, scores)
-    proposal = propose(found, None, anchor, positions, sampling, draws, torch.ones(2))
-    block = torch.cat([anchor, proposal.tokens], 1)
-    return verified(proposal, logits.flatten(0, 1), block, sampling, draws, positions)[0]
-
-
-@pytest.mark.parametrize("seeded", [True, False])
-def test_a_block_ends_at_its_first_broken_row(seeded):
-    sure = torch.full((6, DRAFTS, 2), -50.0)
-    sure[..., 0] = 50.0
-    ids = torch.tensor([3, 5]).expand(6, DRAFTS, 2).contiguous()
-    logits = torch.full((6, DRAFTS + 1, VOCAB), -50.0)
-    logits[:, :, 3] = 50.0
-    logits[1, 0, 4], logits[2, 2], logits[3, 3, 0] = float("nan"), float("-inf"), float("inf")
-    committed = sure_blocks(sure, ids, logits, seeded)
-    accepted, bonus = committed_of(committed)
-    assert accepted == [3, 0, 2, 3, 3, 3]
-    assert bonus == [3, VOCAB, VOCAB, VOCAB, 3, 3]
-    assert committed.next_anchors.tolist() == [3, 0, 0, 0, 3, 3]
-
-
-@pytest.mark.parametrize("seeded", [True, False])
-@pytest.mark.parametrize("drafted, accepted", [(1, 0), (2, 1)], ids=["impossible", "certain"])
-def test_an_impossible_draft_is_never_accepted_and_a_certain_one_always(seeded, drafted, accepted):
-    scores = torch.full((1, 1, 2), -60.0)
-    scores[0, 0, drafted - 1] = 0.0
-    logits = torch.full((1, 2, 4), float("-inf"))
-    logits[:, :, 2] = 0.0
-    committed = sure_blocks(scores, torch.tensor([[[1, 2]]]), logits, seeded)
-    assert committed_of(committed) == ([accepted], [2])
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "unseeded"])
+def test_a_block_ends_at_its_first_broken_row(kind):
+    """All are sure of token 0, the argmax of what is all -inf too."""
+    requests, width, inf = 6, DRAFTS + 1, float("inf")
+    sampling = one(**{"top_k": 1} if kind == "greedy" else {}).repeated(requests)
+    draws = Draws(SEEDS[:requests], torch.full((requests,), kind == "seeded"), kind == "unseeded")
+    logits = torch.full((requests, width, VOCAB), -50.0)
+    logits[:, :, 0] = 50.0
+    logits[1, 0, 4], logits[2, 2], logits[3, 3, 1] = float("nan"), -inf, inf
+    logits[4, 1, 4], logits[4, 2] = 150.0, float("nan")  # past the end of its block
+    block, positions = torch.zeros(requests, width).long(), torch.arange(width).repeat(requests, 1)
+    proposal = None
+    if kind != "greedy":
+        ids = torch.tensor([0, 5]).expand(requests, DRAFTS, 2).contiguous()
+        candidates = Candidates(ids, torch.tensor([50.0, -50.0]).expand(ids.shape).contiguous())
+        drafting = block[:, :1], positions, sampling, draws, torch.ones(2)
+        proposal = propose(candidates, None, *drafting)
+    committed, _ = verified(logits, block, positions, proposal, sampling, draws)
+    assert committed_of(committed) == ([3, 0, 2, 3, 1, 3], [0, VOCAB, VOCAB, VOCAB, 4, 0])
+    assert committed.next_anchors.tolist() == [0, 0, 0, 0, 4, 0], "the next round may already run"
+    # Each row as a block without drafts.
+    rows = (each.reshape(-1, 1, *each.shape[2:]) for each in (logits, block, positions))
+    draws = Draws(*(each.repeat_interleave(width) for each in (draws.seeds, draws.seeded)))
+    committed, _ = verified(*rows, None, sampling.repeated(width), draws)
+    assert (committed.tokens == VOCAB).nonzero()[:, 0].tolist() == [4, 10, 15, 18]
 
 
 class Broken(Markov):
@@ -270,32 +258,4 @@ class BrokenHead(Linked):
 )
 def test_a_drafter_that_gives_nan_changes_no_law(model):
     tokens, _ = decode(model, one(), SEEDS[:8000], False, 3)
-    assert min(p_values(tokens, model, {})) > 1e-4
-
-
-def test_a_head_and_penalties_see_the_drafts_before_them():
-    ids = torch.arange(VOCAB).expand(2, DRAFTS, VOCAB).contiguous()
-    gates = torch.ones(2, DRAFTS, VOCAB)
-    candidates = Candidates(ids, torch.zeros(2, DRAFTS, VOCAB), gates)
-    after = torch.eye(VOCAB).roll(1, 1) * 100.0  # the token after the one before
-    head = SimpleNamespace(predecessor=after, successor=torch.eye(VOCAB))
-    anchor, positions = torch.tensor([[2], [5]]), torch.zeros(2, DRAFTS + 1, dtype=torch.long)
-    draws = Draws(SEEDS[:2], torch.zeros(2, dtype=torch.bool))
-    arguments = anchor, positions, same(one(), 2), draws, torch.ones(2)
-    assert propose(candidates, head, *arguments).tokens.tolist() == [[3, 4, 5], [6, 7, 8]]
-    # The second request may draft no token twice, and neither what it has generated once.
-    counts = torch.zeros(2, VOCAB, dtype=torch.int32)
-    counts[1, 9] = 1
-    penalties = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1e4, 1.0]])
-    ahead = Candidates(ids, torch.zeros(2, DRAFTS, VOCAB))
-    ahead.scores[:, :, [4, 9]] = torch.tensor([200.0, 300.0])
-    ahead.scores[:, :, 1] = 100.0
-    changes = Adjustments(counts, torch.arange(2), penalties)
-    found = propose(ahead, None, *arguments, changes)
-    assert found.tokens.tolist() == [[9, 9, 9], [4, 1, found.tokens[1, 2]]]
-    assert found.tokens[1, 2] not in (1, 4, 9)
-    # Neutral adjustments change nothing: the walk gives what the vectorised form gives.
-    neutral = Adjustments(counts, torch.arange(2), penalties[:1].repeat(2, 1))
-    walked, flat = (propose(ahead, None, *arguments, c) for c in (neutral, Adjustments()))
-    for name in ("tokens", "q", "choice", "scores"):
-        assert torch.equal(getattr(walked, name), getattr(flat, name)), name
+    assert min(p_values(tokens, model, one())) > 1e-4

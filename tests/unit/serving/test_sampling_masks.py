@@ -1,4 +1,4 @@
-"""Sampling masks hold what a token was drawn from, of rounds and of prefills."""
+"""Sampling masks hold what a token was drawn from, of rounds and of prefills; and logprobs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from sglang_hyperdflash.draft.adjust import Adjustments
 from sglang_hyperdflash.serving import batch as batch_module
 from sglang_hyperdflash.serving.batch import BatchRequests
-from sglang_hyperdflash.serving.verification import prefill
+from sglang_hyperdflash.serving.verification import prefill, verifier
 from sglang_hyperdflash.serving.verification.exact import Committed, weights_of
-from sglang_hyperdflash.serving.verification.verifier import Verifier
+from tests.unit.serving.markov import verifier_of
 
 
 def requests_of(monkeypatch, backend: str, min_ps: list[float], **filters) -> BatchRequests:
@@ -32,12 +32,6 @@ def requests_of(monkeypatch, backend: str, min_ps: list[float], **filters) -> Ba
     )
     classes = 0, len(min_ps)
     return BatchRequests([], [], SimpleNamespace(), False, Adjustments(), classes, info)
-
-
-def verifier_of(vocabulary: int) -> Verifier:
-    found = object.__new__(Verifier)
-    found.vocabulary, found.renorm = vocabulary, None
-    return found
 
 
 PROBS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
@@ -75,3 +69,15 @@ def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(m
     assert drawn == {0, 1}
     requests.info.sampling_mask_batch_indices = None
     assert prefill.draw_prefill(*given)[1] is None
+
+
+def test_logprobs_index_by_tokens_of_the_vocabulary(monkeypatch):
+    """A broken row's token has no logit."""
+    asked = []
+    monkeypatch.setattr(
+        verifier, "compute_spec_logprobs", lambda *given, **_: asked.append(given[2].tolist())
+    )
+    committed = Committed(torch.tensor([[1, 4]]), torch.tensor([2]), torch.tensor([0]))
+    rows = SimpleNamespace(info=SimpleNamespace(sampling_mask_batch_indices=None))
+    verifier_of(4).add_logprobs(SimpleNamespace(return_logprob=True), None, committed, rows)
+    assert asked == [[1, 3]]

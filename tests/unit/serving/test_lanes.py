@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from sglang.srt.arg_groups.overrides import field_names
@@ -19,24 +20,12 @@ from sglang_hyperdflash.serving.worker import whole_blocks_only
 BLOCK = 7
 
 
-class Settings:
-    """SGLang's resolved settings, as backends and graph runners read them."""
-
-    speculative_num_draft_tokens, speculative_num_steps = BLOCK, 1
-
-    @contextlib.contextmanager
-    def override(self, **values):
-        self.speculative_num_draft_tokens = values["speculative_num_draft_tokens"]
-        yield
-        self.speculative_num_draft_tokens = BLOCK
-
-
 class Runner:
     """A model runner with backends and graphs of seven rows."""
 
     init_new_workspace, eager_runner = False, "eager"
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: SimpleNamespace) -> None:
         self.name, self.settings = name, settings
         self.attn_backend = f"{name} backend 7"
         self.decode_cuda_graph_runner = f"{name} graphs 7"
@@ -63,7 +52,10 @@ class Runner:
 @pytest.fixture
 def worker(monkeypatch):
     """A worker of a block of seven whose runners have graphs, with 9 GB of free memory."""
-    settings, ranks = Settings(), SimpleNamespace(world_size=1)
+    # SGLang's resolved settings, as backends and graph runners read them.
+    settings = SimpleNamespace(speculative_num_draft_tokens=BLOCK, speculative_num_steps=1)
+    settings.override = partial(mock.patch.multiple, settings)
+    ranks = SimpleNamespace(world_size=1)
     monkeypatch.setattr(lanes_module, "get_spec", lambda: settings)
     monkeypatch.setattr(lanes_module, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
     monkeypatch.setattr(lanes_module, "draft_tp_context", lambda layout: nullcontext())

@@ -11,6 +11,7 @@ import torch
 
 from sglang_hyperdflash.serving import batch as batch_module
 from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, Seeds, end_tokens
+from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 
 NEUTRAL = {
     **{"temperature": 1.0, "top_k": 1 << 30, "min_new_tokens": 0, "repetition_penalty": 1.0},
@@ -115,19 +116,6 @@ def test_end_tokens_are_those_that_sglang_forbids(deterministic):
     assert end_tokens(request) == {2, 11}
 
 
-class Counts:
-    """Which slots were reset, and what was counted."""
-
-    def __init__(self) -> None:
-        self.resets, self.added, self.table = [], [], object()
-
-    def reset(self, slot: int, generated) -> None:
-        self.resets.append((slot, list(generated)))
-
-    def add(self, *given) -> None:
-        self.added.append(tuple(each.tolist() for each in given))
-
-
 def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None):
     """A ``ScheduleBatch``, as far as it is read."""
     for req, slot in zip(reqs, slots, strict=True):
@@ -140,48 +128,49 @@ def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None
 
 @pytest.fixture
 def tracked(deterministic):
-    """The requests of a server whose counts are recorded."""
+    """The requests of a server of eight slots."""
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=30))
     found = RequestState(runner, 7, "cpu")
-    found.counts = Counts()
+    found.counts = GeneratedCounts(8, 30, "cpu")
     return found
 
 
 def test_counts_restart_where_a_decode_node_resumes_a_request(tracked):
     """The same request in the slot it had, without a prefill: only its retractions show it."""
-    request = Request(frequency_penalty=0.5)
-    for _ in range(3):
+    request, row = Request(frequency_penalty=0.5), tracked.counts.table[7]
+    for retractions, goes_on in ((0, False), (0, True), (1, False), (1, True)):
+        row.fill_(3)
+        request.retraction_count = retractions
         tracked.begin(batch_of([request], [7]))
-    assert tracked.counts.resets == [(7, [])]
-    request.retraction_count += 1
-    tracked.begin(batch_of([request], [7]))
-    assert tracked.counts.resets == [(7, [])] * 2
+        assert row.eq(3).all() if goes_on else not row.any()
 
 
 def test_a_prefill_restarts_its_requests_and_lets_decoding_ones_go_on(tracked):
     running, new = Request("a", presence_penalty=1.0), Request("b", presence_penalty=1.0)
     tracked.begin(batch_of([running], [1]), prefill=True)
     running.output_ids.append(4)
+    tracked.counts.table.fill_(1)
     batch = batch_of([running, new, Request("c")], [1, 2, 3], decoding=[running])
     rows = tracked.begin(batch, prefill=True)
-    assert tracked.counts.resets == [(1, []), (2, [])]
+    assert tracked.counts.table.sum(1).tolist()[:4] == [30, 30, 0, 30]
     assert rows.lengths.tolist() == [4, 3, 3], "a prefill's lengths have its rows already"
     tracked.begin(batch_of([running], [1]), prefill=True)
-    assert tracked.counts.resets[2:] == [(1, [4])], "after a retraction it has generated these"
+    table = tracked.counts.table
+    assert table[1].nonzero().tolist() == [[4]], "after a retraction it has generated these"
 
 
 def test_penalised_batches_are_counted_and_broken_rows_stay_inside_the_table(tracked):
     """A slot's count is read by a request with penalties alone, and starts anew with each."""
-    reqs = [Request("a"), Request("b", frequency_penalty=0.5)]
+    reqs, table = [Request("a"), Request("b", frequency_penalty=0.5)], tracked.counts.table
     rows = tracked.begin(batch_of(reqs, [5, 6]))
-    assert rows.counts is tracked.counts.table
+    assert rows.counts is table
     tracked.count(rows, torch.tensor([[1, 2], [3, 30]]), torch.tensor([1, 2]))
-    assert tracked.counts.added == [([5, 6], [[1, 2], [3, 29]], [1, 2])]
+    assert table.nonzero().tolist() == [[5, 1], [6, 3], [6, 29]]
     rows = tracked.begin(batch_of(reqs[:1], [5]))
     tracked.count(rows, torch.tensor([[1, 2]]), torch.tensor([1]))
-    assert rows.counts is None and len(tracked.counts.added) == 1
+    assert rows.counts is None and table.sum() == 3
     tracked.begin(batch_of([Request("c", presence_penalty=1.0)], [5]))
-    assert tracked.counts.resets == [(6, []), (5, [])]
+    assert table.nonzero().tolist() == [[6, 3], [6, 29]]
 
 
 def test_what_changes_from_round_to_round_is_read_anew(tracked):

@@ -60,7 +60,7 @@ def request_of(tokenizer, grammar=None, **sampling) -> Req:
 
 def feed(req: Req, tokens: list[int], blocks: list[int], check) -> tuple[dict | None, list[int]]:
     """Finish reason and emitted tokens of a request that is fed in blocks."""
-    fed = 0
+    fed = kept = 0
     for size in blocks:
         block = tokens[fed : fed + size]
         fed += len(block)
@@ -68,9 +68,11 @@ def feed(req: Req, tokens: list[int], blocks: list[int], check) -> tuple[dict | 
             accept = inspect.unwrap(SchedulerBatchResultProcessor._accept_grammar_tokens)
             block = accept(None, req, block)
         req.output_ids.extend(block)
+        kept += len(block)
         check(req, len(block))
         if req.finished() or fed == len(tokens):
             break
+    assert len(req.output_ids) == kept, "K/V are freed by what was accepted, not what is emitted"
     reason = req.finished_reason.to_json() if req.finished() else None
     return reason, list(req.output_ids_through_stop)
 
@@ -98,8 +100,12 @@ def case(draw: random.Random, tokenizer) -> tuple[list[int], dict]:
     return tokens, {name: every[name] for name in draw.sample(list(every), draw.randint(1, 3))}
 
 
-def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer):
-    """Strings, regexes, tokens, EOS, a length and a grammar's end, several of them in a block."""
+def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer, monkeypatch, caplog):
+    """Strings, regexes, tokens, EOS, a length and a grammar's end, several of them in a block.
+
+    Of all broken rows the first alone is logged.
+    """
+    monkeypatch.setattr(finish, "_warned", False)
     draw = random.Random(0)
     reasons, differs, crowded = set(), 0, 0
     for _ in range(300):
@@ -117,10 +123,10 @@ def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer):
 
         expected = run([1] * len(tokens), original)
         assert run(blocks, ours_check) == expected, (sampling, blocks, ends)
-        reasons.add((expected[0] or {}).get("type"))
+        reasons |= {(expected[0] or {}).get(name) for name in ("type", "matched")}
         differs += run(blocks, original) != expected
         crowded += ends is not None and len(expected[1]) < ends < len(expected[1]) + 7
-    assert reasons >= {"stop", "length"}
+    assert reasons >= {"stop", "length", finish.NAN_MATCHED} and len(caplog.messages) == 1
     assert differs > 15, "SGLang's own check was right: the seam is not needed"
     assert crowded > 5, "no block held a grammar's end and an earlier one"
 
@@ -141,19 +147,13 @@ def test_a_round_that_ends_nothing_decodes_its_tail_once(tokenizer, monkeypatch,
     assert len(calls) == 4 * decodes
 
 
-def test_the_earliest_string_wins_and_the_rest_of_the_block_stays_for_the_cache(
-    tokenizer, monkeypatch
-):
-    """SGLang frees K/V by what was accepted, not by what was emitted."""
+def test_other_algorithms_keep_sglangs_own_check(tokenizer, monkeypatch):
+    """Which takes the first string that is listed, not the earliest in the block."""
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
-    req = request_of(tokenizer, stop=["\n", "is", "the"])
-    reason, emitted = feed(req, tokens, [len(tokens)], ours_check)
-    assert reason["matched"] == "the" and tokenizer.decode(emitted).endswith("the")
-    assert list(req.output_ids) == tokens and 0 < req.finished_len < len(tokens)
-    # Other algorithms keep SGLang's own check, of the first that is listed.
-    monkeypatch.setattr(prefill, "_sampler", None)
-    req = request_of(tokenizer, stop=["\n", "is", "the"])
-    assert feed(req, tokens, [len(tokens)], ours_check)[0]["matched"] == "is"
+    for sampler, matched in ((object(), "the"), (None, "is")):
+        monkeypatch.setattr(prefill, "_sampler", sampler)
+        given = tokenizer, tokens, [len(tokens)], ours_check
+        assert finished(*given, stop=["\n", "is", "the"])[0]["matched"] == matched
 
 
 @pytest.mark.parametrize("end, think_end", [(1, 100), (5, 3), (12, 3), (12, 100)])
@@ -171,18 +171,6 @@ def test_reasoning_is_counted_up_to_the_end_of_the_answer(tokenizer, end, think_
         return req.reasoning_tokens
 
     assert counted(7) == counted(1) == min(end, think_end + 1)
-
-
-def test_a_broken_row_ends_its_request_and_is_logged_once(tokenizer, monkeypatch, caplog):
-    """SGLang's own finish, whatever was accepted before it; its id is not in the answer."""
-    monkeypatch.setattr(finish, "_warned", False)
-    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
-    for before in (0, 1, len(tokens)):
-        run = [*tokens[:before], len(tokenizer)]
-        reason, emitted = finished(tokenizer, run, [len(run)], ours_check, stop_token_ids=[3])
-        assert reason == {"type": "stop", "matched": "NaN happened"}
-        assert emitted == [*run[:-1], 3]
-    assert len(caplog.messages) == 1 and "output token 0" in caplog.messages[0]
 
 
 @pytest.fixture(scope="module")

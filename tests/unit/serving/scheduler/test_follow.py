@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -190,25 +191,15 @@ def test_what_does_not_fit_is_refused_with_one_line(folder, caplog, name):
     assert list(one.refused) == [1] and len(caplog.messages) == 1 and not ask(one)
 
 
-class Ended(BaseException):
-    """Ends a thread that has no end."""
-
-
-def test_trouble_is_said_once_and_following_goes_on(folder, monkeypatch, caplog):
+def test_trouble_is_said_once_and_following_goes_on(folder, caplog):
     """No memory for a version, for one."""
     publish_variant(folder)
-    one, pauses = follower(folder), iter([None] * 5)
-
-    def fail(*_):
-        raise RuntimeError("pinned memory is exhausted")
-
-    def pause(_seconds) -> None:
-        if next(pauses, Ended) is Ended:
-            raise Ended
-
-    monkeypatch.setattr(follow.time, "sleep", pause)
-    with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr(follow, "in_own_memory", fail)
+    one, pauses = follower(folder), [None] * 5 + [KeyboardInterrupt]
+    with (
+        mock.patch.object(follow.time, "sleep", side_effect=pauses),
+        mock.patch.object(follow, "in_own_memory", side_effect=RuntimeError("exhausted")),
+        pytest.raises(KeyboardInterrupt),
+    ):
         one.watch()
     assert len(caplog.messages) == 1 and not one.refused
     one.look()

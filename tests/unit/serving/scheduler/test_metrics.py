@@ -139,27 +139,17 @@ def test_the_start_s_round_times_and_the_gain_are_exported():
     assert one.value(GAIN) == pytest.approx(one.control.predicted_gain()) and one.value(GAIN) > 1
 
 
-def sglang_metrics() -> set[str]:
-    """Names in the source of SGLang's collectors."""
+def test_the_dashboard_asks_for_metrics_that_exist():
     from sglang.srt.observability import metrics_collector
 
-    return set(re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector)))
-
-
-def metrics_in(text: str) -> set[str]:
-    """Families that a text asks for; a histogram's samples go by its name."""
-    names = re.findall(r"\b(?:sglang|hyperdflash):\w+", text)
-    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
-
-
-def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     panels, variables = dashboard["panels"], dashboard["templating"]["list"]
     targets = [target for panel in panels for target in panel["targets"]]
     asked = [target["expr"] for target in targets]
     asked += [variable["definition"] for variable in variables if variable["type"] == "query"]
-    found = metrics_in("\n".join(asked))
-    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput"} <= found
-    assert found <= sglang_metrics() | set(FAMILIES)
+    names = re.findall(r"\b(?:sglang|hyperdflash):\w+", " ".join(asked))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}  # of histograms
+    sglangs = re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector))
+    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput"} <= families <= {*sglangs, *FAMILIES}
     assert all(each["datasource"]["uid"] == "${datasource}" for each in [*panels, *targets])
     assert len({panel["id"] for panel in panels}) == len(panels)

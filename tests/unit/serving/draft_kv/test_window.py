@@ -80,21 +80,6 @@ def test_random_traffic_matches_plain_bookkeeping():
     assert partly_lost > 20, "the ring was never too small"
 
 
-@pytest.mark.parametrize("width", [3, 2])
-def test_the_drafters_row_is_the_window_then_the_block(width):
-    ours, own = window(), torch.zeros(5, 11, dtype=torch.int32)
-    ours.enter(torch.arange(1, 11), torch.ones(10, dtype=torch.bool))
-    target = torch.arange(100, dtype=torch.int32).repeat(5, 1) + 1
-    rows = torch.tensor([2, 4])
-    slots, visible = ours.view(target, rows, torch.tensor([10, 3]))
-    ours.write_table(own, rows, slots, visible, width)
-    assert own[2, :8].tolist() == [3, 4, 5, 6, 7, 8, 9, 10] and own[4, :3].tolist() == [1, 2, 3]
-    written = [*own[2, 8 : 8 + width].tolist(), *own[4, 3 : 3 + width].tolist()]
-    blocks = ours.block_slots(torch.zeros(2 * width)).tolist()
-    assert written == blocks == list(range(41, 41 + 2 * width))
-    assert ours.size == 40 + 4 * 3
-
-
 def test_one_slot_is_never_given_twice_in_a_round_and_prompts_share_the_ring():
     """Else chance would decide whose K/V it holds."""
     made = window(ring=9)  # 4 requests, blocks of 3

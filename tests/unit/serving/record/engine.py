@@ -41,10 +41,8 @@ class Request:
     def __init__(self, rid: str, prompt: int, answer: int, asked: Any = True) -> None:
         first = sum(map(ord, rid)) * 1000
         self.rid, self.origin_input_ids = rid, array("q", range(first, first + prompt))
-        self.answer, self.output_ids = (
-            list(range(first + prompt, first + prompt + answer)),
-            array("q"),
-        )
+        self.answer = list(range(first + prompt, first + prompt + answer))
+        self.output_ids = array("q")
         params = None if asked is None else {"hyperdflash_record": asked}
         self.sampling_params = SimpleNamespace(custom_params=params, max_new_tokens=answer)
 
@@ -105,25 +103,24 @@ class Engine:
         """What was counted, but for bytes."""
         return {name: value for name, value in self.counted.items() if value and name != BYTES}
 
-    def prefill(self, *chunks: tuple[Request, int, int]) -> None:
+    def prefill(self, *chunks: tuple[Request, int, int], broken: int | None = None) -> None:
         """Requests with the positions that are computed of them; the last chunk emits a token.
 
-        A request that is generating is the rest of a mixed batch.
+        A request that is generating is the rest of a mixed batch. One row may be ``broken``.
         """
         rows, emitted = [], []
         for req, prefix, end in chunks:
             rows.append(rows_of(req.tokens[prefix:end], prefix))
             done = end == len(req.origin_input_ids) + len(req.output_ids)
             emitted.append(int(done and not req.finished()))
-        self.prefill_rows(chunks, torch.cat(rows), emitted)
-
-    def prefill_rows(self, chunks: Any, rows: torch.Tensor, emitted: list[int]) -> None:
         batch = SimpleNamespace(
             reqs=[req for req, _, _ in chunks],
             prefix_lens=[prefix for _, prefix, _ in chunks],
             extend_lens=[end - prefix for _, prefix, end in chunks],
         )
-        output = SimpleNamespace(hidden_states=rows, auxiliary_device_output=None)
+        output = SimpleNamespace(hidden_states=torch.cat(rows), auxiliary_device_output=None)
+        if broken is not None:
+            output.hidden_states[broken, 1] = torch.inf
         self.recorder.prefilled(batch, output)
         self._launched(batch, output, emitted)
 
@@ -172,18 +169,13 @@ class Engine:
         until(self.recorder.queue.empty, "the writer stands still")
 
     def close(self) -> list[tuple[list[int], tuple, torch.Tensor]]:
-        """All that is stored."""
+        """Tokens, spans and residual ``[S, m*d]`` of every sample that is stored."""
         self.process()
         self.writer.close()
-        return stored(self.setting.folder)
-
-
-def stored(folder: Path) -> list[tuple[list[int], tuple, torch.Tensor]]:
-    """Tokens, spans and residual ``[S, m*d]`` of every sample of a store."""
-    source = StoreReader(folder)
-    residuals = (source.states([i]).residual[0] for i in range(len(source.samples)))
-    pairs = zip(source.samples, residuals, strict=True)
-    return [(sample.tokens.tolist(), sample.spans, residual) for sample, residual in pairs]
+        source = StoreReader(self.setting.folder)
+        residuals = (source.states([i]).residual[0] for i in range(len(source.samples)))
+        pairs = zip(source.samples, residuals, strict=True)
+        return [(sample.tokens.tolist(), sample.spans, residual) for sample, residual in pairs]
 
 
 def serve(engine: Engine, req: Request, cached: int = 0) -> None:

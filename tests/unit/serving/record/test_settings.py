@@ -16,8 +16,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 from tests.unit.serving.record.engine import Request
 
 
-def setting(share: float, context: float = 0.5) -> RecordSetting:
-    return RecordSetting(Path("store"), share, budget=1, length=4096, context=context)
+def setting(share: float) -> RecordSetting:
+    return RecordSetting(Path("store"), share, budget=1, length=4096, context=0.5)
 
 
 def test_the_share_is_a_stable_choice_near_its_rate():
@@ -48,22 +48,6 @@ def test_only_prompts_of_tokens_with_an_answer_are_recorded():
         setattr(req, name, object())
         assert not setting(1.0).wants(req)
     assert not setting(1.0).wants(Request("a", 3, 0))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "cached", "context", "expected"),
-    [
-        (100, 50, 0.5, range(50, 4146)),
-        (100, 51, 0.5, None),
-        (100, 99, 0.0, range(99, 4195)),
-        # Of a long prompt, the last 2048 tokens are its context.
-        (10_000, 8976, 0.5, range(8976, 13072)),
-        (10_000, 8977, 0.5, None),
-        (10_000, 7952, 1.0, range(7952, 12048)),
-    ],
-)
-def test_what_is_cached_decides_on_the_start(prompt, cached, context, expected):
-    assert setting(1.0, context).range(prompt, cached) == expected
 
 
 def test_variables_are_read_and_refused_by_name(monkeypatch, tmp_path):

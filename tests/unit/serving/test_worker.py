@@ -1,4 +1,4 @@
-"""No row past the context reaches the target or the drafter, whatever is accepted."""
+"""The worker's widths, of which none passes a context, and its rehearsal of the largest batch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from sglang_hyperdflash.serving.startup.dflash_seams import end_requests_early
 from sglang_hyperdflash.serving.worker import HyperDFlashWorker
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 CONTEXT = 100
 # SGLang's limits of requests: their length and their prompt's.
@@ -88,3 +91,27 @@ def test_blocks_are_drafted_until_the_end_is_near_and_every_request_counts():
     assert rounds._choose_width(rows_of(far, near)) == 7
     # A custom processor is called once a token, as in the baseline; other requests go along.
     assert rounds._choose_width(rows_of(far, processor=True)) == 1
+
+
+def test_the_largest_batch_that_is_served_is_rehearsed(monkeypatch):
+    worker = object.__new__(HyperDFlashWorker)
+    worker.block = 7
+    for running, captured, prefills, expected in (
+        (256, 32, False, 256),  # larger batches than the captured ones verify eagerly
+        (8, 32, False, 8),
+        (None, 32, False, 32),
+        (1024, 1, True, 1),
+    ):
+        worker._prefills_only = prefills
+        worker.model_runner = SimpleNamespace(
+            max_running_requests=running, max_decode_logits_rows=lambda rows=7 * captured: rows
+        )
+        assert worker._prewarm_batch_size(7) == expected
+
+    def full(self):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(DFlashWorkerV2, "prewarm_sampling", full)
+    worker._prefills_only = False
+    with pytest.raises(HyperDFlashConfigError, match="--max-running"):
+        worker.prewarm_sampling()

@@ -39,12 +39,14 @@ class Markov:
 
 
 class Linked(Markov):
-    """The same target; its drafts know the one before them, through a dependency head."""
+    """The same target; its drafts know the one before them, through a dependency head.
 
-    @property
-    def head(self) -> SimpleNamespace:
-        """Half of what the target makes of the draft before."""
-        return SimpleNamespace(predecessor=0.5 * self.table, successor=torch.eye(VOCAB))
+    It adds half of what the target makes of the draft before.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.head = SimpleNamespace(predecessor=0.5 * self.table, successor=torch.eye(VOCAB))
 
 
 def verifier_of(vocabulary: int) -> Verifier:

@@ -1,4 +1,4 @@
-"""Sampling masks hold what a token was drawn from, of rounds and of prefills; and logprobs."""
+"""Sampling masks hold what a token was drawn from, of rounds and of prefills."""
 
 from __future__ import annotations
 
@@ -38,15 +38,21 @@ PROBS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(3, 1)
 
 
 def test_a_sampling_mask_holds_what_is_drawn_from(monkeypatch):
-    """Both shares are of the whole mass; SGLang's function takes top-p of what top-k has left."""
-    rows = requests_of(monkeypatch, "pytorch", [0.0], top_ks=[2], top_ps=[0.5])
-    committed = Committed(torch.tensor([[0, 1, 0]]), torch.tensor([3]), torch.tensor([0]))
+    """Both shares are of the whole mass; SGLang's function takes top-p of what top-k has left.
+
+    A broken row's token has no logit: the vocabulary's last one is looked up, for logprobs too.
+    """
+    rows, asked = requests_of(monkeypatch, "pytorch", [0.0], top_ks=[2], top_ps=[0.5]), []
+    monkeypatch.setattr(
+        verifier, "compute_spec_logprobs", lambda *given, **_: asked.append(given[2].tolist())
+    )
+    committed = Committed(torch.tensor([[0, 1, 4]]), torch.tensor([3]), torch.tensor([0]))
     output = SimpleNamespace(next_token_logits=PROBS.log())
-    batch = SimpleNamespace(return_logprob=False)
-    verifier_of(4).add_logprobs(batch, output, committed, rows)
+    verifier_of(4).add_logprobs(SimpleNamespace(return_logprob=True), output, committed, rows)
+    assert asked == [[0, 1, 3]]
     mask, drawn = output.sampling_mask_output, weights_of(PROBS.log().unsqueeze(0), rows.sampling)
     assert mask.lengths.tolist() == (drawn > 0).sum(-1).tolist() == [[2, 2, 2]]
-    expected = torch.tensor([[4 / 7, 3 / 7, 4 / 7]]).log()
+    expected = torch.tensor([[4 / 7, 3 / 7, 0.0]]).log()
     torch.testing.assert_close(mask.selected_logprobs, expected)
 
 
@@ -69,15 +75,3 @@ def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(m
     assert drawn == {0, 1}
     requests.info.sampling_mask_batch_indices = None
     assert prefill.draw_prefill(*given)[1] is None
-
-
-def test_logprobs_index_by_tokens_of_the_vocabulary(monkeypatch):
-    """A broken row's token has no logit."""
-    asked = []
-    monkeypatch.setattr(
-        verifier, "compute_spec_logprobs", lambda *given, **_: asked.append(given[2].tolist())
-    )
-    committed = Committed(torch.tensor([[1, 4]]), torch.tensor([2]), torch.tensor([0]))
-    rows = SimpleNamespace(info=SimpleNamespace(sampling_mask_batch_indices=None))
-    verifier_of(4).add_logprobs(SimpleNamespace(return_logprob=True), None, committed, rows)
-    assert asked == [[1, 3]]

@@ -1,4 +1,4 @@
-"""A server that answers as SGLang's native API does, without a model."""
+"""A server that answers as SGLang's native API does, without a model, and what it is made of."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ class Answers(ThreadingHTTPServer):
 
     ``context``, ``model``: what ``/server_info`` says. ``refuses``, ``breaks``: prompts of so many
     tokens get 400, or 500. ``answer``: other output ids, from a prompt's. ``connections``: accepted
-    so far.
-    ``failures``: HTTP statuses, or finish reasons, of the next requests.
-    ``key``: what a request must have. ``probes``: how often ``/server_info`` was read.
-
-    Args:
-        delay: seconds of each answer.
+    so far. ``failures``: HTTP statuses, or finish reasons, of the next requests. ``key``: see
+    :class:`JsonHandler`. ``probes``: how often ``/server_info`` was read. ``delay``: seconds of
+    each answer.
     """
 
     request_queue_size = 1024
@@ -32,7 +29,7 @@ class Answers(ThreadingHTTPServer):
         self.hold: threading.Event | None = None
         self.answer: Callable[[list[int]], list[int]] = lambda ids: [len(ids)] * 3
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def process_request(self, request, client_address) -> None:
@@ -40,51 +37,52 @@ class Answers(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keeps connections, as SGLang's server does
+class JsonHandler(BaseHTTPRequestHandler):
+    """JSON in and out; the ``key`` of its server, where it has one, opens it."""
 
-    def log_message(self, *_):
-        pass
+    def asked(self) -> dict:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
-    def reply(self, code: int, body) -> None:
-        data = json.dumps(body).encode()
+    def reply(self, body: object, code: int = 200) -> None:
+        """Send a body: bytes as they are."""
+        key = self.server.key
+        if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+            body, code = {"error": "Unauthorized"}, 401
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         with suppress(OSError):  # a client that was killed
             self.wfile.write(data)
 
-    def locked(self) -> bool:
-        key = self.server.key
-        locked = key is not None and self.headers["Authorization"] != f"Bearer {key}"
-        if locked:
-            self.reply(401, {"error": "Unauthorized"})
-        return locked
+    def log_message(self, *_) -> None:
+        pass
+
+
+class Handler(JsonHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections, as SGLang's server does
 
     def do_GET(self):
         self.server.probes += 1
-        if self.locked():
-            return
-        info = {"max_req_input_len": self.server.context, "model_path": self.server.model}
-        self.reply(200, info)
+        self.reply({"max_req_input_len": self.server.context, "model_path": self.server.model})
 
     def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.locked():
-            return
+        request = self.asked()
         finish = self.server.failures.pop() if self.server.failures else None
         if isinstance(finish, int):
-            return self.reply(finish, "no")
+            return self.reply("no", finish)
         self.server.prompts.append(request)
         n = len(request["input_ids"])
         if self.server.hold is not None:
             self.server.hold.wait()
         for tokens, code in (self.server.refuses, 400), (self.server.breaks, 500):
             if n == tokens:
-                return self.reply(code, {"error": {"message": "no such prompt"}})
+                return self.reply({"error": {"message": "no such prompt"}}, code)
         time.sleep(self.server.delay)
         output = self.server.answer(request["input_ids"])
         if finish and finish["type"] == "abort":
             output = output[:-2]  # what there was when it was aborted
         meta = {"finish_reason": finish or {"type": "stop", "matched": output[-1]}}
-        self.reply(200, {"output_ids": output, "text": f"answer {n}", "meta_info": meta})
+        meta["completion_tokens"] = len(output)
+        self.reply({"output_ids": output, "text": f"answer {n}", "meta_info": meta})

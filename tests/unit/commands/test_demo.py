@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 
@@ -23,14 +22,9 @@ PROMPT = {
 }
 
 
-def test_only_its_own_report_is_written_over_and_only_in_a_checkout(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(demo, "Server", mock.Mock(side_effect=AssertionError("a server")))
-    command = ["demo", "--out", str(tmp_path / "demo.json")]
-    (tmp_path / "demo.json").write_text(json.dumps({"outputs_identical": True}))
-    with pytest.raises(AssertionError, match="a server"):
-        main(command)
+def test_it_runs_only_in_a_checkout(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(demo, "ROOT", tmp_path)
-    assert str(tmp_path / "examples") in refused(*command)
+    assert str(tmp_path / "examples") in refused("demo", "--out", tmp_path / "demo.json")
 
 
 def test_the_command_finds_eval_from_any_folder(tmp_path):
@@ -77,14 +71,9 @@ def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
         def wait(self) -> Fake:
             return self
 
-        def __enter__(self) -> Fake:
-            return self
-
-        def __exit__(self, *_) -> None:
-            self.stop()
-
     monkeypatch.setattr(demo, "Server", Fake)
     out = tmp_path / "demo.json"
+    out.write_text(json.dumps({"outputs_identical": True}))  # of an earlier demo
     assert main(["demo", "--out", str(out), "--rounds", "2"]) == code
     report = json.loads(out.read_text())
     assert (report["dtype"], report["ties"], report["faults"]) == (dtype, ties, faults)

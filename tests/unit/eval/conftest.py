@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +23,8 @@ class Finished(NamedTuple):
 
 @pytest.fixture
 def fake():
-    servers = []
-
-    def start(*args, **kwargs) -> FakeServer:
-        servers.append(FakeServer(*args, **kwargs))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
+    with ExitStack() as running:
+        yield lambda *args, **kwargs: running.enter_context(FakeServer(*args, **kwargs))
 
 
 def write_prompts(folder: Path) -> Path:
@@ -49,11 +43,9 @@ def data(tmp_path):
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
-    target, ours = FakeServer(4, []), FakeServer(4, [1, 0, 2])
-    assert run_command(write_prompts(folder / "data"), folder / "out", target, ours) == 0
-    yield Finished(folder / "out", target, ours)
-    target.stop()
-    ours.stop()
+    with FakeServer(4, []) as target, FakeServer(4, [1, 0, 2]) as ours:
+        assert run_command(write_prompts(folder / "data"), folder / "out", target, ours) == 0
+        yield Finished(folder / "out", target, ours)
 
 
 @pytest.fixture

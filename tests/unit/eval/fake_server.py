@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from eval.__main__ import main
+from tests.unit.commands.native_server import JsonHandler
 
 
 def lengths(tokens: int) -> Callable[[str], list[int]]:
@@ -52,24 +53,16 @@ class FakeServer:
         self.requests, self.generated = list[dict](), list[dict]()
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def reply(self, body: dict | bytes, code: int = 200) -> None:
-                if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
-                    body, code = {"error": "Unauthorized"}, 401
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 self.reply({"dtype": outer.dtype, "device": outer.device})
 
             def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked = self.asked()
                 if self.path == "/generate":
                     outer.generated.append(asked)
                     return self.reply(outer.logprobs(asked))
+                assert self.path == "/v1/chat/completions"
                 outer.requests.append(asked)
                 if outer.die_after is not None and len(outer.requests) > outer.die_after:
                     return self.connection.close()
@@ -78,12 +71,9 @@ class FakeServer:
                     return self.reply(outer.refuse[2], outer.refuse[1])
                 self.reply(outer.chat(asked))
 
-            def log_message(self, *args) -> None:
-                pass
-
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.server.daemon_threads, self.server.key = True, self.key
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def chat(self, asked: dict) -> dict:
@@ -108,7 +98,10 @@ class FakeServer:
         values = [[self.logits[t] - 30.0, t, None] for t in asked["token_ids_logprob"]]
         return {"meta_info": {"output_token_ids_logprobs": [values]}}
 
-    def stop(self) -> None:
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.server.shutdown()
         self.server.server_close()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from random import Random
 
 import pytest
+
+from tests.unit.eval.fake_server import FakeServer
 
 
 def changed(reply: str) -> list[str]:
@@ -115,38 +115,22 @@ def test_accuracy_is_of_greedy_answers_and_nats_of_sampled_ones(script):
         check.measure(lambda *_: ("Answer: 1", ()), exchanges, 1000)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """An OpenAI server that says the same thing always, each token at -0.25."""
+class Sampled(FakeServer):
+    """Gives each token of an answer the log-probability -0.25, where that is asked for."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body["temperature"]))
-        tokens = [{"token": "x", "logprob": -0.25, "bytes": None, "top_logprobs": []}] * 3
-        choice = {"index": 0, "finish_reason": "stop"}
-        choice["message"] = {"role": "assistant", "content": "Answer: 12"}
-        choice["logprobs"] = {"content": tokens} if body["logprobs"] else None
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        data = json.dumps(reply | {"choices": [choice]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_) -> None:
-        pass
+    def chat(self, asked: dict) -> dict:
+        reply = super().chat(asked)
+        if asked["logprobs"]:
+            tokens = [{"token": "x", "logprob": -0.25, "bytes": None, "top_logprobs": []}] * 3
+            reply["choices"][0]["logprobs"] = {"content": tokens}
+        return reply
 
 
 def test_a_given_server_is_asked_through_its_openai_api(call, tmp_path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked = []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, out = f"http://127.0.0.1:{server.server_port}/v1", tmp_path / "deep" / "answers.json"
-    try:
-        call("check_answers", "--seed", 5, "--per-family", 1, "--out", out, "--server", url)
-    finally:
-        server.shutdown()
+    out = tmp_path / "deep" / "answers.json"
+    with Sampled(3, []) as server:
+        options = ("--per-family", 1, "--out", out, "--server", f"{server.url}/v1")
+        call("check_answers", "--seed", 5, *options)
     report = json.loads(out.read_text())
     assert report["nats_per_token"] == pytest.approx(0.25) and len(report["families"]) == 21
-    assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
-    assert {temperature for _, temperature in server.asked} == {0.0, 1.0}
+    assert {asked["temperature"] for asked in server.requests} == {0.0, 1.0}

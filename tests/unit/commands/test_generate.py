@@ -13,14 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, generate, own_server
 from sglang_hyperdflash.commands.answers import Prompts, hold_answers
-from sglang_hyperdflash.commands.pool import Pool, Refused
 from sglang_hyperdflash.targets.chats import TemplateChats
-from sglang_hyperdflash.tools.acceptance import (
-    accept_length,
-    accept_length_of,
-    add_histograms,
-    position_acceptance,
-)
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from tests.unit.commands.builders import rows_of, write_rows
 
@@ -75,31 +68,23 @@ def test_an_input_that_changes_during_a_run_ends_it(tmp_path):
     assert (tmp_path / "out.left_out.jsonl").exists()
 
 
-def test_resume_drops_a_cut_line_and_refuses_a_damaged_one(tmp_path):
+def test_answers_that_are_damaged_are_refused(tmp_path):
     prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(4)))
     output = tmp_path / "out.jsonl"
     with held(output, prompts) as answers:
         for p in islice(answers.waiting(), 3):
             answers.writer.append({"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]})
     whole = output.read_bytes()
-    output.write_bytes(whole + b'{"index": 3, "dig')
-    with held(output, prompts) as answers:
-        assert sorted(answers.done) == [0, 1, 2]
-    assert output.read_bytes() == whole
     for before, after in (b'"index"', b'"inde8"'), (b'"dig', b'"dyg'), (b": 1", b": 2"):
         output.write_bytes(whole.replace(before, after, 1))
         with pytest.raises(HyperDFlashConfigError, match=r"out.jsonl"), held(output, prompts):
             pass
 
 
-class FakeServer:
-    """Answers with the number of tokens that it was asked for; refuses prompts of ``refused``."""
+class Tokenizer:
+    """A token for each character; it knows no conversation that ends with "no"."""
 
-    url, chat_template = "http://fake", "x"
-
-    def __init__(self, limit: int, refused: int = -1) -> None:
-        self.limit, self.refused = limit, refused
-        self.asked: list[tuple[int, int]] = []
+    chat_template = "x"
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * len(text)
@@ -109,24 +94,16 @@ class FakeServer:
             raise TemplateError("roles must alternate")
         return "".join(message["content"] for message in messages)
 
-    async def ask(self, input_ids, sampling_params) -> dict:
-        if len(input_ids) == self.refused:
-            raise Refused("no such prompt")
-        new = sampling_params["max_new_tokens"]
-        self.asked.append((len(input_ids), new))
-        meta = {"completion_tokens": new, "finish_reason": {"type": "length"}}
-        return {"text": "x" * 3, "meta_info": meta}
-
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, target_dir):
-    """``hyperdflash generate`` with a :class:`FakeServer`; gives the exit code."""
+def run(server, tmp_path, monkeypatch, target_dir):
+    """``hyperdflash generate`` with a server of so much context; gives the exit code."""
+    monkeypatch.setattr(generate, "load_chats", lambda _: TemplateChats(Tokenizer()))
+    monkeypatch.setattr(generate, "own_server", lambda *_, **__: nullcontext(server))
 
-    def generated(server, lines, *options: str) -> int:
-        monkeypatch.setattr(generate, "load_chats", lambda _: TemplateChats(server))
-        monkeypatch.setattr(generate, "own_server", lambda *_, **__: nullcontext(server))
-        monkeypatch.setattr(generate, "server_info", lambda _: {"max_req_input_len": server.limit})
-        monkeypatch.setattr(Pool, "ask", lambda _pool, **asked: server.ask(**asked))
+    def generated(lines, *options: str, context: int = 50) -> int:
+        server.context = context
+        server.prompts.clear()
         source = write_rows(tmp_path / "in.jsonl", *lines)
         command = ["generate", "--model", str(target_dir), "--input", str(source)]
         return main([*command, "--output", str(tmp_path / "out.jsonl"), *options])
@@ -134,41 +111,51 @@ def run(tmp_path, monkeypatch, target_dir):
     return generated
 
 
-def test_what_cannot_be_served_is_skipped_listed_and_counted(run, tmp_path, capsys):
+def asked(server) -> list[tuple[int, int]]:
+    """Of every request, the tokens of its prompt and the most of its answer."""
+    parameters = ((len(p["input_ids"]), p["sampling_params"]) for p in server.prompts)
+    return [(length, sampling["max_new_tokens"]) for length, sampling in parameters]
+
+
+def test_what_cannot_be_served_is_skipped_listed_and_counted(run, server, tmp_path, capsys):
     """Too long, refused by the server, too long or refused by the chat template at turn 2."""
-    server, listed = FakeServer(limit=50, refused=7), tmp_path / "out.left_out.jsonl"
+    server.refuses, listed = 7, tmp_path / "out.left_out.jsonl"
     lines = [{"prompt": "p" * n} for n in (5, 50, 7)] + [{"turns": ["t" * 20, "t" * 30]}]
     lines += [{"turns": ["no"]}, {"turns": ["yes", "no"]}]
     lines.append({"messages": [{"role": "user", "content": c} for c in "ab"]})
-    assert run(server, lines, "--concurrency", "1") == 0
+    assert run(lines, "--concurrency", "1") == 0
     said = capsys.readouterr().out
     assert "7 rows read, 2 kept, 5 left out" in said and f"{tmp_path / 'in.jsonl'}:2" in said
-    assert server.asked == [(5, 45), (20, 30), (3, 47), (2, 48)], "answers are cut to what is left"
+    # Answers are cut to what is left.
+    assert asked(server) == [(5, 45), (7, 43), (20, 30), (3, 47), (2, 48)]
     assert [e["index"] for e in rows_of(listed)] == [1, 2, 3, 4, 5]
     written = rows_of(tmp_path / "out.jsonl")
-    assert {a["index"]: a["outputs"] for a in written} == {i: ["xxx"] for i in (0, 3, 5, 6)}
+    lengths = {0: 5, 3: 20, 5: 3, 6: 2}
+    assert {a["index"]: a["outputs"] for a in written} == {
+        i: [f"answer {n}"] for i, n in lengths.items()
+    }
     assert [a.get("refused", "")[:6] for a in written] == ["", "turn 2", "turn 2", ""]
-    longer = FakeServer(limit=90)
-    assert run(longer, lines) == 0 and len(longer.asked) == 2
+    server.refuses = -1
+    assert run(lines, context=90) == 0 and len(server.prompts) == 2
     # The conversations that have an answer keep their end, and stay in the list.
     assert [e["index"] for e in rows_of(listed)] == [3, 4, 5]
     assert [a["index"] for a in rows_of(tmp_path / "out.jsonl")] == [0, 1, 2, 3, 5, 6]
 
 
-def test_a_cut_answer_is_left_out_where_that_is_asked_for(run, tmp_path):
-    server, lines = FakeServer(limit=50), [{"prompt": "p"}, {"turns": ["one", "two"]}]
-    for _ in range(2):
-        assert run(server, lines, "--finished-only") == 0 and len(server.asked) == 2
+def test_a_cut_answer_is_left_out_where_that_is_asked_for(run, server, tmp_path):
+    server.failures = [{"type": "length"}] * 2
+    for requests in (2, 0):
+        assert run([{"prompt": "p"}, {"turns": ["one", "two"]}], "--finished-only") == 0
+        assert len(server.prompts) == requests
     written = rows_of(tmp_path / "out.jsonl")
     assert [(one["outputs"], one["finish_reason"]) for one in written] == [([""], "length")] * 2
 
 
-def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, tmp_path):
+def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run, server, tmp_path):
     lines, listed = [{"prompt": "long"}, {"prompt": "p"}], tmp_path / "out.left_out.jsonl"
-    assert run(FakeServer(limit=1), lines) == 2 and len(rows_of(listed)) == 2
-    longer = FakeServer(limit=50)
-    assert run(longer, lines, "--temperature", "0.5") == 0
-    assert sorted(longer.asked) == [(1, 49), (4, 46)] and not listed.exists()
+    assert run(lines, context=1) == 2 and len(rows_of(listed)) == 2
+    assert run(lines, "--temperature", "0.5") == 0
+    assert sorted(asked(server)) == [(1, 49), (4, 46)] and not listed.exists()
 
 
 def test_an_option_that_no_server_has_is_named(target_dir):
@@ -184,11 +171,3 @@ def test_names_of_engine_arguments_are_the_engine_s():
     known = set(inspect.signature(ServerArgs).parameters)
     assert known >= generate.MEMORY_ONLY | capture.CAPTURE_OWN.keys()
     assert capture.CAPTURE_OWN.keys() >= generate.OWN.keys()
-
-
-def test_metrics_follow_their_definitions():
-    histogram = add_histograms([[1, 2], [0, 1, 4], []])
-    assert histogram == [1, 3, 4]
-    assert accept_length(11, 8) == 1 + 11 / 8
-    assert accept_length(0, 0) is None and accept_length_of([]) is None
-    assert position_acceptance(histogram, 3) == [7 / 8, 4 / 8, 0.0]

@@ -1,4 +1,4 @@
-"""What drafters can accept at most: by hand, and by enumeration."""
+"""What drafters can accept at most, by hand."""
 
 from __future__ import annotations
 
@@ -82,50 +82,8 @@ def test_requests_differ_by_their_interval(planned):
     assert found["argmax"]["7"] == pytest.approx([7, 1 / 0.3, 7])
 
 
-DEPTH = 5
-
-
-def random_model(seed: int) -> dict[tuple[int, ...], list[float]]:
-    """Distributions over two tokens after every prefix: some nearly sure."""
-    rng = np.random.default_rng(seed)
-    prefixes = (p for n in range(DEPTH) for p in itertools.product((0, 1), repeat=n))
-    return {prefix: rng.dirichlet([0.3, 0.3]).tolist() for prefix in prefixes}
-
-
-def fewest_rounds(model, width: int, prefix: tuple[int, ...] = (), left: int = 0) -> float:
-    """Expected rounds from here on of the best fixed drafts that there are; ``left`` of a block."""
-    if len(prefix) == DEPTH:
-        return 0.0
-
-    def after(token: int, still: int) -> float:
-        new = len(prefix) + 1 < DEPTH and still < 0
-        return new + fewest_rounds(model, width, (*prefix, token), width - 1 if new else still)
-
-    p = model[prefix]
-    if not left:  # the target's own token
-        return sum(p[token] * after(token, -1) for token in (0, 1))
-    return min(sum(p[t] * after(t, left - 1 if t == x else -1) for t in (0, 1)) for x in (0, 1))
-
-
-def rejections(model) -> float:
-    """Expected tokens, the last one aside, that are not the likeliest."""
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for prefix in model:
-        for token, p in enumerate(model[prefix]):
-            chances[(*prefix, token)] = chances[prefix] * p
-    return sum(chances[p] * (1 - max(model[p])) for p in model if len(p) < DEPTH - 1)
-
-
-@pytest.mark.parametrize("width", [2, 4, DEPTH + 1])
-def test_no_drafter_needs_fewer_rounds_than_the_bound(width):
-    """A rejection before the last token begins a round, and nothing else does in a long block."""
-    for seed in range(40):
-        model = random_model(seed)
-        begun, least = fewest_rounds(model, width, left=width - 1), rejections(model)
-        assert begun >= least - 1e-9
-        assert width <= DEPTH or begun == pytest.approx(least)
-    # Every other token is sure: a round of two rows starts before it, every time, so that a product
-    # of means is no bound.
+def test_tokens_that_are_sure_in_turn_are_no_bound_by_their_mean():
+    """A round of two rows starts before each sure token, every time: no product of means."""
     top = np.array([1.0, 0.0] * 50)
     assert len(top) / own_rounds(Answer(top, top), 2) == 2 > 1 + top.mean()
 

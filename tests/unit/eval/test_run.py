@@ -57,11 +57,6 @@ def test_what_was_not_verified_or_not_written_has_no_number(data, tmp_path, fake
     assert run_command(data, tmp_path / "empty", fake(4, []), fake(0, [])) == 0
     row = rows_of(tmp_path / "empty")["hyperdflash6"]
     assert row["empty_answers"] == 6 and row["identical_to_baseline"] is False
-    # The baseline's answers do not say their tokens: no speedup over it.
-    assert run_command(data, tmp_path / "mute", fake(4, [], says_ids=False), fake(4, [1, 1])) == 1
-    rows = rows_of(tmp_path / "mute")
-    assert "output_ids" in rows["baseline"]["error"] and "error" not in rows["hyperdflash6"]
-    assert rows["hyperdflash6"]["speedup"] is None
 
 
 def test_a_refused_prompt_is_in_the_report_and_the_key_is_sent(data, tmp_path, fake, monkeypatch):
@@ -85,26 +80,22 @@ def test_a_finished_run_asks_nothing_and_a_damaged_unit_is_measured_again(data, 
     out, target, ours = finished
     expected = timeless(out)
     unit = out / "units" / "gsm8k-t0-off-c1" / "hyperdflash6-r1.json"
-    whole = unit.read_bytes()
-    key = b'"correct_drafts": '
-    place = whole.index(key) + len(key)
-    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-    unsealed = json.dumps({k: v for k, v in json.loads(whole).items() if k != "checksum"}).encode()
-    json.loads(flipped)  # another number
-    damages = [(unit, whole[: len(whole) // 2], 6), (unit, flipped, 6), (unit, b"", 6)]
-    damages += [(unit, unsealed, 6), (out / "run.json", b'{"rounds": 1', 0), (unit, whole, 0)]
-    for path, content, asked_again in damages:
+    for path, content, asked_again in (unit, b"", 6), (out / "run.json", b'{"rounds": 1', 0):
         path.write_bytes(content)
         asked = len(ours.requests)
         assert run_command(data, out, target, ours) == 0
         assert len(ours.requests) == asked + asked_again and timeless(out) == expected
 
 
-def test_every_flipped_bit_of_a_sealed_file_is_noticed(tmp_path):
+def test_every_damage_of_a_sealed_file_is_noticed(tmp_path):
     path, content = tmp_path / "unit.json", {"text": "answer", "ids": [1, 2], "seconds": 0.25}
     write_sealed(path, content)
     whole = path.read_bytes()
     assert read_sealed(path) == content
+    unsealed = json.dumps({k: v for k, v in json.loads(whole).items() if k != "checksum"}).encode()
+    for damaged in (unsealed, whole[: len(whole) // 2], b"", b"[]"):
+        path.write_bytes(damaged)
+        assert read_sealed(path) is None
     for place, bit in itertools.product(range(len(whole)), range(8)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << bit

@@ -1,4 +1,4 @@
-"""A server of answers, and commands that must be refused."""
+"""Servers of answers, and commands that must be refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from tests.unit.commands.native_server import Answers
 
 
 @pytest.fixture
-def server():
-    server = Answers()
-    yield server
-    server.shutdown()
+def servers():
+    both = [Answers(), Answers()]
+    yield both
+    for server in both:
+        server.shutdown()
+
+
+@pytest.fixture
+def server(servers):
+    return servers[0]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from sglang_hyperdflash.commands.pool import Pool, Refused
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError, ServerFailed
 from sglang_hyperdflash.training.conversations import Loaded
 from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.store.manifest import read_identity
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.writer import open_writer
 from tests.unit.commands.builders import rows_of, write_rows
@@ -118,24 +119,17 @@ def test_it_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
 
 @pytest.mark.parametrize("asked, dtype, size", [("float", "float32", 4), ("auto", "bfloat16", 2)])
 def test_it_counts_and_names_the_dtype_that_its_engine_has(
-    command, monkeypatch, asked, dtype, size
+    tmp_path, command, monkeypatch, asked, dtype, size
 ):
-    found = []
-    monkeypatch.setattr(capture, "_with_server", lambda arguments, *_: found.append(arguments))
-    monkeypatch.setattr(capture, "check_space", lambda _, needed: found.append(needed))
-    whole = capture.open_writer
-
-    def opened(out, identity, *more):
-        found.append(identity.dtype)
-        return whole(out, identity, *more)
-
-    monkeypatch.setattr(capture, "open_writer", opened)
+    seen = []
+    monkeypatch.setattr(capture, "_with_server", lambda arguments, *_: seen.append(arguments))
+    monkeypatch.setattr(capture, "check_space", lambda _, needed: seen.append(needed))
     assert main([*command(ONE), "--dtype", asked]) == 0
-    label, needed, arguments = found
-    assert (label, arguments["dtype"]) == (dtype, dtype)
+    needed, arguments = seen
+    assert read_identity(tmp_path / "out").dtype == arguments["dtype"] == dtype
     assert needed % (4 * 256 * size + 4) == 0
     assert main([*command(ONE, out="fp8"), "--dtype", asked, "--states-dtype", "fp8"]) == 0
-    assert found[4] * (4 * 256 * size + 4) == needed * (4 * (256 + 4) + 4)
+    assert seen[2] * (4 * 256 * size + 4) == needed * (4 * (256 + 4) + 4)
 
 
 def test_every_share_is_captured_once_and_all_together(tmp_path, server, monkeypatch):

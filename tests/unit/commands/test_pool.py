@@ -27,14 +27,6 @@ from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture
-def servers():
-    found = [Answers(), Answers()]
-    yield found
-    for server in found:
-        server.shutdown()
-
-
-@pytest.fixture
 def run(servers, target_dir, tmp_path, monkeypatch):
     """Has so many conversations answered by some servers; gives the exit code, and the output."""
     monkeypatch.setattr(pool, "PAUSE", 0.01)

@@ -123,39 +123,22 @@ def test_results_of_calls_that_the_target_did_not_make_follow_the_data_s(
     assert [s["tokens"] for s in record["samples"]] == [prompt + words for prompt in prompts]
 
 
-def test_a_prompt_that_is_too_long_is_listed_until_there_is_room(call, server, data, tmp_path):
-    lines, listed = data.read_text().splitlines(), tmp_path / "out.left_out.jsonl"
-    write_rows(data, lines[0], {"turns": ["Long? " * 300]}, *lines[1:])
-    for context, left in (400, [1]), (400, [1]), (4096, []):
-        server.context = context
-        assert call("out.jsonl", *ONE_BY_ONE) == 0 and listed.exists() == bool(left)
-        answered = [r["index"] for r in rows_of(tmp_path / "out.jsonl")]
-        assert answered == [i for i in range(4) if i not in left]
-        if left:
-            assert [(e["index"], e["where"]) for e in rows_of(listed)] == [(1, f"{data}:2")]
-            asked = [(p["sampling_params"], len(p["input_ids"])) for p in server.prompts]
-            assert {each["max_new_tokens"] + n for each, n in asked} == {400}
-    assert len(server.prompts) == 5, "each was asked once"
-    server.context = 3
-    assert call("none.jsonl") == 2
-
-
-@pytest.mark.parametrize("by", ["server", "template"])
-def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
-    call, server, target_dir, tmp_path, by
+def test_an_answer_has_the_room_that_the_smallest_server_leaves(
+    servers, target_dir, data, tmp_path
 ):
-    target, out, listed = target_dir, tmp_path / "out.jsonl", tmp_path / "out.left_out.jsonl"
-    if by == "server":
-        assert call("whole.jsonl", *ONE_BY_ONE) == 0
-        server.refuses = len(server.prompts[1]["input_ids"])
-    else:
-        target = shutil.copytree(target_dir, tmp_path / "target")
-        path = target / "chat_template.jinja"
-        last = "messages[-1]['content'] == 'Two?'"
-        path.write_text(f"{{% if {last} %}}{{{{ raise_exception('no') }}}}{{% endif %}}")
-        with path.open("a") as file:
-            file.write((target_dir / "chat_template.jinja").read_text())
-    assert call("out.jsonl", *ONE_BY_ONE, target=target) == 0
+    servers[1].context = 400
+    assert main(regenerate(servers, target_dir, data, tmp_path / "out.jsonl")) == 0
+    asked = [p for server in servers for p in server.prompts]
+    assert {p["sampling_params"]["max_new_tokens"] + len(p["input_ids"]) for p in asked} == {400}
+
+
+def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
+    call, server, target_dir, tmp_path
+):
+    out, listed = tmp_path / "out.jsonl", tmp_path / "out.left_out.jsonl"
+    assert call("whole.jsonl", *ONE_BY_ONE) == 0
+    server.refuses = len(server.prompts[1]["input_ids"])
+    assert call("out.jsonl", *ONE_BY_ONE) == 0
     records, (left,) = rows_of(out), rows_of(listed)
     assert [len(r["samples"]) for r in records] == [1, 1, 1] and left["index"] == 0
     assert records[0]["messages"][-1]["role"] == "assistant" and "turn 2" in records[0]["refused"]
@@ -164,7 +147,7 @@ def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
     before, lines, asked = listed.read_text(), out.read_text().splitlines(True), server.prompts
     out.write_text("".join(lines[:-1]))
     count = len(asked)
-    assert call("out.jsonl", *ONE_BY_ONE, target=target) == 0
+    assert call("out.jsonl", *ONE_BY_ONE) == 0
     assert listed.read_text() == before and len(asked) == count + 1
 
 
@@ -184,14 +167,6 @@ def test_answers_that_are_cut_are_counted_and_can_be_left_out(call, server, tmp_
     asked = len(server.prompts)
     assert call("left.jsonl", "--finished-only", "--strict") == 0
     assert len(server.prompts) == asked, "they would be cut again"
-
-
-def test_an_empty_answer_is_no_sample(call, server, target_dir, tmp_path):
-    server.failures = [STOP]
-    server.answer = lambda ids: [] if len(server.prompts) == 1 else [len(ids)] * 3
-    assert call("out.jsonl", *ONE_BY_ONE) == 0
-    loaded = load_samples([tmp_path / "out.jsonl"], load_chats(str(target_dir)), 512)
-    assert [sample.answer_tokens for sample in loaded.samples] == [3, 3, 3]
 
 
 def test_answers_of_another_model_are_refused(call, server, target_dir, tmp_path, capsys):

@@ -38,10 +38,10 @@ def test_the_command_finds_eval_from_any_folder(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("rounds, tau, shown", [(0, None, "not measured"), (3, 2.0, "2.00")])
+@pytest.mark.parametrize("rounds, tau, shown", [(0, None, "not measured"), (3, 3.0, "3.00")])
 def test_without_a_verification_round_nothing_is_measured(capsys, tmp_path, rounds, tau, shown):
     demo.find_example()
-    answer = Answer([[1]], ["1 + 1 = 2"], 1.0, rounds, rounds, [0, rounds])
+    answer = Answer([[1]], ["1 + 1 = 2"], 1.0, 2 * rounds, rounds, [0, 0, rounds])
     entry = demo.compare(PROMPT, {"baseline": [answer], "hyperdflash2": [answer]}, "identical")
     result = demo.summarise([entry], [answer.histogram], 1, "float32")
     demo.print_answer(1, entry)

@@ -130,10 +130,8 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, server, tmp_pa
     assert asked(server) == [(5, 45), (7, 43), (20, 30), (3, 47), (2, 48)]
     assert [e["index"] for e in rows_of(listed)] == [1, 2, 3, 4, 5]
     written = rows_of(tmp_path / "out.jsonl")
-    lengths = {0: 5, 3: 20, 5: 3, 6: 2}
-    assert {a["index"]: a["outputs"] for a in written} == {
-        i: [f"answer {n}"] for i, n in lengths.items()
-    }
+    expected = {i: [f"answer {n}"] for i, n in {0: 5, 3: 20, 5: 3, 6: 2}.items()}
+    assert {a["index"]: a["outputs"] for a in written} == expected
     assert [a.get("refused", "")[:6] for a in written] == ["", "turn 2", "turn 2", ""]
     server.refuses = -1
     assert run(lines, context=90) == 0 and len(server.prompts) == 2

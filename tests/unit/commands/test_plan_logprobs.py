@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.plan_logprobs import Answer, own_rounds
 from tests.unit.commands.builders import TOKENS, native, write_rows
 
 
@@ -80,12 +79,6 @@ def test_requests_differ_by_their_interval(planned):
     # All draws of the first request, and all of the second.
     assert found["likeliest"] == pytest.approx([(2.8 + 8 * 0.99) / 12, 0.7, 0.99])
     assert found["argmax"]["7"] == pytest.approx([7, 1 / 0.3, 7])
-
-
-def test_tokens_that_are_sure_in_turn_are_no_bound_by_their_mean():
-    """A round of two rows starts before each sure token, every time: no product of means."""
-    top = np.array([1.0, 0.0] * 50)
-    assert len(top) / own_rounds(Answer(top, top), 2) == 2 > 1 + top.mean()
 
 
 def test_equal_names_and_rounded_probabilities(planned):

@@ -36,14 +36,14 @@ def regenerate(servers, target_dir, data, out, *options: str) -> list[str]:
     return ["regenerate", *named, *files, *options]
 
 
-def small(folder: Path, target_dir: Path, out="out", steps=2, **changes) -> Path:
+def small(folder: Path, target_dir: Path, steps=2, **changes) -> Path:
     """A training file that runs in seconds, with its drafter and data in the same folder."""
     if not (folder / "draft").exists():
         command = ["init", "--target", str(target_dir), "--out", str(folder / "draft")]
         assert main([*command, *SIZES]) == 0
         write_rows(folder / "a.jsonl", *[{"instruction": "Count", "output": COUNT}] * 2)
     stage = {"lr": 1e-3, "warmup_steps": 5} | changes
-    lines = [f'target = "{target_dir}"', 'draft = "draft"', f'out = "{out}"', "max_length = 300"]
+    lines = [f'target = "{target_dir}"', 'draft = "draft"', 'out = "out"', "max_length = 300"]
     lines += ["[held_out]", 'count = "a.jsonl"', "[[stage]]", 'data = ["a.jsonl"]']
     lines += [f"steps = {steps}", "batch = 2", "every = 1", "bf16 = false"]
     return write_rows(folder / "train.toml", *lines, *(f"{k} = {v}" for k, v in stage.items()))

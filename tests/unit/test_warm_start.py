@@ -41,10 +41,8 @@ def tell(pipe) -> None:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory):
-    made = client.Template(["wave"], tmp_path_factory.mktemp("template") / "log")
-    yield made
-    made.stop()
+def template():
+    return client.Template("wave")
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -82,7 +80,7 @@ if __name__ == "__main__":
     ends = get_context("spawn").Pipe()
     spawned = get_context("spawn").Process(target=target, args=(ends[1],))
     spawned.start()
-    found = ends[0].recv()
+    told = ends[0].recv()
     spawned.join()
-    print(json.dumps([facts(), found, spawned.exitcode]), flush=True)
+    print(json.dumps([facts(), told, spawned.exitcode]), flush=True)
     sys.stdin.read()

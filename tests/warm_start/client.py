@@ -1,24 +1,24 @@
-"""``start``: ``subprocess.Popen`` of a server or a command, forked from this process's template."""
+"""``start``: ``subprocess.Popen`` of a server or a command, forked from this process's template.
+
+Whatever is not plainly the same after a fork is started in the ordinary way.
+"""
 
 from __future__ import annotations
 
-import atexit
+import functools
 import inspect
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.warm_start.template import ask
 
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.detokenizer_manager")
 MODULES += ("cpu_engine.portable.mhc",)
 LAUNCHER = [sys.executable, "-m", "sglang.launch_server"]
-# ``hyperdflash``, for its commands that start an engine.
 COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
 # As servers of tests have.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -29,35 +29,22 @@ OPTIONS = {"stdin", "stdout", "stderr", "text", "env", "start_new_session"}
 
 
 class Template:
-    """A process with ``modules`` imported, from which children are forked."""
+    """A process with ``modules`` imported, from which children are forked; it ends when we do."""
 
-    def __init__(self, modules: Sequence[str], log: Path) -> None:
+    def __init__(self, *modules: str) -> None:
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.lock, self.environment = threading.Lock(), {**os.environ, **ENVIRONMENT}
-        command = [sys.executable, "-m", "tests.warm_start.template", str(theirs.fileno())]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("wb") as sink:
-            self.process = subprocess.Popen(
-                [*command, *modules],
-                stdout=sink,
-                stderr=sink,
-                env=self.environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        assert self.link.recv(32) == b"ready", log.read_text()
+        self.environment, fd = {**os.environ, **ENVIRONMENT}, theirs.fileno()
+        command = [sys.executable, "-m", "tests.warm_start.template", str(fd), *modules]
+        options = {"env": self.environment, "pass_fds": [fd], "start_new_session": True}
+        with theirs:
+            self.process = subprocess.Popen(command, **options)
+        assert self.link.recv(32) == b"ready"
 
     def gives(self, options: dict) -> bool:
         """Whether a fork is what an ordinary start with these options is."""
         asked = options.get("env") or os.environ
-        names = {*asked, *self.environment}
-        changed = [name for name in names if asked.get(name) != self.environment.get(name)]
+        changed = {name for name, _ in self.environment.items() ^ asked.items()}
         return options.keys() <= OPTIONS and all(name.startswith(FREE) for name in changed)
-
-    def stop(self) -> None:
-        """End the template; what was started from it stays."""
-        self.link.close()
-        self.process.wait()
 
 
 class Forked(subprocess.Popen):
@@ -65,43 +52,33 @@ class Forked(subprocess.Popen):
 
     def __init__(self, template: Template, command: Sequence[str], **options) -> None:
         self._template = template
-        super().__init__([str(part) for part in command], **options)
+        super().__init__(command, **options)
 
     def _execute_child(self, *given) -> None:
         asked = inspect.signature(super()._execute_child).bind(*given).arguments
         ends = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        with self._template.lock:
-            self.pid = ask(
-                self._template.link,
-                [number if end == -1 else end for number, end in enumerate(ends)],
-                argv=asked["args"],
-                numbers=[0, 1, 2],
-                environment=dict(asked["env"] or os.environ),
-                session=asked["start_new_session"],
-            )
+        self.pid = ask(
+            self._template.link,
+            [number if end == -1 else end for number, end in enumerate(ends)],
+            argv=[str(part) for part in asked["args"]],
+            numbers=[0, 1, 2],
+            environment=dict(asked["env"] or os.environ),
+            session=asked["start_new_session"],
+        )
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(asked[name] for name in pipes))
 
 
-_templates: list[Template] = []
-_making = threading.Lock()
-
-
+@functools.cache
 def template() -> Template:
-    """This process's template of a server, made when it is first asked for."""
-    with _making:
-        if not _templates:
-            worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-            log = Path(__file__).resolve().parents[2] / "build" / "test-logs" / worker
-            _templates.append(Template(MODULES, log / "template.log"))
-            atexit.register(_templates[0].stop)
-        return _templates[0]
+    """This process's template of a server."""
+    return Template(*MODULES)
 
 
 def start(command: Sequence[str], **options) -> subprocess.Popen:
     """Start a server, a command of ours or a script, warm where that makes no difference."""
-    import torch  # late: commands without it import this
+    import torch  # late: children of tests import this module
 
     known = list(command[:3]) in (LAUNCHER, COMMAND) or list(command[:2]) == [sys.executable, "-c"]
     if os.environ.get("HYPERDFLASH_TEST_TEMPLATE") == "0" or torch.accelerator.is_available():
@@ -113,9 +90,8 @@ def start(command: Sequence[str], **options) -> subprocess.Popen:
 
 def start_command(*arguments: object, **options) -> subprocess.Popen:
     """``hyperdflash ARGUMENTS`` in a session of its own, with one thread as servers have."""
-    environment = {**os.environ, **ENVIRONMENT}
-    command = [*COMMAND, *map(str, arguments)]
-    return start(command, env=environment, start_new_session=True, **options)
+    options |= {"env": {**os.environ, **ENVIRONMENT}, "start_new_session": True}
+    return start([*COMMAND, *map(str, arguments)], **options)
 
 
 def run_command(*arguments: object, timeout: float, **options) -> subprocess.CompletedProcess[str]:

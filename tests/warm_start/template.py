@@ -7,7 +7,6 @@ that, and sees none of its parent's hooks.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import gc
 import importlib
@@ -23,21 +22,23 @@ import types
 from collections.abc import Callable, Sequence
 from multiprocessing import util
 
-# Lower descriptors are free for what a child is given.
+# A template's own descriptors are not lower: those are a child's.
 FIRST_FD = 200
 PR_SET_CHILD_SUBREAPER = 36
 written: dict[str, str] = {}  # what imports put into the environment
+one_at_a_time = threading.Lock()
 
 
 def ask(link: socket.socket, fds: Sequence[int], **request) -> int:
     """The process id of a new child of this process."""
     prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the child is an orphan of the template's
-    try:
-        socket.send_fds(link, [json.dumps(request).encode()], list(fds))
-        return int(link.recv(32))
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    with one_at_a_time:
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the child is an orphan of the template's
+        try:
+            socket.send_fds(link, [json.dumps(request).encode()], list(fds))
+            return int(link.recv(32))
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def serve(link: socket.socket) -> Callable[[], None]:
@@ -46,20 +47,17 @@ def serve(link: socket.socket) -> Callable[[], None]:
         message, fds, _, _ = socket.recv_fds(link, 1 << 20, 64)
         if not message:
             return functools.partial(os._exit, 0)
-        told, tell = os.pipe()
         if (between := os.fork()) == 0:
-            middle = os.getpid()
-            if child := os.fork():
-                os.write(tell, str(child).encode())
+            between = os.getpid()
+            if os.fork():
                 os._exit(0)
-            while os.getppid() == middle:
+            while os.getppid() == between:
                 time.sleep(0.001)
-            for fd in (told, tell, link.detach()):
-                os.close(fd)
+            with link:
+                link.send(str(os.getpid()).encode())
             return become(fds, **json.loads(message))
         os.waitpid(between, 0)
-        link.send(os.read(told, 32))
-        for fd in (told, tell, *fds):
+        for fd in fds:
             os.close(fd)
 
 
@@ -75,17 +73,15 @@ def become(fds, argv, numbers, environment, session) -> Callable[[], None]:
         return serve(theirs)
     theirs.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    util.spawnv_passfds = functools.partial(spawn, raised(ours), threading.Lock())
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    for fd, number in zip(high, numbers, strict=True):
+    util.spawnv_passfds = functools.partial(spawn, ours)
+    os.closerange(3, FIRST_FD)
+    for fd, number in zip(fds, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
     os.environ.clear()
     os.environ.update(written | environment)
-    folders = [os.path.abspath(f) for f in environment.get("PYTHONPATH", "").split(":") if f]
-    sys.path[1:] = [*folders, *(folder for folder in sys.path[1:] if folder not in folders)]
+    folders = filter(None, environment.get("PYTHONPATH", "").split(":"))
+    sys.path[1:1] = map(os.path.abspath, folders)
     importlib.invalidate_caches()
     option, program, *sys.argv[1:] = argv[1:]
     sys.argv[0] = option
@@ -95,36 +91,28 @@ def become(fds, argv, numbers, environment, session) -> Callable[[], None]:
     return functools.partial(exec, compile(program, "<string>", "exec"), main.__dict__)
 
 
-def spawn(link, one_at_a_time, path, args, passfds, ordinary=util.spawnv_passfds) -> int:
+def spawn(link, path, args, passfds, ordinary=util.spawnv_passfds) -> int:
     """``util.spawnv_passfds`` of a child; the template has its interpreter's options, too."""
     argv = [os.fsdecode(arg) for arg in args]
     del argv[1 : 1 + len(util._args_from_interpreter_flags())]
     if "multiprocessing.spawn" not in argv[2]:
         return ordinary(path, args, passfds)
     fds = [0, 1, 2, *map(int, passfds)]
-    with one_at_a_time:
-        return ask(link, fds, argv=argv, numbers=fds, environment=dict(os.environ), session=False)
-
-
-def raised(link: socket.socket) -> socket.socket:
-    """The socket with a descriptor that no program counts on."""
-    with link:
-        return socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, FIRST_FD))
+    return ask(link, fds, argv=argv, numbers=fds, environment=dict(os.environ), session=False)
 
 
 def main() -> Callable[[], None]:
-    link, before = raised(socket.socket(fileno=int(sys.argv[1]))), dict(os.environ)
-    low = [os.open(os.devnull, os.O_RDONLY)]
-    while low[-1] < FIRST_FD - 1:
-        low.append(os.dup(low[0]))
+    given, before, devnull = int(sys.argv[1]), dict(os.environ), os.open(os.devnull, os.O_RDONLY)
+    while os.dup(devnull) < FIRST_FD:
+        pass
+    link = socket.socket(fileno=os.dup(given))
+    os.dup2(devnull, given, inheritable=False)
     import setproctitle  # SGLang brings it; who only imports this module needs none
 
     setproctitle.getproctitle()  # while the environment is where it finds it
     for name in sys.argv[2:]:
         module = importlib.import_module(name)
         getattr(module, "compiled", int)()  # what numba compiles
-    for fd in low:
-        os.close(fd)
     written.update({n: v for n, v in os.environ.items() if before.get(n) != v})
     gc.collect()
     gc.freeze()  # a child's collections then copy no page of the imports

@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -184,43 +184,23 @@ def learning(shared: Path) -> Subject:
 
 
 class Line:
-    """A TCP line to a server that can be cut: for its clients the server has died."""
+    """The connections of an HTTP server, which can be cut: for its clients the server has died."""
 
-    def __init__(self, port: int) -> None:
-        self.port, self.open = port, True
-        self.ends: list[socket.socket] = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+    def __init__(self, server: ThreadingHTTPServer) -> None:
+        self.open, self.ends = True, list[socket.socket]()
+        server.verify_request = self._connected
         # What a subject needs of it.
         self.helper = {"kill_helper": self.cut, "restore_helper": self.restore}
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            client, _ = self.listener.accept()
-            if not self.open:
-                client.close()
-                continue
-            server = socket.create_connection(("127.0.0.1", self.port))
-            self.ends += [client, server]
-            for a, b in ((client, server), (server, client)):
-                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
-
-    def _copy(self, a: socket.socket, b: socket.socket) -> None:
-        with suppress(OSError):
-            while data := a.recv(1 << 16):
-                b.sendall(data)
-        self._shut(a, b)
-
-    @staticmethod
-    def _shut(*ends: socket.socket) -> None:
-        for end in ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+    def _connected(self, end: socket.socket, _address) -> bool:
+        self.ends.append(end)
+        return self.open
 
     def cut(self, _process: subprocess.Popen) -> None:
         self.open = False
-        self._shut(*self.ends)
+        for end in self.ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
         self.ends.clear()
 
     def restore(self) -> None:
@@ -228,15 +208,15 @@ class Line:
 
 
 def regenerating(shared: Path) -> Subject:
-    """``regenerate``, against a server without a model behind a :class:`Line`."""
-    line = Line(Answers(delay=0.2).server_port)
+    """``regenerate``, against a server without a model."""
+    server = Answers(delay=0.2)
 
     def arguments(out: str) -> list[str]:
         options = ["--temperature", "0", "--max-new-tokens", "16", "--concurrency", "2"]
         options += ["--input", str(shared / "data.jsonl"), "--output", out]
-        return ["regenerate", "--server", line.url, "--target", TARGET, *options]
+        return ["regenerate", "--server", server.url, "--target", TARGET, *options]
 
-    return answering(arguments, "messages", "samples", **line.helper)
+    return answering(arguments, "messages", "samples", **Line(server).helper)
 
 
 def kill_scheduler(process: subprocess.Popen) -> None:
@@ -287,15 +267,14 @@ def capturing(shared: Path) -> Subject:
 
 
 def comparing(shared: Path) -> Subject:
-    """``eval run``: one server without a model stands for both methods, behind a :class:`Line`."""
+    """``eval run``: one server without a model stands for both methods."""
     server = FakeServer(lengths(4), [1, 1], delay=0.05)
-    line = Line(server.server.server_port)
 
     def arguments(folder: Path) -> list[str]:
         files = ",".join(str(shared / f"{name}.jsonl") for name in BENCHMARKS)
         options = ["--target", TARGET, "--methods", "baseline,hyperdflash6", "--benchmarks", files]
         options += ["--num-prompts", "2", "--max-new-tokens", "8", "--rounds", str(ROUNDS)]
-        servers = ["--server", f"baseline={line.url}", "--server", f"hyperdflash6={line.url}"]
+        servers = ["--server", f"baseline={server.url}", "--server", f"hyperdflash6={server.url}"]
         return ["run", *options, *servers, "--out", str(folder / "run")]
 
     def units(folder: Path) -> list[Path]:
@@ -318,5 +297,5 @@ def comparing(shared: Path) -> Subject:
         result=result,
         data=lambda folder: units(folder)[0],
         launcher=EVAL,
-        **line.helper,
+        **Line(server.server).helper,
     )

@@ -22,6 +22,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 # How SGLang's profiler names a target's pass over drafts: one a round.
 ROUND = "step[VERIFY"
 CUDA_POOL = r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB"
+# Of each capture of CUDA graphs: the target's, then the draft's.
 GRAPH = r"[Cc]apture.*graph.*end.*mem usage=([\d.]+) GB"
 
 
@@ -33,17 +34,6 @@ def draft_pool(log: str) -> tuple[int, float]:
         return int(slots), (float(key) + float(value)) * 2**30
     pool = logged_pools(log)[-1]
     return pool.slots, 2 * 2.0 * pool.layers * pool.heads * pool.head_dim * pool.slots
-
-
-def graph_gib(log: str) -> list[float]:
-    """GiB that each capture of CUDA graphs took, in the log's order: the target's, the draft's."""
-    return [float(gib) for gib in re.findall(GRAPH, log)]
-
-
-def draft_attention(log: str) -> str | None:
-    """The line that says which attention the drafter has, and why."""
-    line = re.search(r"HYPERDFLASH: (draft attention is .*)", log)
-    return line and line[1]
 
 
 def fell_back(log: str) -> list[str]:

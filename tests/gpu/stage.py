@@ -59,28 +59,28 @@ class Stage:
 
     Attributes:
         shape: the target's ``config.json``; draft: the drafter's; mask_token: its mask.
+        environment, source: of every server's plugin. write_target: makes the checkpoint.
         context: tokens; requests: at once; long_prompt: tokens of the one long prompt.
         window: of the windowed drafter, so small that an answer slides it; tokens: of an answer.
         first: tokens of the shortest prompt; boundary: with an answer, they pass a multiple of 128.
-        arguments: of every server; environment, source: of its plugin.
-        write_target: makes the checkpoint. gpu: whether kernels, graphs and traces are there.
+        gpu: whether kernels, graphs and traces are there.
     """
 
     shape: dict
-    draft: DrafterShape
-    mask_token: int
-    context: int
-    requests: int
-    long_prompt: int
-    window: int
-    tokens: int
-    first: int
-    boundary: int
-    arguments: tuple[str, ...]
     environment: dict[str, str]
-    source: str
     write_target: Callable[[Path], Path]
-    gpu: bool
+    draft: DrafterShape = DRAFT
+    mask_token: int = 128815
+    context: int = 1 << 20
+    requests: int = 256
+    long_prompt: int = 200_000
+    window: int = 128
+    tokens: int = 160
+    first: int = 300
+    boundary: int = 300
+    arguments: tuple[str, ...] = ARGUMENTS
+    source: str = WEIGHTS
+    gpu: bool = True
 
     def write_drafter(self, folder: Path, window: int | None = None) -> Path:
         """An untrained drafter for the target."""
@@ -102,29 +102,15 @@ class Stage:
     def prompts(self, count: int, seed: int = 0, first: int | None = None) -> list[list[int]]:
         """Random prompts, all of different lengths, the shortest of ``first`` tokens."""
         draw, most = random.Random(seed), int(self.shape["vocab_size"]) - 50
-        first = self.first if first is None else first
+        first = first or self.first
         return [[draw.randrange(5, most) for _ in range(first + 3 * i)] for i in range(count)]
 
 
-GPU = Stage(
-    shape=SHAPE,
-    draft=DRAFT,
-    mask_token=128815,
-    context=1 << 20,
-    requests=256,
-    long_prompt=200_000,
-    window=128,
-    tokens=160,
-    first=300,
-    boundary=300,
-    arguments=ARGUMENTS,
-    environment={},
-    source=WEIGHTS,
-    write_target=lambda folder: target_folder(folder, SHAPE),
-    gpu=True,
-)
+GPU = Stage(SHAPE, {}, lambda folder: target_folder(folder, SHAPE))
 CPU = Stage(
-    shape=checkpoint.CONFIG,
+    checkpoint.CONFIG,
+    dict(plugin.ENVIRONMENT),
+    checkpoint.write_target,
     draft=DrafterShape(**checkpoint.DRAFT),
     mask_token=checkpoint.MASK_TOKEN,
     context=4096,
@@ -135,8 +121,6 @@ CPU = Stage(
     first=20,
     boundary=115,
     arguments=(*serve.ARGUMENTS, *serve.POOL),
-    environment=dict(plugin.ENVIRONMENT),
     source=serve.PLUGIN,
-    write_target=checkpoint.write_target,
     gpu=False,
 )

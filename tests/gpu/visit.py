@@ -21,7 +21,7 @@ from sglang_hyperdflash.tools.provenance import provenance
 from tests.conftest import ROOT
 from tests.engine.conftest import Servers
 from tests.gpu.stage import CPU, GPU
-from tests.gpu.steps import STEPS, Visit, chosen
+from tests.gpu.steps import STEPS, Visit
 
 OUT = ROOT / "eval" / "results" / "gpu"
 
@@ -29,11 +29,11 @@ OUT = ROOT / "eval" / "results" / "gpu"
 def run(visit: Visit, only: list[str] | None) -> dict:
     """Walk the steps; ``visit.json`` is written after each."""
     report = {"provenance": provenance(), "small": not visit.stage.gpu, "steps": {}}
-    for name, step in chosen(only):
+    for name in only or STEPS:
         begun, own = time.monotonic(), replace(visit, found={}, failed=[])
-        print(f"{name}: {step.__doc__.splitlines()[0]}", flush=True)
+        print(f"{name}: {STEPS[name].__doc__.splitlines()[0]}", flush=True)
         try:
-            step(own)
+            STEPS[name](own)
         except Exception as error:
             own.failed.append(f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
@@ -53,13 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.visit", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--only", nargs="+", choices=STEPS, help="some of the steps")
-    parser.add_argument("--list", action="store_true", help="name the steps and end")
     parser.add_argument("--small", action="store_true", help="on a CPU, with a small target")
     args = parser.parse_args(arguments)
-    if args.list:
-        for name, step in STEPS.items():
-            print(f"{name:<12}{step.__doc__.splitlines()[0]}")
-        return 0
     if not args.small and not torch.cuda.is_available():
         parser.exit(2, "no CUDA device is visible; --small walks the same steps on a CPU.\n")
     stage = CPU if args.small else GPU

@@ -113,10 +113,9 @@ def test_a_step_that_breaks_is_written_down_and_the_next_one_runs(walk, monkeypa
         raise RuntimeError("no such kernel")
 
     every = {"breaks": breaks, "residual": steps.residual}
-    monkeypatch.setattr(steps, "STEPS", every)
+    monkeypatch.setattr(visit, "STEPS", every)
     assert walk(CPU, None)[0] == {"breaks": ["RuntimeError: no such kernel"], "residual": []}
     monkeypatch.setattr(visit.torch.cuda, "is_available", lambda: False)
-    assert visit.main(["--list"]) == 0
     with pytest.raises(SystemExit, match="2"):
         visit.main([])
 

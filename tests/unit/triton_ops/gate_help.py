@@ -41,8 +41,7 @@ def random_arguments(
 
 def in_fp64(a: GateArguments) -> GateArguments:
     """The same arguments in fp64 on the CPU."""
-    tensors = (a.hidden, a.fn, a.base, a.scale, a.path_norm, a.hidden_norm)
-    wide = (t if t is None else t.double().cpu() for t in tensors)
+    wide = (t if t is None else t.double().cpu() for t in tensors_of(a))
     return GateArguments(*wide, a.rms_eps, a.hc_eps)
 
 

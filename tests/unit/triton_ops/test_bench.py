@@ -10,11 +10,8 @@ import torch
 from triton_ops import bench
 
 
-def test_the_least_traffic_of_a_v4_flash_token():
-    assert bench.traffic_bytes(1, 4, 4096) == (32 + 8) * 1024
-
-
 def test_table_and_plot_are_made_again_from_the_results_file(tmp_path, capsys):
+    assert bench.traffic_bytes(1, 4, 4096) == (32 + 8) * 1024
     times = {"median_us": 10.0, "quartiles_us": [1.0, 2.0], "tb_per_s": 0.5}
     sizes = {"m": 4, "d": 4096, "relative_error": 1e-3, "share_of_copy": 0.8}
     row = sizes | dict.fromkeys(("triton", "fused_hc_head", "copy"), times)

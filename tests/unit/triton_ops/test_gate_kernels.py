@@ -148,6 +148,8 @@ def check_backward(a: GateArguments) -> None:
     grad = grad.to(a.hidden.dtype).to(DEVICE)
     stats = reduce_reference(in_fp64(a))[1].float().to(DEVICE)
     gradients = backward_triton(a, grad, stats, need_hidden=True)
+    no_hidden, *others = backward_triton(a, grad, stats, need_hidden=False)
+    assert no_hidden.numel() == 0 and all(map(torch.equal, others, gradients[1:]))
     exact = [t if t is None else t.requires_grad_() for t in tensors_of(in_fp64(a))]
     hc_gate_reduce_reference(*exact, **EPSILONS).backward(grad.double().cpu())
     expected = [torch.empty(0) if t is None else t.grad for t in exact]
@@ -163,26 +165,12 @@ def test_backward_is_autograds(n, m, d, dtype, norms):
     check_backward(random_arguments(n, m, d, dtype=dtype, norms=norms, seed=n + d))
 
 
-def test_backward_of_saturated_gates_and_a_zero_row():
+def test_backward_of_no_tokens_saturated_gates_and_a_zero_row():
+    check_backward(random_arguments(0, 2, 64))
     a = random_arguments(6, 4, 64)
     a.hidden[0] = 0
     a.base[:] = torch.tensor([1e4, -1e4, 0.0, 1.0], device=DEVICE)
     check_backward(a)
-
-
-def test_backward_leaves_out_the_residuals_gradient_unless_asked():
-    a = random_arguments(5, 2, 64)
-    stats, grad = reduce_reference(a)[1], torch.ones(5, 64, device=DEVICE)
-    whole, without = (backward_triton(a, grad, stats, need_hidden=x) for x in (True, False))
-    assert without[0].numel() == 0
-    assert all(map(torch.equal, without[1:], whole[1:]))
-
-
-def test_no_tokens():
-    a = random_arguments(0, 2, 64)
-    gradients = backward_triton(a, torch.ones(0, 64, device=DEVICE), reduce_reference(a)[1], True)
-    assert [g.shape for g in gradients] == [t.shape for t in tensors_of(a)]
-    assert not any(g.any() for g in gradients)
 
 
 def with_gradients(a: GateArguments) -> list[torch.Tensor | None]:
@@ -241,22 +229,19 @@ def test_a_frozen_target_gets_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "error"),
+    ("name", "change", "error", "said"),
     [
-        ("hidden", torch.Tensor.int, TypeError),
-        ("hidden", lambda t: t.T.contiguous().T, ValueError),
-        ("fn", lambda t: t.to("meta"), ValueError),
-        ("fn", lambda t: t.T.contiguous().T, ValueError),
+        ("hidden", torch.Tensor.int, TypeError, "hidden"),
+        ("hidden", lambda t: t.T.contiguous().T, ValueError, "residual"),
+        ("fn", lambda t: t.to("meta"), ValueError, "fn"),
+        ("fn", lambda t: t.T.contiguous().T, ValueError, "fn"),
     ],
 )
-def test_wrong_dtypes_devices_and_strides_are_refused(name, change, error):
+def test_wrong_dtypes_devices_and_strides_are_refused(name, change, error, said):
     a = random_arguments(3, 4, 64)
-    with pytest.raises(
-        error, match="residual" if name == "hidden" and error is ValueError else name
-    ):
-        hc_gate_reduce(
-            *tensors_of(dataclasses.replace(a, **{name: change(getattr(a, name))})), **EPSILONS
-        )
+    wrong = dataclasses.replace(a, **{name: change(getattr(a, name))})
+    with pytest.raises(error, match=said):
+        hc_gate_reduce(*tensors_of(wrong), **EPSILONS)
 
 
 @pytest.mark.parametrize("m, d", [(3, 64), (16, 64), (4, 96), (1, 65536)])

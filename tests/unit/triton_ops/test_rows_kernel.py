@@ -115,13 +115,6 @@ def test_ties_broken_rows_and_forbidden_tokens_of_every_kind_of_request():
     check(inputs, half_kept(inputs))  # which may forbid the broken one
 
 
-def test_every_temperature_and_any_magnitude():
-    inputs = batch(15, 1, 1100)
-    inputs[2].fill_(50)
-    inputs[0] *= torch.tensor([1e-3, 30.0, 1e4], device=DEVICE).repeat_interleave(5).unsqueeze(1)
-    check(inputs)
-
-
 def test_one_kept_token_is_drawn_whatever_its_weight():
     inputs = batch(9, 1, 300)
     inputs[2].fill_(50)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
-import os
 import pkgutil
 import subprocess
-import sys
 import tempfile
-import traceback
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,26 +102,11 @@ def hooked() -> list[str]:
     return sorted(seams.in_place)
 
 
-def in_fork(capability: list[int], cases: dict[str, list[str]], hooks: bool) -> Any:
-    """What a server of that GPU resolves in every case, and its hooks if they are asked for.
-
-    In a process of its own: SGLang keeps what it has read of the GPU.
-    """
-    with tempfile.TemporaryFile("w+") as written:
-        if (child := os.fork()) == 0:
-            try:
-                pretend(tuple(capability))
-                values = {name: resolved(case) for name, case in cases.items()}
-                json.dump([values, hooked() if hooks else []], written)
-                written.flush()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0, f"compute capability {capability}: see above"
-        written.seek(0)
-        return json.load(written)
+def served(capability: list[int], cases: dict[str, list[str]], hooks: bool) -> list[Any]:
+    """What a server of that GPU resolves in every case, and its hooks if they are asked for."""
+    pretend(tuple(capability))
+    values = {name: resolved(case) for name, case in cases.items()}
+    return [values, hooked() if hooks else []]
 
 
 def main() -> None:
@@ -135,7 +118,11 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    answer([in_fork(*machine) for machine in question()])
+    answers = []
+    for machine in question():  # a process each: SGLang keeps what it has read of the GPU
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            answers.append(pool.submit(served, *machine).result())
+    answer(answers)
 
 
 if __name__ == "__main__":

@@ -29,52 +29,38 @@ def source(target) -> FeatureCache:
     return FeatureCache(target, answers(18, 20, prompt=7), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
-def test_accepted_drafts_are_counted_as_a_server_would(target, replay):
-    """An answer made of so many drafts a round; a block that its end cuts short does not count."""
-    rounds = [3, 0, 6, 1, 6, 2]
-    tokens = list(answers(7)[0].tokens)
-    for taken in rounds:
-        drafts = propose_block(target, replay.drafter, tokens)
-        other = 77 if taken == len(drafts) or drafts[taken] != 77 else 78
-        tokens += [*drafts[:taken], other]
-    tokens += propose_block(target, replay.drafter, tokens)[:5]
-    source = FeatureCache(target, [Sample.continuation(tokens, 6)], dtype=torch.float32)
-    assert replay.acceptance(source) == [rounds.count(taken) for taken in range(7)]
+def test_drafts_are_the_page_s_and_are_counted_as_a_server_would(target, causal):
+    """Answers made of so many drafts a round; a block that their end cuts short does not count."""
+    replay, samples = Replay(random_drafter(target, causal=causal), target), []
+    for rounds, prompt in zip(([3, 0, 6, 1, 6, 2], [6, 4, 0]), answers(7, 9), strict=True):
+        tokens = list(prompt.tokens)
+        for taken in rounds:
+            drafts = propose_block(target, replay.drafter, tokens)
+            other = 77 if taken == len(drafts) or drafts[taken] != 77 else 78
+            tokens += [*drafts[:taken], other]
+        tokens += propose_block(target, replay.drafter, tokens)[:5]
+        samples.append(Sample.continuation(tokens, len(prompt.tokens) - 1))
+    source, every = FeatureCache(target, samples, dtype=torch.float32), [3, 0, 6, 1, 6, 2, 6, 4, 0]
+    assert replay.acceptance(source) == [every.count(taken) for taken in range(7)]
     found = replay.evaluate(source)
-    assert found["tau"] == pytest.approx(1 + sum(rounds) / 6)
-    rates = [sum(taken > k for taken in rounds) / 6 for k in range(6)]
+    assert found["tau"] == pytest.approx(1 + sum(every) / 9)
+    rates = [sum(taken > k for taken in every) / 9 for k in range(6)]
     assert found["position_acceptance"] == pytest.approx(rates, abs=1e-4)
 
 
-@torch.no_grad()
-def test_the_first_drafts_of_a_causal_block_are_the_same_at_every_width(target, source):
-    rows, states = collate(source.samples), source.states([0, 1])
-    blocks = Blocks.draw(rows, 5, 7, [0, 1])
-    for causal in (True, False):
-        whole, drafts = random_drafter(target, causal=causal), {}
-        for width in (2, 4, 7):
-            drafter = random_drafter(target, causal=causal, block_size=width)
-            drafter.load_state_dict(whole.state_dict())
-            drafts[width] = Replay(drafter, target).draft_states(
-                rows, states, blocks.anchors, blocks.keep
-            )
-        for width in (2, 4):
-            gap = (drafts[width] - drafts[7][:, :, : width - 1]).abs().max()
-            assert (gap < 1e-5) == causal, (width, gap)
-
-
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_trainer_s_drafts_are_those_of_the_page(target, source, causal):
-    drafter = random_drafter(target, causal=causal)
-    replay, rows = Replay(drafter, target), collate(source.samples)
-    anchors = torch.tensor([[7, 12], [10, 15]])
-    keep = torch.tensor([[True, True], [True, False]])
-    drafts = replay.draft(rows, source.states([0, 1]), anchors, keep)
-    assert (drafts[1, 1] == 0).all()
-    for row, place in keep.nonzero().tolist():
-        tokens = source.samples[row].tokens[: int(anchors[row, place]) + 1]
-        assert drafts[row, place].tolist() == propose_block(target, drafter, tokens)
+@torch.no_grad()
+def test_the_first_drafts_of_a_causal_block_are_the_same_at_every_width(target, source, causal):
+    rows = collate(source.samples)
+    blocks = Blocks.draw(rows, 5, 7, [0, 1])
+    given = rows, source.states([0, 1]), blocks.anchors, blocks.keep
+    drafters = (random_drafter(target, causal=causal, block_size=width) for width in (7, 4, 2))
+    whole, *narrow = (Replay(drafter, target).draft_states(*given) for drafter in drafters)
+    for drafts in narrow:
+        gap = (drafts - whole[:, :, : drafts.shape[2]]).abs().max()
+        assert (gap < 1e-5) == causal, gap
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.reducer import reducer_source
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
@@ -17,7 +16,7 @@ from tests.unit.training.conftest import answers
 from tests.unit.training.streams import new_drafter
 
 LAYERS = (1, 3)
-SAMPLES = answers(12, 30, prompt=4)
+SAMPLES = answers(12, 300, prompt=4)
 
 
 def test_states_are_those_of_transformers_in_the_cache_as_online(target_dir, target):
@@ -27,7 +26,7 @@ def test_states_are_those_of_transformers_in_the_cache_as_online(target_dir, tar
     cached = FeatureCache(target, SAMPLES, dtype=torch.float32, layer_ids=LAYERS).states([0, 1])
     for name, width in (("residual", 4), ("layers", 2)):
         ours, other, wanted = (getattr(each, name) for each in (online, cached, expected))
-        assert wanted.shape == (2, 30, width * 256)
+        assert wanted.shape == (2, 300, width * 256)
         assert (ours - wanted).abs().max() < 1e-4 * wanted.abs().max()
         torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-3)
     tokens = torch.tensor([SAMPLES[1].tokens])
@@ -35,7 +34,8 @@ def test_states_are_those_of_transformers_in_the_cache_as_online(target_dir, tar
     mean = whole[LAYERS[0] + 1].mean(-2)  # [b, S, m, d]: what layer i gave is at i + 1
     assert (online.layers[1, :, :256] - mean[0]).abs().max() < 1e-4 * mean.abs().max()
     final = theirs.features(tokens)[0]
-    torch.testing.assert_close(target.final(expected.residual[1:]), final, rtol=1e-3, atol=1e-4)
+    for ours in (target.final(expected.residual[1:]), target.features(tokens)[0]):
+        torch.testing.assert_close(ours, final, rtol=1e-3, atol=1e-4)
     for one, other in zip(theirs.hc_head, target.hc_head, strict=True):
         assert torch.equal(one.float(), other)
 
@@ -51,12 +51,3 @@ def test_a_drafter_of_layers_trains_and_asks_for_its_layers(target, tmp_path):
     states = States.without_layers(torch.zeros(1, 3, 1024))
     with pytest.raises(HyperDFlashConfigError, match=r"layers \[1, 3\]"):
         reducer_source(drafter.config, states.residual, states.layers)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"), [("1 2 --reducer hc_gate", "reducer"), ("1 9", "layer")]
-)
-def test_init_refuses_what_cannot_work(target_dir, tmp_path, capsys, options, name):
-    arguments = f"init --target {target_dir} --out {tmp_path}/draft --layer-ids {options}"
-    assert main(arguments.split()) == 2
-    assert name in capsys.readouterr().err and not (tmp_path / "draft").exists()

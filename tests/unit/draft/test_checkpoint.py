@@ -24,6 +24,7 @@ from tests.engine.drafters import with_dependency
 
 OWN = "hyperdflash_config"
 MISSING = object()
+OF_LAYERS = {f"{OWN}.source": "layers", f"{OWN}.reducer": "fc"}
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +76,7 @@ def head(**fields):
         ({f"{OWN}.window": 6}, f"{OWN}.window"),
         ({f"{OWN}.gate": "none"}, f"{OWN}.gate"),
         ({f"{OWN}.source": "layers"}, "source layers"),
-        (
-            {
-                f"{OWN}.source": "layers",
-                f"{OWN}.reducer": "fc",
-                "dflash_config.target_layer_ids": [8],
-            },
-            "target_layer_ids",
-        ),
+        (OF_LAYERS | {"dflash_config.target_layer_ids": [8]}, "target_layer_ids"),
         ({f"{OWN}.target.hidden_size": 4096}, "target.hidden_size"),
         ({f"{OWN}.target.hc_head_fingerprint": None}, "hc_head_fingerprint"),
         (head(top_k=1364), "dependency.top_k"),

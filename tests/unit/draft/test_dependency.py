@@ -32,11 +32,9 @@ def candidates(head: DependencyHead, rows: int = 6, drafts: int = 4) -> Candidat
 def test_scores_are_those_of_the_formula(form):
     head, hidden, previous = trained(form), torch.randn(3, D), torch.tensor([7, 0, 39])
     whole = head.over_vocabulary(previous, hidden)
-    for row in range(3):
-        gates = [float(g @ hidden[row]) + (form == "residual") for g in head.gate.weight]
-        state = [float(a) * gates[i] for i, a in enumerate(head.predecessor[previous[row]])]
-        expected = [sum(state[i] * float(b[i]) for i in range(R)) for b in head.successor]
-        torch.testing.assert_close(whole[row], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    gates = hidden @ head.gate.weight.T + (form == "residual")
+    expected = (head.predecessor[previous] * gates) @ head.successor.T
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
     # Some candidates, and all in whatever order.
     permuted = torch.stack([torch.randperm(V) for _ in range(3)])
     for ids in (torch.randint(0, V, (3, K)), permuted):

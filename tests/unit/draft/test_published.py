@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +14,7 @@ from sglang_hyperdflash.draft.published import Version, current, publish, refuse
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import EXAMPLE
+from tests.unit.training.store.small import files_of, flip
 
 DRAFTER = EXAMPLE / "drafter"
 
@@ -41,23 +41,11 @@ def test_versions_follow_one_another_and_the_newest_and_current_ones_stay(tmp_pa
         Version(number, folder / f"{number:06}").check()
 
 
-@contextmanager
 def failing(step: int | str):
     """A file may have so many bytes, or the named step of a publication fails."""
-
-    def fails(path, *_, **__):
-        raise WriteFailed(f"cannot write {path}")
-
-    if isinstance(step, str):
-        with mock.patch.object(published, step, fails):
-            yield
-        return
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (step, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    if isinstance(step, int):
+        return files_of(step)
+    return mock.patch.object(published, step, side_effect=WriteFailed(step))
 
 
 # No room at all, room for the config alone, no manifest, no pointer.
@@ -96,27 +84,22 @@ def test_a_version_that_a_server_has_left_is_not_current(tmp_path):
         assert current(tmp_path).number == 4 and current(tmp_path).check() is None
 
 
-def flip(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
 @pytest.mark.parametrize(
     "file, damage",
     [
         ("model.safetensors", flip),
         ("config.json", flip),
-        ("config.json", None),
+        ("config.json", Path.unlink),
         *(("version.json", new) for new in (b"[]", b'{"sha256": ["x"]}', b'{"sha256": {}}', b"{")),
     ],
 )
 def test_a_damaged_version_is_told_from_a_whole_one(tmp_path, file, damage):
     publish(tmp_path, DRAFTER)
     path = tmp_path / "000001" / file
-    content = path.read_bytes()
-    path.unlink()
-    if damage is not None:
-        path.write_bytes(damage(content) if callable(damage) else damage)
+    if callable(damage):
+        damage(path)
+    else:
+        path.write_bytes(damage)
     with pytest.raises(HyperDFlashConfigError, match="000001"):
         current(tmp_path).check()
 

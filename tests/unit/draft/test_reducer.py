@@ -1,65 +1,44 @@
-"""The inherited HC-gate reducer against a per-token Python loop, and its contract."""
+"""The inherited HC-gate reducer against its formula, and its contract."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
 from sglang_hyperdflash.draft import reducer as reducer_module
 from sglang_hyperdflash.draft.reducer import FcReducer, HCGateReducer, check_kernels
-from triton_ops import hc_gate_reduce, hc_gate_reduce_reference
+from triton_ops import hc_gate_reduce
 
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 NORMS = [(True, True), (False, True), (False, False)]
 
 
-def loop_reference(hidden, fn, base, scale, path_norm, hidden_norm):
-    """Eq. 1 one number at a time, in Python floats."""
-    m, width = fn.shape
-    d, eps = width // m, 1e-6
-    rows = []
-    for x in hidden.double().tolist():
-        r = 1 / math.sqrt(sum(v * v for v in x) / width + eps)
-        y = [0.0] * d
-        for j in range(m):
-            z = sum(w * v for w, v in zip(fn[j].double().tolist(), x, strict=True)) * r
-            gate = 1 / (1 + math.exp(-(z * scale.item() + base[j].item()))) + eps
-            path = x[j * d : (j + 1) * d]
-            if path_norm is not None:
-                rp = 1 / math.sqrt(sum(v * v for v in path) / d + eps)
-                path = [v * rp * w for v, w in zip(path, path_norm[j].tolist(), strict=True)]
-            y = [a + gate * v for a, v in zip(y, path, strict=True)]
-        if hidden_norm is not None:
-            ry = 1 / math.sqrt(sum(v * v for v in y) / d + eps)
-            y = [v * ry * w for v, w in zip(y, hidden_norm.tolist(), strict=True)]
-        rows.append(y)
-    return torch.tensor(rows, dtype=torch.float64).view(len(rows), d)
+def formula(hidden, fn, base, scale, path_norm, hidden_norm):
+    """Eq. 1 in fp64."""
+    x, m, d = hidden.double(), len(fn), fn.shape[1] // len(fn)
+
+    def normed(v: torch.Tensor) -> torch.Tensor:
+        return v / (v.square().mean(-1, keepdim=True) + EPSILONS["rms_eps"]).sqrt()
+
+    gates = torch.sigmoid(normed(x) @ fn.double().T * scale + base) + EPSILONS["hc_eps"]
+    paths = x.view(-1, m, d) if path_norm is None else normed(x.view(-1, m, d)) * path_norm
+    y = sum(gates[:, j, None] * paths[:, j] for j in range(m))
+    return y if hidden_norm is None else normed(y) * hidden_norm
 
 
 def random_inputs(n, m, d, norms=(True, True)):
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, m * d, generator=g) * 3
-    fn = torch.randn(m, m * d, generator=g) * 0.1
-    base, scale = torch.randn(m, generator=g), torch.rand(1, generator=g) + 0.5
-    path_norm = torch.rand(m, d, generator=g) + 0.5
-    hidden_norm = torch.rand(d, generator=g) + 0.5
-    return [
-        hidden,
-        fn,
-        base,
-        scale,
-        path_norm if norms[0] else None,
-        hidden_norm if norms[1] else None,
-    ]
+    hidden, fn, base = (torch.randn(*s, generator=g) for s in ((n, m * d), (m, m * d), (m,)))
+    scale, *weights = (torch.rand(*s, generator=g) + 0.5 for s in ((1,), (m, d), (d,)))
+    chosen = (norm if wanted else None for norm, wanted in zip(weights, norms, strict=True))
+    return [hidden * 3, fn * 0.1, base, scale, *chosen]
 
 
 @pytest.mark.parametrize("n, m, d", [(0, 4, 16), (6, 1, 3), (6, 4, 16), (6, 8, 5)])
 @pytest.mark.parametrize("norms", NORMS)
-def test_matches_the_loop_in_fp32_and_rounded_to_bf16(n, m, d, norms):
+def test_it_is_the_formula_in_fp32_and_rounded_to_bf16(n, m, d, norms):
     inputs = random_inputs(n, m, d, norms)
-    expected = loop_reference(*inputs)
+    expected = formula(*inputs)
     exact = hc_gate_reduce(*inputs, **EPSILONS)
     torch.testing.assert_close(exact.double(), expected, rtol=2e-5, atol=2e-5)
     inputs[0] = inputs[0].bfloat16()
@@ -80,14 +59,15 @@ def test_saturated_gates_zero_rows_and_one_huge_path_stay_finite():
     assert not reduced[0].any()
 
 
-@pytest.mark.parametrize("function", [hc_gate_reduce, hc_gate_reduce_reference])
 @pytest.mark.parametrize("norms", [*NORMS, (True, False)])
-def test_gradients_in_fp64(function, norms):
-    """By finite differences: torch's autograd, and the operator's own formulas."""
+def test_gradients_in_fp64(norms):
+    """The operator's own formulas, by finite differences."""
     tensors = [
         t if t is None else t.double().requires_grad_() for t in random_inputs(3, 2, 4, norms)
     ]
-    assert torch.autograd.gradcheck(lambda *t: function(*t, rms_eps=1e-3, hc_eps=1e-6), tensors)
+    assert torch.autograd.gradcheck(
+        lambda *t: hc_gate_reduce(*t, rms_eps=1e-3, hc_eps=1e-6), tensors
+    )
 
 
 def test_wrong_shapes_are_named():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from cpu_engine.platform.attention import TorchAttention
 from cpu_engine.platform.dflash_seams import last_slots
@@ -15,16 +16,6 @@ from cpu_engine.platform.torch_ops import assign_req_to_token_pool, extend_cache
 SLOTS, D = 64, 8
 PREFIXES = (0, 9, 4)
 CASES = {"decode": (1, 1, 1), "target_verify": (5, 5, 5), "extend": (3, 7, 1)}
-
-
-class Mode:
-    """A forward mode that answers as SGLang's enum does."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getattr__(self, question: str):
-        return lambda: question == f"is_{self.name}"
 
 
 def loop(q, k, v, rows, lengths, layer, sinks):
@@ -53,21 +44,17 @@ def test_matches_the_loop(case, heads, kv_heads, with_sinks, causal, window):
     k, v = torch.randn(2, SLOTS, kv_heads, D)
     pool = SimpleNamespace(get_key_buffer=lambda layer: k, get_value_buffer=lambda layer: v)
     table = torch.stack([torch.randperm(SLOTS)[:20] for _ in range(4)])
+    rows_of = SimpleNamespace(req_to_token=table)
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=rows_of, token_to_kv_pool=pool)
     indices = torch.tensor([2, 0, 3])
-    runner = SimpleNamespace(
-        device="cpu",
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        token_to_kv_pool=pool,
-    )
     prefixes = torch.tensor(PREFIXES)
     batch = SimpleNamespace(
-        forward_mode=Mode(case),
+        forward_mode=ForwardMode[case.upper()],
         batch_size=3,
         req_pool_indices=indices,
         seq_lens=prefixes + (0 if case == "target_verify" else torch.tensor(lengths)),
         extend_seq_lens=torch.tensor(lengths),
         spec_info=SimpleNamespace(draft_token_num=lengths[0]),
-        out_cache_loc=None,
     )
     layer = SimpleNamespace(
         tp_q_head_num=heads,

@@ -13,7 +13,8 @@ from cpu_engine.rivals.nextn_core import NextNCore
 from examples.tiny_deepseek_v4.train_mtp import losses, new_layer, save, train
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from sglang_hyperdflash.training.samples import FeatureCache
+from tests.unit.training.conftest import answers
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,7 @@ def core(target, target_dir, tmp_path):
 
 @pytest.fixture(scope="module")
 def cache(target):
-    g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 33, 41)]
-    samples = [Sample.continuation(row, 6) for row in rows]
-    return FeatureCache(target, samples, dtype=torch.float32)
+    return FeatureCache(target, answers(20, 33, 41), dtype=torch.float32)
 
 
 @torch.no_grad()

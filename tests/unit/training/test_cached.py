@@ -121,9 +121,8 @@ def test_samples_with_states_that_are_not_finite_are_counted(target, tmp_path, c
     class Broken(Counting):
         def features(self, tokens, layer_ids):
             wrong = torch.isin(tokens[:, :1], torch.tensor(broken)).unsqueeze(-1)
-            return tuple(
-                x.masked_fill(wrong, torch.nan) for x in super().features(tokens, layer_ids)
-            )
+            states = super().features(tokens, layer_ids)
+            return tuple(x.masked_fill(wrong, torch.nan) for x in states)
 
     samples = [Sample.continuation([first, 9, 7, 11], 2) for first in (5, 6, 7)]
     run = partial(cached, tmp_path / "states", Broken(target), samples, (), ProcessGroup())

@@ -19,6 +19,7 @@ from sglang_hyperdflash.training.conversations import (
 )
 from sglang_hyperdflash.training.rows import LeftOut, read_rows
 from sglang_hyperdflash.training.store.manifest import content_hash
+from tests.unit.commands.builders import write_rows
 from tests.unit.targets.published_v4 import published_v4
 
 CHAT = [
@@ -43,11 +44,6 @@ def chats(target_dir):
 @pytest.fixture(scope="module")
 def v4(target_dir, tmp_path_factory):
     return load_chats(str(published_v4(tmp_path_factory.mktemp("v4"), target_dir)))
-
-
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def said(*contents, **fields):
@@ -102,7 +98,6 @@ ROWS = [
     (said(None, tool_calls={"a": 1}), "every tool call must have"),
     ({"messages": [{"role": "tool", "content": None}]}, "must be text, found null"),
     ({"messages": [{"role": "user"}]}, "must have role and content"),
-    ({"turns": [1]}, "must be text, found 1"),
     ({"turns": ["a"], "tools": {"name": "b"}}, "tools must be a list"),
     ({"instruction": None, "output": "x"}, "found output"),
     ({"samples": 5}, "samples must be a non-empty list"),
@@ -179,9 +174,8 @@ def test_a_source_is_read_whatever_it_is_packed_in(tmp_path, files, places):
     read = left_out.usable(read_rows([source, source]), lambda *row: row)
     rows = [(where, record["messages"][1]["content"]) for _, record, where in read]
     assert left_out.read - len(rows) == 2 * any("row" in place for place in places)
-    assert (
-        rows == [(f"{source}{place}", text) for place, text in zip(places, "12", strict=True)] * 2
-    )
+    expected = [(f"{source}{place}", text) for place, text in zip(places, "12", strict=True)]
+    assert rows == 2 * expected
     before = content_hash(source)
     path = tmp_path / min(files, key=lambda name: name.startswith((".", "R")))
     path.write_bytes(path.read_bytes() + b" ")
@@ -262,7 +256,7 @@ def test_a_hub_data_set_is_streamed_and_pinned(monkeypatch, chats):
 def test_regenerated_tokens_of_another_target_end_the_run(chats, tmp_path, tokens, spans):
     """They would be an IndexError inside torch, or trained on twice."""
     sample = {"tokens": tokens} | ({} if spans is None else {"spans": spans})
-    path = write(tmp_path / "data.jsonl", said("Yo"), {"samples": [sample]})
+    path = write_rows(tmp_path / "data.jsonl", said("Yo"), {"samples": [sample]})
     with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: "):
         load_samples([path], chats, max_length=512)
 
@@ -280,23 +274,16 @@ def test_the_spans_are_the_answers_and_their_end_tokens(chats):
     assert chat_samples(chats, trailing, "here") == [sample]
 
 
-def test_regenerated_lines_keep_their_exact_tokens(chats, tmp_path):
-    first = {"tokens": [5, 6, 7, 8], "spans": [[2, 3], [3, 4], [4, 4]]}
+def test_regenerated_lines_keep_their_exact_tokens_and_first_answers(chats, tmp_path):
+    first = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[2, 3], [3, 4], [4, 4], [4, 6]]}
     second = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[5, 6]]}
-    path = write(tmp_path / "data.jsonl", {"messages": CHAT, "samples": [first, second]})
+    path = write_rows(tmp_path / "data.jsonl", {"messages": CHAT, "samples": [first, second]})
     (sample,) = load_samples([path], chats, max_length=5).samples
     assert (sample.tokens, sample.spans) == ([5, 6, 7, 8], ((2, 3), (3, 4)))
 
 
-def test_a_sample_that_is_too_long_keeps_its_first_answers(chats, tmp_path):
-    long = {"role": "assistant", "content": "1 " * 99}
-    path = write(tmp_path / "data.jsonl", {"messages": [*CHAT, CHAT[1], long]})
-    loaded = load_samples([path], chats, max_length=100)
-    assert loaded.samples == chat_samples(chats, Chat(CHAT), "here")
-
-
 def test_a_template_that_is_missing_or_refuses_is_an_error_of_the_row(chats, tmp_path):
-    path = write(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
+    path = write_rows(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
     other = TemplateChats(copy.deepcopy(chats.tokenizer))
     for template in ("{{ raise_exception('roles must alternate') }}", None):
         other.tokenizer.chat_template = template
@@ -348,17 +335,6 @@ def shouting(messages, prompt):
 def test_a_template_without_the_answer_is_refused(render, message):
     with pytest.raises(HyperDFlashConfigError, match=message):
         samples_of(render, CHAT[1:3])
-
-
-def test_a_turn_that_rewrites_earlier_ones_begins_another_sample():
-    def forgetful(messages, prompt):
-        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
-        return "".join(m["content"] for m in messages[last:])
-
-    found = samples_of(forgetful, CHAT)
-    texts = ["".join(map(chr, s.tokens)) for s in found]
-    assert texts == ["What is 2 + 2?It is 4.", "And 3 + 3?It is 6."]
-    assert [s.spans for s in found] == [((14, 22),), ((10, 18),)]
 
 
 def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):

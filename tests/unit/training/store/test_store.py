@@ -8,6 +8,7 @@ import os
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +38,6 @@ from tests.unit.training.store.small import (
     RANGES,
     SAMPLES,
     SHARD_BYTES,
-    D,
     M,
     add,
     broken,
@@ -85,7 +85,6 @@ def test_any_reader_of_safetensors_reads_a_shard(tmp_path, fp8):
 
 
 def test_ranges_follow_the_size_limit():
-    assert bytes_of(SAMPLES[0], IDENTITY) == 5 * (M * D * 2 + 4)
     every = {SHARD_BYTES: RANGES, 10**9: [(0, 4)], 1: [(0, 1), (1, 2), (2, 3), (3, 4)]}
     for limit, ranges in every.items():
         assert shard_ranges(SAMPLES, IDENTITY, limit) == ranges
@@ -141,9 +140,7 @@ def test_a_data_set_cut_in_two_ways_is_no_whole_one(tmp_path):
     for name in ("one", "two"):
         with opened(tmp_path, name) as writer, pytest.raises(HyperDFlashConfigError, match="504"):
             writer.begin(replace(DATA, shard_bytes=99))
-    with opened(tmp_path, "two") as writer:
-        writer.begin(DATA)
-        writer.add(1, SAMPLES[1:3], [(rows,) for rows in STATES[1:3]])
+    write(tmp_path, [(1, 3)], "two")
     with pytest.raises(HyperDFlashConfigError, match=r"3 of 4 samples.* \S*/two.jsonl"):
         StoreReader(tmp_path)
 
@@ -300,19 +297,17 @@ def test_a_clock_that_was_wrong_does_not_change_what_is_newest(tmp_path, monkeyp
     assert order[-1] == 3 and order.index(0) < order.index(1)
 
 
-def test_a_refresh_reads_only_what_is_new(tmp_path, monkeypatch):
+def test_a_refresh_reads_only_what_is_new(tmp_path):
     with opened(tmp_path) as writer:
         put(writer, *SAMPLES[:3])
-        stream, looked_at = followed(tmp_path), []
-        plain = stream_module.held_out
-        monkeypatch.setattr(
-            stream_module, "held_out", lambda f, s, v: looked_at.append(s.start) or plain(f, s, v)
-        )
+        stream = followed(tmp_path)
         with (tmp_path / "manifests" / "one.jsonl").open("r+b") as file:
             file.write(b"x" * 10)
         put(writer, SAMPLES[3])
-        stream.refresh(ProcessGroup())
-    assert looked_at == [3] and contents(stream) == SAMPLES
+        with mock.patch.object(stream_module, "held_out", wraps=stream_module.held_out) as look:
+            stream.refresh(ProcessGroup())
+    assert [call.args[1].start for call in look.call_args_list] == [3]
+    assert contents(stream) == SAMPLES
 
 
 def test_no_flipped_bit_of_a_shard_s_start_is_an_error(tmp_path):

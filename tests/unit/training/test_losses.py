@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from sglang_hyperdflash.draft.dependency import DependencyHead
-from sglang_hyperdflash.training.losses import position_weights, row_losses
+from sglang_hyperdflash.training.losses import row_losses
 from sglang_hyperdflash.training.vocabulary import bf16_products, vocabulary_logits
 
 V, D, R, N = 13, 6, 4, 11
-
-
-def test_position_weights_are_w_k():
-    expected = [math.exp(-(k - 1) / 4.0) for k in range(1, 7)]
-    torch.testing.assert_close(position_weights(6, 4.0), torch.tensor(expected))
 
 
 class Inputs:
@@ -77,11 +70,17 @@ def one_row(each: Inputs, i: int, teacher, term: str, temperature: float, top_k:
     ],
 )
 def test_losses_and_gradients_are_those_of_the_formulas(term, form, temperature, chunk):
-    each = Inputs(N, form, early=term != "selector")
+    each, sizes = Inputs(N, form, early=term != "selector"), []
+
+    def head(states):
+        sizes.append(len(states))
+        return each.head(states)
+
     options = {"early": each.early, "teacher": each.teacher, "temperature": temperature}
     options |= {"chunk": chunk, "term": term, "dependency": each.dependency}
     options |= {"previous": each.previous if form else None, "top_k": 3, "own": True}
-    ce, distance, hits, own = row_losses(each.hidden, each.labels, each.head, **options)
+    ce, distance, hits, own = row_losses(each.hidden, each.labels, head, **options)
+    forward = len(sizes)
     teachers = iter(each.teacher)
     every = [
         one_row(each, i, next(teachers) if each.early[i] else None, term, temperature, 3)
@@ -99,22 +98,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(term, form, temperature,
     for found, wanted in zip(*gradients, strict=True):
         assert found.abs().sum() > 0
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", [None, "residual"])
-def test_no_more_than_a_chunk_of_logits_is_alive(form):
-    each, sizes = Inputs(N, form, early=True), []
-
-    def head(states):
-        sizes.append(len(states))
-        return each.head(states)
-
-    options = {"early": each.early, "teacher": each.teacher, "temperature": 1.0, "chunk": 4}
-    options |= {"dependency": each.dependency, "previous": each.previous}
-    ce, kl, *_ = row_losses(each.hidden, each.labels, head, **options)
-    forward = len(sizes)
-    (ce.sum() + kl.sum()).backward()
-    assert max(sizes) == 4 and len(sizes) > forward  # computed again, not kept
+    assert max(sizes) <= chunk and len(sizes) > forward  # logits are computed again, not kept
 
 
 def test_no_rows_have_no_loss():
@@ -156,23 +140,16 @@ def test_a_cpu_and_fp32_stay_exact():
     assert torch.equal(vocabulary_logits(half, states), states @ half.weight.float().T)
 
 
-def test_logits_and_gradient_are_bf16_products_without_another_rounding(product_of_a_gpu):
-    head, states = pair(2, 5)
-    gradient = torch.randn(2, 5, 300)
+@pytest.mark.parametrize("shape", [(2, 5), (0,), (2, 0)])
+def test_logits_and_gradient_are_bf16_products_without_another_rounding(product_of_a_gpu, shape):
+    head, states = pair(*shape)
+    gradient = torch.randn(*shape, 300)
     with torch.autocast("cpu", torch.bfloat16):
         found = vocabulary_logits(head, states)
     found.backward(gradient)
     rounded = states.detach().bfloat16().float()
     weight = head.weight.bfloat16().float()
     torch.testing.assert_close(found, rounded @ weight.T)
-    assert found.dtype == torch.float32 and (found.bfloat16() != found).float().mean() > 0.9
+    assert found.dtype == torch.float32
+    assert (found.bfloat16() != found).sum() >= 0.9 * found.numel()
     torch.testing.assert_close(states.grad, gradient.bfloat16().float() @ weight)
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_no_rows_have_no_logits(product_of_a_gpu, shape):
-    head, states = pair(*shape)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = vocabulary_logits(head, states)
-    found.sum().backward()
-    assert found.shape == (*shape, 300) and states.grad.shape == states.shape

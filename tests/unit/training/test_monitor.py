@@ -1,4 +1,4 @@
-"""A run's scalars: what TensorBoard and W&B receive, what a full disk and a missing package do."""
+"""A run's scalars: what TensorBoard and W&B receive, and what a full disk does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.monitor import Monitor, TensorBoard, check_reporters
+from sglang_hyperdflash.training.monitor import Monitor, TensorBoard
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.unit.training.store.small import files_of
@@ -59,11 +59,8 @@ def test_tensorboard_has_every_step_once(tmp_path):
     assert found["held_out/tau"] == [(1, 1.25), (2, 2.5), (3, 3.75)]
     assert found["held_out/own/tau"][-1] == (3, 4.5)
     assert found["position_accuracy/1"][0] == (1, 0.75)
-    for name, value in {
-        "learning_rate": 0.5,
-        "gradient_norm": 0.25,
-        "data_wait_seconds": 0.125,
-    }.items():
+    constant = {"learning_rate": 0.5, "gradient_norm": 0.25, "data_wait_seconds": 0.125}
+    for name, value in constant.items():
         assert found[f"train/{name}"] == [(step, value) for step in (1, 2, 3)]
     assert all(rate > 0 for _, rate in found["train/answer_tokens_per_second"])
 
@@ -81,14 +78,6 @@ def test_a_full_disk_and_a_place_that_is_a_file_are_named(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
     with pytest.raises(WriteFailed, match=f"{tmp_path}/tensorboard: "):
         TensorBoard(trainer_at(tmp_path), "stage 1")
-
-
-def test_a_missing_package_is_refused_before_any_work(monkeypatch):
-    check_reporters(("none",))
-    monkeypatch.setattr(sys, "path", [])
-    sys.modules.pop("wandb", None)
-    with pytest.raises(HyperDFlashConfigError, match="wandb"):
-        check_reporters(("none", "wandb"))
 
 
 def test_wandb_receives_every_step_and_a_resumed_training_its_run(tmp_path, monkeypatch):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
 import torch
 
 from sglang_hyperdflash.targets.files import TargetFacts
@@ -42,11 +42,9 @@ def recorded(target, count: int, seed: int = 0) -> list[Recorded]:
     return list(zip(samples, residual, strict=True))
 
 
-@contextmanager
-def writer(folder: Path, target, name: str = "server") -> Iterator[StoreWriter]:
+def writer(folder: Path, target) -> AbstractContextManager[StoreWriter]:
     """As a server records."""
-    with open_writer(folder, identity_of(target, ()), name, "hyperdflash record", {}) as opened:
-        yield opened
+    return open_writer(folder, identity_of(target, ()), "server", "hyperdflash record", {})
 
 
 def add(opened: StoreWriter, content: list[Recorded], size: int = 20) -> None:
@@ -127,8 +125,5 @@ def run(learner: Learner, steps: int) -> None:
         if trainer.state["step"] > steps:
             raise Enough
 
-    try:
+    with pytest.raises(Enough):
         learner.run(learner.published, count)
-    except Enough:
-        return
-    raise AssertionError("a learner ended by itself")

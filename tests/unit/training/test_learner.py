@@ -158,18 +158,13 @@ def poisoned(content, answer) -> list:
     ]
 
 
-def random_answer(i: int) -> list[int]:
-    g = torch.Generator().manual_seed(i)
-    return torch.randint(10, 1300, (ANSWER,), generator=g).tolist()
-
-
-@pytest.mark.parametrize("states", ["of other text", "of that text"])
-def test_nothing_is_judged_by_random_tokens(target, content, tmp_path, states):
-    poison = poisoned(content[:240], random_answer)
-    if states == "of that text":
-        samples = [sample for sample, _ in poison]
-        rows = target.features(torch.tensor([s.tokens for s in samples]))[1].clone()
-        poison = list(zip(samples, rows, strict=True))
+def test_nothing_is_judged_by_random_tokens(target, content, tmp_path):
+    """Not even with the target's own states of them."""
+    g = torch.Generator().manual_seed(0)
+    answers = torch.randint(10, 1300, (240, ANSWER), generator=g).tolist()
+    samples = [sample for sample, _ in poisoned(content[:240], answers.__getitem__)]
+    rows = target.features(torch.tensor([s.tokens for s in samples]))[1].clone()
+    poison = list(zip(samples, rows, strict=True))
     learner = judged_once(target, stored(tmp_path, target, poison), tmp_path)
     assert learner.records[0]["judged"]["newest"]["requests"] == 0
     assert not learner.records[0]["better"] and current(tmp_path / "published") is None
@@ -191,21 +186,6 @@ def test_a_poisoned_half_does_not_win_on_the_other_half(target, content, learned
     for drafter, expected in ((learner.average.module, True), (Drafter.load(version), False)):
         tau = Replay(drafter, target).evaluate(poisoned_half)["tau"]
         assert (tau > 2) is expected, tau
-
-
-def test_tokens_that_the_target_does_not_have_teach_nothing(target, content, tmp_path):
-    """Their embedding is an error, on a GPU one that no later call survives."""
-    learners = []
-    for name in ("clean", "poisoned"):
-        with writer(tmp_path / name / "store", target) as opened:
-            add(opened, content[:60])
-            for outside in (target.config.vocab_size, -1) if name == "poisoned" else ():
-                add(opened, poisoned(content[60:70], lambda _, o=outside: [o] * ANSWER))
-        learners.append(new_learner(target, tmp_path / name / "store", tmp_path / name, every=9))
-        run(learners[-1], 2)
-    one, other = (learner.drafter.state_dict() for learner in learners)
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert learners[1].train.written == 80
 
 
 # --- a store that changes

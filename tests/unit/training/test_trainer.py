@@ -17,8 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.algorithm import propose_block
-from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
@@ -30,7 +28,7 @@ from sglang_hyperdflash.training.samples import (
     collate,
     generator_seed,
 )
-from sglang_hyperdflash.training.trainer import Trainer, read_state, saved_states
+from sglang_hyperdflash.training.trainer import Trainer, saved_states
 from tests.unit.training.conftest import answers
 from tests.unit.training.streams import new_drafter, random_drafter
 from tests.waiting import PATIENCE
@@ -51,7 +49,7 @@ def test_seeds_that_fit_a_generator_stay_and_others_stay_apart():
 def samples():
     """Of the last one, two spans are answers."""
     *others, last = answers(20, 33, 41, 28, 37)
-    return [*others, Sample(last.tokens, ((5, 14), (20, 37)))]
+    return [*others, Sample(last.tokens, ((5, 14), (16, 37)))]
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +106,10 @@ def eager_loss(trainer: Trainer) -> float:
     "objective",
     [
         Objective(loss="ce_kl"),
-        Objective(T=2.0, P=3, alpha=0.4, loss="ce_kl"),
-        Objective(chunk=3, gamma=2.0, alpha=0.0, loss="ce_kl"),
+        Objective(T=2.0, P=3, alpha=0.4, gamma=2.0, chunk=3, loss="ce_kl"),
         Objective(loss="acceptance"),
     ],
-    ids=["paper", "T-and-P", "no-kl", "acceptance"],
+    ids=["paper", "other", "acceptance"],
 )
 @torch.no_grad()
 def test_the_loss_is_its_restatement(target, cache, tmp_path, objective):
@@ -139,7 +136,7 @@ def test_micro_batches_and_chunks_change_no_gradient(target, cache, tmp_path):
 
 def test_anchors_stay_inside_one_answer(samples):
     blocks = Blocks.draw(collate([samples[4]]), 100, 7, [0])
-    places = [*range(5, 13), *range(20, 36)]
+    places = [*range(5, 13), *range(16, 36)]
     assert blocks.anchors[0].tolist() == places
     lengths = [min(6, (13 if place < 14 else 36) - place) for place in places]
     assert blocks.supervised[0].sum(-1).tolist() == lengths
@@ -208,15 +205,6 @@ def test_the_loss_follows_from_the_drafter(target):
     assert Objective(loss="ce_kl").resolved(with_head).term == "kl"
     with pytest.raises(HyperDFlashConfigError, match="selector"):
         Objective(loss="selector").resolved(without)
-
-
-def test_training_starts_at_the_drafter_without_a_head(target, samples):
-    tokens = samples[0].tokens[:12]
-    drafts = [
-        propose_block(target, new_drafter(target, dependency_rank=rank).eval(), tokens)
-        for rank in (10, None)
-    ]
-    assert drafts[0] == drafts[1]
 
 
 def with_head(target, cache, folder: Path, **changes) -> Trainer:
@@ -341,24 +329,6 @@ def test_the_last_checkpoints_are_kept_and_any_resumes(target, cache, tmp_path):
     again.run(tmp_path / "best")
     assert result(tmp_path) == expected
     assert [path.name for path in saved_states(tmp_path)] == ["state-6.pt"]
-
-
-def test_a_full_disk_leaves_the_last_state_whole(target, cache, whole, tmp_path, monkeypatch):
-    plain = torch.save
-
-    def save(content, path):
-        if content["state"]["step"] == 3:
-            return plain(content, path)
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched, pytest.raises(WriteFailed, match=r"state-6\.pt"):
-        patched.setattr(torch, "save", save)
-        train(target, cache, tmp_path)
-    assert [path.name for path in tmp_path.glob("state*")] == ["state-3.pt"]
-    assert read_state(tmp_path / "state-3.pt")["state"]["step"] == 3
-    train(target, cache, tmp_path)
-    assert result(tmp_path) == result(whole[1])
 
 
 def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(

@@ -45,7 +45,7 @@ def option(**values) -> dict:
     return {"options": values}
 
 
-BACKEND = "speculative_draft_attention_backend"
+BACKEND, DRAFT_KV = "speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"
 PREFILL = option(disaggregation_mode="prefill")
 FLASHINFER = option(**{BACKEND: "flashinfer"})
 HOPPER, BLACKWELL = ({"platform": {name: True}} for name in ("is_sm90", "is_sm100"))
@@ -56,11 +56,7 @@ RESOLVED = {
     "prefill": (PREFILL, "speculative_algorithm", "HYPERDFLASH"),
     "v41": (V41_PAIR, "speculative_algorithm", "HYPERDFLASH"),
     "v41 attention": (V41_PAIR, BACKEND, "triton"),
-    "fp8 draft": (
-        option(speculative_draft_kv_cache_dtype="fp8_e4m3"),
-        "speculative_draft_kv_cache_dtype",
-        "fp8_e4m3",
-    ),
+    "fp8 draft": (option(**{DRAFT_KV: "fp8_e4m3"}), DRAFT_KV, "fp8_e4m3"),
     "requests": ({"node": ONE | {"max_running_requests": None}}, "max_running_requests", 256),
     # SGLang's own fallback, FlashInfer, waits for the host every round; the user may name it.
     "hopper": (HOPPER, BACKEND, "fa3"),
@@ -172,8 +168,8 @@ def test_resolved_fields(answers, name):
         "speculative_eagle_topk": 1,
         "speculative_num_steps": 1,
         "speculative_num_draft_tokens": 7,
-        "speculative_draft_attention_backend": "triton",
-        "speculative_draft_kv_cache_dtype": "bfloat16",
+        BACKEND: "triton",
+        DRAFT_KV: "bfloat16",
         "speculative_draft_window_size": None,
         "speculative_draft_load_format": "safetensors",
         "kv_cache_dtype": "fp8_e4m3",

@@ -29,7 +29,7 @@ from sglang_hyperdflash.targets import files
 def read():
     target = files.TargetFiles("owner/name")
     tables = (target.tensor(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
-    print(sum(table.sum().item() for table in tables), flush=True)
+    print(f" {sum(table.sum().item() for table in tables)}", end="", flush=True)  # in one piece
 
 files.LARGE = 2**16
 for _ in range(2):
@@ -83,17 +83,13 @@ def test_the_processes_of_a_node_read_a_table_of_the_hub_once(tmp_path, target_d
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
         environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONPATH": str(ROOT)}
         environment |= {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", READ_TABLES],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=PATIENCE,
+        printed = subprocess.check_output(
+            [sys.executable, "-c", READ_TABLES], env=environment, text=True, timeout=PATIENCE
         )
         server.shutdown()
     local = TargetFiles(str(target_dir))
     tables = (local.tensor(f"{name}.weight").sum().item() for name in ("embed_tokens", "lm_head"))
-    assert done.stdout.split() == [str(sum(tables))] * 3
+    assert printed.split() == [str(sum(tables))] * 3
     assert sorted(whole) == [*(path.name for path in shards), "model.safetensors.index.json"]
 
 

@@ -5,55 +5,39 @@ Our CPU platform is left out, so SGLang takes the decisions that it takes on a C
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
 from tests.unit.other_process import answer, ask, question
 
-FIELDS = (
-    "speculative_algorithm",
-    "speculative_eagle_topk",
-    "speculative_num_steps",
-    "speculative_num_draft_tokens",
-    "speculative_draft_attention_backend",
-    "speculative_draft_kv_cache_dtype",
-    "speculative_draft_window_size",
-    "speculative_draft_load_format",
-    "kv_cache_dtype",
-    "attention_backend",
-    "page_size",
-    "max_running_requests",
-    "disable_overlap_schedule",
-    "chunked_prefill_size",
+FIELDS = re.compile(
+    "speculative_.*|kv_cache_dtype|attention_backend|page_size|max_running_requests|"
+    "disable_overlap_schedule"
 )
 
 
 def _answer(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.runtime_context import override_platform
 
-    with override_platform(**case.get("platform", {})):
-        return _resolved(case)
-
-
-def _resolved(case: dict[str, Any]) -> dict[str, Any]:
     from sglang_hyperdflash.commands.plan import METHODS, Node, budget, resolved_arguments
 
-    node = Node(**case["node"])
-    method, options = case["method"], dict(case.get("options", {}))
+    node, method = Node(**case["node"]), case["method"]
+    options = METHODS[method] | case.get("options", {})
+    if "algorithm" in case:
+        options["speculative_algorithm"] = case["algorithm"]
+    if case["draft"]:
+        options["speculative_draft_model_path"] = case["draft"]
     try:
-        if "algorithm" in case:
-            options["speculative_algorithm"] = case["algorithm"]
-        options = {**METHODS[method], **options}
-        if case["draft"]:
-            options["speculative_draft_model_path"] = case["draft"]
-        resolved = resolved_arguments(case["target"], node, **options).resolved_dict()
-        found = {name: resolved[name] for name in FIELDS}
-        if case.get("whole"):
-            found["whole"] = {name: repr(value) for name, value in resolved.items()}
-        if case.get("size", True):
-            found["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
-            found["kv_bytes"] = node.kv_bytes
-        return found
+        with override_platform(**case.get("platform", {})):
+            resolved = resolved_arguments(case["target"], node, **options).resolved_dict()
+            found = {name: value for name, value in resolved.items() if FIELDS.fullmatch(name)}
+            if case.get("whole"):
+                found["whole"] = {name: repr(value) for name, value in resolved.items()}
+            if case.get("size", True):
+                found["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
+                found["kv_bytes"] = node.kv_bytes
+            return found
     except (AssertionError, NotImplementedError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -185,7 +185,8 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
     try:
         config = _draft_hub_config(server_args)
     except (OSError, ValueError) as error:
-        raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {error}") from error
+        reason = " ".join(str(error).split())  # the hub's own has several lines
+        raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {reason}") from error
     return parse_config(config.to_dict())
 
 

@@ -116,8 +116,7 @@ def test_a_drafter_s_hub_id_is_read_from_the_hub_s_cache(
     arguments.speculative_draft_model_path = "owner/drafter"
     checks.validate_server_args(arguments)
     arguments.speculative_draft_model_path = "owner/gone"
-    with pytest.raises(HyperDFlashConfigError, match="owner/gone"):
-        checks.validate_server_args(arguments)
+    refused(arguments, "owner/gone")
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_penalties_of_a_whole_batch_hold_nothing(kernel):
         changes = Adjustments(counts, rows, values, ends, earliest, bias)
         adjust = adjust_kernel.launch
     logits = torch.randn(BATCH, BLOCK, VOCABULARY)
-    found = peak_bytes(lambda: adjust(logits, block, block, *changes.tensors))
+    peak = peak_bytes(lambda: adjust(logits, block, block, *changes.tensors))
     assert logits.isinf().any(-1).all()
-    assert found < 4 * BATCH * VOCABULARY / 50, found
+    assert peak < 4 * BATCH * VOCABULARY / 50, peak
 
 
 def test_all_sizes_share_one_residual_and_a_head_has_its_gates():

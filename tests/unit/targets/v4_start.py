@@ -31,13 +31,13 @@ def _answer(case: dict[str, Any]) -> dict[str, Any]:
     try:
         with override_platform(**case.get("platform", {})):
             resolved = resolved_arguments(case["target"], node, **options).resolved_dict()
-            found = {name: value for name, value in resolved.items() if FIELDS.fullmatch(name)}
+            answered = {name: value for name, value in resolved.items() if FIELDS.fullmatch(name)}
             if case.get("whole"):
-                found["whole"] = {name: repr(value) for name, value in resolved.items()}
+                answered["whole"] = {name: repr(value) for name, value in resolved.items()}
             if case.get("size", True):
-                found["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
-                found["kv_bytes"] = node.kv_bytes
-            return found
+                answered["budget"] = asdict(budget(case["target"], node, method, case["draft"]))
+                answered["kv_bytes"] = node.kv_bytes
+            return answered
     except (AssertionError, NotImplementedError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

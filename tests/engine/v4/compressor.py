@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.engine.v4.latents import NOPE, rms, rotate_end, store_index, store_latents
-from tests.engine.v4.plans import NO_ROW
+from tests.engine.v4.planner import NO_ROW
 
 LEAST = torch.finfo(torch.float32).min
 

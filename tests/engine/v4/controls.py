@@ -9,14 +9,14 @@ import os
 
 import torch
 
+from tests.engine.v4 import planner
+
 FAULT = "V4_FAULT"
 
 
 def keep_no_rows_for_a_short_round() -> None:
     """The ring loses what a round needs that was cut short."""
-    from tests.engine.v4.plans import Rings
-
-    Rings.pad = 0
+    planner.KEPT = 0
 
 
 def rings_without_speculation() -> None:

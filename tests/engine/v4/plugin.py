@@ -23,7 +23,7 @@ from tests.engine.v4 import (  # fmt: skip
     drafts,
     exact,
     latents,
-    plans,
+    planner,
     product,
     sparse,
     streams,
@@ -41,8 +41,8 @@ OPS, DSV4 = "sglang.kernels.ops", "sglang.kernels.ops.attention.dsv4"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 # Module and name of what is replaced; ours has the same name, or is named.
 SEAMS: dict[tuple[str, str], Callable] = {
-    (f"{DSV4}.compress", "CompressorDecodePlan.generate"): plans.plan_decode,
-    (f"{DSV4}.compress", "CompressorPrefillPlan.generate"): plans.plan_prefill,
+    (f"{DSV4}.compress", "CompressorDecodePlan.generate"): planner.plan_decode,
+    (f"{DSV4}.compress", "CompressorPrefillPlan.generate"): planner.plan_prefill,
     (INDEXER, "fp8_paged_mqa_logits_torch"): sparse.index_logits,
     (INDEXER, "topk_transform_pytorch_vectorized"): sparse.topk_transform,
 } | {

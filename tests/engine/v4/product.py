@@ -2,10 +2,9 @@
 
 Runs inside a server, once its runners are built and before it serves. Of SGLang, as it is: the
 model's own ``Compressor`` and ``C4Indexer`` modules with the checkpoint's weights, the attention
-backend of each width (the one that a round of that width uses), its metadata, the pools and their
-addresses. In torch, because their kernels need a GPU: the planner of the rings
-(``tests/engine/v4/plans.py``, which ``test_planner`` compares with ``c_plan.cuh`` itself), the
-kernels that use its plans (``compressor.py``), the index's scores and top-k (``sparse.py``).
+backend of each width (the one that a round of that width uses), its metadata, the planner of the
+rings, the pools and their addresses. In torch, because their kernels need a GPU: the kernels that
+use the planner's plans (``compressor.py``), the index's scores and top-k (``sparse.py``).
 
 Hidden states are drawn, other ones for every request and position, so a state in a wrong place is a
 wrong state. A case is a request whose prompt was prefilled in chunks, or is in part another
@@ -26,8 +25,7 @@ from unittest import mock
 
 import torch
 
-from tests.engine.v4.plans import Rings
-from tests.engine.v4.states import Pools, live
+from tests.engine.v4 import planner
 
 PRODUCT = "V4_PRODUCT"  # a file for the JSON report
 WIDTHS = range(2, 11)
@@ -37,43 +35,51 @@ AT_ONCE = 34
 CONTROL = range(385, 393)
 PAGE, PAGES = 256, 3
 C4, C128 = 1, 2  # layers of the checkpoint, one of each ratio
+WINDOW = {4: 8, 128: 128}  # tokens that one compressed row reads
 # The index chooses 512 of more than 2048 tokens' windows; here 64 of these requests' 96 to 133.
 CHOSEN = 64
 LAST = 16  # compressed keys that are compared, those before the block among them
+State = dict[str, list[torch.Tensor]]
 
 
-@dataclass
-class Truth:
-    """One-row decoding: what each step left.
+@dataclass(frozen=True)
+class Kind:
+    """One compressor of one layer: SGLang's ring of its rows and the pages of its keys.
 
-    rows, keys: of each state, ``[steps, requests, words]`` int64; a key counts where its window
-        ends. chosen: ``[steps, requests, CHOSEN]``.
+    A page holds the data of its keys first, ``data`` bytes of each, then the scales of them; of a
+    key's ``scale`` bytes of scales something writes the first ``written``.
     """
 
-    rows: list[torch.Tensor]
-    keys: list[torch.Tensor]
-    chosen: torch.Tensor
+    ring: Any
+    pages: torch.Tensor
+    data: int
+    scale: int
+    written: int
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """All rings, ``[rows, width]`` fp32."""
+        return self.ring.kv_score_buffer.kv_score
 
 
 class Requests:
     """Requests of given prompt lengths, with pages, drawn hidden states and SGLang's pools."""
 
     def __init__(self, worker: Any, prefixes: tuple[int, ...]) -> None:
-        runner = worker.target_worker.model_runner
-        self.worker, self.runner, n = worker, runner, len(prefixes)
-        self.table = runner.req_to_token_pool.req_to_token
-        self.pools = Pools(runner.token_to_kv_pool, self.table)
-        self.kinds = [kind for kind in self.pools.kinds if kind.layer in (C4, C128)]
-        self.layers = [layer.self_attn for layer in runner.model.model.layers]
+        self.runner, n = worker.target_worker.model_runner, len(prefixes)
+        self.table = self.runner.req_to_token_pool.req_to_token
+        self.pool = pool = self.runner.token_to_kv_pool
+        rings, index = pool.compress_state_pools, pool.indexer_compress_state_pools[C4]
+        self.kinds = [Kind(rings[i], pool.get_extra_key_buffer(i), 576, 8, 7) for i in (C4, C128)]
+        self.kinds.append(Kind(index, pool.get_index_k_with_scale_buffer(C4), 128, 4, 4))
+        self.layers = [layer.self_attn for layer in self.runner.model.model.layers]
         self.requests, self.prefix = torch.arange(1, n + 1), torch.tensor(prefixes)
-        self._allocate(runner.token_to_kv_pool_allocator, n)
-        config = runner.model_config.hf_text_config
+        self._allocate(n)
+        config = self.runner.model_config.hf_text_config
         draw = torch.Generator().manual_seed(sum(prefixes))
-        self.draw = lambda rows, width: torch.randn(rows, width, generator=draw).bfloat16()
-        count = PAGE * PAGES
+        self.draw = lambda *shape: torch.randn(*shape, generator=draw).bfloat16()
         self.x, self.q = (
-            self.draw(n * count, width).view(n, count, width)
-            for width in (config.hidden_size, config.q_lora_rank)
+            self.draw(n, PAGE * PAGES, width) for width in (config.hidden_size, config.q_lora_rank)
         )
         # Each second request begins with the first page of the one before it.
         self.hits = torch.arange(1, n, 2) if min(prefixes) > PAGE else torch.arange(0)
@@ -86,16 +92,17 @@ class Requests:
         self._prefill()
         self.before = [(kind.rows.clone(), kind.pages.clone()) for kind in self.kinds]
 
-    def _allocate(self, allocator: Any, n: int) -> None:
+    def _allocate(self, n: int) -> None:
         """Pages of several requests between each other, and other ones for sliding windows."""
+        allocator = self.runner.token_to_kv_pool_allocator
         allocator.clear()
         slots, windows = (
             one.alloc(n * PAGES * PAGE).view(-1, PAGE)
             for one in (allocator.full_attn_allocator, allocator.swa_attn_allocator)
         )
         allocator.set_full_to_swa_mapping(slots.flatten(), windows.flip(0).flatten())
-        own = slots.view(PAGES, n, PAGE).transpose(0, 1).reshape(n, -1)
-        self.table[1 : n + 1, : PAGES * PAGE] = own.to(self.table.dtype)
+        pages = slots.view(PAGES, n, PAGE).transpose(0, 1).reshape(n, -1)
+        self.table[1 : n + 1, : PAGES * PAGE] = pages.to(self.table.dtype)
 
     def _prefill(self) -> None:
         """In two chunks that end anywhere; after a hit, in one."""
@@ -113,19 +120,19 @@ class Requests:
         if not len(some):
             return
         start, count = start[some], (end - start)[some]
-        batch, (who, at) = self._batch(ForwardMode.EXTEND, some, start, count, end[some])
+        batch, rows = self._batch(ForwardMode.EXTEND, some, start, count, end[some])
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = count.int(), count.tolist()
         batch.extend_prefix_lens, batch.extend_prefix_lens_cpu = start.int(), start.tolist()
         batch.extend_start_loc = (count.cumsum(0) - count).int()
         batch.extend_num_tokens = int(count.sum())
-        self._compress(batch, self.x[who, at])
+        self._compress(batch, self.x[rows])
 
     def _batch(self, mode, some, start, count, seq_lens):
         """SGLang's batch of a pass, and request and position of each of its rows."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
         who = some.repeat_interleave(count)
-        at = torch.cat([torch.arange(a, a + c) for a, c in zip(start, count, strict=True)])
+        place = torch.cat([torch.arange(a, a + c) for a, c in zip(start, count, strict=True)])
         batch = ForwardBatch(
             forward_mode=mode,
             batch_size=len(some),
@@ -134,10 +141,10 @@ class Requests:
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens,
             seq_lens_sum=int(seq_lens.sum()),
-            out_cache_loc=self.table[who + 1, at].long(),
-            positions=at,
+            out_cache_loc=self.table[who + 1, place].long(),
+            positions=place,
         )
-        return batch, (who, at)
+        return batch, (who, place)
 
     def _compress(self, batch, x: torch.Tensor, q: torch.Tensor | None = None):
         """One pass through both compressors and, given its queries, the index.
@@ -166,12 +173,11 @@ class Requests:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         n = len(self.requests)
-        every, count = torch.arange(n), torch.full((n,), width)
         mode = ForwardMode.DECODE if kept is None else ForwardMode.TARGET_VERIFY
-        seq_lens = start + 1 if kept is None else start
-        batch, (who, at) = self._batch(mode, every, start, count, seq_lens)
-        x, q = self.x[who, at], self.q[who, at]
-        rejected = at - start[who] >= (kept or width)
+        sizes = (torch.full((n,), width), start + 1 if kept is None else start)
+        batch, (who, place) = self._batch(mode, torch.arange(n), start, *sizes)
+        x, q = self.x[who, place], self.q[who, place]
+        rejected = place - start[who] >= (kept or width)
         for rows in (x, q):
             rows[rejected] = self.draw(int(rejected.sum()), rows.shape[1])
         return self._compress(batch, x, q).view(n, width, CHOSEN)
@@ -182,69 +188,55 @@ class Requests:
             kind.rows.copy_(rows)
             kind.pages.copy_(pages)
 
-    def decoded(self) -> Truth:
-        """One-row decoding from the prompts on, as far as two blocks may come."""
-        chosen, rows, keys = [], [], []
-        for step in range(2 * max(WIDTHS)):
-            at = self.prefix + step
-            chosen.append(self.step(at, 1)[:, 0])
-            rows.append([self.pools.ring(k, self.requests, at) for k in self.kinds])
-            keys.append([self.pools.keys(k, self.requests, at // k.ratio) for k in self.kinds])
-        rows, keys = ([*map(torch.stack, zip(*found, strict=True))] for found in (rows, keys))
-        return Truth(rows, keys, torch.stack(chosen))
+    def where(self, kind: Kind, position: torch.Tensor) -> torch.Tensor:
+        """Ring rows of ``position [requests, n]``; int64."""
+        request = self.requests[:, None].expand_as(position)
+        if kind.ring.request_scoped:
+            return kind.ring.translate_from_req_position_to_state_loc(request, position)
+        slot = self.pool.full_to_swa_index_mapping[self.table[request, position].long()]
+        return kind.ring.translate_from_swa_loc_to_state_loc(slot)
 
-    def compare(self, length: torch.Tensor, truth: Truth, counts: Counter) -> torch.Tensor:
-        """Which requests have a wrong state after ``length`` tokens, ``[requests]`` bool."""
-        wrong = torch.zeros(len(self.requests), dtype=torch.bool)
-        lengths = length.tolist()
-        for i, kind in enumerate(self.kinds):
-            r, (rows, pages) = kind.ratio, self.before[i]
-            live_rows = [live(n, r) for n in lengths]
-            windows = [range(max(0, n // r - LAST), n // r) for n in lengths]
-            for what, read, states, ranges, true in (
-                ("ring_rows", self.pools.ring, (kind.rows, rows), live_rows, truth.rows),
-                ("keys", self.pools.keys, (kind.pages, pages), windows, truth.keys),
-            ):
-                who, place = _pairs(ranges)
-                now, expected = (read(kind, who + 1, place, state) for state in states)
-                made_by = place if what == "ring_rows" else (place + 1) * r - 1
-                step = made_by - self.prefix[who]
-                new = step >= 0  # the others are the prompt's, and as its prefill left them
-                expected[new] = true[i][step[new], who[new]]
-                differ = (now != expected).any(1)
-                counts[what] += len(differ)
-                counts[f"wrong_{what}"] += int(differ.sum())
-                counts["written"] += int(new.sum())
-                wrong[who[differ]] = True
-        return wrong
+    def keys(self, kind: Kind, window: torch.Tensor) -> torch.Tensor:
+        """The stored bytes of the keys of ``window [requests, n]``."""
+        pages = kind.pages.view(torch.uint8).view(len(kind.pages), -1)
+        size, first = self.pool.page_size // kind.ring.ratio, window * kind.ring.ratio
+        slot = self.table[self.requests[:, None], first].long() // kind.ring.ratio
+        page, slot = (slot // size)[..., None], (slot % size)[..., None]
+        data = pages[page, slot * kind.data + torch.arange(kind.data)]
+        scales = size * kind.data + slot * kind.scale + torch.arange(kind.written)
+        return torch.cat([data, pages[page, scales]], dim=-1)
 
+    def state(self, length: torch.Tensor) -> State:
+        """What tokens after ``length [requests]`` may read, of each kind.
 
-def _pairs(ranges: list[range]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which range, and which of its numbers."""
-    pairs = [(i, number) for i, one in enumerate(ranges) for number in one]
-    return torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1)
-
-
-def _compare_choice(ours, theirs, start: torch.Tensor, counts: Counter) -> None:
-    """Count equal choices ``[requests, rows, CHOSEN]``, and windows that end in their own block."""
-    full = ours[..., 0] >= 0  # where there is something to choose
-    counts["selections"] += int(full.sum())
-    counts["wrong_selections"] += int((ours != theirs).any(-1).sum())
-    own = (ours + 1) * 4 > start[:, None, None]
-    counts["chosen_of_their_block"] += int((own & full[..., None]).sum())
+        Ring rows: those of a compression still to come, which ends with the first multiple of the
+        ratio after ``length``. Keys: the last ones. Zero where there is none.
+        """
+        state: State = {"ring_rows": [], "keys": []}
+        for kind in self.kinds:
+            ratio, window = kind.ring.ratio, WINDOW[kind.ring.ratio]
+            done = (length // ratio)[:, None]
+            place = length[:, None] - 1 - torch.arange(window)
+            read = place >= ((done + 1) * ratio - window).clamp_min(0)
+            rows = kind.rows[self.where(kind, place.clamp_min(0))].view(torch.int32)
+            state["ring_rows"].append(rows * read[..., None])
+            last = done - 1 - torch.arange(LAST)
+            keys = self.keys(kind, last.clamp_min(0))
+            state["keys"].append(keys * (last >= 0)[..., None])
+        return state
 
 
 def run(worker: Any, prefixes: Sequence[int], fault: Callable | None = None) -> dict[str, Any]:
-    """Every width and accepted length for these prompts.
+    """Every width and accepted length for these prompts, against one-row decoding.
 
     Args:
         fault: called with the requests and the accepted rows between the two blocks.
 
     Returns:
-        Counts: of ring rows and keys those are ``written`` that come from a block. ``wrong`` are
-        the cases with a state that differs, by width.
+        How many ``cases`` there were; in how many of them after a block ``ring_rows`` and ``keys``
+        are wrong, and how many ``selections``; ``wrong``: cases with a wrong state, by width.
     """
-    counts, wrong_cases = Counter(), Counter()
+    counts, wrong_cases = Counter(cases=0, ring_rows=0, keys=0, selections=0), Counter()
     for i in range(0, len(prefixes), AT_ONCE):
         _run(worker, prefixes[i : i + AT_ONCE], fault, counts, wrong_cases)
     worker.lanes.activate(worker.block)
@@ -253,21 +245,33 @@ def run(worker: Any, prefixes: Sequence[int], fault: Callable | None = None) -> 
 
 def _run(worker, prefixes, fault, counts: Counter, wrong_cases: Counter) -> None:
     requests = Requests(worker, prefixes)
-    truth = requests.decoded()
+    chosen, truth = [], []
+    for step in range(2 * max(WIDTHS)):
+        chosen.append(requests.step(requests.prefix + step, 1)[:, 0])
+        truth.append(requests.state(requests.prefix + step + 1))
+    chosen = torch.stack(chosen, dim=1)
+
+    def compare(ours: torch.Tensor, begin: int) -> torch.Tensor:
+        """Choices of rows from ``begin`` on; returns which requests' state after them is wrong."""
+        end, wrong = begin + ours.shape[1], torch.zeros(len(prefixes), dtype=torch.bool)
+        counts["selections"] += int((ours != chosen[:, begin:end]).any(-1).sum())
+        state = requests.state(requests.prefix + end)
+        for what, kinds in state.items():
+            both = zip(kinds, truth[end - 1][what], strict=True)
+            differ = torch.stack([(now != then).flatten(1).any(1) for now, then in both]).any(0)
+            counts[what] += int(differ.sum())
+            wrong |= differ
+        return wrong
+
     for width in WIDTHS:
         worker.lanes.activate(width)
         for kept in range(1, width + 1):
             requests.restore()
-            start, then = requests.prefix, requests.prefix + kept
-            chosen = requests.step(start, width, kept)[:, :kept]
-            _compare_choice(chosen, truth.chosen[:kept].transpose(0, 1), start, counts)
+            first = requests.step(requests.prefix, width, kept)[:, :kept]
             if fault is not None and kept < width:
                 fault(requests, kept)
-            wrong = requests.compare(then, truth, counts)
-            chosen = requests.step(then, width, width)
-            expected = truth.chosen[kept : kept + width].transpose(0, 1)
-            _compare_choice(chosen, expected, then, counts)
-            wrong |= requests.compare(then + width, truth, counts)
+            wrong = compare(first, 0)
+            wrong |= compare(requests.step(requests.prefix + kept, width, width), kept)
             counts["cases"] += len(prefixes)
             wrong_cases[width] += int(wrong.sum())
 
@@ -275,11 +279,8 @@ def _run(worker, prefixes, fault, counts: Counter, wrong_cases: Counter) -> None
 def _rejected_row_written(requests: Requests, kept: int) -> None:
     """The state of the first rejected row, where that of the last accepted one was."""
     for kind in requests.kinds:
-        accepted, rejected = (
-            requests.pools.where(kind, requests.requests, requests.prefix + at)
-            for at in (kept - 1, kept)
-        )
-        kind.rows[accepted] = kind.rows[rejected]
+        last = requests.prefix[:, None] + kept
+        kind.rows[requests.where(kind, last - 1)] = kind.rows[requests.where(kind, last)]
 
 
 @torch.no_grad()
@@ -288,7 +289,7 @@ def report(worker: Any) -> dict[str, Any]:
     every = run(worker, PREFIXES)
     control = run(worker, CONTROL, _rejected_row_written)
     # The planner's cap before SGLang #34189: it kept four rows, whatever the block.
-    with mock.patch.object(Rings, "pad", 4):
+    with mock.patch.object(planner, "KEPT", 4):
         capped = run(worker, CONTROL)
     runner = worker.target_worker.model_runner
     runner.token_to_kv_pool_allocator.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import zip_longest
 from pathlib import Path
 
 from sglang_hyperdflash.tools.server_process import Server
@@ -17,7 +18,6 @@ ARGUMENTS += ("--max-running-requests", "4", "--disable-cuda-graph")
 ARGUMENTS += ("--dsa-topk-backend", "torch", "--log-level", "info")
 POOL = ("--max-total-tokens", "8192", "--swa-full-tokens-ratio", "0.5")
 PLUGIN = "from tests.engine.v4.plugin import load  # noqa: F401\n"
-BLOCK = 7
 Answers = list[list[int]]
 
 
@@ -69,11 +69,8 @@ def known(folder: Path, batch: Answers, answers: Answers) -> dict[str, str]:
 
 def accepted(answers: list[dict]) -> list[int]:
     """Rounds by the number of drafts that were accepted."""
-    total = [0] * BLOCK
-    for answer in answers:
-        for drafts_, rounds in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
-            total[drafts_] += rounds
-    return total
+    rounds = [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+    return list(map(sum, zip_longest(*rounds, fillvalue=0)))
 
 
 def own_blocks(path: Path) -> dict[tuple[str, int], tuple[int, list[int]]]:

@@ -11,11 +11,14 @@ import torch
 from tests.engine.v4.conftest import LENGTHS, Texts
 from tests.engine.v4.findings import note
 from tests.engine.v4.golden import FIELDS, WEIGHTS, changed, logit_error, transformers
-from tests.engine.v4.serve import known
+from tests.engine.v4.serve import known, prompts
 from tests.engine.v4.served import ALLOWED, ANSWER, DECODED, Text, serve_text, within
 
 pytestmark = pytest.mark.v4
-FAULTS = [fault for fault in (*WEIGHTS, *FIELDS) if fault != "index turned round"]
+TURNED = "index turned round"
+FAULTS = [fault for fault in (*WEIGHTS, *FIELDS) if fault != TURNED]
+# The top 512 of up to 716 rows of four tokens: the index really selects, in the last rows most.
+LONG, LAST = 2800, 200
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +61,14 @@ def test_a_wrong_formula_is_farther_away(text: Text, target, tmp_path, fault):
     distance, bound = text.explained(logits)
     note(f"golden, control: {fault}", distance=distance, of_bf16=bound)
     assert max(a / b for a, b in zip(distance, bound, strict=True)) > ALLOWED
+
+
+def test_the_index_selects_what_transformers_selects(servers, target, drafter, tmp_path):
+    """A text so long that ratio 4 attends to the index's choice alone; turned round it is wrong."""
+    (prompt,) = prompts(LONG)
+    text = serve_text(servers, "long", target, drafter, prompt, tmp_path, LONG - LAST)
+    turned = changed(target, TURNED, tmp_path / "turned")
+    logits = transformers(turned, torch.float32, text.tokens, DECODED).logits
+    (near, bound), (far, _) = map(text.explained, (text.exact.logits, logits))
+    note(f"golden: {LONG} tokens, the index selects", right=near, wrong=far, of_bf16=bound)
+    assert within(near, bound) and not within(far, bound)

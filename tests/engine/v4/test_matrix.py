@@ -20,6 +20,7 @@ from tests.engine.v4.findings import note
 from tests.engine.v4.plugin import DEVICE_LENGTHS
 from tests.engine.v4.serve import Answers, accepted, ask, known, own_blocks, prompts, start
 from tests.engine.v4.trace import ROWS, assert_rows_are_bit_equal, read_rows
+from tests.gpu.readings import rounds_by_width
 
 pytestmark = pytest.mark.v4
 PAGE = 256
@@ -28,7 +29,7 @@ CHUNKS, NO_OVERLAP = ("--chunked-prefill-size", "256"), ("--disable-overlap-sche
 # SGLang's own switch: every thirtieth step gives up the newest request, which starts again later.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "30"}
 RETRACTED = "Testing retraction. #retracted_reqs: 1"
-DRAWN = {WIDTH: RANDOM, WIDTHS: "1,2,4,7"}
+EVERY_WIDTH = {WIDTH: RANDOM, WIDTHS: "1,2,3,4,5,6,7,8,9,10"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Case:
 
     Attributes:
         arguments: instead of a drafter's, where ``rival`` says so. draft: sizes of its drafter.
-        log: what its log says, and at least how often.
+        log: what its log says, and at least how often. seeded: asks for sampled answers, too.
     """
 
     asked: tuple[str, ...] = ("first",)
@@ -46,6 +47,7 @@ class Case:
     draft: dict[str, int] = field(default_factory=dict)
     log: tuple[str, int] = ("V4: replacements are in place", 1)
     rival: bool = False
+    seeded: bool = False
 
 
 (_, MTP) = resolve(["baseline", "mtp6"], {}, {})
@@ -53,11 +55,14 @@ CASES = {
     "lengths on the device only": Case(
         environment={DEVICE_LENGTHS: "1"}, log=(f"{drafts.HOST_KNOWS} False", 1)
     ),
-    "retraction": Case(environment=RETRACT, log=(RETRACTED, 3)),
-    "chunks of 256, overlap off": Case(("first", "long"), CHUNKS + NO_OVERLAP),
+    # The most rows that SGLang's rings take.
+    "blocks of ten, a random width every round, chunks of 256, retraction": Case(
+        EVERY, CHUNKS, EVERY_WIDTH | RETRACT, {"block_size": 10}, (RETRACTED, 3), seeded=True
+    ),
+    "a random width every round, chunks of 256, overlap off": Case(
+        EVERY, CHUNKS + NO_OVERLAP, {WIDTH: RANDOM, WIDTHS: "1,2,4,7"}, seeded=True
+    ),
     "windowed drafter, chunks of 256": Case(("first", "second"), CHUNKS, draft={"window": 64}),
-    "a random width every round, overlap on": Case(EVERY, environment=DRAWN),
-    "a random width every round, overlap off": Case(EVERY, NO_OVERLAP, DRAWN),
     "rejected states overwritten with NaN": Case(
         environment={controls.FAULT: controls.poison_rejected_states.__name__}
     ),
@@ -100,13 +105,17 @@ class Drafting:
         text, times = self.case.log
         assert log.count(text) >= times, text
         assert "not initialized from checkpoints" not in log
-        rounds = accepted(self.answers["first"])
-        assert min(rounds) > 0, rounds
+        answers = [answer for batch in self.answers.values() for answer in batch]
+        rounds = accepted(answers)
+        assert min(rounds) > 0 and len(rounds) == self.case.draft.get("block_size", 7), rounds
+        if self.case.environment.get(WIDTH) == RANDOM:
+            widths = map(int, self.case.environment[WIDTHS].split(","))
+            assert rounds_by_width(answers).keys() == set(widths)
         assert_varied([block for _, block in own_blocks(self.blocks).values()])
         rows = assert_rows_are_bit_equal(read_rows(self.rows), self.texts.rows)
         reference = self.texts.count(*self.answers)
         assert rows >= 0.8 * reference, (rows, reference)
-        count = sum(map(len, self.answers.values()))
+        count = len(answers)
         note(what, answers=f"{count} of {count}", rows=rows, reference_rows=reference,
              rounds=rounds, **numbers)  # fmt: skip
 
@@ -120,14 +129,11 @@ def drafting(servers, target, drafter, texts: Texts, tmp_path):
 
 @pytest.mark.parametrize("what", CASES)
 def test_tokens_and_rows_are_those_of_no_speculation(drafting, request, what):
-    case = CASES[what]
-    server = drafting(case)
-    server.ask_all()
-    if case.environment is DRAWN:
-        assert ask_seeded(server.server) == request.getfixturevalue("seeded")
-        caps = [a["meta_info"]["spec_cap_lens_histogram"] for a in server.answers["first"]]
-        assert all(min(cap[w] for w in (1, 2, 4, 7)) > 0 for cap in caps), caps
-    server.check(what)
+    drafted = drafting(CASES[what])
+    drafted.ask_all()
+    if CASES[what].seeded:
+        assert ask_seeded(drafted.server) == request.getfixturevalue("seeded")
+    drafted.check(what)
 
 
 def test_turns_page_hits_reuse_several_answers_and_an_abort(drafting, texts: Texts):
@@ -199,8 +205,9 @@ def test_two_ranks(servers, target, drafter, texts: Texts, tmp_path):
     answers = ask(server, asked, TOKENS["first"])
     servers.stop("v4-tp2")
     assert ids(answers) == expected
-    assert min(accepted(answers)) > 0, accepted(answers)
-    note("two ranks", answers="6 of 6", rounds=accepted(answers))
+    rounds = accepted(answers)
+    assert min(rounds) > 0 and len(rounds) == 7, rounds
+    note("two ranks", answers="6 of 6", rounds=rounds)
 
 
 def test_no_row_passes_the_end_of_a_context(drafting, texts: Texts):

@@ -7,8 +7,8 @@ what ``propose`` is compared with; torch's ``softmax`` of the rows; ``sglang...`
 on as many rows (it draws, and verifies nothing) or one row a request, as the baseline's.
 
 Nothing is in a CUDA graph, as nothing of it is while serving: launches count. Only SGLang's walk is
-in its draft's graph there, so its time here is an upper bound. First, drafts and tokens of the
-device are compared with the references' on the same inputs; ``make gpu-test`` tests the rest.
+in its draft's graph there, so its time here is an upper bound. ``make gpu-test`` tests what the
+operators compute.
 """
 
 from __future__ import annotations
@@ -51,32 +51,31 @@ CALLS, ROUNDS = 3, 20
 
 
 class Case:
-    """One batch of equal requests: logits ``[requests * 7, vocabulary]`` fp32, and its drafts.
+    """One batch of equal requests: logits ``[requests * 7, vocabulary]`` fp32, and its drafts."""
 
-    Inputs are the same on every device; ``filters`` are all requests'; on CUDA with FlashInfer's.
-    """
-
-    def __init__(self, requests: int, filters: dict[str, Any], device: str) -> None:
-        self.requests, self.filters = requests, filters
-        self.renorm = renorm_kernels() if device == "cuda" else None
+    def __init__(self, requests: int, filters: dict[str, Any]) -> None:
+        self.requests, self.filters, self.renorm = requests, filters, renorm_kernels()
         torch.manual_seed(0)
-        logits = torch.randn(requests * BLOCK, VOCABULARY).mul_(3)
-        # Drafts as good as they get: the target's own candidates, a little off.
-        leading = logits.view(requests, BLOCK, -1)[:, :-1].topk(CANDIDATES)
-        scores = leading.values + torch.randn_like(leading.values)
-        candidates = leading.indices, scores, torch.randn(requests, BLOCK - 1, RANK)
-        head = DependencyHead(VOCABULARY, 8, RANK, "residual").requires_grad_(False)
-        head.successor.normal_()  # a new head adds nothing
-        self.seeds = torch.randint(0, 1 << 60, (requests,)).to(device)
-        self.logits, self.head = logits.to(device), head.bfloat16().to(device)
-        self.candidates = Candidates(*(part.to(device) for part in candidates))
-        ones = torch.ones(requests, device=device)
-        top_ks = torch.full_like(ones, filters.get("top_k", 1 << 30), dtype=torch.int32)
-        needed = "top_k" in filters, "top_p" in filters
-        self.sampling = Sampling(ones, top_ks, ones * filters.get("top_p", 1.0), 0 * ones, *needed)
-        self.positions = torch.arange(BLOCK, device=device).repeat(requests, 1) + 100
-        self.anchors = torch.zeros(requests, 1, dtype=torch.int64, device=device)
-        self.draft_temperature = DraftTemperature(device)
+        with torch.device("cuda"):
+            self.logits = torch.randn(requests * BLOCK, VOCABULARY).mul_(3)
+            # Drafts as good as they get: the target's own candidates, a little off.
+            leading = self.logits.view(requests, BLOCK, -1)[:, :-1].topk(CANDIDATES)
+            scores = leading.values + torch.randn_like(leading.values)
+            gates = torch.randn(requests, BLOCK - 1, RANK)
+            self.candidates = Candidates(leading.indices, scores, gates)
+            head = DependencyHead(VOCABULARY, 8, RANK, "residual").requires_grad_(False)
+            head.successor.normal_()  # a new head adds nothing
+            self.head = head.bfloat16()
+            self.seeds = torch.randint(0, 1 << 60, (requests,))
+            ones = torch.ones(requests)
+            top_ks = torch.full_like(ones, filters.get("top_k", 1 << 30), dtype=torch.int32)
+            needed = "top_k" in filters, "top_p" in filters
+            self.sampling = Sampling(
+                ones, top_ks, ones * filters.get("top_p", 1.0), 0 * ones, *needed
+            )
+            self.positions = torch.arange(BLOCK).repeat(requests, 1) + 100
+            self.anchors = torch.zeros(requests, 1, dtype=torch.int64)
+        self.draft_temperature = DraftTemperature("cuda")
         self.proposal = self.propose(self.draws(False))
         self.block = torch.cat([self.anchors, self.proposal.tokens], 1)
 
@@ -195,32 +194,6 @@ class Case:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def outcomes(case: Case) -> dict[str, torch.Tensor]:
-    """What requests draft and commit, ``[requests, ...]``, on the CPU."""
-    tokens = {}
-    for name, seeded in (("seeded", True), ("unseeded", False)):
-        draws = case.draws(seeded)
-        tokens[f"drafts, {name}"] = case.propose(draws).tokens.cpu()
-        tokens[f"tokens, {name}"] = case.committed(case.rows(draws), draws)[0].tokens.cpu()
-    return tokens
-
-
-def check() -> dict[str, dict[str, int]]:
-    """Requests, by filter, in which operators on the device and their references differ.
-
-    Raises:
-        RuntimeError: more than one in 16 differ. Sums run in another order, so a draw at a near tie
-            may; a fault makes most of them.
-    """
-    different = {}
-    for name, filters in FILTERS.items():
-        expected, tokens = (outcomes(Case(32, filters, device)) for device in ("cpu", "cuda"))
-        different[name] = {k: int((expected[k] != tokens[k]).any(1).sum()) for k in expected}
-        if max(different[name].values()) > 2:
-            raise RuntimeError(f"operators differ from their references: {name}, {different[name]}")
-    return different
-
-
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and write ``verify.json``."""
@@ -230,16 +203,15 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench_verify needs a CUDA device; torch found none", file=sys.stderr)
         return 2
-    different, rows = check(), []
-    print(f"requests of 32 that differ from the references: {different}")
+    rows = []
     for name, filters in FILTERS.items():
         for count in REQUESTS:
-            median_ms = Case(count, filters, "cuda").measure()
+            median_ms = Case(count, filters).measure()
             rows.append({"filters": name, "requests": count, "median_ms": median_ms})
             print(rows[-1])
             torch.cuda.empty_cache()
     results = {"rows": rows, "vocabulary": VOCABULARY, "provenance": provenance()}
-    write_json(out / "verify.json", results | {"different": different}, indent=1)
+    write_json(out / "verify.json", results, indent=1)
     return 0
 
 

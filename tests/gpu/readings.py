@@ -77,18 +77,6 @@ def waits(events: list[dict]) -> dict[str, int]:
     return {name: names[name] for name in WAITS if names[name]}
 
 
-def same_drafts(one: dict, other: dict, drafts: int | None = None) -> tuple[int, int]:
-    """Blocks that two runs proposed for the same request, length and anchor; and the equal ones.
-
-    Args:
-        drafts: only blocks of so many; None takes all, which must then have as many in both runs.
-    """
-    both = [key for key in one.keys() & other.keys() if one[key][0] == other[key][0]]
-    if drafts is not None:
-        both = [key for key in both if len(one[key][1]) == len(other[key][1]) == drafts]
-    return len(both), sum(one[key][1] == other[key][1] for key in both)
-
-
 def rounds_by_width(answers: list[dict]) -> dict[int, int]:
     """How many rounds of each width some answers had."""
     caps = [answer["meta_info"]["spec_cap_lens_histogram"] for answer in answers]

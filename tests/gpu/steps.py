@@ -72,6 +72,22 @@ class Visit:
         with self.server(name) as server:
             return ids(asked(server, prompts, tokens))
 
+    def drafted(
+        self,
+        name: str,
+        prompts,
+        expected,
+        *arguments: str,
+        draft: Path | None = None,
+        **environment,
+    ) -> tuple[list[dict], dict]:
+        """Answers of a server whose oracle knows the expected ones, and the drafter's blocks."""
+        path = self.folder / f"{name}.jsonl"
+        environment |= known(self.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
+        with self.server(name, *arguments, draft=draft or self.drafter, **environment) as server:
+            results = asked(server, prompts, len(expected[0]))
+        return results, own_blocks(path)
+
     def shape(self) -> Shape:
         """What sizes the buffers of the stage's server."""
         stage = self.stage
@@ -163,33 +179,38 @@ def windowed(v: Visit) -> None:
     """A windowed drafter proposes the same blocks with CUDA graphs and without."""
     draft = v.stage.write_drafter(v.folder / "windowed", v.stage.window)
     prompts = v.stage.prompts(4)
-    answers = v.plain("windowed-none", prompts, v.stage.tokens)
+    expected = v.plain("windowed-none", prompts, v.stage.tokens)
     backends = {"": ()}
     if v.stage.gpu:  # not the default for a window, and planned by host lengths
-        backends[" flashinfer"] = ("--speculative-draft-attention-backend", "flashinfer")
+        backends["-flashinfer"] = ("--speculative-draft-attention-backend", "flashinfer")
     for backend, named in backends.items():
         blocks = []
         for graphs, options in GRAPHS.items():
-            name = f"{graphs}{backend.replace(' ', '-')}"
-            path = v.folder / f"windowed-{name}.jsonl"
-            oracle = known(v.folder, prompts, answers) | {OWN_DRAFTS: str(path)}
-            with v.server(f"windowed-{name}", *named, *options, draft=draft, **oracle) as server:
-                results = asked(server, prompts, v.stage.tokens)
+            name, arguments = f"windowed-{graphs}{backend}", (*named, *options)
+            results, drafts = v.drafted(name, prompts, expected, *arguments, draft=draft)
             v.found[f"rounds by accepted drafts, {name}"] = accepted(results)
-            blocks.append(own_blocks(path))
+            blocks.append(drafts)
         _check_same_drafts(v, *blocks, kind=backend)
 
 
-def _check_same_drafts(v: Visit, one: dict, other: dict, drafts=None, kind: str = "") -> None:
-    """Two runs, with graphs and without, propose the same blocks for the same text."""
-    compared, same = readings.same_drafts(one, other, drafts)
-    blocks = [tuple(b) for _, b in one.values() if drafts is None or len(b) == drafts]
-    distinct = len(set(blocks))
-    v.found[f"blocks{kind}"] = {"compared": compared, "equal": same, "distinct": distinct}
-    v.check(compared >= 10, f"too few blocks of the same text to compare{kind}")
+def _check_varied(v: Visit, blocks: list[list[int]], kind: str = "") -> None:
+    distinct = len(set(map(tuple, blocks)))
     v.check(3 * distinct > len(blocks), f"the drafter repeats its blocks{kind}")
+
+
+def _check_same_drafts(v: Visit, one: dict, other: dict, drafts=BLOCK - 1, kind: str = "") -> None:
+    """Two runs, with graphs and without, propose the same blocks for the same text."""
+    one, other = (
+        {(*key, anchor): block for key, (anchor, block) in run.items() if len(block) == drafts}
+        for run in (one, other)
+    )
+    both = one.keys() & other.keys()
+    same = sum(one[key] == other[key] for key in both)
+    v.found[f"blocks{kind}"] = {"compared": len(both), "equal": same}
+    v.check(len(both) >= 10, f"too few blocks of the same text to compare{kind}")
+    _check_varied(v, list(one.values()), kind)
     # bf16 rounds by the number of rows, so a near-tie may differ; garbage differs everywhere.
-    v.check(same >= 0.8 * compared, f"graphs and eager rounds draft different blocks{kind}")
+    v.check(same >= 0.8 * len(both), f"graphs and eager rounds draft different blocks{kind}")
 
 
 def _check_tokens(v: Visit, tokens: list[list[int]], expected: list[list[int]], kind: str) -> None:
@@ -203,13 +224,10 @@ def _check_tokens(v: Visit, tokens: list[list[int]], expected: list[list[int]], 
 
 def residual(v: Visit) -> None:
     """Tokens of no speculation at every length of acceptance, until a tie of one bf16 step."""
-    prompts, tokens = v.stage.prompts(8 if v.stage.gpu else 2), v.stage.tokens
-    expected, path = v.plain("plain", prompts, tokens), v.folder / "own.jsonl"
-    oracle = known(v.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
-    with v.server("oracle", draft=v.drafter, **oracle) as server:
-        results = asked(server, prompts, tokens)
-    blocks = [tuple(block) for _, block in own_blocks(path).values()]
-    v.check(3 * len(set(blocks)) > len(blocks), "the drafter repeats its blocks")
+    prompts = v.stage.prompts(8 if v.stage.gpu else 2)
+    expected = v.plain("plain", prompts, v.stage.tokens)
+    results, blocks = v.drafted("oracle", prompts, expected)
+    _check_varied(v, [block for _, block in blocks.values()])
     _check_tokens(v, ids(results), expected, "")
     v.found["rounds by drafts"] = accepted(results)
     # Then most blocks are the drafter's own: the oracle no longer knows the text.
@@ -218,19 +236,16 @@ def residual(v: Visit) -> None:
 
 def widths(v: Visit) -> None:
     """A width drawn every round: tokens of no speculation; each width drafts alike in graphs."""
-    prompts, tokens, blocks = v.stage.prompts(4), 2 * v.stage.tokens, []
-    expected = v.plain("widths-none", prompts, tokens)
+    prompts, blocks = v.stage.prompts(4), []
+    expected = v.plain("widths-none", prompts, 2 * v.stage.tokens)
     drawn = {WIDTH: RANDOM, WIDTHS: ",".join(map(str, EVERY_WIDTH))}
     for name, options in GRAPHS.items():
-        path = v.folder / f"widths-{name}.jsonl"
-        environment = drawn | known(v.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
-        with v.server(f"widths-{name}", *options, draft=v.drafter, **environment) as server:
-            results = asked(server, prompts, tokens)
+        results, drafts = v.drafted(f"widths-{name}", prompts, expected, *options, **drawn)
         _check_tokens(v, ids(results), expected, f", {name}")
         rounds = readings.rounds_by_width(results)
         v.found[f"rounds by width, {name}"] = rounds
         v.check(set(rounds) == set(EVERY_WIDTH), f"not every width ran, {name}")
-        blocks.append(own_blocks(path))
+        blocks.append(drafts)
     for width in EVERY_WIDTH[1:]:
         _check_same_drafts(v, *blocks, drafts=width - 1, kind=f" of width {width}")
 
@@ -239,20 +254,17 @@ def poison(v: Visit) -> None:
     """Nothing reads what rejected drafts left in the target's states: they are set to NaN."""
     prompts, tokens = v.stage.prompts(4, first=v.stage.boundary), v.stage.tokens
     expected = v.plain("poison-none", prompts, tokens)
-    oracle = known(v.folder, prompts, expected)
     fault = {controls.FAULT: controls.poison_rejected_states.__name__}
-    with v.server("poison-rejected", draft=v.drafter, **oracle, **fault) as server:
-        results = asked(server, prompts, tokens)
+    results, _ = v.drafted("poison-rejected", prompts, expected, **fault)
     v.found["rounds by drafts"] = accepted(results)
     v.check(all(len(answer) == tokens for answer in ids(results)), "an answer was cut short")
     _check_tokens(v, ids(results), expected, "")
     # The control: what a boundary does read, set to NaN too, must be seen.
     fault = {controls.FAULT: controls.poison_an_accepted_state.__name__}
-    with v.server("poison-accepted", draft=v.drafter, **oracle, **fault) as server:
-        try:
-            seen = ids(asked(server, prompts, tokens)) != ids(results)
-        except requests.RequestException:
-            seen = True
+    try:
+        seen = ids(v.drafted("poison-accepted", prompts, expected, **fault)[0]) != ids(results)
+    except requests.RequestException:
+        seen = True
     v.found["an accepted state set to NaN is seen"] = seen
     v.check(seen, "NaN in a state that is read changed nothing: the poison reaches no state")
 

@@ -49,16 +49,8 @@ SGLANG_RULES: dict[str, dict[str, Rule]] = {
 }
 
 
-class WaitsForDeviceError(AssertionError):
-    """The host would wait for the device."""
-
-
-class MixesDevicesError(AssertionError):
-    """Tensors of the host and of the device in one operation."""
-
-
-class WrongResultError(AssertionError):
-    """A CUDA implementation and its registered fake disagree."""
+class RefusedError(AssertionError):
+    """What no round may do."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class Counter(TorchDispatchMode):
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         for given in tensors(arguments):
             if given.device.type != "cuda":
-                raise MixesDevicesError(f"{name} gets a tensor of the host, at {place()}")
+                raise RefusedError(f"{name} mixes devices at {place()}")
         self.launch(name, kernel_bytes(name, arguments, RULES | SGLANG_RULES))
         if name.startswith("triton_ops."):
             absent = tuple(argument is None for argument in args)
@@ -135,7 +127,7 @@ class Counter(TorchDispatchMode):
             result = func.redispatch(CUDA, *args, **kwargs)
         shapes = [[(t.shape, t.dtype, t.device) for t in tensors(r)] for r in (expected, result)]
         if shapes[0] != shapes[1]:
-            raise WrongResultError(f"{func}: the fake has {shapes[0]}, the kernel {shapes[1]}")
+            raise RefusedError(f"{func}: the fake has {shapes[0]}, the kernel {shapes[1]}")
         return result
 
     def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
@@ -144,19 +136,19 @@ class Counter(TorchDispatchMode):
         devices = {tensor.device.type for tensor in given}
         on_device = "cuda" in devices
         if on_device and cuda_ops.waits(func, args, kwargs):
-            raise WaitsForDeviceError(f"{func} at {place()}")
+            raise RefusedError(f"{func} waits at {place()}")
         if name in ("copy_", "_to_copy"):
             if kwargs.get("device") is not None:
                 devices.add(torch.device(kwargs["device"]).type)
             later = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
             if len(devices) > 1 and not later:
-                raise WaitsForDeviceError(f"a copy between host and device, at {place()}")
+                raise RefusedError(f"a copy between host and device waits at {place()}")
             return
         # A single value of the host travels with a launch, but not as an index.
         indices = args[1] if name.rstrip("_") in ("index", "index_put") else ()
         host = [t for t in given if t.ndim > 0] + list(tensors(indices))
         if on_device and any(tensor.device.type == "cpu" for tensor in host):
-            raise MixesDevicesError(f"{func} at {place()}")
+            raise RefusedError(f"{func} mixes devices at {place()}")
 
 
 class FakeCuda(ExitStack):

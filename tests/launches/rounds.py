@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from tests.launches.counter import FakeCuda, Launch
 from tests.launches.server import NO_TOP_K, ROUND, FakeServer
 
-BUDGETS = Path(__file__).with_name("budgets.toml")
+TABLE = Path(__file__).with_name("budgets.toml")
 REQUESTS = (1, 64)
 
 GREEDY: dict[str, Any] = {}
@@ -57,6 +56,7 @@ ROUNDS: dict[str, tuple[tuple[dict[str, Any], ...], dict[str, Any]]] = {
     "seeded, head, penalties, min tokens, bias": ((SEEDED | CHANGES,), {}),
     "mixed, head": ((GREEDY, SAMPLED, SEEDED), {}),
     "mixed, head, everything": (EVERYTHING, {}),
+    "mixed, head, everything, width 2": (EVERYTHING, {"width": 2}),
 }
 # What is around a round: its phase, and the round in which it is counted.
 PARTS = {
@@ -91,33 +91,16 @@ class Counted:
         return sum(launch.count for launch in these), sum(launch.bytes for launch in these)
 
 
-def run(name: str, bs: int, **options: Any) -> Counted:
-    """One round of ``bs`` requests; ``options`` of ``FakeServer``, besides the round's own."""
-    requests, others = ROUNDS[name]
+@cache
+def counted(name: str, bs: int) -> Counted:
+    """One round of ``bs`` requests."""
+    requests, options = ROUNDS[name]
     with FakeCuda() as cuda:
-        counter = FakeServer(cuda, bs, *requests, **others | options).round()
+        counter = FakeServer(cuda, bs, *requests, **options).round()
     return Counted(tuple(counter.launches), frozenset(counter.kinds))
 
 
-counted = cache(run)
-Costs = dict[str, dict[int, tuple[int, int]]]
-
-
-def measure() -> Costs:
-    """Costs of all rounds and parts, for every number of requests."""
-    return {
-        row: {bs: counted(name, bs).cost(*phases) for bs in REQUESTS}
-        for row, (phases, name) in ROWS.items()
-    }
-
-
-def read_budgets() -> Costs:
-    """Of rounds and parts by name and number of requests."""
-    tables = tomllib.loads(BUDGETS.read_text())
-    return {n: {int(bs): tuple(c) for bs, c in table.items()} for n, table in tables.items()}
-
-
-def write_budgets(costs: Costs) -> None:
+def write_budgets(costs: dict[str, dict[int, tuple[int, int]]]) -> None:
     """Every count becomes its budget."""
     lines = [
         "# Launches and bytes of a round by number of requests; bytes are rounded up.",
@@ -126,7 +109,7 @@ def write_budgets(costs: Costs) -> None:
     for name, each in costs.items():
         cells = (f"{bs} = [{launches}, {_up(moved):_}]" for bs, (launches, moved) in each.items())
         lines.append(f"{json.dumps(name)} = {{ {', '.join(cells)} }}")
-    BUDGETS.write_text("\n".join(lines) + "\n")
+    TABLE.write_text("\n".join(lines) + "\n")
 
 
 def _up(value: int) -> int:

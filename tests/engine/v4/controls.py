@@ -9,22 +9,7 @@ import os
 
 import torch
 
-from tests.engine.v4 import planner
-
 FAULT = "V4_FAULT"
-
-
-def keep_no_rows_for_a_short_round() -> None:
-    """The ring loses what a round needs that was cut short."""
-    planner.KEPT = 0
-
-
-def rings_without_speculation() -> None:
-    """Rings of the size that a server without speculation has: SGLang refuses."""
-    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
-
-    size = pools.get_compress_state_ring_size
-    pools.get_compress_state_ring_size = lambda ratio, num_draft_tokens=0: size(ratio, 0)
 
 
 def _poison(first: int) -> None:
@@ -65,7 +50,5 @@ def poison_an_accepted_state() -> None:
 
 def install() -> None:
     """The fault that the environment names, if any."""
-    faults = (keep_no_rows_for_a_short_round, rings_without_speculation)
-    faults += (poison_rejected_states, poison_an_accepted_state)
     if FAULT in os.environ:
-        {fault.__name__: fault for fault in faults}[os.environ[FAULT]]()
+        globals()[os.environ[FAULT]]()

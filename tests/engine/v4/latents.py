@@ -7,10 +7,8 @@ power-of-two scales and one byte of padding. A page holds its rows' 576 data byt
 
 from __future__ import annotations
 
-from functools import cache
-
+import scipy.linalg
 import torch
-import torch.nn.functional as F
 
 NOPE, ROPE, GROUP, FP8_MAX = 448, 64, 64, 448.0
 DATA = NOPE + 2 * ROPE  # bytes of a row without its scales
@@ -103,17 +101,12 @@ def fused_k_norm_rope_flashmla(
     store_latents(x, out_loc, kvcache, page_size)
 
 
-@cache
-def _hadamard_matrix() -> torch.Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < INDEX:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h * INDEX**-0.5
+HADAMARD = torch.from_numpy(scipy.linalg.hadamard(INDEX, dtype=float)) * INDEX**-0.5
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Orthonormal Hadamard transform of ``x [..., 128]``; fp32."""
-    return (x.double() @ _hadamard_matrix()).float()
+    return (x.double() @ HADAMARD).float()
 
 
 def fp8_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,8 +129,3 @@ def fused_q_indexer_rope_hadamard_quant(q_input, weight, weight_scale, freqs_cis
     q = rotate_end(q_input.float(), freqs_cis, positions)
     q_fp8, scale = fp8_row(hadamard(q.to(q_input.dtype).float()))
     return q_fp8, weight.float()[..., None] * weight_scale * scale
-
-
-def padded(x: torch.Tensor, width: int) -> torch.Tensor:
-    """``x`` with its last dimension cut or padded with zeros to ``width``."""
-    return F.pad(x, (0, max(0, width - x.shape[-1])))[..., :width]

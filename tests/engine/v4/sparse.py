@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
-from tests.engine.v4.latents import INDEX, load_latents, padded
+from tests.engine.v4.latents import INDEX, load_latents
 
 
 def get_mla_metadata() -> tuple[SimpleNamespace, None]:
@@ -61,7 +62,8 @@ def index_logits(q_fp8, kvcache_fp8, weight, seq_lens, page_table, max_seq_len):
     scores = torch.bmm(k, q_fp8[:, 0].double().transpose(1, 2)).relu()
     scores = (scores * weight.double()[:, None]).sum(2) * scale
     seen = torch.arange(scores.shape[1]) < seq_lens[:, None]
-    return padded(torch.where(seen, scores, 0.0).float(), max_seq_len)
+    scores = torch.where(seen, scores, 0.0).float()
+    return F.pad(scores, (0, max_seq_len - scores.shape[1]))
 
 
 def first_of_ties(x, k, dim=-1, largest=True, sorted=True):

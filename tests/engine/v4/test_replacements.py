@@ -1,39 +1,14 @@
-"""The replacements next to SGLang's functions, and what no golden answer shows of them; no server.
-
-``test_golden`` compares their arithmetic with transformers', ``test_planner`` plans with SGLang's.
-"""
+"""The index's scores against products, no server; ``test_golden`` compares what they choose."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from operator import attrgetter
-from unittest import mock
-
-import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.engine.v4 import latents, plugin, sparse
+from tests.engine.v4 import latents, sparse
 from tests.engine.v4.golden import rounded_index
 
 PAGE = 64
-
-
-def test_every_replacement_takes_what_sglangs_function_is_given():
-    importlib.import_module(plugin.DSV4)
-    with mock.patch.dict(sys.modules):
-        plugin.flash_mla_without_cuda()
-        for (place, name), ours in plugin.SEAMS.items():
-            original = attrgetter(name)(importlib.import_module(place))
-            plugin.standing_in(original, ours)
-
-    def original(a, *, b=1):
-        raise AssertionError("was called")
-
-    assert plugin.standing_in(original, lambda b: b)(0) == 1
-    with pytest.raises(TypeError):
-        plugin.standing_in(original, lambda a, c: a)
 
 
 def test_index_scores_are_weighted_rectified_products():

@@ -1,8 +1,7 @@
 """vLLM's own DeepSeek-V4 on a CPU against SGLang's as served here: logits and residual.
 
 The two engines share neither code nor kernels. What rounding explains of their distance is what
-transformers' class shows of its own, in bf16 with K/V rounded as V4's pages round them; how tight
-that bound is, ``test_golden`` shows.
+transformers' class shows of its own, in bf16 with K/V rounded as V4's pages round them.
 
 vLLM needs a CPU with ``avx512_bf16`` and an environment of its own (5 GB; torchvision and its kin
 are for CUDA there and must not be found):
@@ -27,7 +26,7 @@ import torch
 from tests.conftest import ROOT
 from tests.engine.v4.checkpoint import CONFIG, write_drafter, write_target
 from tests.engine.v4.findings import note
-from tests.engine.v4.golden import Golden, logit_error
+from tests.engine.v4.golden import Golden, changed, logit_error
 from tests.engine.v4.serve import prompts
 from tests.engine.v4.served import DECODED, serve_text, within
 
@@ -45,6 +44,7 @@ SHAPE = {"n_routed_experts": 64, "num_experts_per_tok": 6, "swiglu_limit": 1e4}
 # Of all entries, in distances of bf16 from fp32: rounding chooses another expert in two of five
 # rows; there vLLM is within 5.6 of fp32, else 0.9.
 LARGEST = 2
+FAULTS = ("without sinks", "without window biases", "without one mixing base", "one rope")
 
 
 def ask_vllm(target: Path, tokens: list[int], folder: Path) -> Golden:
@@ -85,3 +85,10 @@ def test_two_engines_are_as_far_apart_as_rounding_explains(servers, tmp_path):
     assert within(report["vLLM to fp32"], bound)
     assert largest["engines"] <= LARGEST * largest["bf16 to fp32"]
     text.assert_paths(vllm.residual, "second engine")
+    # The bound is tight enough to see one fault, which only vLLM is given.
+    for i, fault in enumerate(FAULTS):
+        wrong = changed(target, fault, tmp_path / f"wrong-{i}")
+        logits = ask_vllm(wrong, text.tokens, tmp_path / f"asked-{i}").logits
+        distance, bound = text.explained(logits)
+        note(f"second engine, control: {fault}", distance=distance, of_bf16=bound)
+        assert not within(distance, bound), fault

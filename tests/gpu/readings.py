@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -69,12 +68,6 @@ def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
         for e in events
         if (e.get("pid"), e.get("tid")) in threads and begin <= e.get("ts", -1) <= end
     ]
-
-
-def waits(events: list[dict]) -> dict[str, int]:
-    """How often a trace's host waited for the device, by the call's name."""
-    names = Counter(event.get("name") for event in events)
-    return {name: names[name] for name in WAITS if names[name]}
 
 
 def rounds_by_width(answers: list[dict]) -> dict[int, int]:

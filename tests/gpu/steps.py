@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,19 +73,11 @@ class Visit:
         with self.server(name) as server:
             return ids(asked(server, prompts, tokens))
 
-    def drafted(
-        self,
-        name: str,
-        prompts,
-        expected,
-        *arguments: str,
-        draft: Path | None = None,
-        **environment,
-    ) -> tuple[list[dict], dict]:
+    def drafted(self, draft: Path, name: str, prompts, expected, *arguments: str, **environment):
         """Answers of a server whose oracle knows the expected ones, and the drafter's blocks."""
         path = self.folder / f"{name}.jsonl"
         environment |= known(self.folder, prompts, expected) | {OWN_DRAFTS: str(path)}
-        with self.server(name, *arguments, draft=draft or self.drafter, **environment) as server:
+        with self.server(name, *arguments, draft=draft, **environment) as server:
             results = asked(server, prompts, len(expected[0]))
         return results, own_blocks(path)
 
@@ -187,7 +180,7 @@ def windowed(v: Visit) -> None:
         blocks = []
         for graphs, options in GRAPHS.items():
             name, arguments = f"windowed-{graphs}{backend}", (*named, *options)
-            results, drafts = v.drafted(name, prompts, expected, *arguments, draft=draft)
+            results, drafts = v.drafted(draft, name, prompts, expected, *arguments)
             v.found[f"rounds by accepted drafts, {name}"] = accepted(results)
             blocks.append(drafts)
         _check_same_drafts(v, *blocks, kind=backend)
@@ -226,7 +219,7 @@ def residual(v: Visit) -> None:
     """Tokens of no speculation at every length of acceptance, until a tie of one bf16 step."""
     prompts = v.stage.prompts(8 if v.stage.gpu else 2)
     expected = v.plain("plain", prompts, v.stage.tokens)
-    results, blocks = v.drafted("oracle", prompts, expected)
+    results, blocks = v.drafted(v.drafter, "oracle", prompts, expected)
     _check_varied(v, [block for _, block in blocks.values()])
     _check_tokens(v, ids(results), expected, "")
     v.found["rounds by drafts"] = accepted(results)
@@ -240,7 +233,8 @@ def widths(v: Visit) -> None:
     expected = v.plain("widths-none", prompts, 2 * v.stage.tokens)
     drawn = {WIDTH: RANDOM, WIDTHS: ",".join(map(str, EVERY_WIDTH))}
     for name, options in GRAPHS.items():
-        results, drafts = v.drafted(f"widths-{name}", prompts, expected, *options, **drawn)
+        given = v.drafter, f"widths-{name}", prompts, expected, *options
+        results, drafts = v.drafted(*given, **drawn)
         _check_tokens(v, ids(results), expected, f", {name}")
         rounds = readings.rounds_by_width(results)
         v.found[f"rounds by width, {name}"] = rounds
@@ -255,14 +249,15 @@ def poison(v: Visit) -> None:
     prompts, tokens = v.stage.prompts(4, first=v.stage.boundary), v.stage.tokens
     expected = v.plain("poison-none", prompts, tokens)
     fault = {controls.FAULT: controls.poison_rejected_states.__name__}
-    results, _ = v.drafted("poison-rejected", prompts, expected, **fault)
+    results, _ = v.drafted(v.drafter, "poison-rejected", prompts, expected, **fault)
     v.found["rounds by drafts"] = accepted(results)
     v.check(all(len(answer) == tokens for answer in ids(results)), "an answer was cut short")
     _check_tokens(v, ids(results), expected, "")
     # The control: what a boundary does read, set to NaN too, must be seen.
     fault = {controls.FAULT: controls.poison_an_accepted_state.__name__}
     try:
-        seen = ids(v.drafted("poison-accepted", prompts, expected, **fault)[0]) != ids(results)
+        answers, _ = v.drafted(v.drafter, "poison-accepted", prompts, expected, **fault)
+        seen = ids(answers) != ids(results)
     except requests.RequestException:
         seen = True
     v.found["an accepted state set to NaN is seen"] = seen
@@ -283,12 +278,12 @@ def trace(v: Visit) -> None:
         requests.post(f"{server.url}/start_profile", json=options, timeout=60).raise_for_status()
         asked(server, v.stage.prompts(4), v.stage.tokens)
     seen, events = readings.rounds_of(readings.trace_events(folder))
-    waits = readings.waits(events)
-    v.found |= {"rounds": seen, "events": len(events), "waits": waits}
+    waits = Counter(e["name"] for e in events if e.get("name") in readings.WAITS)
+    v.found |= {"rounds": seen, "events": len(events), "waits": dict(waits)}
     v.check(rounds - 1 <= seen <= rounds + 1, f"the trace has not {rounds} rounds")
     # The scheduler itself waits once a round, for the tokens of the round before.
-    inside = waits | {"cudaEventSynchronize": max(0, waits.get("cudaEventSynchronize", 0) - seen)}
-    v.check(not any(inside.values()), f"the host waits inside a round: {inside}")
+    waits -= Counter(cudaEventSynchronize=seen)
+    v.check(not waits, f"the host waits inside a round: {dict(waits)}")
 
 
 def sampled(v: Visit) -> None:

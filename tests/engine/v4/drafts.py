@@ -72,20 +72,14 @@ class Between:
 
 
 def install_if_asked() -> None:
-    """:func:`install`, where the environment names an oracle's answers or a file for drafts.
+    """Stand before verification, where the environment names answers or a file for drafts.
 
     What stands between reads lengths and drafts back every round: a server whose host waits are
-    counted, or whose rounds are timed, must be without it.
+    counted, or whose rounds are timed, must be without it. Seams: ``prepare_for_verify`` of
+    ``DFlashVerifyInput``, EAGLE's ``eagle_prepare_for_verify``.
     """
-    if ANSWERS in os.environ or OWN_DRAFTS in os.environ:
-        install()
-
-
-def install() -> None:
-    """Stand before verification, with graphs or without; its ``draft_token`` is what is verified.
-
-    Seams: ``DFlashVerifyInput.prepare_for_verify``; EAGLE's ``eagle_prepare_for_verify``.
-    """
+    if ANSWERS not in os.environ and OWN_DRAFTS not in os.environ:
+        return
     from sglang.srt.speculative import eagle_utils, eagle_worker_common
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 

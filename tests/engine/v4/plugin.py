@@ -151,6 +151,7 @@ def load() -> None:
         from cpu_engine.platform.attention import TorchAttention
 
         TorchAttention.needs_cpu_seq_lens = False
-    for part in (controls, trace, product, drafts):
+    for part in (controls, trace, product):
         part.install()
+    drafts.install_if_asked()
     print("V4: replacements are in place", flush=True)

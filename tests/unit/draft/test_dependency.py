@@ -55,14 +55,11 @@ def test_a_new_head_adds_nothing_and_can_learn(form):
 def test_greedy_drafts_follow_the_draft_before_them():
     head, anchor = trained(), torch.arange(6)
     some = candidates(head)
-    drafts = propose_greedy(some, anchor, head)
-    for row in range(6):
-        previous = int(anchor[row])
-        for k in range(4):
-            ids = some.ids[row, k]
-            extra = head(torch.tensor([previous]), some.gates[row, k : k + 1], ids.unsqueeze(0))
-            previous = int(ids[(some.scores[row, k] + extra[0]).argmax()])
-            assert previous == drafts[row, k]
+    drafts, previous = propose_greedy(some, anchor, head), anchor
+    for k in range(4):
+        scores = some.scores[:, k] + head(previous, some.gates[:, k], some.ids[:, k])
+        previous = some.ids[torch.arange(6), k, scores.argmax(-1)]
+        assert torch.equal(previous, drafts[:, k])
     alone = propose_greedy(some, anchor, None)
     assert torch.equal(alone, some.ids[..., 0])
     assert not torch.equal(alone, drafts)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-from sglang_hyperdflash.draft import filters
-from sglang_hyperdflash.draft.filters import Sampling, filter_candidates, filter_mask
+from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
 from sglang_hyperdflash.draft.propose import Draws
 from sglang_hyperdflash.serving.verification import exact
 from sglang_hyperdflash.serving.verification.exact import read_rows
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 
 ROWS = 64
-
-
-def weights_of(logits: torch.Tensor, sampling: Sampling, renorm=None) -> torch.Tensor:
-    """``exact.weights_of`` of ``[N, V]``: requests of one row."""
-    return exact.weights_of(logits.unsqueeze(1), sampling, renorm).squeeze(1)
 
 
 def random_sampling(generator, vocabulary: int, after_top_k: bool = False) -> Sampling:
@@ -34,11 +26,6 @@ def random_sampling(generator, vocabulary: int, after_top_k: bool = False) -> Sa
     temperatures, top_ks = some(0.3, 2.0, 1.0), some(1.0, vocabulary, float(1 << 30)).long()
     top_ps, min_ps = some(0.05, 0.999, 1.0), some(0.0, 0.3, 0.0)
     return Sampling(temperatures, top_ks, top_ps, min_ps, True, True, True, after_top_k)
-
-
-def equal_sampling(rows: int, top_k: int, top_p: float, *needed: bool) -> Sampling:
-    ones = torch.ones(rows)
-    return Sampling(ones, torch.full((rows,), top_k), top_p * ones, 0 * ones, *needed)
 
 
 def oracle(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -86,66 +73,32 @@ KERNELS = (top_k_kernel, top_p_kernel)
 
 @pytest.mark.parametrize("after_top_k", [False, True])
 @pytest.mark.parametrize(
-    "vocabulary, spread, renorm",
-    [(12, 2.0, None), (3000, 2.0, None), (3000, 0.1, None), (30, 2.0, KERNELS)],
+    "vocabulary, spread, decimals, renorm",
+    [
+        (12, 2.0, 9, None),
+        (3000, 2.0, 0, None),  # many exact ties
+        (3000, 0.1, 9, None),
+        (30, 2.0, 9, KERNELS),
+        (30, 12.0, 9, KERNELS),  # rows without top-p keep a tail that FlashInfer's would not
+    ],
 )
-def test_weights_are_those_of_the_sorting_oracle(vocabulary, spread, renorm, after_top_k):
-    """Blocks of two rows, which have their request's filters, joint or one after another."""
+def test_weights_are_those_of_the_sorting_oracle(vocabulary, spread, decimals, renorm, after_top_k):
+    """Blocks of two rows with their request's filters; and rows of a drafter's candidates."""
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = torch.randn(ROWS, 2, vocabulary, generator=generator) * spread
+    logits = torch.randn(ROWS, 2, vocabulary, generator=generator).mul(spread)
+    logits = logits.round(decimals=decimals)
     sampling = random_sampling(generator, vocabulary, after_top_k)
     weights = exact.weights_of(logits, sampling, renorm)
     for k in range(2):
         expected = oracle(logits[:, k], sampling)
         normed = weights[:, k] / weights[:, k].sum(-1, keepdim=True)
-        # A share may fall within one rounding of top-p: then one token more or less is kept.
-        different = (normed > 0) != (expected > 0)
-        assert int(different.sum()) <= 1
-        clean = ~different.any(-1)
-        torch.testing.assert_close(normed[clean], expected[clean], atol=1e-6, rtol=1e-4)
-
-
-def test_candidates_are_filtered_as_a_vocabulary_of_their_own():
-    generator = torch.Generator().manual_seed(2)
-    scores = torch.randn(ROWS, 40, generator=generator) * 2
-    sampling = random_sampling(generator, 40)
-    q = (scores / sampling.temperatures.unsqueeze(-1)).softmax(-1)
-    filtered, expected = filter_candidates(q, sampling), oracle(scores, sampling)
-    assert int(((filtered > 0) != (expected > 0)).sum()) <= 1
-    torch.testing.assert_close(filtered.sum(-1), torch.ones(ROWS))
-
-
-def test_ties_at_the_threshold_keep_the_lowest_ids():
-    probs = torch.tensor([[0.1, 0.2, 0.2, 0.1, 0.2, 0.2]])
-    sampling = equal_sampling(1, 3, 1.0, True)
-    assert filter_mask(probs, sampling).nonzero()[:, 1].tolist() == [1, 2, 4]
-
-
-def test_what_a_row_keeps_does_not_depend_on_its_batchmates():
-    generator = torch.Generator().manual_seed(5)
-    # Coarse logits: many exact ties.
-    logits = (torch.randn(ROWS, 900, generator=generator) * 2).round()
-    sampling = random_sampling(generator, 900)
-    together = weights_of(logits, sampling)
-    names = ("temperatures", "top_ks", "top_ps", "min_ps")
-    for i in range(0, ROWS, 7):
-        row = replace(sampling, **{name: getattr(sampling, name)[i : i + 1] for name in names})
-        assert torch.equal(weights_of(logits[i : i + 1], row)[0], together[i])
-
-
-def test_a_filter_looks_at_the_largest_probabilities_only():
-    widths, plain = [], torch.topk
-
-    def topk(tensor, width, dim):
-        widths.append(width)
-        return plain(tensor, width, dim)
-
-    with (
-        mock.patch.object(torch.Tensor, "sort", side_effect=AssertionError),
-        mock.patch.object(torch.Tensor, "topk", topk),
-    ):
-        weights_of(torch.randn(4, 5000) * 3, equal_sampling(4, 40, 0.9, True, True))
-    assert widths == [filters.FIRST_WIDTH]
+        probs = (logits[:, k] / sampling.temperatures.unsqueeze(1)).softmax(-1)
+        for kept in (normed, filter_candidates(probs, sampling)):
+            # A share may fall within one rounding of top-p: then one token more or less is kept.
+            different = (kept > 0) != (expected > 0)
+            assert int(different.sum()) <= 1
+            clean = ~different.any(-1)
+            torch.testing.assert_close(kept[clean], expected[clean], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("needed", [(False,) * 3, (True,) * 3])
@@ -156,26 +109,17 @@ def test_a_broken_row_is_seen_and_its_neighbours_are_untouched(needed, renorm):
     logits[1, 7], logits[2], logits[3, 0] = float("nan"), float("-inf"), float("inf")
     draws = Draws(torch.arange(5), torch.ones(5).bool())
     positions = torch.zeros(5, 1, dtype=torch.int64)
-    sampling = equal_sampling(5, 9, 0.9, *needed)
-    kept = weights_of(logits, sampling, renorm)
+    ones = torch.ones(5)
+    sampling = Sampling(ones, 9 * ones.long(), 0.9 * ones, 0 * ones, *needed)
+    kept, expected = (
+        exact.weights_of(t.unsqueeze(1), sampling, renorm).squeeze(1) for t in (logits, whole)
+    )
     rows = read_rows(logits, kept, sampling, draws, positions, all_draw=False)
     assert (rows.tokens == 50).tolist() == [False, True, True, True, False]
     assert rows.largest.isnan().tolist() == [False, True, True, True, False]
-    assert torch.equal(kept[::4], weights_of(whole, sampling, renorm)[::4])
+    assert torch.equal(kept[::4], expected[::4])
     expected = read_rows(whole, kept, sampling, draws, positions, all_draw=False)
     assert torch.equal(rows.tokens[::4], expected.tokens[::4])
-
-
-def test_a_row_without_top_p_keeps_its_tail_next_to_one_with_it():
-    logits, ones = torch.linspace(0, -40, 30).repeat(2, 1), torch.ones(2)
-    probs = logits.softmax(-1)
-    sampling = replace(
-        equal_sampling(2, 1 << 30, 1.0), top_ps=torch.tensor([1.0, 0.5]), need_top_p=True
-    )
-    weights = weights_of(logits, sampling, KERNELS)
-    assert not (top_p_kernel(probs, ones)[0] > 0).all()
-    assert torch.equal(weights[0], probs[0])
-    assert 0 < int((weights[1] > 0).sum()) < 10
 
 
 @pytest.mark.parametrize("renorm", [None, KERNELS])

@@ -7,9 +7,9 @@ import torch
 
 from sglang_hyperdflash.draft import reducer as reducer_module
 from sglang_hyperdflash.draft.reducer import FcReducer, HCGateReducer, check_kernels
+from tests.unit.triton_ops.gate_help import EPSILONS, random_arguments, tensors_of
 from triton_ops import hc_gate_reduce
 
-EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 NORMS = [(True, True), (False, True), (False, False)]
 
 
@@ -26,18 +26,20 @@ def formula(hidden, fn, base, scale, path_norm, hidden_norm):
     return y if hidden_norm is None else normed(y) * hidden_norm
 
 
-def random_inputs(n, m, d, norms=(True, True)):
-    g = torch.Generator().manual_seed(0)
-    hidden, fn, base = (torch.randn(*s, generator=g) for s in ((n, m * d), (m, m * d), (m,)))
-    scale, *weights = (torch.rand(*s, generator=g) + 0.5 for s in ((1,), (m, d), (d,)))
-    chosen = (norm if wanted else None for norm, wanted in zip(weights, norms, strict=True))
-    return [hidden * 3, fn * 0.1, base, scale, *chosen]
+def inputs_of(n, m, d, norms=(True, True)) -> list[torch.Tensor | None]:
+    return [
+        None if t is None else t.cpu() for t in tensors_of(random_arguments(n, m, d, norms=norms))
+    ]
 
 
 @pytest.mark.parametrize("n, m, d", [(0, 4, 16), (6, 1, 3), (6, 4, 16), (6, 8, 5)])
 @pytest.mark.parametrize("norms", NORMS)
 def test_it_is_the_formula_in_fp32_and_rounded_to_bf16(n, m, d, norms):
-    inputs = random_inputs(n, m, d, norms)
+    inputs = inputs_of(n, m, d, norms)
+    inputs[0] = torch.cat([inputs[0]] * 2, 1)[:, : m * d]  # rows of a wider tensor
+    if n and m == 4:  # saturated gates, a row of zeros, one huge path
+        inputs[2][:] = torch.tensor([1e4, -1e4, 0.0, 50.0])
+        inputs[0][0], inputs[0][1, :16] = 0, 1e18
     expected = formula(*inputs)
     exact = hc_gate_reduce(*inputs, **EPSILONS)
     torch.testing.assert_close(exact.double(), expected, rtol=2e-5, atol=2e-5)
@@ -48,23 +50,10 @@ def test_it_is_the_formula_in_fp32_and_rounded_to_bf16(n, m, d, norms):
     torch.testing.assert_close(rounded, exact.bfloat16())
 
 
-def test_saturated_gates_zero_rows_and_one_huge_path_stay_finite():
-    inputs = random_inputs(4, 4, 16)
-    hidden, base = inputs[0], inputs[2]
-    hidden[0] = 0
-    hidden[1, :16] = 1e18
-    base[:] = torch.tensor([1e4, -1e4, 0.0, 50.0])
-    reduced = hc_gate_reduce(*inputs, **EPSILONS)
-    assert torch.isfinite(reduced).all()
-    assert not reduced[0].any()
-
-
 @pytest.mark.parametrize("norms", [*NORMS, (True, False)])
 def test_gradients_in_fp64(norms):
     """The operator's own formulas, by finite differences."""
-    tensors = [
-        t if t is None else t.double().requires_grad_() for t in random_inputs(3, 2, 4, norms)
-    ]
+    tensors = [t if t is None else t.double().requires_grad_() for t in inputs_of(3, 2, 4, norms)]
     assert torch.autograd.gradcheck(
         lambda *t: hc_gate_reduce(*t, rms_eps=1e-3, hc_eps=1e-6), tensors
     )
@@ -74,7 +63,7 @@ def test_wrong_shapes_are_named():
     shapes = {"residual": (3, 60), "fn": (4, 66), "base": (3,), "scale": (2,)}
     shapes |= {"path_norm": (4, 15), "hidden_norm": (15,)}
     for place, (name, shape) in enumerate(shapes.items()):
-        arguments = random_inputs(3, 4, 16)
+        arguments = inputs_of(3, 4, 16)
         arguments[place] = torch.zeros(shape)
         with pytest.raises(ValueError, match=f"{name} must be"):
             hc_gate_reduce(*arguments, **EPSILONS)
@@ -82,12 +71,11 @@ def test_wrong_shapes_are_named():
 
 def test_a_gate_is_inherited_exactly_or_refused():
     reducer = HCGateReducer(4, 16, **EPSILONS)
-    _, fn, base, scale, *_ = random_inputs(7, 4, 16)
-    reducer.inherit(fn, base, scale)
-    for name, value in (("fn", fn), ("base", base), ("scale", scale)):
-        assert torch.equal(getattr(reducer, name), value), name
+    _, *gate = inputs_of(7, 4, 16, (False, False))[:4]
+    reducer.inherit(*gate)
+    assert all(map(torch.equal, gate, (reducer.fn, reducer.base, reducer.scale)))
     with pytest.raises(ValueError, match="fn"):
-        reducer.inherit(fn[:2], base, scale)
+        reducer.inherit(gate[0][:2], *gate[1:])
 
 
 def test_fc_reducer_is_a_projection_then_the_norm():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from tests.unit.eval.fake_server import FakeServer, run_command
 
 
 class Finished(NamedTuple):
-    """A copy of a finished run's folder, and the two servers that it asked."""
+    """A finished run's folder, and the two servers that it asked."""
 
     out: Path
     target: FakeServer
@@ -27,30 +26,21 @@ def fake():
         yield lambda *args, **kwargs: running.enter_context(FakeServer(*args, **kwargs))
 
 
-def write_prompts(folder: Path) -> Path:
+@pytest.fixture
+def data(tmp_path) -> Path:
     """A folder with six prompts of gsm8k."""
+    folder = tmp_path / "data"
     folder.mkdir()
-    lines = [json.dumps({"turns": ["q" * (i + 1), "more"]}) for i in range(6)]
-    (folder / "gsm8k.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"turns": ["q" * (i + 1), "more"]}) + "\n" for i in range(6)]
+    (folder / "gsm8k.jsonl").write_text("".join(lines))
     return folder
 
 
 @pytest.fixture
-def data(tmp_path):
-    return write_prompts(tmp_path / "data")
-
-
-@pytest.fixture(scope="session")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("measured")
-    with FakeServer(4, []) as target, FakeServer(4, [1, 0, 2]) as ours:
-        assert run_command(write_prompts(folder / "data"), folder / "out", target, ours) == 0
-        yield Finished(folder / "out", target, ours)
-
-
-@pytest.fixture
-def finished(measured, tmp_path) -> Finished:
-    return measured._replace(out=Path(shutil.copytree(measured.out, tmp_path / "finished")))
+def finished(data, tmp_path, fake) -> Finished:
+    run = Finished(tmp_path / "finished", fake(4, []), fake(4, [1, 0, 2]))
+    assert run_command(data, *run) == 0
+    return run
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +24,12 @@ class FakeServer:
     """An OpenAI-compatible server that drafts; ``before`` is called before each answer.
 
     Attributes:
-        answer: token ids of a prompt, or their number. histogram: of every answer.
+        answer: token ids of a prompt, or their number; every answer has the ``histogram`` and, by
+            width, the rounds of ``widths``.
         logits: by token, what the target says of the position that it is asked for.
         die_after: requests that are answered; delay: seconds of each.
         refuse: a prompt's last text that is refused, with its code and the refusal's body.
-        says_ids: whether answers hold their token ids. widths: rounds by width of every answer.
-        finish: why every answer ended. key: what every request must have.
+        key: what every request must have.
     """
 
     answer: Callable[[str], list[int]] | int
@@ -117,14 +116,6 @@ def run_options(data: Path, out: Path, target: FakeServer, ours: FakeServer) -> 
 def run_command(data: Path, out: Path, target: FakeServer, ours: FakeServer, *more: str) -> int:
     """``python -m eval run`` of :func:`run_options`; its exit code."""
     return main([*run_options(data, out, target, ours), *more])
-
-
-def in_a_process(command: list[str], log: Path) -> None:
-    """``python -m eval`` with its output in a file; for a process that a test stops."""
-    with log.open("w") as file:
-        sys.stderr = sys.stdout = file
-        code = main(command)
-    sys.exit(code)
 
 
 def rows_of(out: Path) -> dict[str, dict]:

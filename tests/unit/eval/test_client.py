@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from threading import Event, Lock
+import time
+from threading import Semaphore
 
 import pytest
 import requests
@@ -44,25 +45,19 @@ def test_an_answer_without_its_tokens_is_no_answer(fake):
 
 
 def test_answers_come_in_order_with_no_more_in_flight_than_asked(fake):
-    server, lock, fifth = fake(3, [1]), Lock(), Event()
-    running = 0
+    server, four, free = fake(3, [1]), Semaphore(4), []
 
     def before() -> None:
-        nonlocal running
-        with lock:
-            running += 1
-            if running > 4:
-                fifth.set()
+        free.append(four.acquire(blocking=False))
         until(lambda: len(server.requests) >= 4)
-        fifth.wait(0.1)  # would be there by now; if it is late, that is no failure
-        with lock:
-            running -= 1
+        time.sleep(0.1)  # a fifth would be there by now; if it is late, that is no failure
+        four.release()
 
     server.before = before
     turns = [["x" * (i + 1)] for i in range(9)]
     answers, _ = converse_all(server.url, turns, Sampling(0.0, 3), 4)
     assert [a.output_ids[0][0] for a in answers] == list(range(1, 10))
-    assert not fifth.is_set()
+    assert all(free)
     server.die_after = 12
     with pytest.raises(requests.RequestException):
         converse_all(server.url, turns, Sampling(0.0, 3), 2)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import requests
@@ -13,7 +14,7 @@ import requests
 from eval import __main__ as command
 from eval import runner, serving
 from eval.__main__ import main
-from eval.errors import EvalError, one_line
+from eval.errors import EvalError
 from eval.methods import DRAFT_OPTION, Method, parse_urls, resolve
 from eval.prompts import load
 from sglang_hyperdflash.tools.errors import HyperDFlashError, SeamError, ServerFailed
@@ -46,24 +47,25 @@ def test_a_bad_command_names_what_is_wrong_before_any_work(tmp_path, refused, op
     assert not list(out.glob("[!.]*"))
 
 
-def test_an_error_that_the_user_can_fix_is_one_line_and_a_fault_of_ours_is_not(
-    tmp_path, refused, monkeypatch
-):
-    log = "server exited with code 1:\n\nTraceback\n  File\nOSError: port taken\n"
-    errors = (EvalError("what"), ServerFailed(log), SeamError("what"), FileNotFoundError(2, "x"))
-    for error in (*errors, requests.ConnectionError("refused"), KeyError("bug")):
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (EvalError("what"), "what"),
+        (SeamError("what"), "what"),
+        (ServerFailed("code 1:\n\nTraceback\n  File\nOSError: port\n"), "code 1: OSError: port"),
+        (FileNotFoundError(2, "no", "x"), "[Errno 2] no: 'x'"),
+        (requests.ConnectionError(), "ConnectionError"),
+    ],
+)
+def test_an_error_that_the_user_can_fix_is_one_line(tmp_path, refused, monkeypatch, error, line):
+    monkeypatch.setitem(command.COMMANDS, "report", Mock(side_effect=error))
+    assert refused("report", "--out", tmp_path) == f"error: {line}\n"
 
-        def fail(args, error=error):
-            raise error
 
-        monkeypatch.setitem(command.COMMANDS, "report", fail)
-        if isinstance(error, KeyError):
-            with pytest.raises(KeyError):
-                main(["report", "--out", str(tmp_path)])
-        else:
-            assert refused("report", "--out", tmp_path) == f"error: {one_line(error)}\n"
-    assert one_line(ServerFailed(log)) == "server exited with code 1: OSError: port taken"
-    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+def test_a_fault_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.setitem(command.COMMANDS, "report", Mock(side_effect=KeyError("bug")))
+    with pytest.raises(KeyError):
+        main(["report", "--out", str(tmp_path)])
 
 
 # --- folders
@@ -149,9 +151,9 @@ def test_methods_become_server_arguments():
     methods = {m.name: m for m in resolve(names, drafts, {})}
     assert list(methods) == ["baseline", "mtp3", "hyperdflash6", "dspark"]
     assert methods["baseline"].arguments == ()
-    text = " ".join(methods["mtp3"].arguments)
-    assert "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1" in text
-    assert text.endswith("--speculative-num-draft-tokens 4")
+    steps = "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
+    mtp = f"{steps} --speculative-num-draft-tokens 4"
+    assert " ".join(methods["mtp3"].arguments).endswith(mtp)
     assert methods["hyperdflash6"].arguments[-1] == "d"
     assert parse_urls(["baseline=http://a:1/"]) == {"baseline": "http://a:1"}
     # V4-Flash bundles DSPARK's draft, whose config says how many tokens it drafts.

@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,27 +28,14 @@ METHODS = ["baseline", "hyperdflash6", "hyperdflash-adaptive"]
 
 @pytest.fixture
 def started(monkeypatch) -> SimpleNamespace:
-    """What servers are started with and how long they are waited for, and whether they fail."""
-    seen = SimpleNamespace(environments=[], waited=[], fails=False)
-
-    class Server:
-        process = SimpleNamespace(poll=lambda: None)
-
-        def __init__(self, *_, environment: dict, **__) -> None:
-            seen.environments.append(environment)
-            self.url = f"http://127.0.0.1:{len(seen.environments)}"
-
-        def wait(self, seconds: float) -> None:
-            seen.waited.append(seconds)
-            if seen.fails:
-                raise ServerFailed("not ready")
-
-        def stop(self) -> None:
-            pass
-
-    monkeypatch.setattr(runner, "Server", Server)
+    """Servers that are there without a process, and the mock that starts them in turn."""
+    servers = [Mock(url=f"http://127.0.0.1:{i}") for i in range(1, 4)]
+    for server in servers:
+        server.process.poll.return_value = None
+    start = Mock(side_effect=servers)
+    monkeypatch.setattr(runner, "Server", start)
     monkeypatch.setattr(runner, "converse", lambda *_: Answer())
-    return seen
+    return SimpleNamespace(servers=servers, start=start)
 
 
 def plan(tmp_path, methods, **more) -> Plan:
@@ -65,22 +53,24 @@ def test_methods_share_a_server_where_arguments_and_environment_are_equal(
     with Servers(asked) as servers:
         urls = {name: servers.url(by_name[name]) for name in METHODS}
         assert len(set(urls.values())) == 3
-        assert started.environments == [dict(by_name[name].environment) for name in METHODS]
+        given = [call.kwargs["environment"] for call in started.start.call_args_list]
+        assert given == [dict(by_name[name].environment) for name in METHODS]
         last = by_name["hyperdflash-adaptive"]
-        assert servers.url(last) == urls[last.name] and len(started.environments) == 3
+        assert servers.url(last) == urls[last.name] and started.start.call_count == 3
         assert len(servers.running) == (3 if together else 1)
         if together:  # the noise floor is of the baseline's server
             assert servers.url(by_name["baseline-again"]) == urls["baseline"]
 
 
 def test_a_slow_target_is_given_the_minutes_that_were_asked_for(data, tmp_path, started):
-    started.fails = True
+    for server in started.servers:
+        server.wait.side_effect = ServerFailed("not ready")
     options = ["--target", "any", "--data-dir", str(data), "--benchmarks", "gsm8k"]
     options += ["--methods", "baseline", "--num-prompts", "1", "--start-minutes", "90"]
     options += ["--out", str(tmp_path / "out")]
     assert main(["run", *options, "--rounds", "1"]) == 1
     assert main(["serving", *options]) == 2
-    assert started.waited == [90 * 60] * 3
+    assert [server.wait.call_args.args for server in started.servers] == [(90 * 60,)] * 3
 
 
 def test_a_run_s_file_names_no_folder_of_the_machine(tmp_path):
@@ -101,23 +91,16 @@ def study(out, methods=(), prompts=("hi",)) -> Study:
     return Study(Plan("any", methods, {}, (), 1, 4, out, together=False), prompts, (1,), (1.0,), 4)
 
 
-def test_a_load_client_that_fails_is_quoted_and_its_output_kept(tmp_path):
-    log = tmp_path / "logs" / "client.log"
-    source = "import sys; print('asking'); sys.exit('refused: port 9')"
+def test_the_load_client_has_the_key_and_its_failure_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERDFLASH_API_KEY", "secret")
+    log, name = tmp_path / "logs" / "client.log", "OPENAI_API_KEY"
+    source = f"import os, sys; print(os.environ['{name}'], flush=True); sys.exit('refused: port 9')"
     for _ in range(2):
         with pytest.raises(EvalError, match=r"code 1: refused: port 9; .*client\.log"):
             run_client([sys.executable, "-c", source], log)
-    assert sorted(log.read_text().splitlines()) == ["asking"] * 2 + ["refused: port 9"] * 2
+    assert log.read_text().splitlines() == ["secret", "refused: port 9"] * 2
     with pytest.raises(EvalError, match="code 3"):
         run_client([sys.executable, "-c", "import sys; sys.exit(3)"], log)
-
-
-def test_the_load_client_has_the_key_where_it_looks_for_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYPERDFLASH_API_KEY", "secret")
-    name = "OPENAI_API_KEY"
-    source = f"import os; print(os.environ['{name}'])"
-    run_client([sys.executable, "-c", source], tmp_path / "client.log")
-    assert (tmp_path / "client.log").read_text() == "secret\n"
     client = importlib.util.find_spec("sglang.benchmark.serving")
     assert f'os.environ.get("{name}")' in Path(client.origin).read_text()
 

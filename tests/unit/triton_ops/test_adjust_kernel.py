@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.adjust import NEUTRAL, adjust_rows_reference
+from tests.unit.triton_ops.adjusting import EVERYTHING, adjusting
 from tests.unit.triton_ops.gate_help import DEVICE, MANY
 from triton_ops import adjust_kernel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INTEGERS = {FP32: torch.int32, BF16: torch.int16, FP16: torch.int16}
-NAMES = ("counts", "slots", "penalties", "end_ids", "earliest", "bias")
-EVERYTHING = "penalties end_ids bias"
-PENALTIES = [(0.3, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 1.3), (0.0, 0.0, 0.6)]
-PENALTIES += [(-0.4, 0.2, 1.1), NEUTRAL]
 Known = dict[str, torch.Tensor | None]
 
 
@@ -34,35 +31,27 @@ def arguments(
     tokens = torch.randint(0, vocabulary, (bs, block), generator=g)
     tokens[:, 2::3] = tokens[:, 1:2]  # some are drafted twice in a block
     start = torch.randint(0, 5000, (bs, 1), generator=g)
-    known = dict.fromkeys(NAMES)
-    if "penalties" in changes:
-        known["counts"] = torch.randint(0, 3, (bs + 3, vocabulary), generator=g, dtype=torch.int32)
-        known["slots"] = torch.randperm(bs + 3, generator=g)[:bs]
-        known["penalties"] = torch.tensor([PENALTIES[b % 6] for b in range(bs)])
-    if "end_ids" in changes:
-        ends = torch.randint(0, vocabulary, (bs, 3), generator=g)
-        ends[torch.rand(ends.shape, generator=g) < 0.4] = -1
-        # Before the block, within it and after it.
-        known["end_ids"], known["earliest"] = ends, start[:, 0] + torch.arange(bs) % (block + 2)
-    if "bias" in changes:
-        bias = torch.randn(bs, vocabulary, generator=g)
-        bias[torch.rand(bias.shape, generator=g) < 0.1] = float("-inf")
-        bias[::3] = 0.0
-        known["bias"] = bias.to(bias_dtype)
-    given = {"logits": logits.to(dtype), "block_tokens": tokens}
-    return given | {"positions": start + torch.arange(block)} | known
+    ends = torch.randint(0, vocabulary, (bs, 3), generator=g)
+    known = {"logits": logits.to(dtype), "block_tokens": tokens}
+    known["positions"] = start + torch.arange(block)
+    return known | adjusting(changes, start, block, ends, vocabulary, g, bias_dtype)
 
 
 def adjusted(known: Known) -> torch.Tensor:
-    """The kernel's logits, after the comparison with the reference's."""
+    """The kernel's logits, after the comparison with the reference's.
+
+    They lie as SGLang's, which cuts an LM head's padding off a view.
+    """
     expected = known["logits"].clone()
     adjust_rows_reference(expected, *list(known.values())[1:])
-    placed = [None if t is None else t.to(DEVICE, copy=True) for t in known.values()]
-    assert adjust_kernel.launch(*placed) is None
-    result, integers = placed[0].cpu(), INTEGERS[expected.dtype]
-    broken = expected.isnan()
+    given = {n: None if t is None else t.to(DEVICE, copy=True) for n, t in known.items()}
+    padded = torch.nn.functional.pad(given["logits"], (0, 7), value=7.0)
+    given["logits"] = padded[..., :-7]
+    adjust_kernel.launch(*given.values())
+    assert (padded[..., -7:] == 7.0).all()
+    result, broken = given["logits"].cpu(), expected.isnan()
     assert torch.equal(result.isnan(), broken)
-    bits = [t.masked_fill(broken, 0).view(integers) for t in (result, expected)]
+    bits = [t.masked_fill(broken, 0).view(INTEGERS[t.dtype]) for t in (result, expected)]
     assert torch.equal(*bits)
     return result
 
@@ -102,18 +91,10 @@ def test_requests_that_change_nothing_read_no_counts_and_keep_their_bits():
     assert not torch.equal(result[0], before[0])
 
 
-def test_padded_rows_are_adjusted_where_they_lie_and_what_does_not_fit_is_refused():
-    """SGLang cuts an LM head's padding off a view, whose rows are further apart than long."""
+def test_no_request_is_nothing_to_do_and_columns_and_other_vocabularies_are_refused():
     given = {n: t.to(DEVICE) for n, t in arguments(3, 4, 57).items()}
-    padded = torch.full((3, 4, 64), 7.0, device=DEVICE)
-    padded[..., :57] = given["logits"]
-    expected = given["logits"].clone()
-    adjust_rows_reference(expected, *list(given.values())[1:])
-    adjust_kernel.launch(*(given | {"logits": padded[..., :57]}).values())
-    torch.testing.assert_close(padded[..., :57], expected, rtol=0, atol=0, equal_nan=True)
-    assert (padded[..., 57:] == 7.0).all()
-    adjust_kernel.launch(*(given | {"logits": expected[:0]}).values())  # nothing to do
-    columns = expected.transpose(1, 2).contiguous().transpose(1, 2)
+    adjust_kernel.launch(*(given | {"logits": given["logits"][:0]}).values())
+    columns = given["logits"].transpose(1, 2).contiguous().transpose(1, 2)
     for change in ({"logits": columns}, {"bias": torch.zeros(3, 64, device=DEVICE)}):
         with pytest.raises(ValueError):
             adjust_kernel.launch(*(given | change).values())

@@ -58,10 +58,11 @@ import itertools, json, math, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from triton_ops import accept_kernel, compile_report as report, finish_kernel
+from triton_ops import accept_kernel, compile_report as report, finish_kernel, hc_gate_tiles
+from triton_ops.hc_gate import GateArguments
 
 backend, kinds = make_backend(GPUTarget("cuda", 90, 32)), {}
-shared = {"_adjust_kernel", "_share_kernel", "_best_kernel"}
+shared = {"_adjust_kernel", "_share_kernel", "_best_kernel", "_tile_kernel"}
 report.V, report.RANK = 12_928, 16
 
 
@@ -87,6 +88,10 @@ def bare():
         rows = logits, None, *tokens
         yield "bare", lambda r=rows: accept_kernel.launch(*r, None, *requests, report.V)
         yield "bare", lambda r=rows: finish_kernel.launch(*r, *lengths, *requests, False, report.V)
+    gate = [torch.empty(s) for s in ((bs * block, 256), (4, 256), (4,), (1,), (4, 64), (64,))]
+    gate, out = GateArguments(*gate, 1e-6, 1e-6), torch.empty(bs * block, 64)
+    tile = hc_gate_tiles.TileShape.for_sizes(4, torch.float32)
+    yield "reducer", lambda: hc_gate_tiles.launch(gate, out, None, tile, 1)
 
 
 report.new = new

@@ -29,11 +29,8 @@ def cases():
     for rank, changes in ((None, ""), (3, "penalties end_ids bias")):
         known = test_propose_kernel.arguments(3, 2, 5, rank=rank, changes=changes)
         yield propose_op.default, test_propose_kernel.on_device(known)
-        greedy = {name: known[name] for name in test_propose_kernel.GREEDY}
-        yield (
-            propose_greedy_op.default,
-            test_propose_kernel.on_device(greedy | {"anchors": known["block_tokens"][:, 0]}),
-        )
+        greedy = test_propose_kernel.of_greedy(known)
+        yield propose_greedy_op.default, test_propose_kernel.on_device(greedy)
     known = test_adjust_kernel.arguments(3, 2, 9)
     known["logits"].nan_to_num_()
     yield adjust_rows.default, [t.to(DEVICE) for t in known.values()]

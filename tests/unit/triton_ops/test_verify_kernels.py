@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from sglang_hyperdflash.serving.verification.exact import unpack
 from tests.unit.triton_ops.gate_help import DEVICE, MANY
@@ -69,15 +70,6 @@ class Round:
         given = replace(self, ids=None, q=None, choice=None)
         return given if known else replace(given, logits=None, kept=None, largest=None, total=None)
 
-    def strided(self) -> Round:
-        """The same blocks and logits as columns of wider tensors."""
-        (bs, block), (count, vocabulary) = self.block_tokens.shape, self.logits.shape
-        blocks = torch.full((bs, block + 7), -5, device=DEVICE)[:, 2 : 2 + block]
-        logits = torch.full((count, vocabulary + 15), NAN, device=DEVICE)[:, 5 : 5 + vocabulary]
-        blocks.copy_(self.block_tokens)
-        logits.copy_(self.logits)
-        return replace(self, block_tokens=blocks, logits=logits)
-
 
 def make_round(
     bs: int,
@@ -90,6 +82,8 @@ def make_round(
     kinds: tuple[int, ...] = (UNSEEDED, GREEDY, UNSEEDED, SEEDED),
 ) -> Round:
     """A mixed batch whose drafters are good enough that every length is accepted.
+
+    Its blocks and logits are columns of wider tensors.
 
     Args:
         filtered: whether ``kept`` forbids half the vocabulary; kinds: of the requests, in turn.
@@ -129,7 +123,9 @@ def make_round(
         follows = (torch.arange(drafts) < lengths) & (kind != UNSEEDED).unsqueeze(1)
         targets = made.row_tokens.view(bs, block)[:, :-1]
         made.block_tokens[:, 1:] = torch.where(follows, targets, made.block_tokens[:, 1:])
-    return made.changed(lambda t: t.to(DEVICE))
+    made = made.changed(lambda t: t.to(DEVICE))
+    blocks, logits = pad(made.block_tokens, (2, 5)), pad(made.logits, (5, 10), value=NAN)
+    return replace(made, block_tokens=blocks[:, 2:-5], logits=logits[:, 5:-10])
 
 
 # Of :func:`corners`: requests with a broken row, and where it is; those of each other corner.
@@ -264,16 +260,12 @@ def test_without_a_proposal_and_draws_tokens_are_the_targets(drafts):
         committed(one, *any_lengths(given), draws=False)
 
 
-def test_blocks_may_be_rows_of_a_wider_tensor_and_batches_empty():
-    given = make_round(4, 3, 4, 25, seed=9, filtered=True)
-    assert torch.equal(accepted(given.strided()), accepted(given))
-    lengths = any_lengths(given)
-    result, expected = (vars(committed(one, *lengths)) for one in (given.strided(), given))
-    assert all(torch.equal(result[name], expected[name]) for name in expected)
-    empty, none = given.changed(lambda t: t[:0]), [t[:0] for t in lengths]
+def test_no_requests_are_nothing_to_do():
+    empty = make_round(4, 3, 4, 25, filtered=True).changed(lambda t: t[:0])
     shapes = [tuple(t.shape) for t in accept_kernel.launch(*empty.of_accept())]
     assert shapes == [(0,), (0,), (0, 3, 4)]
-    assert finish_kernel.launch(*empty.of_finish(none[0].int(), none[1])).shape == (0,)
+    lengths = empty.top_ks, empty.temperatures.double()
+    assert finish_kernel.launch(*empty.of_finish(*lengths)).shape == (0,)
 
 
 def test_every_id_lies_in_exactly_one_share():

@@ -77,10 +77,6 @@ def feed(req: Req, tokens: list[int], blocks: list[int], check) -> tuple[dict | 
     return reason, list(req.output_ids_through_stop)
 
 
-def finished(tokenizer, tokens, blocks, check, grammar=None, **sampling):
-    return feed(request_of(tokenizer, grammar, **sampling), tokens, blocks, check)
-
-
 def ours_check(req, n):
     finish_as_one_by_one(original, req, n)
 
@@ -119,7 +115,7 @@ def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer, monkeyp
 
         def run(blocks, check, tokens=tokens, ends=ends, sampling=sampling):
             grammar = None if ends is None else Grammar(ends)
-            return finished(tokenizer, tokens, blocks, check, grammar, **sampling)
+            return feed(request_of(tokenizer, grammar, **sampling), tokens, blocks, check)
 
         expected = run([1] * len(tokens), original)
         assert run(blocks, ours_check) == expected, (sampling, blocks, ends)
@@ -131,29 +127,14 @@ def test_any_mix_of_stops_ends_where_one_token_at_a_time_does(tokenizer, monkeyp
     assert crowded > 5, "no block held a grammar's end and an earlier one"
 
 
-@pytest.mark.parametrize(
-    ("sampling", "decodes"),
-    [
-        ({"stop_token_ids": [3]}, 0),
-        ({"stop": ["zzz", "yyy"], "stop_token_ids": [3]}, 1),
-        ({"stop_regex": ["zz+", "yy+"], "stop": ["zzz"]}, 6),
-    ],
-)
-def test_a_round_that_ends_nothing_decodes_its_tail_once(tokenizer, monkeypatch, sampling, decodes):
-    tokens = tokenizer.encode(TEXT, add_special_tokens=False)[:24]
-    decode, calls = tokenizer.decode, []
-    monkeypatch.setattr(tokenizer, "decode", lambda *given: calls.append(1) or decode(*given))
-    assert finished(tokenizer, tokens, [6] * 4, ours_check, **sampling) == (None, tokens)
-    assert len(calls) == 4 * decodes
-
-
 def test_other_algorithms_keep_sglangs_own_check(tokenizer, monkeypatch):
     """Which takes the first string that is listed, not the earliest in the block."""
     tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
     for sampler, matched in ((object(), "the"), (None, "is")):
         monkeypatch.setattr(prefill, "_sampler", sampler)
-        given = tokenizer, tokens, [len(tokens)], ours_check
-        assert finished(*given, stop=["\n", "is", "the"])[0]["matched"] == matched
+        req = request_of(tokenizer, stop=["\n", "is", "the"])
+        reason, _ = feed(req, tokens, [len(tokens)], ours_check)
+        assert reason["matched"] == matched
 
 
 @pytest.mark.parametrize("end, think_end", [(1, 100), (5, 3), (12, 3), (12, 100)])
@@ -173,35 +154,13 @@ def test_reasoning_is_counted_up_to_the_end_of_the_answer(tokenizer, end, think_
     assert counted(7) == counted(1) == min(end, think_end + 1)
 
 
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
-    """SGLang's own grammars, by regex."""
-    backend = XGrammarGrammarBackend(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    return backend.dispatch_regex
-
-
-def test_a_broken_row_under_a_grammar_aborts_its_request_alone(tokenizer, grammars):
+def test_a_broken_row_under_a_grammar_aborts_its_request_alone(tokenizer):
     """SGLang takes the id for one that the grammar forbids; its scheduler goes on."""
+    backend = XGrammarGrammarBackend(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     tokens = tokenizer.encode("so the dog", add_special_tokens=False)
     for before in ([], tokens[:1], tokens):
-        req, run = request_of(tokenizer, grammars("so the dog is.*")), [*before, len(tokenizer)]
+        req = request_of(tokenizer, backend.dispatch_regex("so the dog is.*"))
+        run = [*before, len(tokenizer)]
         reason, _ = feed(req, run, [len(run)], ours_check)
         assert list(req.output_ids) == before
         assert reason["type"] == "abort" and reason["status_code"] == 500
-
-
-def test_the_earliest_end_wins_under_a_grammar(tokenizer, grammars):
-    """A stop, a length, or the end token that completes the grammar; later tokens are dropped."""
-    tokens = tokenizer.encode("so the dog is", add_special_tokens=False)
-    run, n = [*tokens, tokenizer.eos_token_id, tokens[0]], len(tokens)
-    for sampling, kind, length in (
-        ({}, "stop", n + 1),
-        ({"ignore_eos": True}, "stop", n + 1),
-        ({"stop_token_ids": [tokens[-2]]}, "stop", n - 1),
-        ({"max_new_tokens": 2, "stop": ["is"], "stop_token_ids": [tokens[-1]]}, "length", 2),
-    ):
-        one, whole = (
-            finished(tokenizer, run, blocks, check, grammars("so the dog is"), **sampling)
-            for blocks, check in (([1] * len(run), original), ([len(run)], ours_check))
-        )
-        assert whole == one and whole[0]["type"] == kind and whole[1] == run[:length]

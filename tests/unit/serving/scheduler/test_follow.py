@@ -70,21 +70,13 @@ class Req:
         return self.rounds >= ANSWER
 
 
-def answer(one: Follower | Guard, batch: list[Req], accepted, width: int = 7) -> None:
-    """All rounds of a batch; ``accepted()`` first drafts of a request in a round."""
-    for _ in range(ANSWER):
-        for req in batch:
-            req.rounds += 1
-        one.learn(width, [(req, accepted()) for req in batch])
-
-
 def draft(one: Follower | Guard, requests: int, acceptance: float, width: int = 7) -> None:
-    """Answer so many requests, four at a time, while another one runs."""
+    """Answer so many requests while another one runs."""
     rng, running = random.Random(0), [(Req(), 0)]
     one.learn(width, running)
-    for begin in range(0, requests, 4):
-        batch = [Req() for _ in range(min(4, requests - begin))]
-        answer(one, batch, lambda: 6 * (rng.random() < acceptance), width)
+    for req in (Req() for _ in range(requests)):
+        for req.rounds in range(1, ANSWER + 1):
+            one.learn(width, [(req, 6 * (rng.random() < acceptance))])
     one.learn(width, running)
 
 
@@ -102,36 +94,25 @@ def folder(tmp_path):
     return tmp_path / "published"
 
 
-def test_a_new_version_waits_for_the_end_of_the_trial_before_it(folder):
-    one = follower(folder)
-    one.look()  # no folder yet
-    publish_variant(folder, 2.0)
-    one.look()
-    (folder / "000001" / "model.safetensors").write_bytes(b"")  # it is in memory
-    draft(one, REQUESTS - 1, 0.5)
-    assert not ask(one) and one.serving.number == 0 and one.worker.width_control.trial
-    draft(one, 1, 0.5)
-    assert not one.worker.width_control.trial
-    assert ask(one) and one.serving.number == 1 and one.worker.width_control.trial
-    served, first = one.worker.draft_model.weights, one.worker.draft_model.first
-    assert torch.equal(served["norm.weight"], 2 * first["norm.weight"])
-    one.look()
-    draft(one, REQUESTS, 0.5)
-    assert not ask(one), "nothing is newer"
-
-
 def test_a_worse_version_is_left_for_the_one_before_it_and_never_taken_again(folder, caplog):
     """Each is compared with the one before it; the mark is for other servers and the next start."""
     one = follower(folder)
+    model, control = one.worker.draft_model, one.worker.width_control
+    one.look()  # no folder yet
     for number, acceptance in ((1, 0.8), (2, 0.75), (3, 0.75)):
         publish_variant(folder, number)
         one.look()
-        draft(one, REQUESTS, acceptance)
-        assert ask(one) and one.serving.number == number
+        (folder / f"{number:06}" / "model.safetensors").write_bytes(b"")  # it is in memory
+        draft(one, REQUESTS - 1, acceptance)
+        assert not ask(one) and control.trial, "the trial of the one before is not over"
+        draft(one, 1, acceptance)
+        assert not control.trial
+        assert ask(one) and one.serving.number == number and control.trial
+        assert torch.equal(model.weights["norm.weight"], number * model.first["norm.weight"])
     draft(one, REQUESTS, 0.2)
     assert ask(one) and one.serving.number == 2 and list(one.refused) == [3]
-    assert one.worker.draft_model.weights is one.serving.tensors
-    assert not one.worker.width_control.trial, "it has had its trial"
+    assert model.weights is one.serving.tensors
+    assert not control.trial, "it has had its trial"
     one.look()
     assert len(caplog.messages) == 1 and not ask(one)
     assert current(folder).number == 2 and (folder / "000003/refused").is_file()
@@ -150,8 +131,10 @@ def test_a_prefill_node_which_drafts_nothing_takes_every_version_at_once(folder)
 
 def test_a_sample_is_of_requests_that_were_drafted_for_since_the_drafter_came():
     """Not of older ones, whose contexts hold another drafter's K/V, nor of rounds of width 1."""
-    one, long = Guard(), Req()
-    answer(one, [Req() for _ in range(REQUESTS)], lambda: 0)
+    one, long, old = Guard(), Req(), [(Req(), 0) for _ in range(REQUESTS)]
+    one.learn(7, old)
+    for req, _ in old:
+        req.rounds = ANSWER
     draft(one, REQUESTS, 0.0, width=1)
     draft(one, REQUESTS - 1, 1.0)
     assert one.recent is None
@@ -175,11 +158,10 @@ def test_only_a_clear_difference_counts():
     assert not is_worse((0.99, 0.0), (1.0, 0.0)), "requests always differ a little"
 
 
-@pytest.mark.parametrize("name", ["gate", "depth", "not finite", "damaged"])
+@pytest.mark.parametrize("name", ["depth", "not finite", "damaged"])
 def test_what_does_not_fit_is_refused_with_one_line(folder, caplog, name):
-    gate = CONFIG["hyperdflash_config"] | {"gate": "approximate"}
-    changes = {"gate": {"hyperdflash_config": gate}, "depth": {"num_hidden_layers": 2}}
-    publish_variant(folder, float("nan") if name == "not finite" else 1, **changes.get(name, {}))
+    changes = {"num_hidden_layers": 2} if name == "depth" else {}
+    publish_variant(folder, float("nan") if name == "not finite" else 1, **changes)
     if name == "damaged":
         with (folder / "000001" / "model.safetensors").open("r+b") as file:
             file.seek(-4, 2)
@@ -242,14 +224,13 @@ def test_ranks_take_refuse_and_leave_a_version_together(folder, monkeypatch, cap
     assert ranks.ask() == [0, 0] and 1 in ranks[0].refused
 
 
-def test_rank_0_adds_its_request_to_those_it_received(monkeypatch, folder):
+def test_rank_0_alone_adds_its_request_to_those_it_received(monkeypatch, folder):
     publish_variant(folder)
-    assert add_own_request([1], None) == [1]
     one = follower(folder)
     one.look()
-    monkeypatch.setattr(follow, "_follower", one)
-    assert add_own_request([1], None) == [1], "on trial"
     draft(one, REQUESTS, 0.5)
+    assert add_own_request([1], None) == [1]
+    monkeypatch.setattr(follow, "_follower", one)
     assert add_own_request(None, None) is None, "a rank that receives nothing"
     assert add_own_request([1], None) == [1, ServeVersion(1)]
     one.leads, one._next = False, 0.0

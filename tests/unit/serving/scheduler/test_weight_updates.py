@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
-from sglang.srt.managers.io_struct import CheckWeightsReqInput
-from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.serving.scheduler.weight_updates import (
@@ -18,24 +14,8 @@ from sglang_hyperdflash.serving.scheduler.weight_updates import (
 )
 
 
-def original(name: str):
-    """SGLang's own method, which a server's process has wrapped."""
-    found = getattr(SchedulerWeightUpdaterManager, name)
-    return getattr(found, "__wrapped__", found)
-
-
-def manager(algorithm: str, looked: list | None = None) -> SimpleNamespace:
-    """A scheduler's part that updates weights; what looks at weights is noted."""
-    runner = SimpleNamespace(check_weights=lambda **given: looked.append(given))
-    spec = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
-    target, draft = (SimpleNamespace(model_runner=spec) for _ in range(2))
-    target.weight_update_runners = lambda: [("target", runner)]
-    draft.weight_update_runners = lambda: [("draft", runner)]
-    return SimpleNamespace(tp_worker=target, draft_worker=draft, tp_cpu_group=None)
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "action", "selector", "roles", "stops"),
+    ("algorithm", "action", "selector", "reached", "stops"),
     [
         (ALGORITHM, "checksum", "all", ["target", "draft"], 0),
         (ALGORITHM, "reset_tensors", "all", ["target"], 1),
@@ -44,17 +24,24 @@ def manager(algorithm: str, looked: list | None = None) -> SimpleNamespace:
     ],
 )
 def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_recording(
-    monkeypatch, algorithm, action, selector, roles, stops
+    algorithm, action, selector, reached, stops
 ):
-    looked, stopped = [], []
-    updates = manager(algorithm, looked)
-    if algorithm == ALGORITHM:
-        updates.draft_worker.recorder = SimpleNamespace(stop=stopped.append)
-    updates._select_runners = partial(target_by_default, original("_select_runners"), updates)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    request = CheckWeightsReqInput(action=action, selector=selector)
-    assert read_what_is_selected(original("check_weights"), updates, request).success
-    assert [(each["role"], each["action"]) for each in looked] == [(role, action) for role in roles]
+    stopped = []
+    spec = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
+    recorder = SimpleNamespace(stop=stopped.append) if algorithm == ALGORITHM else None
+    updates = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=spec),
+        draft_worker=SimpleNamespace(recorder=recorder),
+    )
+
+    def select(_, name: str) -> list[tuple[str, object]]:
+        return [(role, None) for role in ("target", "draft") if name in ("all", role)]
+
+    def check(_, request) -> list[str]:
+        return [role for role, _ in target_by_default(select, updates, request.selector)]
+
+    request = SimpleNamespace(action=action, selector=selector)
+    assert read_what_is_selected(check, updates, request) == reached
     assert len(stopped) == stops
 
 

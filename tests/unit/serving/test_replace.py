@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sglang.kernels.ops.speculative.fused_kv_materialize import FusedKVMaterializeHelper
+from sglang.srt.models.dflash import DFlashDraftModel
 from torch import nn
 
-from sglang_hyperdflash.serving.drafting import replace
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.drafting.replace import rebuild, replacing
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
-from tests.unit.serving import draft_weights
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from tests.conftest import EXAMPLE
 
 pytestmark = pytest.mark.heavy
 
 HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 4, 2, 8, 24, 3
+DRAFTER = EXAMPLE / "drafter"
 DERIVED = ["flat_kv_weight_t", "k_norm_weights"]
 
 
@@ -65,59 +71,53 @@ def served() -> SimpleNamespace:
 
 def test_what_comes_of_the_weights_is_that_of_a_new_worker_at_its_old_address():
     """All that SGLang's helper derives, and what was learnt of the old drafter."""
-    worker, policy = served(), WidthController(WidthSetting("adaptive", (1, 7)), 7).policy
-    own, temperature = worker._fused_kv_helper, worker.drafter.draft_temperature
+    worker, fresh = served(), WidthController(WidthSetting("adaptive", (1, 7)), 7).policy
+    derived, temperature = worker._fused_kv_helper, worker.drafter.draft_temperature
     old = helper(worker.draft_model.layers)
-    tensors = [*(getattr(own, name) for name in DERIVED), temperature.current]
-    places = [each.data_ptr() for each in tensors]
+
+    def places() -> list[int]:
+        tensors = [*(getattr(derived, name) for name in DERIVED), temperature.current]
+        return [each.data_ptr() for each in tensors]
+
+    before = places()
     with replacing(worker):
         for each in worker.draft_model.layers:
-            attention = each.self_attn
-            attention.qkv_proj.weight.data.normal_()
-            attention.k_norm.weight.data.normal_()
+            each.self_attn.qkv_proj.weight.data.normal_()
+            each.self_attn.k_norm.weight.data.normal_()
     new = helper(worker.draft_model.layers)
     made_of_tensors = [n for n, value in vars(new).items() if isinstance(value, torch.Tensor)]
     differ = [n for n in made_of_tensors if not torch.equal(getattr(new, n), getattr(old, n))]
     assert sorted(differ) == DERIVED
-    assert all(torch.equal(getattr(own, name), getattr(new, name)) for name in made_of_tensors)
-    tensors = [*(getattr(own, name) for name in DERIVED), temperature.current]
-    assert [each.data_ptr() for each in tensors] == places
-    for learnt, fresh in zip(worker.width_control.policy.classes, policy.classes, strict=True):
-        assert vars(learnt) == vars(fresh)
+    assert all(torch.equal(getattr(derived, n), getattr(new, n)) for n in made_of_tensors)
+    assert places() == before
+    learnt = worker.width_control.policy
+    assert list(map(vars, learnt.classes)) == list(map(vars, fresh.classes))
     for name in ("current", "accepted"):
         assert torch.equal(getattr(temperature, name), getattr(DraftTemperature("cpu"), name))
     worker._fused_kv_helper = None  # without SGLang's fused write nothing is derived
     rebuild(worker)
 
 
-def test_copies_come_after_the_round_that_runs_and_before_the_next(monkeypatch):
-    """With overlap scheduling that round is on a stream of its own."""
-    order = []
-
-    def stream(name: str) -> SimpleNamespace:
-        wait = lambda other: order.append(f"{name} waits for {other.name}")  # noqa: E731
-        return SimpleNamespace(name=name, wait_stream=wait)
-
-    worker, schedule = served(), stream("schedule")
-    worker.model_runner.forward_stream = stream("rounds")
-    module = SimpleNamespace(current_stream=lambda: schedule, stream=lambda _: nullcontext())
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(replace, "rebuild", lambda worker: order.append("derived"))
-    with replacing(worker):
-        order.append("weights")
-    first, last = "rounds waits for schedule", "schedule waits for rounds"
-    assert order == [first, "weights", "derived", last]
-
-
-def test_the_draft_model_s_weights_keep_their_addresses(tmp_path):
-    """Captured graphs read them there. Nothing is replaced unless every tensor fits."""
-    found = draft_weights.examined()
-    assert found["doubled"] and found["in place"] and found["unchanged"] and not found["kept"]
-    assert 0 < found["partly"] <= 7 and found["contexts"] == ["before", "after"] * 2
-    unexpected, shape = found["refusals"]
-    assert "other" in unexpected and "norm.weight" in shape
-    # A server that follows a folder takes no tensors, and keeps its first.
-    found = draft_weights.examined(HYPERDFLASH_FOLLOW=str(tmp_path))
-    assert found["kept"] and found["own"]
-    assert found["partly"] == 0 and found["contexts"] == ["before", "after"]
-    assert all("HYPERDFLASH_FOLLOW" in refusal for refusal in found["refusals"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_nothing_is_replaced_before_every_tensor_is_checked(monkeypatch, tmp_path, follows):
+    """A server that follows a folder takes none at all, and keeps its first."""
+    loaded, tensors = [], load_file(DRAFTER / "model.safetensors")
+    monkeypatch.setattr(DFlashDraftModel, "load_weights", lambda self, sent: loaded.append({*sent}))
+    if follows:
+        monkeypatch.setenv("HYPERDFLASH_FOLLOW", str(tmp_path))
+    model = object.__new__(HyperDFlashDraftModel)
+    nn.Module.__init__(model)
+    model.raw_config = json.loads((DRAFTER / "config.json").read_text())
+    model.hyperdflash_config, model.norm = load_config(DRAFTER), nn.LayerNorm(1)
+    model.replacing = model.first = None
+    model.load_weights(tensors.items())
+    model.replacing, some = nullcontext, {name: tensors[name] for name in sorted(tensors)[:7]}
+    for name in ("other", "norm.weight"):
+        with pytest.raises(HyperDFlashConfigError, match="FOLLOW" if follows else name):
+            model.load_weights((some | {name: torch.ones(2)}).items())
+    assert len(loaded) == 1
+    if follows:
+        assert all(torch.equal(model.first[name], tensors[name]) for name in tensors)
+    else:
+        model.load_weights(some.items())
+        assert {name for name, _ in loaded[1]} == set(some)

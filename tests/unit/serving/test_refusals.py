@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_hyperdflash.serving.refusals import refuse_what_ends_a_server
 
 VOCABULARY, HIDDEN = 100, 8
-# Fields of a request with its tokens, and the value that the refusal names.
+# What ``tests/engine/test_api.py`` does not send: fields of a request, and the value that is named.
 REFUSED = {
-    "negative id": ({"input_ids": [5, -1, 7]}, "-1"),
-    "id past the vocabulary": ({"input_ids": [5, 100, 7]}, "100"),
-    "no int64": ({"input_ids": [5, 2**70]}, "1180591620717411303424"),
-    "empty text": ({"text": "", "tokens": []}, "none"),
-    "no session's id": ({"text": "", "tokens": [], "session_params": {"rid": "r"}}, "none"),
-    # Without a processor SGLang ignores the image and runs the ids.
-    "negative id with an image": ({"input_ids": [5, -1], "image_data": "image"}, "-1"),
-    "embeddings by name": ({"input_ids": [5], "positional_embed_overrides": {"a": 1}}, "JSON"),
-    "top logprobs": ({"input_ids": [5], "top_logprobs_num": 101}, "101"),
-    "first logprob": ({"input_ids": [5], "return_logprob": True, "logprob_start_len": -2}, "-2"),
-    "top-k": ({"input_ids": [5], "sampling_params": {"top_k": 2**31}}, "2147483648"),
     # Another request of its batch may ask for logprobs.
     "embeddings": ({"input_embeds": [[0.5]], "top_logprobs_num": 10_000}, "10000"),
     "short embeddings": ({"input_embeds": [[0.5] * HIDDEN, [0.5]]}, "1"),
@@ -35,7 +22,6 @@ REFUSED = {
         "2",
     ),
     # A list for one prompt stays a list: to compare it would be HTTP 500.
-    "list of top logprobs": ({"text": "a", "tokens": [5], "top_logprobs_num": [2]}, "2"),
     "list of first logprobs": ({"input_ids": [5], "logprob_start_len": [0]}, "number"),
 }
 ALLOWED = {
@@ -83,13 +69,3 @@ def test_nothing_else_is_refused():
         validate(fields, "HYPERDFLASH")
     # A processor's placeholders are its own.
     validate({"input_ids": [5, -1], "image_data": ["image"]}, "HYPERDFLASH", processor=object())
-
-
-def test_every_request_is_checked_before_it_is_sent():
-    """SGLang makes tokenized requests in two places, each after this check of its tokens."""
-    manager = inspect.unwrap(TokenizerManager._tokenize_one_request)
-    batch = inspect.unwrap(TokenizerManager._batch_tokenize_and_process)
-    for function in (manager, batch):
-        body = inspect.getsource(function)
-        assert 0 < body.index("_validate_one_request(") < body.index("_create_tokenized_object(")
-    assert inspect.getsource(TokenizerManager).count("._create_tokenized_object(") == 2

@@ -23,10 +23,10 @@ NEUTRAL = {
 class Request:
     """As SGLang's."""
 
-    def __init__(self, rid="a", prompt=3, **values):
+    def __init__(self, rid="a", **values):
         self.rid, self.eos_token_ids, self.vocab_size, self.retraction_count = rid, {2}, 30, 0
         self.sampling_params = SimpleNamespace(**NEUTRAL | values)
-        self.origin_input_ids, self.output_ids = array("q", range(prompt)), array("q")
+        self.origin_input_ids, self.output_ids = array("q", range(3)), array("q")
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=5)
 
 
@@ -83,7 +83,7 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     requests = [
         Request("a", top_k=1),
         Request("b", frequency_penalty=0.5, presence_penalty=-1.0),
-        Request("c", sampling_seed=4, min_new_tokens=6, stop_token_ids={9}, prompt=8),
+        Request("c", sampling_seed=4),
     ]
     batch = gather(requests, [5, 2, 7])
     assert batch.same(requests, places_of(requests, [5, 2, 7]))
@@ -93,15 +93,6 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert batch.draws.seeded.tolist() == [False, False, True] and batch.draws.any_unseeded
     # Of the requests that sample: the first has no seed, but is greedy.
     assert not gather(requests[::2]).draws.any_unseeded
-    changes = batch.adjustments
-    assert changes.slots.tolist() == [5, 2, 7]
-    assert changes.penalties.tolist() == [[0.0, 0.0, 1.0], [0.5, -1.0, 1.0], [0.0, 0.0, 1.0]]
-    assert changes.end_ids.tolist() == [[-1, -1, -1], [-1, -1, -1], [2, 5, 9]]
-    assert changes.earliest.tolist()[2] == 8 + 6
-    # What no request has is not there.
-    assert gather(requests[:1]).adjustments.tensors == (None,) * 6
-    assert gather(requests[1:2]).adjustments.end_ids is None
-    assert gather(requests[2:]).adjustments.penalties is None
     # What changes a greedy request's logits makes its block more than an argmax.
     assert gather(requests[:1]).argmax_only and not batch.argmax_only
     for changed in ({"repetition_penalty": 1.1}, {"logit_bias": {"7": 2.0}}):
@@ -116,14 +107,12 @@ def test_end_tokens_are_those_that_sglang_forbids(deterministic):
     assert end_tokens(request) == {2, 11}
 
 
-def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None):
+def batch_of(reqs: list[Request], slots: list[int]):
     """A ``ScheduleBatch``, as far as it is read."""
     for req, slot in zip(reqs, slots, strict=True):
         req.kv = SimpleNamespace(req_pool_idx=slot)
-    lengths = torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in reqs])
     info = SimpleNamespace(logit_bias=None)
-    fields = {"sampling_info": info, "decoding_reqs": decoding, "seq_lens": lengths}
-    return SimpleNamespace(reqs=reqs, **fields)
+    return SimpleNamespace(reqs=reqs, sampling_info=info, decoding_reqs=None, seq_lens=None)
 
 
 @pytest.fixture
@@ -145,20 +134,6 @@ def test_counts_restart_where_a_decode_node_resumes_a_request(tracked):
         assert row.eq(3).all() if goes_on else not row.any()
 
 
-def test_a_prefill_restarts_its_requests_and_lets_decoding_ones_go_on(tracked):
-    running, new = Request("a", presence_penalty=1.0), Request("b", presence_penalty=1.0)
-    tracked.begin(batch_of([running], [1]), prefill=True)
-    running.output_ids.append(4)
-    tracked.counts.table.fill_(1)
-    batch = batch_of([running, new, Request("c")], [1, 2, 3], decoding=[running])
-    rows = tracked.begin(batch, prefill=True)
-    assert tracked.counts.table.sum(1).tolist()[:4] == [30, 30, 0, 30]
-    assert rows.lengths.tolist() == [4, 3, 3], "a prefill's lengths have its rows already"
-    tracked.begin(batch_of([running], [1]), prefill=True)
-    table = tracked.counts.table
-    assert table[1].nonzero().tolist() == [[4]], "after a retraction it has generated these"
-
-
 def test_penalised_batches_are_counted_and_broken_rows_stay_inside_the_table(tracked):
     """A slot's count is read by a request with penalties alone, and starts anew with each."""
     reqs, table = [Request("a"), Request("b", frequency_penalty=0.5)], tracked.counts.table
@@ -171,24 +146,4 @@ def test_penalised_batches_are_counted_and_broken_rows_stay_inside_the_table(tra
     assert rows.counts is None and table.sum() == 3
     tracked.begin(batch_of([Request("c", presence_penalty=1.0)], [5]))
     assert table.nonzero().tolist() == [[6, 3], [6, 29]]
-
-
-def test_what_changes_from_round_to_round_is_read_anew(tracked):
-    """A batch's tensors are kept; its bias, its counts and SGLang's own parameters are not."""
-    penalised, waiting = Request("a", frequency_penalty=0.5), Request("b", min_new_tokens=4)
-    bias = torch.ones(1, 30)
-    for reqs in ([penalised], [waiting], [penalised, waiting]):
-        rows = tracked.begin(batch_of(reqs, range(len(reqs))))
-        own = rows.adjustments.tensors
-        assert rows.changes().tensors == (rows.counts, *own[1:])
-        rows.info.logit_bias = bias
-        assert rows.changes().tensors == (rows.counts, *own[1:-1], bias)
-        assert rows.changes(bias=False).tensors == (rows.counts, *own[1:])
-        again = tracked.begin(batch_of(reqs, range(len(reqs))))
-        assert again.adjustments is rows.adjustments and again.changes().bias is None
-    rows = tracked.begin(batch_of([Request("c")], [3]))
-    assert rows.changes() is None and rows is tracked.current
-    rows.info.logit_bias = bias
-    assert rows.changes().tensors == (*(None,) * 5, bias) and rows.changes(bias=False) is None
-    # A batch that samples nothing has no rows.
     assert tracked.begin(SimpleNamespace(reqs=[], sampling_info=None)) is tracked.current is None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_hyperdflash.draft.adjust import Adjustments, adjust_rows
+from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, Proposal, propose
 from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
@@ -39,10 +39,7 @@ class Markov:
 
 
 class Linked(Markov):
-    """The same target; its drafts know the one before them, through a dependency head.
-
-    It adds half of what the target makes of the draft before.
-    """
+    """The same target; its drafts know the one before them, through a dependency head."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -72,37 +69,6 @@ def verified(
     return verifier.accept(logits.flatten(0, 1), None, block, SimpleNamespace(**given))
 
 
-def one_round(
-    model: Markov,
-    anchor: torch.Tensor,
-    positions: torch.Tensor,
-    sampling: Sampling,
-    draws: Draws,
-    draft_temperature: float | DraftTemperature,
-    changes: Adjustments | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens ``[N, width]`` of a round at ``positions [N, width]``, and accepted drafts ``[N]``.
-
-    Of the tokens those up to the bonus count: one more than are accepted.
-    """
-    width = positions.shape[1]
-    learns = isinstance(draft_temperature, DraftTemperature)
-    t = draft_temperature.current if learns else torch.full((2,), float(draft_temperature))
-    block, proposal = anchor.unsqueeze(1), None
-    if width > 1:
-        candidates = model.candidates(anchor, width - 1)
-        drafting = model.head, block, positions, sampling, draws, t
-        proposal = propose(candidates, *drafting, changes or NO_ADJUSTMENTS)
-        block = torch.cat([block, proposal.tokens], 1)
-    logits = model.table[block]
-    if changes is not None:
-        adjust_rows(logits, block, positions, *changes.tensors)
-    committed, p = verified(logits, block, positions, proposal, sampling, draws)
-    if learns and proposal is not None:
-        draft_temperature.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
-    return committed.tokens, committed.accept_lens.long() - 1
-
-
 def decode(
     model: Markov,
     sampling: Sampling,
@@ -122,30 +88,39 @@ def decode(
     count = len(seeds)
     sampling = sampling.repeated(count // len(sampling.top_ks))
     draws = Draws(seeds, torch.full((count,), seeded), not seeded)
+    learner = draft_temperature if isinstance(draft_temperature, DraftTemperature) else None
+    t = learner.current if learner else torch.full((2,), float(draft_temperature))
     out = torch.full((count, tokens + DRAFTS + 1), -1)
     out[:, 0] = START
     length = torch.ones(count, dtype=torch.long)  # with the context's token
-    accepted, rounds = 0.0, 0.0
-    offsets = torch.arange(DRAFTS + 1)
+    accepted = rounds = 0.0
     while int(length.min()) <= tokens:
-        width = next(widths)
-        anchor = out.gather(1, (length - 1).unsqueeze(1)).squeeze(1)
-        positions = FIRST_POSITION + (length - 1).unsqueeze(1) + offsets[:width]
+        width, proposal = next(widths), None
+        block = out.gather(1, (length - 1).unsqueeze(1))
+        positions = FIRST_POSITION + (length - 1).unsqueeze(1) + torch.arange(width)
         changes = penalties and penalties[1].changes()
-        emitted, accept = one_round(
-            model, anchor, positions, sampling, draws, draft_temperature, changes
-        )
+        if width > 1:
+            candidates = model.candidates(block[:, 0], width - 1)
+            drafting = model.head, block, positions, sampling, draws, t
+            proposal = propose(candidates, *drafting, changes or NO_ADJUSTMENTS)
+            block = torch.cat([block, proposal.tokens], 1)
+        logits = model.table[block]
+        if changes is not None:
+            adjust_rows(logits, block, positions, *changes.tensors)
+        committed, p = verified(logits, block, positions, proposal, sampling, draws)
+        if learner and proposal:
+            learner.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
         # Requests that are done stay as they are.
-        open_ = length <= tokens
+        emitted = committed.accept_lens.long().masked_fill(length > tokens, 0)
         for k in range(width):
-            write = open_ & (k <= accept) & (length + k < out.shape[1])
-            out[write, (length + k)[write]] = emitted[write, k]
+            write = (k < emitted) & (length + k < out.shape[1])
+            out[write, (length + k)[write]] = committed.tokens[write, k]
         if penalties is not None:
             state, requests = penalties
-            state.count(requests, emitted, torch.where(open_, accept + 1, 0))
-        accepted += float(accept[open_].sum())
-        rounds += float(open_.sum())
-        length = torch.where(open_, length + accept + 1, length)
+            state.count(requests, committed.tokens, emitted)
+        accepted += float((emitted - 1).clamp(min=0).sum())
+        rounds += float((emitted > 0).sum())
+        length += emitted
     return out[:, 1 : tokens + 1], accepted / rounds
 
 

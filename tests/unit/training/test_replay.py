@@ -29,11 +29,14 @@ def source(target) -> FeatureCache:
     return FeatureCache(target, answers(18, 20, prompt=7), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 8)])
 @torch.no_grad()
-def test_drafts_are_the_page_s_and_are_counted_as_a_server_would(target, causal):
+def test_drafts_are_the_page_s_and_are_counted_as_a_server_would(target, causal, window):
     """Answers made of so many drafts a round; a block that their end cuts short does not count."""
-    replay, samples = Replay(random_drafter(target, causal=causal), target), []
+    drafter = random_drafter(target, causal=causal, window=window)
+    for layer in drafter.layers:
+        layer.self_attn.v_proj.weight.normal_()  # or the context hardly counts
+    replay, samples = Replay(drafter, target), []
     for rounds, prompt in zip(([3, 0, 6, 1, 6, 2], [6, 4, 0]), answers(7, 9), strict=True):
         tokens = list(prompt.tokens)
         for taken in rounds:
@@ -109,16 +112,6 @@ def test_a_sample_may_begin_where_a_recording_did(target, window, length):
     assert gap < near * whole.abs().max() if window else gap > 1e-2 * whole.abs().max()
 
 
-def test_chunks_change_neither_tau(replay, source, monkeypatch):
-    taus = []
-    for anchors, blocks in ((1000, 256), (7, 3)):
-        monkeypatch.setattr(replay_module, "ANCHORS", anchors)
-        monkeypatch.setattr(replay_module, "BLOCKS", blocks)
-        taus.append(replay.evaluate(source, sampled=True))
-    sampled = [tau.pop("tau_sampled") for tau in taus]
-    assert taus[0] == taus[1] and sampled[0] == pytest.approx(sampled[1], rel=1e-6)
-
-
 def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, replay, monkeypatch):
     monkeypatch.setattr(replay_module, "ANCHORS", 8)
     monkeypatch.setattr(replay_module, "BLOCKS", 2)  # logits are a constant here, and small
@@ -142,10 +135,12 @@ class Share:
         return tensor
 
 
-def test_processes_share_the_answers_and_agree(target, replay):
+def test_neither_processes_nor_chunks_change_a_tau(target, replay, monkeypatch):
     source = FeatureCache(target, answers(*range(20, 27)), dtype=torch.float32)
     histogram, tau = replay.acceptance(source, 2), replay.expected_tau(source, 2)
     shares = [Share(rank, 3) for rank in range(3)]
+    monkeypatch.setattr(replay_module, "ANCHORS", 7)
+    monkeypatch.setattr(replay_module, "BLOCKS", 3)
     for share in shares:
         replay.acceptance(source, 2, share)
         replay.expected_tau(source, 2, share)
@@ -153,7 +148,7 @@ def test_processes_share_the_answers_and_agree(target, replay):
     assert sum(counts).sum(0).tolist() == histogram
     assert all(0 < count.sum() < sum(histogram) for count in counts), "a process had no answers"
     total, blocks = sum(share.given[1] for share in shares).tolist()
-    assert 1 + total / blocks == pytest.approx(tau, rel=1e-12)
+    assert 1 + total / blocks == pytest.approx(tau, rel=1e-6)
 
 
 # --- attention

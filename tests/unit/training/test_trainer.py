@@ -16,10 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training import process_group
+from sglang_hyperdflash.training.anchors import sample_anchors
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
+from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import (
     FeatureCache,
@@ -29,10 +34,11 @@ from sglang_hyperdflash.training.samples import (
     generator_seed,
 )
 from sglang_hyperdflash.training.trainer import Trainer, saved_states
-from tests.unit.training.conftest import answers
+from tests.conftest import ROOT
+from tests.unit.commands.builders import small, write_rows
+from tests.unit.training.conftest import LargestTensor, answers
 from tests.unit.training.streams import new_drafter, random_drafter
 from tests.waiting import PATIENCE
-from tests.warm_start.client import ENVIRONMENT, run_command, start
 
 pytestmark = pytest.mark.heavy
 
@@ -65,11 +71,10 @@ def new_trainer(target, cache, folder, **changes) -> Trainer:
 # --- the loss
 
 
-def eager_loss(trainer: Trainer) -> float:
+def eager_loss(trainer: Trainer) -> torch.Tensor:
     """Of step 0, one drafted token at a time, from the logits of each block alone."""
     objective, target, head = trainer.objective, trainer.target, trainer.drafter.dependency
-    weights = [math.exp(-k / objective.gamma) for k in range(6)]
-    sums, weight, blocks = [0.0, 0.0, 0.0], 0.0, 0
+    sums, weight, blocks = torch.zeros(3), 0.0, 0
     for ids, rows, drawn in trainer.micro_batches(0):
         for row, i in enumerate(ids):
             sample, states = trainer.train.samples[i], trainer.train.states([i])
@@ -81,57 +86,60 @@ def eager_loss(trainer: Trainer) -> float:
                     place = anchor + k + 1
                     if place >= len(sample.tokens) or not bool(rows.loss_mask[row, place]):
                         break
+                    label, w = sample.tokens[place], math.exp(-k / objective.gamma)
                     u = s = target.lm_head(h)
                     if head is not None:
-                        before = torch.tensor([sample.tokens[place - 1]])
-                        s = u + head.over_vocabulary(before, h.unsqueeze(0))[0]
-                    label, w = sample.tokens[place], weights[k]
+                        gate = head.gate.weight @ h + (head.form == "residual")
+                        s = u + head.successor @ (head.predecessor[sample.tokens[place - 1]] * gate)
+                    ce, plain = (-x.log_softmax(-1)[label] for x in (s, u))
+                    distance = torch.zeros(())
                     taught = target.lm_head(target.final(states.residual[0, place - 1]))
                     p, q = (x.div(objective.T).log_softmax(-1) for x in (taught, s))
-                    weight += w
-                    sums[0] -= w * s.log_softmax(-1)[label].item()
-                    sums[2] -= w * u.log_softmax(-1)[label].item()
                     if objective.loss == "acceptance":
-                        sums[1] += w * (p.exp() - q.exp()).abs().sum().item()
+                        distance = w * (p.exp() - q.exp()).abs().sum()
+                    elif objective.loss == "selector":
+                        chosen = u.topk(trainer.drafter.config.candidates).indices
+                        among = s[chosen].logsumexp(-1) - s[label] if label in chosen else 0.0
+                        ce = plain + among
                     elif k < objective.P:
-                        sums[1] += (p.exp() * (p - q)).sum().item()
+                        distance = (p.exp() * (p - q)).sum()
+                    weight += w
+                    sums = sums + torch.stack([w * ce, distance, w * plain])
+    ce, distance, plain = sums / weight
     if objective.loss == "acceptance":
-        ce, distance, own = (x / weight for x in sums)
-        return (1 - objective.mix) * ce + objective.mix * distance + objective.candidates * own
-    ce, kl = sums[0] / weight, sums[1] / blocks
-    return ce + objective.alpha * objective.T**2 / objective.P * kl
+        ce = (1 - objective.mix) * ce + objective.mix * distance
+    elif objective.loss == "ce_kl":
+        ce = ce + objective.alpha * objective.T**2 / objective.P * sums[1] / blocks
+    return ce + objective.candidates * plain
+
+
+# Some labels are among so many candidates.
+PRODUCT = {"dependency_form": "product", "dependency_top_k": 700}
 
 
 @pytest.mark.parametrize(
-    "objective",
+    ("objective", "shape", "micro_batch"),
     [
-        Objective(loss="ce_kl"),
-        Objective(T=2.0, P=3, alpha=0.4, gamma=2.0, chunk=3, loss="ce_kl"),
-        Objective(loss="acceptance"),
+        (Objective(loss="ce_kl"), {"dependency_rank": None}, 8),
+        (Objective(T=2.0, P=3, alpha=0.4, gamma=2.0, chunk=5, loss="ce_kl"), {}, 1),
+        (Objective(loss="acceptance"), {}, 8),
+        (Objective(loss="selector", chunk=7), PRODUCT, 2),
     ],
-    ids=["paper", "other", "acceptance"],
+    ids=["paper", "other", "acceptance", "selector"],
 )
-@torch.no_grad()
-def test_the_loss_is_its_restatement(target, cache, tmp_path, objective):
-    """Eq. 3 of the paper, and DSpark's form with a head."""
-    drafter = new_drafter(target) if objective.loss == "ce_kl" else random_drafter(target)
-    recipe = dataclasses.replace(RECIPE, objective=objective)
-    trainer = Trainer(drafter, target, cache, {}, recipe, tmp_path)
+def test_the_loss_and_its_gradients_are_the_restatement_s(
+    target, cache, tmp_path, objective, shape, micro_batch
+):
+    """Eq. 3 of the paper, and DSpark's and DFlash 2's forms with a head, in any pieces."""
+    recipe = dataclasses.replace(RECIPE, objective=objective, micro_batch=micro_batch)
+    trainer = Trainer(random_drafter(target, **shape), target, cache, {}, recipe, tmp_path)
     expected = eager_loss(trainer)
-    assert trainer.accumulate(0)["loss"] == pytest.approx(expected, rel=1e-4)
-
-
-def gradients(trainer: Trainer) -> torch.Tensor:
-    trainer.optimizer.zero_grad()
-    trainer.accumulate(0)
-    return torch.cat([p.grad.reshape(-1) for p in trainer.drafter.parameters()])
-
-
-def test_micro_batches_and_chunks_change_no_gradient(target, cache, tmp_path):
-    whole = gradients(new_trainer(target, cache, tmp_path / "a"))
-    objective = Objective(chunk=5)
-    pieces = new_trainer(target, cache, tmp_path / "b", micro_batch=1, objective=objective)
-    assert (gradients(pieces) - whole).norm() < 1e-5 * whole.norm()
+    names, parameters = zip(*trainer.drafter.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(expected, parameters)
+    assert trainer.accumulate(0)["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    for name, parameter, wanted in zip(names, parameters, gradients, strict=True):
+        assert wanted.norm() > 0, name
+        assert (parameter.grad - wanted).norm() < 1e-4 * wanted.norm(), name
 
 
 def test_anchors_stay_inside_one_answer(samples):
@@ -140,6 +148,22 @@ def test_anchors_stay_inside_one_answer(samples):
     assert blocks.anchors[0].tolist() == places
     lengths = [min(6, (13 if place < 14 else 36) - place) for place in places]
     assert blocks.supervised[0].sum(-1).tolist() == lengths
+
+
+def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
+    valid = torch.tensor([[True, False, True, True, False, True], [False] * 6])
+    seen = torch.zeros(6)
+    for seed in range(2000):
+        anchors, keep = sample_anchors(valid, 2, [seed, seed])
+        chosen = anchors[0][keep[0]].tolist()
+        assert chosen == sorted(set(chosen)) and len(chosen) == 2 and not keep[1].any()
+        seen[chosen] += 1
+    assert not seen[~valid[0]].any()
+    assert (seen[valid[0]] / 2000 - 0.5).abs().max() < 0.05
+    anchors, keep = sample_anchors(valid, 9, [0, 0])  # more than there are
+    assert anchors[0][keep[0]].tolist() == [0, 2, 3, 5]
+    anchors, keep = sample_anchors(valid[1:], 3, [0])
+    assert anchors.shape == (1, 1) and not keep.any()
 
 
 # --- the data
@@ -224,9 +248,8 @@ def test_the_head_learns_slower_than_the_rest_and_a_gate_may_not(target, cache, 
         assert moved[name].item() == pytest.approx(rate, rel=0.02), name
 
 
-@pytest.mark.parametrize("loss", ["acceptance", "selector", "ce_kl"])
-def test_every_loss_trains_and_the_best_is_chosen_by_what_is_served(target, cache, tmp_path, loss):
-    trainer = with_head(target, cache, tmp_path / "work", objective=Objective(loss=loss))
+def test_the_best_is_chosen_by_what_is_served(target, cache, tmp_path):
+    trainer = with_head(target, cache, tmp_path / "work")
     trainer.run(tmp_path / "out")
     (record,) = trainer.records
     assert record["score"] == pytest.approx((record["tau"] + record["tau_sampled"]) / 2)
@@ -318,24 +341,13 @@ def test_sigterm_of_another_process_stops_this_one(target, cache, tmp_path):
     assert [path.name for path in saved_states(tmp_path)] == ["state-1.pt"]
 
 
-def test_the_last_checkpoints_are_kept_and_any_resumes(target, cache, tmp_path):
-    train(target, cache, tmp_path, every=1, keep=3)
-    assert [path.name for path in saved_states(tmp_path)] == [f"state-{n}.pt" for n in (4, 5, 6)]
-    expected = result(tmp_path)
-    for step in (5, 6):
-        (tmp_path / f"state-{step}.pt").unlink()
-    again = new_trainer(target, cache, tmp_path, every=1, keep=1)
-    assert again.state["step"] == 4
-    again.run(tmp_path / "best")
-    assert result(tmp_path) == expected
-    assert [path.name for path in saved_states(tmp_path)] == ["state-6.pt"]
-
-
 def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
     target, cache, tmp_path, monkeypatch
 ):
-    """A run is cut before each of its renames in turn; resumed, it ends as an undisturbed one."""
-    plain, small = Path.replace, {"steps": 4, "every": 2, "batch": 2, "anchors": 1}
+    """A run is cut before each of its renames in turn; resumed, it ends as an undisturbed one, and
+    the last checkpoints stay.
+    """
+    plain, few = Path.replace, {"steps": 3, "every": 1, "batch": 2, "anchors": 1, "keep": 2}
 
     def cut_before(number: int) -> list[str]:
         """Renames of one run, the last of them not done."""
@@ -349,95 +361,110 @@ def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
 
         with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
             patched.setattr(Path, "replace", cut)
-            train(target, cache, tmp_path / f"cut-{number}", **small)
+            train(target, cache, tmp_path / f"cut-{number}", **few)
         return renamed
 
     every = cut_before(-1)
-    states = {"state-2.pt", "state-4.pt"}
+    states = ["state-1.pt", "state-2.pt", "state-3.pt"]
     assert set(every) == {"model.safetensors", "config.json", "training_log.jsonl", *states}
     expected = result(tmp_path / "cut--1")
     for number, name in enumerate(every):
         assert cut_before(number)[-1] == name
-        train(target, cache, tmp_path / f"cut-{number}", **small)
-        assert result(tmp_path / f"cut-{number}") == expected, f"before rename {number}, {name}"
+        train(target, cache, tmp_path / f"cut-{number}", **few)
+        folder = tmp_path / f"cut-{number}"
+        assert result(folder) == expected, f"before rename {number}, {name}"
+        assert [path.name for path in saved_states(folder)] == states[1:]
 
 
-# --- the command
+# --- processes
 
-SCHEDULE = """
-target = "{target}"
-draft = "{folder}/draft"
-out = "{folder}/{name}-out"
-max_length = 300
-features = "online"
-[[stage]]
-data = ["{folder}/data.jsonl"]
-steps = 15
-batch = 4
-anchors = 4
-every = 5
-warmup_steps = 5
-bf16 = false
-"""
-# Killed in the middle of a step, between two checkpoints.
-KILLED = """
-import os, signal, sys
-from sglang_hyperdflash import cli
-from sglang_hyperdflash.training.trainer import Trainer
-
-plain = Trainer._sums
-Trainer._sums = lambda self, *given: (
-    os.kill(os.getpid(), signal.SIGKILL) if self.state["step"] == 8 else plain(self, *given)
-)
-cli.main(sys.argv[1:])
-"""
+FLASH = ROOT / "examples" / "deepseek_v4_flash_config" / "drafter" / "config.json"
 
 
-@pytest.fixture(scope="module")
-def prepared(target, target_dir, tmp_path_factory):
-    """A folder with an untrained drafter, a few conversations, and a training of one process."""
-    folder = tmp_path_factory.mktemp("train")
-    new_drafter(target).save(folder / "draft")
-    rows = [
-        {"instruction": f"Count from {i}", "output": ", ".join(map(str, range(i, i + 9)))}
-        for i in range(12)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(command(folder, target_dir, "one"))
-    return folder
-
-
-def command(folder, target_dir, name: str) -> list[str]:
-    config = folder / f"{name}.toml"
-    config.write_text(SCHEDULE.format(target=target_dir, folder=folder, name=name))
-    return ["train", "--config", str(config), "--work", str(folder / name), "--threads", "1"]
-
-
-def run(arguments: list[str]) -> None:
-    done = run_command(*arguments, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_killed_and_resumed_gives_the_same_drafter(prepared, target_dir):
-    arguments = command(prepared, target_dir, "killed")
-    environment = {**os.environ, **ENVIRONMENT}
-    killed = start([sys.executable, "-c", KILLED, *arguments], env=environment)
-    assert killed.wait(PATIENCE) == -signal.SIGKILL
-    assert saved_states(prepared / "killed" / "stage-1")[-1].name == "state-5.pt"
-    run(arguments)
-    one, other = (prepared / f"{n}-out" / "model.safetensors" for n in ("one", "killed"))
-    assert one.read_bytes() == other.read_bytes()
-
-
-def test_two_processes_follow_the_loss_of_one(prepared, target_dir):
+def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    torchrun += ["-m", "sglang_hyperdflash.cli", *command(prepared, target_dir, "two")]
-    two = subprocess.run(torchrun, capture_output=True, text=True, timeout=PATIENCE)
-    assert two.returncode == 0, two.stderr[-3000:]
-    one, other = (
-        [line["loss"] for line in lines_without_times(prepared / name / "stage-1")]
-        for name in ("one", "two")
-    )
-    assert len(one) == 3 and one[-1] < one[0]
-    assert other == pytest.approx(one, rel=1e-3)
+    torchrun += ["-m", "sglang_hyperdflash.cli"]
+    losses = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = small(folder, target_dir, steps=9, anchors=4)
+        config.write_text(config.read_text().replace("every = 1", "every = 3"))
+        counts = (", ".join(map(str, range(i, i + 9))) for i in range(12))
+        rows = [{"instruction": f"Count {i}", "output": text} for i, text in enumerate(counts)]
+        write_rows(folder / "a.jsonl", *rows)
+        line = ["train", "--config", str(config), "--work", str(folder / "work"), "--threads", "1"]
+        if name == "one":
+            assert main(line) == 0
+        else:
+            two = subprocess.run(
+                [*torchrun, *line], capture_output=True, text=True, timeout=PATIENCE
+            )
+            assert two.returncode == 0, two.stderr[-3000:]
+        log = lines_without_times(folder / "work" / "stage-1")
+        losses.append([line["loss"] for line in log])
+    assert len(losses[0]) == 3 and losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_context_of_a_million_tokens_takes_no_table():
+    with torch.device("meta"):
+        drafter = Drafter(json.loads(FLASH.read_text()))
+    assert drafter.raw["max_position_embeddings"] == 2**20
+    assert sum(buffer.nbytes for buffer in drafter.buffers()) < 2**20
+
+
+def test_gradients_are_summed_where_they_are(monkeypatch):
+    """A flat copy of a drafter of a billion parameters would be 4 GB."""
+    parameters = [nn.Parameter(torch.randn(8, 9)) for _ in range(5)]
+    for parameter in parameters[:4]:
+        parameter.grad = torch.randn(8, 9)
+    before = [p.grad.clone() for p in parameters[:4]] + [torch.zeros(8, 9)]
+
+    def all_reduce(tensor: torch.Tensor, async_op: bool) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: tensor.mul_(2))
+
+    monkeypatch.setattr(process_group.dist, "all_reduce", all_reduce)
+    world = ProcessGroup()
+    world.size = 2
+    with LargestTensor() as seen:
+        world.sum_gradients(parameters)
+    assert seen.most == 8 * 9
+    for parameter, one in zip(parameters, before, strict=True):
+        assert torch.equal(parameter.grad, 2 * one)
+
+
+class Second(ProcessGroup):
+    """The second of two processes; the main one is at another step, its weights are all 0.5."""
+
+    def __init__(self, more: float = 0.0) -> None:
+        self.size, self.rank, self.more = 2, 1, more
+
+    def sum(self, tensor):
+        return 2 * tensor + self.more
+
+    def share(self, tensors):
+        for tensor in tensors:
+            tensor.fill_(0.5)
+
+
+def test_every_process_starts_at_the_main_one_s_step_from_its_weights(target, cache, tmp_path):
+    new_trainer(target, cache, tmp_path / "has", steps=1, every=1).run(tmp_path / "best")
+    given = (target, cache, {}, RECIPE)
+    resumed = Trainer(new_drafter(target), *given, tmp_path / "has", Second())
+    assert resumed.state["step"] == 1
+    assert all((p == 0.5).all() for p in resumed.drafter.parameters())
+    with pytest.raises(HyperDFlashConfigError, match="has not"):
+        Trainer(new_drafter(target), *given, tmp_path / "has not", Second(1.0))
+
+
+def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus(monkeypatch):
+    """NCCL has no CPU tensors."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process_group.dist, "init_process_group", asked.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for device in ("cpu", "cuda"):
+        ProcessGroup(device)
+    assert asked == ["gloo", "nccl"]

@@ -76,8 +76,9 @@ def test_another_target_is_refused_and_other_samples_or_layers_have_a_store(targ
         cached(tmp_path, Counting(target, 2.0), SAMPLES, (), ProcessGroup())
 
 
-def test_a_cut_computation_keeps_whole_shards_and_resumes(target, tmp_path, monkeypatch):
+def test_a_cut_computation_is_resumed_after_another_run_s(target, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cached_module, "SHARD_BYTES", 1)
+    world, waited = ProcessGroup(), []
 
     class Stopped(Counting):
         def features(self, tokens, layer_ids):
@@ -86,20 +87,9 @@ def test_a_cut_computation_keeps_whole_shards_and_resumes(target, tmp_path, monk
             return super().features(tokens, layer_ids)
 
     with pytest.raises(KeyboardInterrupt):
-        cached(tmp_path, Stopped(target), SAMPLES, (), ProcessGroup())
-    counting = Counting(target)
-    kept = cached(tmp_path, counting, SAMPLES, (), ProcessGroup())
-    assert counting.rows == 2 + 1
-    assert kept.lengths.tolist() == [7, 3, 5, 7]
-
-
-def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkeypatch, capsys):
-    world, waited = ProcessGroup(), []
-    cached(tmp_path, target, SAMPLES, (), world)
+        cached(tmp_path, Stopped(target), SAMPLES, (), world)
     (store,) = tmp_path.iterdir()
     manifest = store / "manifests" / "rank-0.jsonl"
-    lines = manifest.read_bytes().splitlines(keepends=True)
-    manifest.write_bytes(lines[0])
     other = ownership.claim(manifest, cached_module.KIND, {}, is_file=True)
     other.__enter__()
 
@@ -111,9 +101,9 @@ def test_a_run_that_computes_them_already_is_waited_for(target, tmp_path, monkey
     monkeypatch.setattr(cached_module.time, "sleep", sleep)
     counting = Counting(target)
     kept = cached(tmp_path, counting, SAMPLES, (), world)
-    assert len(waited) == 2 and counting.rows == len(SAMPLES) + 1
+    assert len(waited) == 2 and counting.rows == 2 + 1
     assert capsys.readouterr().out.count("rank-0.jsonl") == 1
-    assert kept.states([1]).residual.shape[1] == 3
+    assert kept.lengths.tolist() == [7, 3, 5, 7] and kept.states([1]).residual.shape[1] == 3
 
 
 @pytest.mark.parametrize("broken", [[6], [5, 6, 7]])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hyperdflash.targets.chats import Chat, TemplateChats, load_chats
+from sglang_hyperdflash.targets.chats import TemplateChats, load_chats
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.training.conversations import (
     chat_samples,
@@ -19,6 +19,7 @@ from sglang_hyperdflash.training.conversations import (
 )
 from sglang_hyperdflash.training.rows import LeftOut, read_rows
 from sglang_hyperdflash.training.store.manifest import content_hash
+from tests.conftest import EXAMPLE
 from tests.unit.commands.builders import write_rows
 from tests.unit.targets.published_v4 import published_v4
 
@@ -64,6 +65,7 @@ def parts(*contents):
 ROWS = [
     (said("Yo"), [PLAIN]),
     (turn("gpt", "Yo"), [PLAIN]),
+    ({"messages": [*said("Yo")["messages"], USER]}, [PLAIN]),
     ({"conversation": said("Yo")["messages"], "language": "English"}, [PLAIN]),
     ({"instruction": "Hi", "output": "Yo"}, [PLAIN]),
     ({"instruction": "Hi", "input": "you", "output": "Yo"}, [PLAIN.replace("Hi", "Hi\nyou")]),
@@ -261,19 +263,6 @@ def test_regenerated_tokens_of_another_target_end_the_run(chats, tmp_path, token
         load_samples([path], chats, max_length=512)
 
 
-def test_the_spans_are_the_answers_and_their_end_tokens(chats):
-    chat = parse_conversation({"turns": ["one", "two"]}, "here")
-    assert [m["role"] for m in chat.messages] == ["user", "user"]
-    assert chat_samples(chats, chat, "here") == []
-    (sample,) = chat_samples(chats, Chat(CHAT), "here")
-    tokenizer, end = chats.tokenizer, chats.tokenizer.eos_token
-    assert tokenizer.decode(sample.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    answers = [tokenizer.decode(sample.tokens[a:b]) for a, b in sample.spans]
-    assert answers == [f"It is 4.{end}", f"It is 6.{end}"]
-    trailing = Chat([*CHAT, {"role": "user", "content": "Thanks"}])
-    assert chat_samples(chats, trailing, "here") == [sample]
-
-
 def test_regenerated_lines_keep_their_exact_tokens_and_first_answers(chats, tmp_path):
     first = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[2, 3], [3, 4], [4, 4], [4, 6]]}
     second = {"tokens": [5, 6, 7, 8, 9, 10], "spans": [[5, 6]]}
@@ -282,59 +271,50 @@ def test_regenerated_lines_keep_their_exact_tokens_and_first_answers(chats, tmp_
     assert (sample.tokens, sample.spans) == ([5, 6, 7, 8], ((2, 3), (3, 4)))
 
 
-def test_a_template_that_is_missing_or_refuses_is_an_error_of_the_row(chats, tmp_path):
-    path = write_rows(tmp_path / "data.jsonl", {"instruction": "a", "output": "b"})
-    other = TemplateChats(copy.deepcopy(chats.tokenizer))
-    for template in ("{{ raise_exception('roles must alternate') }}", None):
-        other.tokenizer.chat_template = template
-        with pytest.raises(HyperDFlashConfigError, match="alternate" if template else "template"):
-            load_samples([path], other, max_length=5)
+TEMPLATE = (EXAMPLE / "target" / "chat_template.jinja").read_text()
+THINKS = TEMPLATE.replace("message['content'] + eos", "message.reasoning_content + 'Yo' + eos")
 
 
-class Template:
-    """A tokenizer whose chat template is a Python function; tokens are characters."""
-
-    chat_template, eos_token_id = "a function", ord("|")
-
-    def __init__(self, render):
-        self.render = render
-
-    def apply_chat_template(self, messages, *, tools, tokenize, add_generation_prompt, **_options):
-        assert not tokenize and tools is None
-        return self.render(messages, add_generation_prompt)
-
-    def encode(self, text, *, add_special_tokens):
-        return [ord(c) for c in text]
+def answered(chats, template, **fields) -> str:
+    """A short answer as a target with this template writes it."""
+    tokenizer = copy.deepcopy(chats.tokenizer)
+    tokenizer.chat_template = template
+    asked = {"role": "user", "content": "hm"}  # reasoning is looked for in the answer alone
+    row = {"messages": [asked, {"role": "assistant", "content": "Yo", **fields}]}
+    (sample,) = line_samples(TemplateChats(tokenizer), row, "here")
+    ((start, end),) = sample.spans
+    assert end == len(sample.tokens)
+    return tokenizer.decode(sample.tokens[start:end])
 
 
-def samples_of(render, messages):
-    return chat_samples(TemplateChats(Template(render)), Chat(messages), "here")
-
-
-def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then():
-    def render(messages, prompt):
-        return "".join(f"<{m['role']}>{m['content']}|\n" for m in messages) + "<assistant>" * prompt
-
-    (sample,) = samples_of(render, CHAT[1:])
-    answers = ["".join(map(chr, sample.tokens[a:b])) for a, b in sample.spans]
-    assert answers == [f"{m['content']}|" for m in CHAT if m["role"] == "assistant"]
-
-
-def shouting(messages, prompt):
-    return "".join(m["content"] for m in messages) + "?" * prompt
+def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then(chats):
+    template, end = (
+        TEMPLATE.replace("eos_token }}", "eos_token + '\\n' }}"),
+        chats.tokenizer.eos_token,
+    )
+    assert template != TEMPLATE != THINKS
+    assert answered(chats, template) == f"Yo{end}"
+    assert answered(chats, THINKS, reasoning_content="hm") == f"hmYo{end}"
 
 
 @pytest.mark.parametrize(
-    ("render", "message"),
+    ("template", "fields", "message"),
     [
-        (lambda messages, _: messages[0]["content"], "answer 1"),
-        (shouting, "renders an answer differently"),
+        (None, {}, "template"),
+        ("{{ raise_exception('roles must alternate') }}", {}, "alternate"),
+        ("{{ messages[0].content }}", {}, "answer 1"),
+        (
+            TEMPLATE + "{% if add_generation_prompt %}?{% endif %}",
+            {},
+            "renders an answer differently",
+        ),
+        (TEMPLATE, {"reasoning_content": "hm"}, "drops the reasoning"),
     ],
-    ids=["no-answer", "other-answer"],
+    ids=["none", "refuses", "no-answer", "other-answer", "no-reasoning"],
 )
-def test_a_template_without_the_answer_is_refused(render, message):
+def test_a_template_without_the_answer_is_refused(chats, template, fields, message):
     with pytest.raises(HyperDFlashConfigError, match=message):
-        samples_of(render, CHAT[1:3])
+        answered(chats, template, **fields)
 
 
 def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):
@@ -354,19 +334,3 @@ def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):
     assert read(tools=[tool]) == read(tools=json.dumps([tool])) == [[first, second]]
     off = {"thinking": False}
     assert read(chat_template_kwargs=off) == [[f"It is 4.{end}", f"It is 6.{end}"]]
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_reasoning_that_a_template_drops_leaves_the_row_out(reads):
-    def render(messages, prompt):
-        texts = (m.get("reasoning_content", "") * reads + m["content"] + "|" for m in messages)
-        return "".join(texts)
-
-    asked = USER | {"content": "hm"}  # it is looked for in the answer alone
-    row = [asked, {"role": "assistant", "content": "Yo", "reasoning_content": "hm"}]
-    if reads:
-        (sample,) = samples_of(render, row)
-        assert "".join(map(chr, sample.tokens)) == "hm|hmYo|"
-    else:
-        with pytest.raises(HyperDFlashConfigError, match="drops the reasoning"):
-            samples_of(render, row)

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,41 +45,33 @@ read()
 """
 
 
-def hub(folder, whole: list[str]) -> type:
-    """A hub of one repository at one commit; ``whole`` collects the files that are read whole."""
+class Hub(SimpleHTTPRequestHandler):
+    """A hub of one repository at one commit, in a folder; ``whole``: the files read whole."""
 
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            place, _, name = self.path.rpartition("/")
-            path = folder / name
-            if place != "/owner/name/resolve/main" or not path.is_file():
-                return self.send_error(404)
-            content, part = path.read_bytes(), self.headers.get("range")
-            if part:
-                begin, end = map(int, part.removeprefix("bytes=").split("-"))
-                content = content[begin : end + 1]
-            elif self.command == "GET":
-                whole.append(name)
-            self.send_response(206 if part else 200)
-            self.send_header("ETag", f'"{name}"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+    def __init__(self, whole: list[str], *given, **options) -> None:
+        self.whole = whole
+        super().__init__(*given, **options)
 
-        do_HEAD = do_GET
+    def translate_path(self, path: str) -> str:
+        place, _, name = path.rpartition("/")
+        return super().translate_path(name if place == "/owner/name/resolve/main" else "none")
 
-        def log_message(self, *_) -> None:
-            """Nothing."""
+    def end_headers(self) -> None:
+        self.send_header("ETag", f'"{Path(self.path).name}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        super().end_headers()
 
-    return Hub
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if path.is_file() and "range" not in self.headers:
+            self.whole.append(path.name)
+        super().do_GET()
 
 
 def test_the_processes_of_a_node_read_a_table_of_the_hub_once(tmp_path, target_dir):
     target, whole = shutil.copytree(target_dir, tmp_path / "target"), []
-    shards = split(target)
-    with ThreadingHTTPServer(("127.0.0.1", 0), hub(target, whole)) as server:
+    shards, handler = split(target), partial(Hub, whole, directory=target)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}

@@ -34,12 +34,12 @@ def test_hits_are_of_the_dependency_head_and_logits_live_for_one_chunk(term, for
     options |= {"term": term, "dependency": dependency, "previous": previous, "top_k": 3}
     for rows in (11, 0):
         few = {name: x[:rows] for name, x in options.items() if isinstance(x, torch.Tensor)}
-        found = row_losses(hidden[:rows], labels[:rows], head, **options | few, chunk=4)
-        assert found.hits.equal((s.argmax(-1) == labels)[:rows])
-        assert len(found.ce) == rows
+        losses = row_losses(hidden[:rows], labels[:rows], head, **options | few, chunk=4)
+        assert losses.hits.equal((s.argmax(-1) == labels)[:rows])
+        assert len(losses.ce) == rows
         forward = len(sizes)
         if rows:
-            found.ce.sum().backward()
+            losses.ce.sum().backward()
             assert max(sizes) <= 4 and len(sizes) > forward  # computed again, not kept
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
+from sglang_hyperdflash.tools.ownership import NotOurs
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import manifest as manifest_module
@@ -119,6 +120,14 @@ def test_a_data_set_cut_in_two_ways_is_no_whole_one(tmp_path):
             writer.begin(replace(DATA, shard_bytes=99))
     write(tmp_path, [(1, 3)], "two")
     with pytest.raises(HyperDFlashConfigError, match=r"3 of 4 samples.* \S*/two.jsonl"):
+        StoreReader(tmp_path)
+
+
+def test_a_folder_of_something_else_is_no_store(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(NotOurs):
+        opened(tmp_path).__enter__()
+    with pytest.raises(FileNotFoundError):
         StoreReader(tmp_path)
 
 

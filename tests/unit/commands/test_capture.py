@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from contextlib import nullcontext
+import re
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,46 +16,45 @@ from sglang.srt import runtime_context
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, capture_rows
 from sglang_hyperdflash.commands.capture_rows import append_rows, take_rows
-from sglang_hyperdflash.commands.pool import Pool, Refused
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError, ServerFailed
-from sglang_hyperdflash.training.conversations import Loaded
-from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.commands.pool import Pool
+from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
+from sglang_hyperdflash.tools.errors import HyperDFlashError, ServerFailed
 from sglang_hyperdflash.training.store.manifest import read_identity
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.store.writer import open_writer
+from sglang_hyperdflash.training.store.writer import StoreWriter
 from tests.unit.commands.builders import rows_of, write_rows
-from tests.unit.training.store import small
 from tests.waiting import until
 
-SAMPLES = [Sample(list(range(n)), ((2, n),)) for n in (5, 9, 4, 7)]
 ONE = {"instruction": "Count", "output": "1 2 3"}
 UNANSWERED = {"messages": [{"role": "user", "content": "Four?"}]}
+# Each in a shard of its own.
+LONG = [{"instruction": "Count", "output": "7 " * n} for n in range(300, 312)]
+SHARDED = ["--dtype", "float32", "--shard-mib", "1"]
 LISTED = "capture-1-of-1.left_out.jsonl"
 
 
-def prefill(folder: Path, concurrency: int = 4) -> capture.Prefill:
-    places = [f"data.jsonl:{n}" for n in range(1, 100)]
-    pool = Pool({"http://nowhere": ""}, attempts=1)
-    return capture.Prefill(pool, places, folder, asyncio.Semaphore(concurrency))
-
-
-def shards(folder: Path, samples, writer, concurrency: int = 4) -> None:
-    """Capture every sample as a shard."""
-    ranges = [(i, i + 1) for i in range(len(samples))]
-    asyncio.run(capture.capture_shards(prefill(folder, concurrency), samples, ranges, writer))
-
-
 @pytest.fixture
-def answered(tmp_path, monkeypatch):
-    """A pool that writes rows as the scheduler does; the requests so far."""
-    asked: list[str] = []
+def engine(server, monkeypatch):
+    """A server in the place of an engine that writes what ``rows`` gives of a prompt."""
+    server.scratches, server.rows = set(), lambda ids: torch.ones(len(ids), 4 * 256)
 
-    async def ask(_pool, *, rid, input_ids, **_options) -> None:
-        append_rows(tmp_path, rid, torch.ones(len(input_ids), 4))
-        asked.append(rid)
+    @contextmanager
+    def start(_arguments, *, environment, **_options):
+        scratch = Path(environment[CAPTURE_FOLDER])
+        # Nobody else may take its name first, or read in it.
+        assert scratch.stat().st_mode & 0o777 == 0o700 and not list(scratch.iterdir())
+        server.scratches.add(scratch)
 
-    monkeypatch.setattr(Pool, "ask", ask)
-    return asked
+        def answer(ids):
+            rid = next(p["rid"] for p in reversed(server.prompts) if p["input_ids"] == ids)
+            append_rows(scratch, rid, server.rows(ids))
+            return [1]
+
+        server.answer = answer
+        yield server
+
+    monkeypatch.setattr(capture, "own_server", start)
+    return server
 
 
 @pytest.fixture
@@ -70,12 +69,6 @@ def command(tmp_path, target_dir):
     return line
 
 
-def test_too_little_space_ends_it_before_it_starts(tmp_path):
-    capture.check_space(tmp_path, 1)
-    with pytest.raises(HyperDFlashConfigError, match=str(tmp_path)):
-        capture.check_space(tmp_path, 2**60)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
     first, second = torch.randn(3, 6).to(dtype), torch.randn(2, 6).to(dtype)
@@ -87,18 +80,28 @@ def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
     assert torch.equal(take_rows(tmp_path, "request-11"), first)
 
 
-def test_a_full_disk_or_a_refusal_ends_it_with_one_line(tmp_path, monkeypatch):
-    """The scheduler goes on without the rows; the command misses them."""
+def test_what_cannot_be_captured_ends_it(tmp_path, command, engine, capsys, monkeypatch):
+    """On a full disk the scheduler goes on without the rows; the command misses them."""
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
         append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
-    monkeypatch.setattr(Pool, "ask", mock.AsyncMock())
-    with pytest.raises(HyperDFlashError, match=r"expected 5 .* found 0; \d+ MiB"):
-        asyncio.run(prefill(tmp_path)(0, SAMPLES[0]))
-    monkeypatch.setattr(Pool, "ask", mock.AsyncMock(side_effect=Refused("id 9999 is unknown")))
-    with pytest.raises(HyperDFlashConfigError, match=r"data.jsonl:2: .*id 9999"):
-        asyncio.run(prefill(tmp_path)(1, SAMPLES[1]))
+    line, other = ([*command(ONE, out=out), *SHARDED] for out in ("out", "other"))
+    assert main(line) == 0
+    length = len(engine.prompts.pop()["input_ids"])
+    engine.rows, engine.context = lambda ids: torch.ones(len(ids) - 1, 4 * 256), length + 1
+    assert main(other) == 2
+    missed = rf"expected {length} .* found {length - 1}; \d+ MiB"
+    assert re.search(missed, capsys.readouterr().err)
+    engine.refuses = length
+    assert main(other) == 2
+    assert re.search("data.jsonl:1: .*no such prompt", capsys.readouterr().err)
+    engine.context = length
+    assert main(other) == 2
+    assert f"data.jsonl:1 has {length} tokens" in capsys.readouterr().err
+    monkeypatch.setattr(capture.shutil, "disk_usage", lambda _: SimpleNamespace(free=999))
+    assert main(other) == 2 and len(engine.prompts) == 2
+    assert str(tmp_path / "other") in capsys.readouterr().err
 
 
 def test_it_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
@@ -111,10 +114,6 @@ def test_it_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
     assert "cut to 2041" in said and "3 rows read, 1 kept, 2 left out" in said
     assert f"{data}:2: its first answer ends after 2041 tokens" in said
     assert [e["where"] for e in rows_of(tmp_path / "out" / LISTED)] == [f"{data}:2", f"{data}:3"]
-    loaded = Loaded(SAMPLES, ["a:1", "a:2", "a:3", "a:4"], [0, 1, 2, 3])
-    capture.check_fits(loaded, 10)
-    with pytest.raises(HyperDFlashConfigError, match="a:2 has 9 tokens"):
-        capture.check_fits(loaded, 9)
 
 
 @pytest.mark.parametrize("asked, dtype, size", [("float", "float32", 4), ("auto", "bfloat16", 2)])
@@ -132,105 +131,61 @@ def test_it_counts_and_names_the_dtype_that_its_engine_has(
     assert seen[2] * (4 * 256 * size + 4) == needed * (4 * (256 + 4) + 4)
 
 
-def test_every_share_is_captured_once_and_all_together(tmp_path, server, monkeypatch):
-    """Each over as many connections as there are conversations in flight."""
-
-    def answer(ids):
-        rid = next(p["rid"] for p in reversed(server.prompts) if p["input_ids"] == ids)
-        sample = next(s for s in small.SAMPLES if s.tokens == ids)
-        append_rows(tmp_path, rid, small.residual(len(sample.tokens)))
-        return [1]
-
-    server.answer, loaded = answer, Loaded(small.SAMPLES, [""] * 4, [0] * 4)
-    monkeypatch.setattr(capture, "own_server", lambda *_, **__: nullcontext(server))
-    options = SimpleNamespace(concurrency=1, verbose=False, model="")
-    for part in (2, 1):
-        with open_writer(tmp_path / "store", small.IDENTITY, f"{part}", small.KIND, {}) as writer:
-            writer.begin(small.DATA)
-            waiting = writer.missing(small.RANGES[part - 1 :: 2])
-            capture._with_server({}, tmp_path, options, loaded, waiting, writer)
-    assert len(server.prompts) == 4
-    assert server.connections == 2 * 2, "one for /server_info, then one for all of a share"
-    source = StoreReader(tmp_path / "store")
-    assert small.contents(source) == small.SAMPLES
-    for i, sample in enumerate(small.SAMPLES):
-        assert torch.equal(source.states([i]).residual[0], small.residual(len(sample.tokens)))
-
-
 @pytest.mark.parametrize("wrong", [{2}, {1, 2, 3}])
-def test_conversations_with_states_that_are_not_finite_are_listed(
-    tmp_path, command, monkeypatch, capsys, wrong
+def test_every_conversation_is_captured_once_and_those_that_are_not_finite_are_listed(
+    tmp_path, command, engine, capsys, wrong
 ):
-    """Also by a second run, which captures nothing; the rows on their way are always removed."""
-    out, asked, scratches, answer = tmp_path / "out", [], set(), {"instruction": "Count"}
+    """Over one connection. A second run captures nothing and lists them, too."""
+    out, rows, unusable = tmp_path / "out", {}, len(wrong) == 3
 
-    async def ask(*, rid, input_ids, **_options) -> None:
-        (scratch,) = scratches
-        place = int(rid.removeprefix(capture_rows.REQUEST_PREFIX)) + 1
-        rows = torch.ones(len(input_ids), 4 * 256)
-        rows[-1, -1] = torch.nan if place in wrong else 1
-        append_rows(scratch, rid, rows)
-        asked.append(place)
+    def states(ids) -> torch.Tensor:
+        states = rows[len(ids)] = torch.randn(len(ids), 4 * 256)
+        states[-1, -1] = torch.nan if len(rows) in wrong else 1
+        return states
 
-    def serve(_arguments, scratch, _args, loaded, waiting, writer) -> None:
-        scratches.add(scratch)
-        # Nobody else may take its name first, or read in it.
-        assert scratch.stat().st_mode & 0o777 == 0o700 and not list(scratch.iterdir())
-        pool = mock.MagicMock(ask=ask)
-        one = capture.Prefill(pool, loaded.places, scratch, asyncio.Semaphore(4))
-        asyncio.run(capture.capture_shards(one, loaded.samples, waiting, writer))
-
-    monkeypatch.setattr(capture, "_with_server", serve)
-    line = command(*(answer | {"output": "7 " * n} for n in (9, 4, 6)), UNANSWERED)
-    unusable = len(wrong) == 3
+    engine.rows = states
+    answers = [{"instruction": "Count", "output": "7 " * n} for n in (9, 4, 6)]
+    line = [*command(*answers, UNANSWERED), "--dtype", "float32", "--concurrency", "1"]
     for _ in range(2):
-        assert main([*line, "--dtype", "float32"]) == (2 if unusable else 0)
+        assert main(line) == (2 if unusable else 0)
         entries, said = rows_of(out / LISTED), capsys.readouterr().out
         assert [e["where"] for e in entries] == [
             f"{tmp_path / 'data.jsonl'}:{n}" for n in (*sorted(wrong), 4)
         ]
         assert f"{len(entries)} left out" in said and f"{3 - len(wrong)} samples in 1 shard" in said
-    assert sorted(asked) == [1, 2, 3] and not any(scratch.exists() for scratch in scratches)
-    assert unusable or len(StoreReader(out).samples) == 2
+    # The first is for /server_info.
+    assert (len(engine.prompts), engine.connections) == (3, 2)
+    assert not any(scratch.exists() for scratch in engine.scratches)
+    if not unusable:
+        source = StoreReader(out)
+        for i, sample in enumerate(source.samples):
+            assert torch.equal(source.states([i]).residual[0], rows[len(sample.tokens)])
 
 
-def test_the_next_shard_is_prefilled_while_one_is_written(tmp_path, answered):
-    begun = []
+def test_the_next_shard_is_prefilled_while_one_is_written(command, engine, monkeypatch):
+    add = StoreWriter.add
 
-    class Slow:
-        def add(self, start, *_):
-            begun.append(start)
-            if not start:
-                until(lambda: len(answered) > 1, "the second waited for the first")
+    def slow(writer, start, *more) -> None:
+        if not start:
+            until(lambda: len(engine.prompts) > 1, "the second waited for the first")
+        add(writer, start, *more)
 
-    shards(tmp_path, SAMPLES, Slow(), 1)
-    assert sorted(begun) == [0, 1, 2, 3]
-
-
-def test_a_shard_that_cannot_be_written_ends_the_capture(tmp_path, answered):
-    full = mock.Mock(add=mock.Mock(side_effect=HyperDFlashError("cannot write")))
-    with pytest.raises(HyperDFlashError, match="cannot write"):
-        shards(tmp_path, SAMPLES * 20, full, 1)
-    assert len(answered) < 40
+    monkeypatch.setattr(StoreWriter, "add", slow)
+    assert main([*command(*LONG), *SHARDED, "--concurrency", "1"]) == 0
 
 
-def test_shards_that_fail_together_end_it_without_a_traceback(tmp_path, monkeypatch):
-    """A server that dies with four shards in flight: asyncio reports no error that nobody read."""
-    heard: list[dict] = []
-
-    async def died(_pool, **_options) -> None:
-        raise ServerFailed("gone")
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, said: heard.append(said))
-        ranges = [(i, i + 1) for i in range(len(SAMPLES))]
-        await capture.capture_shards(prefill(tmp_path), SAMPLES, ranges, mock.Mock())
-
-    monkeypatch.setattr(Pool, "ask", died)
-    with pytest.raises(ServerFailed, match="gone"):
-        asyncio.run(run())
+def test_failures_end_it_early_and_without_a_traceback(
+    command, engine, monkeypatch, capsys, caplog
+):
+    """Shards that cannot be written; a server that dies with four of them in flight."""
+    line, full = [*command(*LONG), *SHARDED], HyperDFlashError("cannot write")
+    monkeypatch.setattr(StoreWriter, "add", mock.Mock(side_effect=full))
+    assert main([*line, "--concurrency", "1"]) == 2 and len(engine.prompts) < len(LONG)
+    assert "cannot write" in capsys.readouterr().err
+    monkeypatch.setattr(Pool, "ask", mock.AsyncMock(side_effect=ServerFailed("gone")))
+    assert main(line) == 2 and "gone" in capsys.readouterr().err
     gc.collect()
-    assert heard == []
+    assert not caplog.records, "asyncio reports an error that nobody read"
 
 
 def test_rows_of_every_attention_group_are_kept(tmp_path, monkeypatch):

@@ -13,19 +13,11 @@ from tests.unit.commands.builders import COUNT, regenerate, rows_of, small, writ
 
 ROWS = [
     {"conversations": []},
-    {"system": "Be short.", "conversation": [{"from": "human", "value": "Count"}]},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "bing", "value": "Yo"}]},
-    {"prompt": "Hi \ud83d", "response": COUNT},
+    {"system": "Be short.", "question": "Count", "answer": COUNT},
+    # An unusable answer, which regenerate replaces.
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]},
-    {"question": "Count", "answer": COUNT},
-    {"conversations": [{"from": "gpt", "value": "Hey"}, {"from": "human", "value": "Count"}]},
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b"}]},
+    {"conversations": [{"from": "human", "value": "Count"}, {"from": "gpt", "value": COUNT}]},
 ]
-ROWS[1]["conversation"].append({"from": "gpt", "value": COUNT})
-ROWS[6]["conversations"].append({"from": "gpt", "value": COUNT})
-# Of the last two an answer is unusable, which regenerate replaces.
-BAD = [0, 2, 3, 4, 7]
-ASKED = {1: "Be short.", 4: "Hi", 5: "Count", 6: "Count", 7: "a"}
 
 
 @pytest.fixture
@@ -58,11 +50,11 @@ def test_a_bad_row_is_listed_and_left_out_by_every_command(
     folder = tmp_path / "data"
     folder.mkdir()
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in ROWS[:5])
-    (folder / "b.json").write_text("\ufeff" + json.dumps(ROWS[5:]))
-    places = [f"{folder / 'a.jsonl.gz'}:{n}" for n in range(1, 6)]
-    places += [f"{folder / 'b.json'}, row {n}" for n in (1, 2, 3)]
-    bad = BAD[:3] if name == "regenerate" else BAD
+        file.writelines(json.dumps(row) + "\n" for row in ROWS[:2])
+    (folder / "b.json").write_text("\ufeff" + json.dumps(ROWS[2:]))
+    places = [f"{folder / 'a.jsonl.gz'}:{n}" for n in (1, 2)]
+    places += [f"{folder / 'b.json'}, row {n}" for n in (1, 2)]
+    bad = [0] if name == "regenerate" else [0, 2]
     for _ in range(2):
         assert main(command) == 0
         said, entries = capsys.readouterr().out, rows_of(listed)
@@ -70,28 +62,13 @@ def test_a_bad_row_is_listed_and_left_out_by_every_command(
         assert f"{len(bad)} left out" in said and all(places[index] in said for index in bad)
     if name == "regenerate":
         records = rows_of(tmp_path / "answers.jsonl")
-        assert {r["index"]: r["messages"][0]["content"] for r in records} == ASKED
-        assert len(server.prompts) == 5
+        asked = {r["index"]: r["messages"][0]["content"] for r in records}
+        assert asked == {1: "Be short.", 2: "Hi", 3: "Count"} and len(server.prompts) == 3
 
 
-PAST = {"samples": [{"tokens": [5, 99_999], "spans": [[1, 2]]}]}
-OVERLAPPING = {"samples": [{"tokens": [5] * 4, "spans": [[1, 3], [2, 4]]}]}
-
-
-@pytest.mark.parametrize(
-    "name, rows, options",
-    [
-        ("regenerate", [ROWS[5], ROWS[0]], ["--strict"]),
-        ("regenerate", [ROWS[0], ROWS[2]], []),
-        ("train", [ROWS[5], ROWS[0]], ["--strict"]),
-        ("train", [ROWS[0], ROWS[2]], []),
-        ("train", [ROWS[5], PAST], []),
-        ("train", [ROWS[5], OVERLAPPING], []),
-        ("capture", [ROWS[5], ROWS[0]], ["--strict"]),
-    ],
-)
+@pytest.mark.parametrize("name", ["regenerate", "train", "capture"])
+@pytest.mark.parametrize("rows, options", [([ROWS[1], ROWS[0]], ["--strict"]), ([ROWS[0]] * 2, [])])
 def test_a_run_ends_before_any_work(tmp_path, commands, refused, server, name, rows, options):
-    """Token ids past the vocabulary, and spans that overlap, are no rows to leave out."""
     command, _, made = commands[name]
     write_rows(tmp_path / "data", *rows)
     assert "data:2: " in refused(*command, *options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from sglang_hyperdflash.training.conversations import load_samples
 from tests.unit.commands.builders import regenerate, rows_of, write_rows
 from tests.unit.targets.published_v4 import published_v4
 from tests.waiting import PATIENCE, until
+from tests.warm_start.client import start_command
 
 ONE_BY_ONE = ("--concurrency", "1")
 
@@ -132,25 +132,6 @@ def test_an_answer_has_the_room_that_the_smallest_server_leaves(
     assert {p["sampling_params"]["max_new_tokens"] + len(p["input_ids"]) for p in asked} == {400}
 
 
-def test_a_conversation_that_is_refused_half_way_keeps_its_first_answers(
-    call, server, target_dir, tmp_path
-):
-    out, listed = tmp_path / "out.jsonl", tmp_path / "out.left_out.jsonl"
-    assert call("whole.jsonl", *ONE_BY_ONE) == 0
-    server.refuses = len(server.prompts[1]["input_ids"])
-    assert call("out.jsonl", *ONE_BY_ONE) == 0
-    records, (left,) = rows_of(out), rows_of(listed)
-    assert [len(r["samples"]) for r in records] == [1, 1, 1] and left["index"] == 0
-    assert records[0]["messages"][-1]["role"] == "assistant" and "turn 2" in records[0]["refused"]
-    assert len(load_samples([out], load_chats(str(target_dir)), 512).samples) == 3
-    # A later run lists it again, and does not ask it.
-    before, lines, asked = listed.read_text(), out.read_text().splitlines(True), server.prompts
-    out.write_text("".join(lines[:-1]))
-    count = len(asked)
-    assert call("out.jsonl", *ONE_BY_ONE) == 0
-    assert listed.read_text() == before and len(asked) == count + 1
-
-
 CUT, STOP = {"type": "length", "length": 3}, {"type": "stop", "matched": 1}
 
 
@@ -209,11 +190,7 @@ def test_only_what_is_surely_another_model_is_refused(target_dir, tmp_path, monk
 def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):
     server.hold = threading.Event()
     command = regenerate([server], target_dir, data, tmp_path / "out.jsonl")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sglang_hyperdflash.cli", *command],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )
+    process = start_command(*command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     until(lambda: server.prompts or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=PATIENCE)

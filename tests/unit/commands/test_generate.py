@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from itertools import islice
 
 import pytest
 from jinja2 import TemplateError
@@ -14,18 +13,8 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, generate, own_server
 from sglang_hyperdflash.commands.answers import Prompts, hold_answers
 from sglang_hyperdflash.targets.chats import TemplateChats
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.unit.commands.builders import rows_of, write_rows
-
-
-def prompts_of(tmp_path, *rows, strict=False):
-    source = write_rows(tmp_path / "in.jsonl", *rows)
-    return Prompts("prompts", [source], generate.parse_prompt, None, strict)
-
-
-def held(output, prompts, **settings):
-    return hold_answers(output, generate.KIND, settings, prompts)
-
 
 USER = {"role": "user", "content": "Hi"}
 BROKEN = [
@@ -36,49 +25,6 @@ BROKEN = [
     {"messages": [USER, {"role": "assistant", "content": None}]},
     {"messages": [USER, {"role": "assistant", "content": "<think>hm"}]},
 ]
-
-
-def test_broken_lines_are_left_out_and_the_others_keep_their_index(tmp_path):
-    """A blank line has an index, too."""
-    output, last = tmp_path / "out.jsonl", len(BROKEN) + 2
-    prompts = prompts_of(tmp_path, {"prompt": "a"}, "", *BROKEN, {"prompt": "b"})
-    for answered in (0, 2):
-        with held(output, prompts) as answers:
-            assert (answers.count, answers.left) == (2, 2 - answered)
-            for p in answers.waiting():
-                answers.writer.append({"index": p.index, "digest": p.digest})
-        assert [row["index"] for row in rows_of(output)] == [0, last]
-        listed = rows_of(tmp_path / "out.left_out.jsonl")
-        assert [e["index"] for e in listed] == list(range(2, last))
-        assert listed[0]["where"] == f"{tmp_path / 'in.jsonl'}:3"
-    strict = prompts_of(tmp_path, {"prompt": "a"}, "", *BROKEN, strict=True)
-    with pytest.raises(HyperDFlashError, match=r"in.jsonl:3: "), held(tmp_path / "b", strict):
-        pass
-
-
-def test_an_input_that_changes_during_a_run_ends_it(tmp_path):
-    """The list of what is left out is written, too."""
-    output, prompts = tmp_path / "out.jsonl", prompts_of(tmp_path, {"prompt": "a"}, "{")
-    with (
-        pytest.raises(HyperDFlashConfigError, match=r"in.jsonl:1"),
-        held(output, prompts) as answers,
-    ):
-        prompts_of(tmp_path, {"prompt": "new"}, {"prompt": "a"})
-        list(answers.waiting())
-    assert (tmp_path / "out.left_out.jsonl").exists()
-
-
-def test_answers_that_are_damaged_are_refused(tmp_path):
-    prompts = prompts_of(tmp_path, *({"prompt": f"p{i}"} for i in range(4)))
-    output = tmp_path / "out.jsonl"
-    with held(output, prompts) as answers:
-        for p in islice(answers.waiting(), 3):
-            answers.writer.append({"index": p.index, "digest": p.digest, "outputs": ["é\u2028"]})
-    whole = output.read_bytes()
-    for before, after in (b'"index"', b'"inde8"'), (b'"dig', b'"dyg'), (b": 1", b": 2"):
-        output.write_bytes(whole.replace(before, after, 1))
-        with pytest.raises(HyperDFlashConfigError, match=r"out.jsonl"), held(output, prompts):
-            pass
 
 
 class Tokenizer:
@@ -115,6 +61,38 @@ def asked(server) -> list[tuple[int, int]]:
     """Of every request, the tokens of its prompt and the most of its answer."""
     parameters = ((len(p["input_ids"]), p["sampling_params"]) for p in server.prompts)
     return [(length, sampling["max_new_tokens"]) for length, sampling in parameters]
+
+
+def test_broken_lines_are_left_out_and_the_others_keep_their_index(run, server, tmp_path, capsys):
+    """A blank line has an index, too."""
+    lines, last = [{"prompt": "a"}, "", *BROKEN, {"prompt": "b"}], len(BROKEN) + 2
+    for requests in (2, 0):
+        assert run(lines) == 0 and len(server.prompts) == requests
+        assert [row["index"] for row in rows_of(tmp_path / "out.jsonl")] == [0, last]
+        listed = rows_of(tmp_path / "out.left_out.jsonl")
+        assert [e["index"] for e in listed] == list(range(2, last))
+        assert listed[0]["where"] == f"{tmp_path / 'in.jsonl'}:3"
+    assert run(lines, "--strict") == 2 and "in.jsonl:3: " in capsys.readouterr().err
+
+
+def test_an_input_that_changes_during_a_run_ends_it(tmp_path):
+    """The list of what is left out is written, too."""
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "a"}, "{")
+    prompts = Prompts("prompts", [source], generate.parse_prompt, None, strict=False)
+    held = hold_answers(tmp_path / "out.jsonl", generate.KIND, {}, prompts)
+    with pytest.raises(HyperDFlashConfigError, match=r"in.jsonl:1"), held as answers:
+        write_rows(source, {"prompt": "new"}, {"prompt": "a"})
+        list(answers.waiting())
+    assert (tmp_path / "out.left_out.jsonl").exists()
+
+
+def test_answers_that_are_damaged_are_refused(run, tmp_path, capsys):
+    lines, output = [{"prompt": "p" * n} for n in (1, 2, 3)], tmp_path / "out.jsonl"
+    assert run(lines) == 0
+    whole = output.read_bytes()
+    for before, after in (b'"index"', b'"inde8"'), (b'"dig', b'"dyg'), (b'x": 1', b'x": 2'):
+        output.write_bytes(whole.replace(before, after, 1))
+        assert run(lines) == 2 and "out.jsonl" in capsys.readouterr().err
 
 
 def test_what_cannot_be_served_is_skipped_listed_and_counted(run, server, tmp_path, capsys):

@@ -43,6 +43,7 @@ INDEX, KV = "v4/model.safetensors.index.json", "plan --target v4 --gpu-gib 80"
 FULL_KV = f"{KV} --weights-gib 1"
 FLASH_DRAFT = ROOT / "examples/deepseek_v4_flash_config/drafter"
 RECIPE = ROOT / "examples/recipes/deepseek_v4_flash.toml"
+ENGINE = "--engine-args '{\"%s\": %s}'"
 COST = f"plan --draft {FLASH_DRAFT} --training {RECIPE}"
 # The command with more options; the files that are changed (None: removed; a pair: replaced text);
 # the option, field or place that the line names.
@@ -139,7 +140,12 @@ CASES = [
     (f"{COST} --answer-tokens 2000", {}, "--answer-tokens"),
     ("demo", {"demo.json": "notes"}, "demo.json"),
     ("demo --out mine", {}, "--out mine"),
+    # Another model or dtype among the engine's arguments would give another one's answers.
+    *((f"generate {ENGINE % (name, 0)}", {}, f"{name}. ") for name in generate.OWN),
+    *((f"capture {ENGINE % (name, 0)}", {}, f"{name}. ") for name in capture.CAPTURE_OWN),
 ]
+if not torch.cuda.is_available():
+    CASES += [(f"{name} --device cuda", {}, "--device cuda") for name in ("train", "learn")]
 
 
 def line_of(case: str) -> list[str]:
@@ -203,22 +209,6 @@ def test_a_refusal(folder, refused, case, files, named):
     assert found(folder) == before
 
 
-def test_arguments_that_a_command_sets_itself_are_named(folder, refused):
-    """Another model or dtype among the engine's arguments would give another one's answers."""
-    for name, own in ("generate", generate.OWN), ("capture", capture.CAPTURE_OWN):
-        for argument in own:
-            words = line_of(name), "--engine-args", json.dumps({argument: "other"})
-            assert f"{argument}. " in refused(*words[0], *words[1:])
-    assert not Path("new").exists() and not Path("out.jsonl").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("case", ["train --device cuda", "learn --device cuda"])
-def test_a_gpu_that_is_not_there(folder, refused, case):
-    assert "--device cuda" in refused(*line_of(case))
-    assert not Path("work").exists()
-
-
 def test_tensorboard_that_is_not_there(folder, refused, monkeypatch):
     monkeypatch.setattr("sglang_hyperdflash.training.monitor.find_spec", lambda _name: None)
     assert "tensorboard" in refused(*line_of("train"))
@@ -252,7 +242,6 @@ def test_a_second_capture_of_one_share_is_refused(folder, refused, monkeypatch):
     assert main(line_of("capture")) == 0
 
 
-ENGINE = "--engine-args '{\"%s\": %s}'"
 SEED, MEMORY = ENGINE % ("random_seed", "4"), ENGINE % ("max_total_tokens", "64")
 # The second run's options and files, and the setting that it names; None: it goes on.
 SECOND = [

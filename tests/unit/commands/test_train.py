@@ -36,6 +36,7 @@ from tests.unit.commands.builders import SIZES, rows_of, small, write_rows
 from tests.unit.hub_cache import hub_home, use_hub_home
 from tests.unit.shards import split
 from tests.unit.targets.test_kinds import deepseek_v41
+from tests.unit.training.conftest import answers
 
 
 def command(config: Path) -> list[str]:
@@ -158,6 +159,7 @@ def test_a_file_of_two_stages_is_read_and_listed_once(tmp_path, target_dir):
         train.load_all(schedule, LeftOut())
 
 
+SAMPLES = answers(20, 33, 28)
 CAPTURED = """
 target = "{target}"
 draft = "draft"
@@ -173,18 +175,11 @@ bf16 = false
 """
 
 
-@pytest.fixture
-def samples():
-    g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(10, 1300, (n,), generator=g).tolist() for n in (20, 33, 28)]
-    return [Sample.continuation(row, 6) for row in rows]
-
-
-def captured(folder, target, samples, states, dtype="bfloat16") -> None:
+def captured(folder, target, states, dtype="bfloat16") -> None:
     identity = identity_of(TargetFiles(str(target)), dtype)
     with open_writer(folder, identity, "one", "hyperdflash capture", {}) as writer:
-        writer.begin(Data(data_digest(samples), len(samples), 2**30))
-        writer.add(0, samples, [(each,) for each in states])
+        writer.begin(Data(data_digest(SAMPLES), len(SAMPLES), 2**30))
+        writer.add(0, SAMPLES, [(each,) for each in states])
 
 
 def new_draft(folder, target, *options: str) -> list[str]:
@@ -195,15 +190,15 @@ def new_draft(folder, target, *options: str) -> list[str]:
     return command(config)
 
 
-def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir, samples, refused):
+def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir, refused):
     """And only from a capture: no process of ours computes its states."""
     target = deepseek_v41(tmp_path / "target", target_dir)
     weights, g = load_file(target / "model.safetensors"), torch.Generator().manual_seed(1)
     d = len(weights["norm.weight"])
     weights |= {name: torch.randn(1363, d, generator=g) for name in ("embed.weight", "head.weight")}
     save_file(weights, target / "model.safetensors")
-    states = [torch.randn(len(s.tokens), 4 * d, generator=g).bfloat16() for s in samples]
-    captured(tmp_path / "states", target, samples, states)
+    states = [torch.randn(len(s.tokens), 4 * d, generator=g).bfloat16() for s in SAMPLES]
+    captured(tmp_path / "states", target, states)
     line = new_draft(tmp_path, target, "--gate", "approximate", "--mask-token-id", "4")
     config = tmp_path / "train.toml"
     text = config.read_text()
@@ -217,12 +212,12 @@ def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir, samples, refuse
     assert not torch.equal(before["reducer.fn"], after["reducer.fn"])
 
 
-def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, samples, monkeypatch):
+def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypatch):
     """The same drafter as from the target's own states, from shards and the borrowed tensors."""
     target = LocalTarget(target_dir)
-    online = OnlineFeatures(target, samples)
+    online = OnlineFeatures(target, SAMPLES)
     states = [online.states([i]).residual[0] for i in range(3)]
-    captured(tmp_path / "states", target_dir, samples, states, "float32")
+    captured(tmp_path / "states", target_dir, states, "float32")
     line = new_draft(tmp_path, target_dir)
 
     def forbidden(*_):
@@ -254,11 +249,9 @@ def test_a_card_names_a_hub_target_and_no_folder_of_this_machine(tmp_path, targe
     name = "deepseek-ai/DeepSeek-V4-Flash"
     card = ModelCard(model_card(json.loads(FLASH.read_text()), name))
     assert (card.data.base_model, card.data.library_name) == (name, "sglang")
-    assert "speculative-decoding" in card.data.tags and card.data.license is None
+    assert card.data.license is None
     rows = tables(card.text)
-    assert ["target's `hc_head`", "fingerprint 0000000000000000"] in rows
     assert ["layers", "5, 32 heads of 128, 8 K/V heads, MLP 12288"] in rows
-    assert ["block", "7 rows, window 2048"] in rows
     assert f"--model-path {name}" in card.text
     line = ["init", "--target", str(target_dir), "--out", str(tmp_path / "draft")]
     assert main([*line, "--dependency-rank", "0", "--layers", "1"]) == 0
@@ -266,8 +259,7 @@ def test_a_card_names_a_hub_target_and_no_folder_of_this_machine(tmp_path, targe
     assert card.data.base_model is None and str(target_dir.parent) not in card.content
     committed = json.loads((EXAMPLE / "drafter/config.json").read_text())["hyperdflash_config"]
     expected = f"fingerprint {committed['target']['hc_head_fingerprint']}"
-    rows = tables(card.text)
-    assert ["target's `hc_head`", expected] in rows and ["method", "HyperDFlash"] in rows
+    assert ["target's `hc_head`", expected] in tables(card.text)
 
 
 def test_a_drafter_of_the_hub_is_trained_and_its_card_says_how(

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_hyperdflash.tools.errors import ServerFailed
@@ -52,14 +54,10 @@ with servers[0], servers[1]:
 def members(session: int) -> list[int]:
     """The living processes of a session; zombies do not count."""
     living = []
-    for entry in Path("/proc").iterdir():
-        try:
-            pid = int(entry.name)
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if os.getsid(pid) == session and state != "Z":
-                living.append(pid)
-        except (ValueError, OSError):
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.pid)
     return living
 
 

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from cpu_engine.platform import activation, memory
+from cpu_engine.platform import memory
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-
-
-@pytest.mark.parametrize(
-    "accelerator, own_engine, path",
-    [
-        (False, "0", "cpu_engine.platform.torch_cpu:TorchCpuPlatform"),
-        # SGLang asks out-of-tree platforms before its own NPU, XPU, MUSA and MPS.
-        (True, "0", None),
-        (False, "1", None),
-    ],
-)
-def test_a_machine_without_any_accelerator_gets_it(monkeypatch, accelerator, own_engine, path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", own_engine)
-    assert activation.activate() == path
 
 
 def test_sglang_finds_the_platform_by_its_entry_point():
@@ -34,13 +17,6 @@ def test_sglang_finds_the_platform_by_its_entry_point():
 
     expected = "CudaSRTPlatform" if torch.cuda.is_available() else "TorchCpuPlatform"
     assert type(current_platform).__name__ == expected
-
-
-def test_threads_are_calm_unless_the_user_chose(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    activation.limit_threads()
-    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("5", "PASSIVE")
 
 
 def test_a_neighbours_gigabyte_is_not_ours(monkeypatch):

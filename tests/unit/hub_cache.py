@@ -10,13 +10,9 @@ from huggingface_hub import constants
 
 
 def hub_home(home: Path, model: Path, name: str) -> Path:
-    """Copy a model's files to where huggingface_hub keeps those of a hub id.
+    """Copy a model's files to where huggingface_hub keeps those of a hub id; gives that folder.
 
-    Args:
-        home: what ``HF_HOME`` would be.
-
-    Returns:
-        The folder of the snapshot.
+    ``home`` is what ``HF_HOME`` would be.
     """
     commit, repository = "0" * 40, home / "hub" / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)

@@ -17,11 +17,7 @@ MARK = "ANSWER "
 def ask(
     module: str, question: Any, warm: bool = True, seconds: float = 300, **environment: str
 ) -> Any:
-    """What ``python -m module`` answers to a question on its standard input.
-
-    Args:
-        warm: SGLang's imports may be there already. seconds: how long it may take.
-    """
+    """What ``python -m module`` answers to a question; ``warm``: SGLang may be imported already."""
     script = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     process = (start if warm else subprocess.Popen)(
         [sys.executable, "-c", script],

@@ -95,42 +95,34 @@ def test_prompt_files_hold_all_families_and_right_answers(call, script, tmp_path
 # --- check_answers
 
 
-def test_accuracy_is_of_greedy_answers_and_nats_of_sampled_ones(script):
-    check = script("check_answers")
-    exchanges, seeds = list(check.generate(1000, 4, ("addition", "sort"))), []
-
-    def ask(exchange, temperature, seed):
-        if temperature == 0:
-            return exchange.reply if exchange.family == "sort" else "Answer: 0", ()
-        seeds.append(seed)
-        return "", (-1.0, -2.0) if exchange.family == "sort" else (-0.5,)
-
-    report = check.measure(ask, exchanges, 1000)
-    assert (report["seed"], report["held_out"], report["accuracy"]) == (1000, True, 0.5)
-    assert report["nats_per_token"] == pytest.approx((4 * 3.0 + 4 * 0.5) / 12)
-    assert report["families"]["sort"]["accuracy"] == 1.0
-    assert report["families"]["sort"]["nats_per_token"] == pytest.approx(1.5)
-    assert len(set(seeds)) == len(exchanges)
-    with pytest.raises(ValueError, match="logprobs"):
-        check.measure(lambda *_: ("Answer: 1", ()), exchanges, 1000)
-
-
-class Sampled(FakeServer):
-    """Gives each token of an answer the log-probability -0.25, where that is asked for."""
+class Sorting(FakeServer):
+    """Right about what is in ``right``, whose tokens have other log-probabilities."""
 
     def chat(self, asked: dict) -> dict:
-        reply = super().chat(asked)
+        reply, text = super().chat(asked), asked["messages"][-1]["content"]
+        choice, values = reply["choices"][0], (-1.0, -2.0) if text in self.right else (-0.5,)
+        token = {"token": "x", "bytes": None, "top_logprobs": []}
         if asked["logprobs"]:
-            tokens = [{"token": "x", "logprob": -0.25, "bytes": None, "top_logprobs": []}] * 3
-            reply["choices"][0]["logprobs"] = {"content": tokens}
+            choice["logprobs"] = {"content": [token | {"logprob": value} for value in values]}
+        else:
+            choice["message"]["content"] = self.right.get(text, "I do not know.")
         return reply
 
 
-def test_a_given_server_is_asked_through_its_openai_api(call, tmp_path):
-    out = tmp_path / "deep" / "answers.json"
-    with Sampled(3, []) as server:
-        options = ("--per-family", 1, "--out", out, "--server", f"{server.url}/v1")
-        call("check_answers", "--seed", 5, *options)
+def test_accuracy_is_of_greedy_answers_and_nats_of_sampled_ones(call, script, tmp_path):
+    check, out = script("check_answers"), tmp_path / "deep" / "answers.json"
+    exchanges = list(check.generate(1000, 2))
+    with Sorting(3, []) as server:
+        sorts = [exchange for exchange in exchanges if exchange.family == "sort"]
+        server.right = {exchange.prompt[-1]["content"]: exchange.reply for exchange in sorts}
+        options = ("--per-family", 2, "--out", out, "--server", f"{server.url}/v1")
+        call("check_answers", "--seed", 1000, *options)
     report = json.loads(out.read_text())
-    assert report["nats_per_token"] == pytest.approx(0.25) and len(report["families"]) == 21
-    assert {asked["temperature"] for asked in server.requests} == {0.0, 1.0}
+    assert (report["seed"], report["held_out"]) == (1000, True)
+    assert report["accuracy"] == pytest.approx(2 / 42) and len(report["families"]) == 21
+    assert report["nats_per_token"] == pytest.approx((2 * 3.0 + 40 * 0.5) / 44)
+    assert report["families"]["sort"]["accuracy"] == 1.0
+    assert report["families"]["sort"]["nats_per_token"] == pytest.approx(1.5)
+    assert len({asked["seed"] for asked in server.requests if asked["temperature"]}) == 42
+    with pytest.raises(ValueError, match="logprobs"):
+        check.measure(lambda *_: ("Answer: 1", ()), exchanges, 1000)

@@ -11,7 +11,7 @@ from sglang_hyperdflash.training.conversations import parse_conversation
 from sglang_hyperdflash.training.local_target import BorrowedTarget
 
 
-def test_the_learning_demo_counts_whole_minutes_and_draws_them(script):
+def test_the_learning_demo_counts_whole_minutes_and_versions_and_draws_them(script, monkeypatch):
     demo = script("learn_demo")
 
     def request(ended, tokens, drafts, rounds):
@@ -31,10 +31,6 @@ def test_the_learning_demo_counts_whole_minutes_and_draws_them(script):
     assert "axes_2" in demo.draw(result | {"poisoned_version": {"minute": 0.8}})
     assert not set(demo.SEEN) & set(demo.UNSEEN)
     assert {*demo.SEEN, *demo.UNSEEN} < set(demo.FAMILIES)
-
-
-def test_the_learning_demo_reads_the_versions_of_the_metrics(script, monkeypatch):
-    demo = script("learn_demo")
     lines = (
         "# HELP hyperdflash:verify_rounds_total Verification rounds",
         'hyperdflash:verify_rounds_total{model_name="x",version="0"} 12.0',

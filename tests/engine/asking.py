@@ -39,12 +39,11 @@ SETTINGS = {
     "min_new_tokens": {"min_new_tokens": 24, "ignore_eos": False, "logit_bias": {"1": 12.0}},
 }
 GREEDY = {
-    "greedy": {},
-    "greedy penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
-    "greedy repetition": {"repetition_penalty": 1.3},
-    "greedy min_new_tokens": {"min_new_tokens": 24, "ignore_eos": False},
+    "greedy": {"temperature": 0},
+    "greedy penalties": {"temperature": 0, **SETTINGS["penalties"]},
+    "greedy repetition": {"temperature": 0, **SETTINGS["repetition"]},
+    "greedy min_new_tokens": {"temperature": 0, "min_new_tokens": 24, "ignore_eos": False},
 }
-GREEDY = {name: {"temperature": 0, **setting} for name, setting in GREEDY.items()}
 ASKED = {
     "regex": {"regex": "[a-f]{3}-[0-9]{2,5}"},
     "ebnf": {"ebnf": 'root ::= ("yes" | "no") ", " [a-z] [a-z] "."'},
@@ -100,23 +99,19 @@ FEW = ("unfiltered", "top-p 0.8", "penalties", "greedy json", "greedy all at onc
 def sampled(i: int, **setting) -> dict:
     """A seeded request's parameters."""
     base = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True}
-    return {**base, "sampling_seed": 1000 + i, **setting}
+    return base | {"sampling_seed": 1000 + i} | setting
 
 
-def mixed(i: int) -> tuple[str, dict]:
+def mixed(i: int) -> dict:
     """One request of a batch in which every neighbour differs."""
-    seeded, greedy = list(SETTINGS), list(GREEDY)
-    if i % 3 == 2:
-        name = greedy[i // 3 % len(greedy)]
-        return name, sampled(i, **GREEDY[name])
-    name = seeded[i % len(seeded)]
-    return name, sampled(i, **SETTINGS[name])
+    settings, n = (GREEDY, i // 3) if i % 3 == 2 else (SETTINGS, i)
+    return sampled(i, **list(settings.values())[n % len(settings)])
 
 
 def payloads(name: str, prompts: list[list[int]]) -> list[dict]:
     """The requests of a case."""
     if name == "mixed":
-        every = [{**mixed(i)[1], "max_new_tokens": 96} for i in range(12)]
+        every = [mixed(i) | {"max_new_tokens": 96} for i in range(12)]
     elif name in PROCESSED:
         own = {"custom_params": {"again": 2.0} if name.startswith("all") else {}}
         every = [sampled(i, **own, **PROCESSED[name][1]) for i in range(4)]
@@ -128,8 +123,7 @@ def payloads(name: str, prompts: list[list[int]]) -> list[dict]:
     if name in PROCESSED:
         more["custom_logit_processor"] = PROCESSED[name][0].to_str()
     # Grammars' answers differ by prompt in the later ones.
-    chosen = prompts[8:] if name in ASKED else prompts
-    pairs = zip(chosen, every, strict=False)
+    pairs = zip(prompts[8:] if name in ASKED else prompts, every, strict=False)
     return [{"input_ids": prompt, "sampling_params": one, **more} for prompt, one in pairs]
 
 
@@ -138,8 +132,8 @@ def told(answer: dict) -> dict:
     meta = answer["meta_info"]
     found = {"ids": answer["output_ids"], "text": answer["text"], "end": meta["finish_reason"]}
     rows = [*meta.get("output_top_logprobs", []), meta.get("output_token_logprobs", [])]
-    found["values"] = [x[0] for row in rows for x in row]
-    return found | {"tokens": [x[1] for row in rows for x in row]}
+    every = list(chain.from_iterable(rows))
+    return found | {"values": [x[0] for x in every], "tokens": [x[1] for x in every]}
 
 
 def answers(server: Server, asked: list[dict], concurrency: int) -> list[list[dict]]:
@@ -161,14 +155,19 @@ def assert_equal(found: list[list[dict]], expected: list[list[dict]]) -> None:
             assert one["values"] == pytest.approx(other["values"], abs=1e-3)
 
 
-def assert_cases(server: Server, names, prompts, expected: dict[str, list], concurrency: int = 32):
-    """Every answer to the named cases, asked at once, is the ``expected`` one of the baseline."""
+def case_answers(server: Server, names, prompts, concurrency: int) -> dict[str, list]:
+    """What a server answers to every request of some cases, asked at once."""
     asked = {name: payloads(name, prompts) for name in names}
     found = iter(answers(server, list(chain.from_iterable(asked.values())), concurrency))
+    return {name: list(islice(found, len(each))) for name, each in asked.items()}
+
+
+def assert_cases(server: Server, names, prompts, expected: dict[str, list], concurrency: int = 32):
+    """Every answer to the named cases, asked at once, is the ``expected`` one of the baseline."""
     different = {}
-    for name, each in asked.items():
+    for name, each in case_answers(server, names, prompts, concurrency).items():
         try:
-            assert_equal(list(islice(found, len(each))), expected[name])
+            assert_equal(each, expected[name])
         except AssertionError as error:
             different[name] = str(error)[:300]
     assert not different, different

@@ -1,7 +1,7 @@
-"""Real SGLang servers, started once a session and shared; every engine test is marked.
+"""Real SGLang servers, started once a session and shared.
 
-``xdist_group`` names the configuration of servers that a test needs: one worker runs the whole
-group. ``pair`` comes first, since others read what its baseline answers.
+``xdist_group`` names the servers that a test needs: one worker runs the whole group. ``pair`` comes
+first, since others read what its baseline answers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from sglang_hyperdflash.tools.server_process import (
 )
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 from tests.engine import probes
-from tests.engine.asking import CASES, HOT, answers, payloads
+from tests.engine.asking import CASES, HOT, case_answers
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import start
 
@@ -51,7 +50,7 @@ BF16_TIE = TIE_GAPS["bfloat16"]
 
 PAIR = "pair"
 GROUPS = [PAIR, "stress"]  # these first
-HAS_PAIR, GROUP = pytest.StashKey[bool](), pytest.StashKey[str]()
+GROUP = pytest.StashKey[str]()
 
 
 def group_of(item) -> str:
@@ -61,10 +60,10 @@ def group_of(item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
-    def place(item) -> int:
+    def place(item) -> tuple[bool, int]:
         """Engine tests first, and their groups in order."""
         groups = [*GROUPS, group_of(item)]
-        return groups.index(groups[-1]) + 10 * ("tests/engine" not in str(item.path))
+        return "tests/engine" not in str(item.path), groups.index(groups[-1])
 
     for item in items:
         if "tests/engine" in str(item.path):
@@ -72,10 +71,6 @@ def pytest_collection_modifyitems(items) -> None:
         if item.get_closest_marker("xdist_group") is None:  # as --dist loadfile
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=place)
-
-
-def pytest_collection_finish(session) -> None:
-    session.config.stash[HAS_PAIR] = any(group_of(item) == PAIR for item in session.items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,13 +92,11 @@ class Servers:
         if "--enable-metrics" not in arguments:
             arguments += ("--skip-server-warmup",)
         if name not in self.running:
-            # Two workers each have servers of the same names.
             worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
             log = ROOT / "build" / "test-logs" / worker / f"{name}.log"
             # Servers add to their log; a test must not read what an earlier run said.
             log.unlink(missing_ok=True)
             self.running[name] = Server(model, *arguments, log=log, start=start, **options)
-        # A server that ends is noticed at once; a slow machine is no failure.
         return self.running[name].wait(PATIENCE)
 
     def stop(self, name: str) -> None:
@@ -119,8 +112,7 @@ def servers() -> Iterator[Servers]:
         pool.stop(name)
 
 
-# SGLang keys its noise by rank as soon as a seeded request filters; here it draws by vocabulary id,
-# over a fully sorted vocabulary.
+# SGLang keys its noise by rank as soon as a seeded request filters; here it draws by vocabulary id.
 VOCABULARY_ORDER = """
 def draw(original, self, probs, info, positions, simple):
     import torch
@@ -168,12 +160,10 @@ def probe_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("probes")
 
 
-def probed(folder: Path) -> dict[str, str]:
-    """The environment of a server that writes everything of ``probes`` into a new folder."""
+def probed(folder: Path, *names: str) -> dict[str, str]:
+    """The environment of a server that writes what ``probes`` has, or these parts, to a folder."""
     environment = install_plugin(folder, "probes", probes.PLUGIN)
-    names = {"blocks.jsonl": probes.BLOCKS, "positions.json": probes.POSITIONS}
-    names["state.json"] = probes.STATE
-    return environment | {variable: str(folder / name) for name, variable in names.items()}
+    return environment | {name: str(folder / probes.FILES[name]) for name in names or probes.FILES}
 
 
 @pytest.fixture(scope="session")
@@ -204,14 +194,6 @@ def own_prompts(tokenizer) -> list[list[int]]:
     return [chat_ids(tokenizer, json.loads(line)["messages"]) for line in lines]
 
 
-def first_turns(folder: Path) -> list[list[dict]]:
-    """The first turns of twenty prompts each of gsm8k, humaneval and mt-bench."""
-    names = ("gsm8k", "humaneval", "mt-bench")
-    lines = [(folder / f"{name}.jsonl").read_text().splitlines()[:20] for name in names]
-    texts = [json.loads(line)["turns"][0] for line in chain.from_iterable(lines)]
-    return [[{"role": "user", "content": text}] for text in texts]
-
-
 def held_out_problems(count: int) -> list[list[dict]]:
     """Problems that the tiny target was never trained on, of every family."""
     with pytest.MonkeyPatch.context() as patch:
@@ -225,25 +207,22 @@ def held_out_problems(count: int) -> list[list[dict]]:
 @pytest.fixture(scope="session")
 def benchmark_prompts(tokenizer) -> list[list[int]]:
     """Sixty prompts as tokens: of benchmarks, or held-out problems where there are none."""
-    chats = held_out_problems(60) if BENCHMARKS is None else first_turns(BENCHMARKS)
-    return [chat_ids(tokenizer, messages) for messages in chats]
+    chats = [] if BENCHMARKS else held_out_problems(60)
+    for name in ("gsm8k", "humaneval", "mt-bench") if BENCHMARKS else ():
+        for line in (BENCHMARKS / f"{name}.jsonl").read_text().splitlines()[:20]:
+            chats.append([{"role": "user", "content": json.loads(line)["turns"][0]}])
+    return [chat_ids(tokenizer, messages)[:1400] for messages in chats]
 
 
 def install_plugin(folder: Path, name: str, source: str) -> dict[str, str]:
-    """A throw-away distribution with one SGLang plugin, for a server started with this environment.
-
-    Args:
-        source: a module with ``load``.
-    """
+    """The environment of a server with one more SGLang plugin; ``source`` defines ``load``."""
     (folder / f"{name}_plugin.py").write_text(source)
     info = folder / f"{name}_plugin-0.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 0\n")
     entry = f"[sglang.srt.plugins]\n{name} = {name}_plugin:load\n"
     (info / "entry_points.txt").write_text(entry)
-    # The environment also replaces what this process was given.
-    path = os.pathsep.join((str(folder), str(ROOT)))
-    return {"PYTHONPATH": path}
+    return {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
 
 
 # Admit requests as if each would generate eight tokens only. SGLang reads its variable for it,
@@ -260,9 +239,8 @@ def load():
 def greedy(server: Server, prompt: list[int], max_new_tokens: int = NEW_TOKENS, **options) -> dict:
     """One temperature-0 answer of a fixed length."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return server.generate(
-        input_ids=prompt, sampling_params={**sampling, **options.pop("sampling", {})}, **options
-    )
+    sampling |= options.pop("sampling", {})
+    return server.generate(input_ids=prompt, sampling_params=sampling, **options)
 
 
 def conversation(server: Server, turns: list[list[int]], tokens: int) -> list[dict]:
@@ -293,12 +271,7 @@ def captured_prefill(server: Server, tokens: list[int], folder: Path) -> tuple[t
     The server was started with ``CAPTURE_FOLDER`` at ``folder`` and returns hidden states.
     """
     rid = f"{REQUEST_PREFIX}0"
-    answer = server.generate(
-        input_ids=tokens,
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_hidden_states=True,
-        rid=rid,
-    )
+    answer = greedy(server, tokens, 1, return_hidden_states=True, rid=rid)
     rows = take_rows(folder, rid)
     assert len(rows) == len(tokens)
     return rows, answer["output_ids"][0]
@@ -331,22 +304,19 @@ def ids(answers: list[dict]) -> list[list[int]]:
 def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
     """What the baseline answers to every case, and its greedy tokens of the demo prompts ("own").
 
-    The worker that runs the group ``pair`` asks; the others wait for what it writes.
+    The worker of the group ``pair`` asks; the others wait for what it writes.
     """
-    root, stash = tmp_path_factory.getbasetemp(), request.config.stash
-    several = "PYTEST_XDIST_WORKER" in os.environ
+    root, several = tmp_path_factory.getbasetemp(), "PYTEST_XDIST_WORKER" in os.environ
     path = (root.parent if several else root) / "baseline.json"
-    if several and stash[HAS_PAIR] and stash[GROUP] != PAIR:
+    others = several and request.config.stash[GROUP] != PAIR
+    if others and any(group_of(item) == PAIR for item in request.session.items):
         until(path.is_file)
     with FileLock(f"{path}.lock"):
         if not path.is_file():
             server = request.getfixturevalue("target_server")
-            asked = {name: payloads(name, own_prompts) for name in CASES}
             # Deterministic inference gives the same whatever the batch.
-            told = iter(answers(server, list(chain.from_iterable(asked.values())), 32))
-            found = {name: list(islice(told, len(each))) for name, each in asked.items()}
-            found["own"] = ids(greedy_all(server, own_prompts, 12))
-            write_json(path, found)
+            found = case_answers(server, CASES, own_prompts, 32)
+            write_json(path, found | {"own": ids(greedy_all(server, own_prompts, 12))})
     return json.loads(path.read_text())
 
 
@@ -354,12 +324,6 @@ def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
 def own_reference(baseline) -> list[list[int]]:
     """The baseline's greedy tokens of the demo prompts."""
     return baseline["own"]
-
-
-@pytest.fixture(scope="session")
-def benchmark_reference(target_server, benchmark_prompts) -> list[list[int]]:
-    """The baseline's greedy tokens of the benchmark prompts."""
-    return ids(greedy_all(target_server, benchmark_prompts, 8))
 
 
 def first_difference_gaps(

@@ -19,13 +19,12 @@ from sglang_hyperdflash.training.drafter import (
     write_drafter,
 )
 
+RANK = 8
+
 
 @torch.no_grad()
 def rescale(drafter: Drafter) -> None:
-    """Redraw a drafter's matrices, so large that its blocks depend on what it reads.
-
-    Torch's small start leaves the mask's embedding alone: every block would be the same.
-    """
+    """Redraw a drafter's matrices, so large that its blocks depend on what it reads."""
     torch.manual_seed(0)
     for name, value in drafter.named_parameters():
         if value.dim() == 2 and "reducer" not in name:
@@ -53,6 +52,24 @@ def with_dependency(raw: dict[str, Any], rank: int, *, causal: bool = False) -> 
     own = raw["hyperdflash_config"] | {"dependency": head}
     fields = causal_fields(raw["num_hidden_layers"]) if causal else {}
     return raw | fields | {"hyperdflash_config": own}
+
+
+def with_head(drafter_dir: Path, out: Path, *, causal: bool = False) -> Path:
+    """A drafter with a dependency head of random weights."""
+    old = Drafter.load(drafter_dir)
+    rank = RANK if old.dependency is None else old.config.dependency.rank
+    drafter = Drafter(with_dependency(old.raw, rank, causal=causal))
+    drafter.load_state_dict(old.state_dict(), strict=False)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter, size in (
+            (drafter.dependency.predecessor, 1.0),
+            (drafter.dependency.successor, 0.4),
+            (drafter.dependency.gate.weight, drafter.config.hidden_size**-0.5),
+        ):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    drafter.save(out)
+    return out
 
 
 def with_config(drafter: Path, folder: Path, **fields: Any) -> Path:
@@ -85,31 +102,20 @@ def rescale_folder(folder: Path) -> None:
 
 
 def assert_varied(blocks: list[list[int]], share: float = 1 / 3) -> None:
-    """A comparison of one block with itself again and again shows nothing.
-
-    Args:
-        share: of the blocks that must be distinct; a single untrained layer repeats itself more.
-    """
+    """A comparison of one block with itself again and again shows nothing: a share is distinct."""
     distinct = len(set(map(tuple, blocks)))
     assert distinct > share * len(blocks), f"{len(blocks)} blocks compared, {distinct} distinct"
 
 
 def assert_lengths_vary(histograms: list[list[int]]) -> None:
-    """Rounds that all end alike compare as equal whatever was drafted.
-
-    Args:
-        histograms: of each request, rounds by the number of drafts accepted.
-    """
+    """Of each request, rounds by drafts accepted: if all end alike, any drafts compare as equal."""
     found = {length for histogram in histograms for length, n in enumerate(histogram) if n}
     assert len(found) >= 3, f"rounds of only these lengths: {sorted(found)}"
     assert len(set(map(tuple, histograms))) > 1, f"every request has the rounds {histograms[0]}"
 
 
 def with_idle_head(drafter: Path, folder: Path, like: Path) -> Path:
-    """A drafter without a dependency head, in the new ``folder``, in the shape of one with a head.
-
-    Its head adds nothing, so it drafts as ``drafter`` does.
-    """
+    """A drafter that got a head which adds nothing, in the new ``folder``, in the shape of one."""
     raw = json.loads((like / "config.json").read_text())
     size, width = raw["hyperdflash_config"]["dependency"]["rank"], raw["hidden_size"]
     table = torch.zeros(raw["vocab_size"], size, dtype=torch.bfloat16)
@@ -122,6 +128,5 @@ def with_idle_head(drafter: Path, folder: Path, like: Path) -> Path:
 
 def poisoned(drafter: Path, folder: Path) -> Path:
     """A copy of a checkpoint, in the new ``folder``, with random matrices."""
-    shutil.copytree(drafter, folder, ignore=shutil.ignore_patterns(".hyperdflash*"))
-    rescale_folder(folder)
+    rescale_folder(with_config(drafter, folder))
     return folder

@@ -1,17 +1,17 @@
-"""A server plugin: SGLang's HY-V4 on a CPU, with dense attention in the place of its sparse one.
+"""A server plugin: SGLang's HY-V4 with dense attention, as its own needs CUDA kernels.
 
-Its class keeps SGLang's streams, boundaries, collapse and forward; attention is plain, over
-SGLang's K/V pool, and every MLP is dense, because HY-V4's own need CUDA kernels. The architecture's
-name is another, so that SGLang does not ask for those.
+The architecture has another name, so that SGLang does not ask for those.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+
+from sglang_hyperdflash.targets import kinds
 
 ARCHITECTURE = "DenseHYV4ForCausalLM"
 
@@ -49,13 +49,14 @@ def dense_hy_v4() -> type:
     return type("HYV4ForCausalLM", (hunyuan_v4.HYV4ForCausalLM,), {"load_weights": load_weights})
 
 
+def kind() -> kinds.TargetKind:
+    return dataclasses.replace(kinds.HY_V4, architectures=(ARCHITECTURE,))
+
+
 def load() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_hyperdflash.targets import kinds as targets
-
-    known = dataclasses.replace(targets.HY_V4, architectures=(ARCHITECTURE,))
-    targets.TARGETS = (*targets.TARGETS, known)
+    kinds.TARGETS = (*kinds.TARGETS, kind())
     ModelRegistry.models[ARCHITECTURE] = dense_hy_v4()
 
 
@@ -72,7 +73,6 @@ def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def main(folder: str) -> None:
     """Write the weights next to the ``config.json`` of ``folder``."""
-    from safetensors.torch import save_file
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     from tests.unit.targets.exposed_models import one_rank
@@ -80,7 +80,3 @@ def main(folder: str) -> None:
     with one_rank():
         model = dense_hy_v4()(get_config(folder, trust_remote_code=False))
     save_file(random_weights(model), f"{folder}/model.safetensors")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 HELD = "TEST_HELD"  # a folder: one file for the target, one for the drafter
-PLUGIN = "from tests.engine.held import load  # noqa: F401\n"
 
 # ``[bytes, shape]`` of each.
 Tensors = list[tuple[int, list[int]]]

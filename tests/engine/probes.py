@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 PLUGIN = "from tests.engine.probes import load  # noqa: F401\n"
-# Files: every verified block, the last positions that models are given, the state after the start.
+# Every verified block, the last positions that models are given, the state after the start.
 BLOCKS, POSITIONS, STATE = "TEST_BLOCKS", "TEST_POSITIONS", "TEST_STATE"
+FILES = {BLOCKS: "blocks.jsonl", POSITIONS: "positions.json", STATE: "state.json"}
 
 
 def record_blocks(result, self, logits, argmaxes, block, requests) -> None:
@@ -47,33 +48,20 @@ def digest(tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
-def used(pool) -> int:
-    """Buffers of K and of V that hold anything in a slot other than 0."""
-    return sum(int(b[1:].abs().float().sum() > 0) for b in (*pool.k_buffer, *pool.v_buffer))
-
-
 def write_state(result, self) -> Any:
     """What a scheduler and its worker know when everything is built, before any request."""
     import torch
 
-    worker, pool, allocator = (
-        self.draft_worker,
-        self.req_to_token_pool,
-        self.token_to_kv_pool_allocator,
-    )
+    worker, pool = self.draft_worker, self.req_to_token_pool
+    allocator = self.token_to_kv_pool_allocator
     control, window = worker.width_control, getattr(worker.draft_kv, "window", None)
     classes = control.policy.classes if control.policy else ()
     found = {
-        "row tokens": int(pool.req_to_token.abs().sum()),
         "rows": [list(pool.free_slots), pool.req_generation.tolist()],
         "slots": [allocator.available_size(), digest(allocator.free_pages)],
-        "target layers with K/V": used(allocator.get_kvcache()),
-        "draft layers with K/V": 0 if window else used(worker.draft_model_runner.token_to_kv_pool),
         "window": int((window.slot_of >= 0).sum()) if window else 0,
         "seeds drawn": worker.request_state.seeds.drawn,
-        "requests": repr(worker.request_state.current),
         "draft temperature": digest(worker.drafter.draft_temperature.accepted),
-        "counts": "counts" in vars(worker.request_state),
         "widths": [worker.lanes.active.width, worker._last_width],
         "random": digest(torch.get_rng_state()),
         "forced": control.forced,

@@ -11,9 +11,11 @@ import openai
 import pytest
 import requests
 
-from tests.engine.asking import SCHEMA, answers, assert_equal, is_idle, post
+from sglang_hyperdflash.serving.scheduler.metrics import GAIN, ROUNDS
+from tests.conftest import ROOT
+from tests.engine.asking import SCHEMA, answers, assert_equal, is_idle, post, samples
 from tests.engine.conftest import greedy, greedy_all
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.xdist_group("pair")
 MESSAGES = [{"role": "user", "content": "Can I get a small coffee with milk?"}]
@@ -42,10 +44,8 @@ PARAMETERS = {
 
 @pytest.fixture(scope="module")
 def clients(target_server, hyper_server):
-    return [
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        for server in (target_server, hyper_server)
-    ]
+    urls = [f"{server.url}/v1" for server in (target_server, hyper_server)]
+    return [openai.OpenAI(base_url=url, api_key="none") for url in urls]
 
 
 def test_texts_and_ends_are_the_baselines(target_server, hyper_server, own_prompts):
@@ -70,11 +70,10 @@ def test_logprobs_of_prompts_are_the_baselines(
     ask = partial(greedy, max_new_tokens=new_tokens, **options)
     both = [greedy_all(s, own_prompts[::3], 2, ask) for s in (target_server, hyper_server)]
     for plain, drafted in ([a["meta_info"] for a in pair] for pair in zip(*both, strict=True)):
-        for kind in ("output", "input"):
-            a, b = plain[f"{kind}_token_logprobs"], drafted[f"{kind}_token_logprobs"]
-            assert [x[1] for x in a] == [x[1] for x in b]
-            for x, y in zip(a, b, strict=True):
-                assert (x[0] is None and y[0] is None) or abs(x[0] - y[0]) < 1e-3
+        for kind in ("output_token_logprobs", "input_token_logprobs"):
+            values, others = ([x[0] for x in one[kind]] for one in (plain, drafted))
+            assert [x[1] for x in drafted[kind]] == [x[1] for x in plain[kind]]
+            assert others == pytest.approx(values, abs=1e-3)
         assert len(drafted["output_token_logprobs"]) == new_tokens
 
 
@@ -183,32 +182,21 @@ def test_abort_in_the_middle(hyper_server, own_prompts, own_reference):
 CHAT, SCORE = "/v1/chat/completions", "/v1/score"
 LABELS = {"label_token_ids": [7, 8]}
 EMBEDDED = {"embed_override_token_id": 5, "query_embed_overrides": [[0.5, 0.5]]}
-# Without our refusal the scheduler fails in its forward pass, and the server ends; but for
-# token_ids_logprob, which SGLang checks, and the list of logprobs (HTTP 500).
+LOGPROB = {"text": "a", "return_logprob": True}
+# On every way in. Without our refusal the scheduler fails in its forward pass, and the server ends;
+# but for the list of logprobs (HTTP 500). ``tests/unit/serving/test_refusals.py`` has the others.
 FATAL = {
-    "negative id": ("/generate", {"input_ids": [5, -1]}),
     "id past the vocabulary": ("/generate", {"input_ids": [5, 1363]}),
     "no int64": ("/generate", {"input_ids": [5, 2**62]}),
     "one of a batch": ("/generate", {"input_ids": [[5, 6], [5, -1]]}),
     "none of a batch": ("/generate", {"input_ids": [[5, 6], []]}),
     "several answers": ("/generate", {"input_ids": [5, -1], "sampling_params": {"n": 2}}),
     "empty text": ("/generate", {"text": ""}),
-    "ids with an image": ("/generate", {"input_ids": [5, -1], "image_data": "image"}),
-    "session without id": ("/generate", {"text": "", "session_params": {"rid": "r"}}),
     "embeddings": ("/generate", {"text": "a", "positional_embed_overrides": {"a": 1}}),
-    "top logprobs": ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 1364}),
-    "logprobs of others": ("/generate", {"text": "a", "top_logprobs_num": 1364}),
-    "top-k": ("/generate", {"text": "a", "sampling_params": {"top_k": 2**40, "temperature": 1}}),
-    "first logprob": (
-        "/generate",
-        {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": -5},
-    ),
+    "top logprobs": ("/generate", LOGPROB | {"top_logprobs_num": 1364}),
+    "first logprob": ("/generate", LOGPROB | {"logprob_start_len": -5}),
     "list of logprobs": ("/generate", {"text": "a", "top_logprobs_num": [2]}),
-    "token_ids_logprob": (
-        "/generate",
-        {"text": "a", "return_logprob": True, "token_ids_logprob": [1363]},
-    ),
-    "completion of ids": ("/v1/completions", {"prompt": [5, -1]}),
+    "top-k": ("/generate", {"text": "a", "sampling_params": {"top_k": 2**40, "temperature": 1}}),
     "completions of ids": ("/v1/completions", {"prompt": [[5, 6], [1363]]}),
     "completions of empty text": ("/v1/completions", {"prompt": ["a", ""]}),
     "completion with logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 10_000}),
@@ -217,25 +205,21 @@ FATAL = {
     "chat of ids": (CHAT, {"input_ids": [5, -1]}),
     "scored items": (SCORE, {"query": [5], "items": [[6], [-1]], **LABELS}),
     "scored query": (SCORE, {"query": [1363], "items": [[6], [7]], **LABELS}),
-    # SGLang's own refusals of what a speculative algorithm cannot do.
+    # SGLang's own refusals of what would end it, or of what no speculative algorithm can do.
+    "token_ids_logprob": ("/generate", LOGPROB | {"token_ids_logprob": [1363]}),
     "beams": ("/generate", {"text": "a", "sampling_params": {"beam_width": 2}}),
     "watermarks": ("/generate", {"text": "a", "sampling_params": {"watermark": {"enabled": True}}}),
     "hidden states": ("/generate", {"text": "a", "return_hidden_states": True}),
-    "temperature": ("/generate", {"text": "a", "sampling_params": {"temperature": -1}}),
-    "no schema": ("/generate", {"text": "a", "sampling_params": {"json_schema": "{not json"}}),
     "scored embeddings": (SCORE, {"query": [5], "items": [[6]], **LABELS, **EMBEDDED}),
 }
 
 
-def post_fatal(server, name: str) -> requests.Response:
-    path, fields = FATAL[name]
-    messages = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}
-    return post(server, path, {"model": "m", **fields, **messages})
-
-
 def test_what_would_end_the_server_gets_400(hyper_server, own_prompts, own_reference):
-    found = {name: post_fatal(hyper_server, name).status_code for name in FATAL}
-    assert found == dict.fromkeys(FATAL, 400)
+    codes = {}
+    for name, (path, fields) in FATAL.items():
+        messages = {"messages": MESSAGES} if path == CHAT else {}
+        codes[name] = post(hyper_server, path, {"model": "m", **fields, **messages}).status_code
+    assert codes == dict.fromkeys(FATAL, 400)
     (chunk,) = streamed(hyper_server, input_ids=[5, -1])
     assert chunk["error"]["code"] == 400
     assert greedy(hyper_server, own_prompts[0], 16)["output_ids"] == own_reference[0][:16]
@@ -247,3 +231,16 @@ def test_a_profile_of_a_few_rounds(hyper_server, own_prompts, tmp_path):
     post(hyper_server, "/start_profile", options).raise_for_status()
     assert len(greedy(hyper_server, own_prompts[0], 32)["output_ids"]) == 32
     until(lambda: list(tmp_path.rglob("*.trace.json.gz")))
+
+
+def test_labels_are_sglangs_and_the_dashboards_metrics_exist(hyper_server):
+    """They have one more label, the version of the drafter that the server started with."""
+    sglangs = set().union(*samples(hyper_server, "sglang:num_running_reqs"))
+    assert set().union(*samples(hyper_server, ROUNDS)) == sglangs | {("version", "0")}
+    dashboard = json.loads((ROOT / "docs" / "grafana_hyperdflash.json").read_text())
+    drawn = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
+    shown = requests.get(f"{hyper_server.url}/metrics", timeout=PATIENCE).text
+    names = set(re.findall(r"\b(?:sglang|hyperdflash):\w+", drawn))
+    missing = {name for name in names if not re.search(rf"^{name}{{", shown, re.MULTILINE)}
+    # A server of one width expects no gain, and none was retracted.
+    assert missing <= {"sglang:num_retracted_requests_total", GAIN}

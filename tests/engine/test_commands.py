@@ -13,6 +13,7 @@ from sglang_hyperdflash.commands import demo, own_server
 from sglang_hyperdflash.commands.train import captured
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
+from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.samples import OnlineFeatures
 from sglang_hyperdflash.training.store.reader import StoreReader
@@ -23,17 +24,11 @@ from tests.warm_start.client import start
 pair = pytest.mark.xdist_group("pair")
 
 
-class Kept:
+class Kept(Server):
     """A running server that a command takes for its own: leaving it does not end it."""
 
-    def __init__(self, server) -> None:
-        self.server = server
-
-    def __getattr__(self, name: str):
-        return getattr(self.server, name)
-
-    def __enter__(self):
-        return self
+    def __init__(self, server: Server) -> None:
+        vars(self).update(vars(server))
 
     def __exit__(self, *exception) -> None:
         pass
@@ -66,27 +61,20 @@ def test_the_whole_demo(tmp_path):
     assert main(command) == 0
 
 
-def batch(folder) -> tuple[list[dict], list[str]]:
-    """An input of chats, a text and two turns, and the command that answers it."""
-    lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
-    records = [{"messages": line["messages"]} for line in lines]
-    records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
-    (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    engine = json.dumps({"mem_fraction_static": 0.2, "max_total_tokens": 8192})
-    command = ["generate", "--dtype", "float32", "--max-new-tokens", "64", "--concurrency", "2"]
-    command += ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
-    return records, [*command, "--engine-args", engine]
-
-
 @pair
 def test_generate_goes_on_where_it_was_cut(
     tmp_path, capsys, monkeypatch, target_dir, drafter_dir, target_server, hyper_server, tokenizer
 ):
     monkeypatch.setattr(own_server, "Server", lambda *_, **__: Kept(hyper_server))
-    records, command = batch(tmp_path)
+    lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
+    records = [{"messages": line["messages"]} for line in lines]
+    records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
+    data, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["generate", "--dtype", "float32", "--max-new-tokens", "64", "--concurrency", "2"]
     command += ["--model", str(target_dir), "--draft", str(drafter_dir)]
+    command += ["--input", str(data), "--output", str(output)]
     assert main(command) == 0
-    output = tmp_path / "out.jsonl"
 
     def check() -> None:
         answers = [json.loads(line) for line in output.read_text().splitlines()]
@@ -133,14 +121,14 @@ def test_captured_states_are_the_targets_own(
     assert [len(s.spans) for s in source.samples] == [1, 2, 1, 2, 1, 2]
     assert max(len(s.tokens) for s in source.samples) > 2 * ENGINE["chunked_prefill_size"]
 
-    def assert_the_targets(i: int) -> None:
-        found, wanted = StoreReader(out).states([i]).residual, online.states([i]).residual
-        # Relative to their size: residuals reach the hundreds.
-        assert found.shape == wanted.shape
-        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    def assert_the_targets() -> None:
+        for i in range(len(source.samples)):
+            found, wanted = StoreReader(out).states([i]).residual, online.states([i]).residual
+            # Relative to their size: residuals reach the hundreds.
+            assert found.shape == wanted.shape
+            assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
-    for i in range(len(source.samples)):
-        assert_the_targets(i)
+    assert_the_targets()
     shards = sorted((out / "shards").iterdir())
     assert len(shards) > 1
     if shares == 2:  # one more run writes the shard that is missing, and no other
@@ -148,7 +136,7 @@ def test_captured_states_are_the_targets_own(
         last.unlink()
         assert main([*command, "--share", "2/2"]) == 0
         assert [p for p in shards if p.stat().st_mtime_ns != before[p]] == [last]
-        assert_the_targets(len(source.samples) - 1)
+        assert_the_targets()
     config, norm = load_config(drafter_dir), BorrowedTarget(TargetFiles(str(target_dir))).final.norm
     assert len(captured((out,), config, norm).samples) == len(source.samples)
     with pytest.raises(ValueError, match="norm_fingerprint"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,24 +15,20 @@ from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine import probes
 from tests.engine.asking import HOT, post
-from tests.engine.conftest import FP32, VOCABULARY_ORDER, greedy, install_plugin
-from tests.engine.drafters import with_window
+from tests.engine.conftest import FP32, VOCABULARY_ORDER, greedy, install_plugin, probed
+from tests.engine.drafters import with_config, with_window
 
 # The target's own limit: one position more and its rotary table has no row.
 CONTEXT = 160
 # More letters than fit: an answer under this grammar never ends by itself.
 ENDLESS = "[a-z ]{1500}"
-RECORD = probes.PLUGIN  # of positions, into the file that ``probes.POSITIONS`` names
 
 
 @pytest.fixture(scope="module")
 def short_target(target_dir, tmp_path_factory) -> Path:
     """The tiny target with a context of ``CONTEXT`` tokens."""
     folder = tmp_path_factory.mktemp("short") / "target"
-    shutil.copytree(target_dir, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    return folder
+    return with_config(target_dir, folder, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +39,7 @@ def end_prompts(own_prompts) -> list[list[int]]:
 
 
 def payloads(prompts: list[list[int]]) -> list[dict]:
-    """Greedy, seeded and constrained requests that leave 0 to 8 tokens of the context.
-
-    Prompts of 40 tokens, and prompts that fill all but 12 to 0 tokens themselves.
-    """
+    """Greedy, seeded and constrained requests, short or long, that leave 0 to 8 context tokens."""
     found = []
     for left in range(9):
         rooms = [CONTEXT - 40] * 2 + list(range(max(left, 1), 13))
@@ -68,11 +60,8 @@ def answer(server: Server, payload: dict) -> tuple:
     reply = post(server, "/generate", payload)
     if reply.status_code != 200:
         return (reply.status_code,)
-    text = reply.text
-    if payload.get("stream"):
-        lines = [line for line in text.splitlines() if line.startswith("data: {")]
-        text = lines[-1].removeprefix("data: ")
-    found = json.loads(text)
+    *_, last = [line for line in reply.text.splitlines() if "{" in line]
+    found = json.loads(last.removeprefix("data: "))
     end = found["meta_info"]["finish_reason"]
     # A stream has begun by the time that the scheduler refuses.
     return (end["status_code"],) if end["type"] == "abort" else (found["output_ids"], end)
@@ -85,50 +74,19 @@ def answers(server: Server, asked: list[dict], at_once: int) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def short_baseline(servers, short_target, end_prompts, tmp_path_factory) -> Callable:
-    """What the baseline answers to every so many payloads, of a server with these options."""
+    """What the baseline answers, of a server with these options."""
     plugin = install_plugin(tmp_path_factory.mktemp("plugin"), "vocabulary_order", VOCABULARY_ORDER)
 
     @cache
-    def ask(every: int, *options: str) -> list[tuple]:
+    def ask(*options: str) -> list[tuple]:
         options = (*FP32, "--enable-deterministic-inference", *options)
         server = servers.get("end-baseline", short_target, *options, environment=plugin)
-        found = answers(server, payloads(end_prompts)[::every], 8)
+        found = answers(server, payloads(end_prompts), 8)
         servers.stop("end-baseline")
         # SGLang ends an answer two tokens before its context's end.
         assert max(len(a[0]) for a in found if len(a) > 1) == CONTEXT - 42
         assert {a[0] for a in found if len(a) == 1} <= {400}
         return found
-
-    return ask
-
-
-@pytest.fixture
-def compare(servers, short_target, drafter_dir, end_prompts, short_baseline, tmp_path) -> Callable:
-    """Start a server, ask it the same, and look at what its models were given."""
-
-    def ask(draft: Path = drafter_dir, options: tuple[str, ...] = (), every=1, **environment):
-        expected, asked = short_baseline(every, *options), payloads(end_prompts)[::every]
-        positions = tmp_path / "positions.json"
-        environment |= install_plugin(tmp_path, "probes", RECORD)
-        environment[probes.POSITIONS] = str(positions)
-        arguments = (*FP32, *options, *hyperdflash_arguments(draft))
-        server = servers.get("end-hyper", short_target, *arguments, environment=environment)
-        try:
-            assert answers(server, asked, 8) == expected
-            streamed = [payload | {"stream": True} for payload in asked[::5]]
-            assert answers(server, streamed, 1) == expected[::5]
-            for payload in asked:
-                payload["sampling_params"].pop("sampling_seed", None)
-            unseeded = answers(server, asked[1::6], 8)
-            same = zip(unseeded, expected[1::6], strict=True)
-            assert all(len(a[0]) == len(b[0]) for a, b in same if len(b) > 1)
-            most = json.loads(positions.read_text())
-        finally:
-            servers.stop("end-hyper")
-        for name, (position, end) in most.items():
-            assert position < CONTEXT and end <= CONTEXT, (name, position, end)
-        # The last row that answers a token is there.
-        assert most["target"][0] >= CONTEXT - 4, most
 
     return ask
 
@@ -152,27 +110,43 @@ def test_prompts_at_the_context_limit(
     assert greedy(hyper_server, own_prompts[0])["output_ids"] == own_reference[0]
 
 
-@pytest.mark.slow
-def test_answers_to_the_end_of_the_context(compare):
-    compare()
+# Draft's window, arguments, environment.
+EVERY = {WIDTHS: "1,2,3,4,5,6,7"}
+FORMS = {
+    "as it is": (None, (), {}),
+    **{f"width {width}": (None, (), {WIDTH: width}) for width in "1234567"},
+    **{width: (None, (), {WIDTH: width, **EVERY}) for width in ("random", "adaptive")},
+    "truncated": (None, ("--allow-auto-truncate",), {}),
+    "synchronous": (None, ("--disable-overlap-schedule",), {}),
+    "chunked": (None, ("--chunked-prefill-size", "64"), {}),
+    "window": (32, (), {POOL_RATIO: "0.05"}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [*"1234567", "random", "adaptive"])
-def test_answers_of_any_width_to_the_end_of_the_context(compare, width):
-    compare(**{WIDTH: width}, **({} if width.isdigit() else {WIDTHS: "1,2,3,4,5,6,7"}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [("--allow-auto-truncate",), ("--disable-overlap-schedule",), ("--chunked-prefill-size", "64")],
-    ids=" ".join,
-)
-def test_answers_of_other_servers_to_the_end_of_the_context(compare, options):
-    compare(options=options)
-
-
-@pytest.mark.slow
-def test_a_windowed_drafter_to_the_end_of_the_context(compare, drafter_dir, tmp_path):
-    compare(with_window(drafter_dir, tmp_path / "narrow", 32), **{POOL_RATIO: "0.05"})
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_to_the_end_of_the_context(
+    servers, short_target, drafter_dir, end_prompts, short_baseline, tmp_path, form
+):
+    window, options, environment = FORMS[form]
+    expected, asked = short_baseline(*options), payloads(end_prompts)
+    draft = with_window(drafter_dir, tmp_path / "draft", window)
+    arguments = (*FP32, *options, *hyperdflash_arguments(draft))
+    environment = environment | probed(tmp_path, probes.POSITIONS)
+    server = servers.get("end-hyper", short_target, *arguments, environment=environment)
+    try:
+        assert answers(server, asked, 8) == expected
+        streamed = [payload | {"stream": True} for payload in asked[::5]]
+        assert answers(server, streamed, 1) == expected[::5]
+        for payload in asked:
+            payload["sampling_params"].pop("sampling_seed", None)
+        unseeded = answers(server, asked[1::6], 8)
+        same = zip(unseeded, expected[1::6], strict=True)
+        assert all(len(a[0]) == len(b[0]) for a, b in same if len(b) > 1)
+        most = json.loads((tmp_path / "positions.json").read_text())
+    finally:
+        servers.stop("end-hyper")
+    for name, (position, end) in most.items():
+        assert position < CONTEXT and end <= CONTEXT, (name, position, end)
+    # The last row that answers a token is there.
+    assert most["target"][0] >= CONTEXT - 4, most

@@ -38,21 +38,13 @@ class Pair:
     """A prefill and a decode server, asked as SGLang's router asks them; both follow a folder."""
 
     def __init__(self, prefill: Server, decode: Server, bootstrap: int, folder: Path) -> None:
-        self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
-        self.folder = folder
-        self.rooms = count(1)
+        self.prefill, self.decode, self.folder = prefill, decode, folder
+        self.bootstrap, self.rooms = bootstrap, count(1)
 
     def ask(self, _, prompt: list[int], **sampling) -> dict:
-        """Both are sent the request at once; the decode node's answer is the whole one.
-
-        Args:
-            sampling: parameters other than those of a greedy answer.
-        """
-        options = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.bootstrap,
-            "bootstrap_room": next(self.rooms),
-        }
+        """Both are sent the request at once; the decode node's answer is the whole one."""
+        options = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap}
+        options["bootstrap_room"] = next(self.rooms)
         with ThreadPoolExecutor(2) as pool:
             first, whole = pool.map(
                 lambda server: greedy(server, prompt, sampling=sampling, **options),
@@ -72,31 +64,20 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
     bootstrap = free_port()
     common = (*FP32, *hyperdflash_arguments(drafter_dir))
     common += ("--disaggregation-transfer-backend", "mooncake")
-    modes = {
-        # With overlap a cached prefix is sent early, behind a CUDA event.
-        "prefill": (
-            "--disaggregation-bootstrap-port",
-            str(bootstrap),
-            "--disable-overlap-schedule",
-        ),
-        # The other kind of backup is in pinned memory.
-        "decode": ("--disaggregation-decode-retraction-backup", "cpu_tensor"),
-    }
+    # With overlap a cached prefix is sent early, behind a CUDA event.
+    prefill = ("--disaggregation-bootstrap-port", str(bootstrap), "--disable-overlap-schedule")
+    # The other kind of backup is in pinned memory.
+    decode = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
     started = [
-        servers.get(
-            f"pd-{mode}",
-            target_dir,
-            *common,
-            "--disaggregation-mode",
-            mode,
-            *options,
-            environment=environment,
+        servers.get(f"pd-{mode}", target_dir, *common, *options, environment=environment)
+        for mode, options in (
+            ("prefill", ("--disaggregation-mode", "prefill", *prefill)),
+            ("decode", ("--disaggregation-mode", "decode", *decode)),
         )
-        for mode, options in modes.items()
     ]
     yield Pair(*started, bootstrap, folder / "published")
-    for mode in modes:
-        servers.stop(f"pd-{mode}")
+    servers.stop("pd-prefill")
+    servers.stop("pd-decode")
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])

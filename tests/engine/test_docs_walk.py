@@ -1,7 +1,4 @@
-"""What a reader does: the documents' commands, typed in order, in a copy of the checkout.
-
-Every block of shell commands is run unless its mark says why not (``tests/documents.py``).
-"""
+"""The documents' shell commands, typed in order, unless a mark says why not (``documents.py``)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -35,16 +31,14 @@ class Reader:
     """Types one page's commands in a folder; a server runs while blocks name its address."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.server: Server | None = None
-        self.stack = ExitStack()
+        self.folder, self.server = folder, None
         self.answers: list[tuple[str, str]] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.environment = {"PYTHONPATH": str(folder), "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def read(self, page: str) -> None:
         """Run every unmarked block."""
-        with self.stack:
+        try:
             for fence in shell_fences([ROOT / page]):
                 if fence.kind == "background":
                     self.serve(fence)
@@ -54,11 +48,12 @@ class Reader:
                     for words in commands(fence):
                         variables, words = split_environment(words)
                         self.run(words, fence, variables)
-        self.server = None
+        finally:
+            self.stop()
 
     def stop(self) -> None:
-        """End the server, if there is one."""
-        self.stack.close()
+        if self.server is not None:
+            self.server.stop()
         self.server = None
 
     def serve(self, fence: Fence) -> None:
@@ -68,14 +63,10 @@ class Reader:
         start = ["python", "-m", "sglang.launch_server", "--model-path"]
         assert words[:4] == start, fence.where
         # The server runs elsewhere: a relative path of the checkout becomes an absolute one.
-        places = [self.folder / word for word in words[4:]]
-        model, *arguments = [
-            str(place) if place.exists() else word
-            for place, word in zip(places, words[4:], strict=True)
-        ]
+        places = {word: self.folder / word for word in words[4:]}
+        model, *arguments = [str(p) if p.exists() else word for word, p in places.items()]
         log = self.folder / "build" / f"server-{fence.line}.log"
-        server = Server(model, *arguments, log=log, environment=self.environment)
-        self.server = self.stack.enter_context(server)
+        self.server = Server(model, *arguments, log=log, environment=self.environment)
         self.server.wait(START_SECONDS)
 
     def run(self, words: list[str], fence: Fence, variables: dict[str, str] | None = None) -> None:
@@ -96,8 +87,7 @@ class Reader:
 
 @pytest.fixture
 def reader(tmp_path) -> Reader:
-    """A reader in a copy of the checkout, without what its commands have built."""
-    # The metadata of an editable install name the plugin's entry points.
+    """In a copy of the checkout; the metadata of an editable install name our entry points."""
     for name in (*COPIED, *(path.name for path in ROOT.glob("*.egg-info"))):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)

@@ -27,7 +27,7 @@ from tests.waiting import until
 from tests.warm_start.client import start_command
 
 SHAPE = "--layers 1 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 256 --window 0"
-LEARN = "--lr 5e-3 --batch 8 --anchors 8 --every 20 --judges 32 --passes 1000 --threads 1"
+LEARN = "--lr 5e-3 --batch 8 --anchors 8 --every 20 --judges 32 --passes 1000"
 NEW, NAME = 24, "learning-faults"
 Tokens = tuple[int, ...]
 
@@ -35,30 +35,36 @@ Tokens = tuple[int, ...]
 class Learning:
     """A server that records and follows, a learner next to it, and distinct requests."""
 
-    def __init__(self, servers, target_dir, folder, prompts: list[Tokens]) -> None:
-        self.servers, self.target, self.folder = servers, target_dir, folder
+    def __init__(
+        self, servers, target_dir, folder, prompts: list[Tokens], shape=SHAPE, learn=LEARN
+    ) -> None:
+        self.servers, self.target, self.folder, self.options = servers, target_dir, folder, learn
+        self.environment = {RECORD: str(folder / "store"), f"{RECORD}_SHARE": "0"}
+        self.environment[FOLLOW] = str(folder / "published")
         self.prompts, self.asked, self.answers = cycle(prompts), Counter(), {}
         names = ("--target", str(target_dir), "--out", str(folder / "draft"))
-        assert main(["init", *names, *SHAPE.split()]) == 0
+        assert main(["init", *names, *shape.split()]) == 0
         self.busy = threading.Event()
         self.learner: subprocess.Popen | None = None
 
     def start_server(self) -> None:
-        environment = {RECORD: str(self.folder / "store"), f"{RECORD}_SHARE": "0"}
-        environment[FOLLOW] = str(self.folder / "published")
-        arguments = ("--disable-radix-cache", *hyperdflash_arguments(self.folder / "draft"))
-        self.server = self.servers.get(
-            NAME, self.target, *FP32, *arguments, environment=environment
-        )
+        arguments = (*FP32, "--disable-radix-cache", *hyperdflash_arguments(self.folder / "draft"))
+        self.server = self.servers.get(NAME, self.target, *arguments, environment=self.environment)
 
     def start_learner(self) -> None:
-        command = learn_arguments(self.target, self.folder, self.folder, f"{LEARN} --device cpu")
+        options = f"{self.options} --threads 1 --device cpu"
+        command = learn_arguments(self.target, self.folder, self.folder, options)
         with (self.folder / "learn.log").open("wb") as log:
             self.learner = start_command(*command, stdout=log, stderr=subprocess.STDOUT)
 
     def kill_learner(self) -> None:
         self.learner.send_signal(signal.SIGKILL)
         self.learner.wait()
+
+    def stop_learner(self) -> None:
+        """As a user ends it."""
+        self.learner.terminate()
+        assert self.learner.wait(120) == 128 + signal.SIGTERM, self.said()
 
     def kill_server(self) -> None:
         self.servers.stop(NAME)
@@ -134,22 +140,18 @@ def test_kills_lose_nothing_that_was_on_the_disk_and_double_nothing(
             getattr(learning, f"start_{victim}")()
         assert ids(greedy_all(learning.server, own_prompts, 4)) == own_reference
 
-        def is_past(step: int, samples: int, version: int) -> bool:
-            """It has learnt from new samples, and drafts with the version or a later one."""
+        def is_past(end: tuple[int, int, int]) -> bool:
+            """It has learnt from new samples, and drafts with that version or a later one."""
             assert learning.learner.poll() is None, learning.said()
             last = learning.records()[-1]
-            return (
-                last["step"] > step
-                and last["samples"] > samples
-                and learning.drafts_with() >= version
-            )
+            now = last["step"] - 1, last["samples"] - 1, learning.drafts_with()
+            return all(a >= b for a, b in zip(now, end, strict=True))
 
         end = step, len(stored), version.number
-        until(partial(is_past, *end), meanwhile=learning.traffic)
+        until(partial(is_past, end), meanwhile=learning.traffic)
         assert "learner" not in victims or str(step) in learning.said()
     learning.check(stored)
     numbers = [each["published"] for each in learning.records() if "published" in each]
     assert numbers and numbers == sorted(set(numbers))
-    learning.learner.send_signal(signal.SIGTERM)
-    assert learning.learner.wait(120) == 128 + signal.SIGTERM, learning.said()
+    learning.stop_learner()
     learning.kill_server()

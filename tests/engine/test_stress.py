@@ -1,29 +1,18 @@
-"""Everything that can happen to a round at once, on one server: the baseline's answers.
-
-A width drawn every round, prompts in chunks of 32 that share passes with running requests, a pool
-that is too small for eight requests (noticed late, so that some are retracted), custom processors,
-and grammars whose matchers fail on purpose.
-"""
+"""Random widths, chunked prompts, retractions, processors and failing grammars on one server."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 import torch
 
-from sglang_hyperdflash.draft.algorithm import propose_block
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
-from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine import probes
 from tests.engine.asking import (
     ASKED,
@@ -49,10 +38,10 @@ from tests.engine.conftest import (
     greedy_together,
     ids,
     install_plugin,
+    probed,
     retractions,
 )
-from tests.engine.drafters import assert_varied
-from tests.engine.test_train_and_serve import replayed
+from tests.engine.test_train_and_serve import compare_drafts
 from tests.waiting import until
 
 pytestmark = pytest.mark.xdist_group("stress")
@@ -95,12 +84,9 @@ def folder(tmp_path_factory):
     params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)],
 )
 def server(request, servers, target_dir, drafter_dir, folder):
-    environment = {WIDTH: RANDOM, WIDTHS: "1,2,4,7", probes.BLOCKS: str(folder / "blocks.jsonl")}
-    own = folder / request.param
-    own.mkdir()
-    plugins = {"optimistic": OPTIMISTIC, "failing": FAILING, "probes": probes.PLUGIN}
-    for name, source in plugins.items():
-        environment |= install_plugin(own, name, source)
+    environment = {WIDTH: RANDOM, WIDTHS: "1,2,4,7"} | probed(folder, probes.BLOCKS)
+    for name, source in {"optimistic": OPTIMISTIC, "failing": FAILING}.items():
+        environment |= install_plugin(folder, name, source)
     arguments = (*FP32, *SMALL_POOL, "--enable-metrics", "--enable-mixed-chunk", PROCESSORS)
     arguments += ("--chunked-prefill-size", "32", "--grammar-backend", request.param)
     arguments += hyperdflash_arguments(drafter_dir)
@@ -127,23 +113,21 @@ def test_greedy_answers(server, own_prompts, own_reference):
     assert [a[: NEW_TOKENS - 50] for a in found] == [r[50:] for r in own_reference]
 
 
-@pytest.fixture
-def shared(request) -> Callable[[Iterable[str]], list[str]]:
-    """Chooses cases: llguidance reads JSON schemas and EBNF otherwise than the baseline."""
-    other = request.node.callspec.params["server"] == "llguidance"
+def shared(server: Server, names: Iterable[str]) -> list[str]:
+    """llguidance reads JSON schemas and EBNF otherwise than the baseline."""
     differ = {name for name, setting in ASKED.items() if {"json_schema", "ebnf"} & setting.keys()}
-    differ.add("all and processor")
-    return lambda names: [name for name in names if not (other and name in differ)]
+    differ |= {"all and processor"}
+    return [name for name in names if "xgrammar" in server.log.name or name not in differ]
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(UNPROCESSED, marks=pytest.mark.slow)])
-def test_answers_are_the_baselines(server, own_prompts, baseline, names, shared):
-    assert_cases(server, shared((*names, "regex")), own_prompts, baseline)
+def test_answers_are_the_baselines(server, own_prompts, baseline, names):
+    assert_cases(server, shared(server, (*names, "regex")), own_prompts, baseline)
 
 
-def test_a_processor_is_called_once_a_token(server, own_prompts, baseline, shared):
+def test_a_processor_is_called_once_a_token(server, own_prompts, baseline):
     """A draft, rejected or not, would be one call more."""
-    assert_cases(server, shared(PROCESSED), own_prompts, baseline)
+    assert_cases(server, shared(server, PROCESSED), own_prompts, baseline)
 
 
 def test_retraction_changes_nothing(server, own_prompts, baseline):
@@ -157,17 +141,15 @@ def test_retraction_changes_nothing(server, own_prompts, baseline):
 
 def test_requests_hold_while_others_prompts_are_computed(server, own_prompts, baseline):
     """A grammar's and other kinds by turns, each with a long prompt, a chunk at a time."""
-    short = payloads("regex", own_prompts)
-    short += [payloads(n, own_prompts)[4 + i] for i, n in enumerate(("penalties", "repetition"))]
-    expected = [choices[0]["ids"] for choices in baseline["regex"]]
-    expected += [baseline[n][4 + i][0]["ids"] for i, n in enumerate(("penalties", "repetition"))]
-    long = [[t for p in own_prompts[i:] + own_prompts[:i] for t in p][:400] for i in range(6)]
+    chosen = [("regex", 0), ("penalties", 4), ("regex", 1), ("repetition", 5), ("regex", 2)]
     prompts, parameters = [], []
-    for i in (0, 4, 1, 5, 2, 3):
-        prompts += [short[i]["input_ids"], long[i]]
-        parameters += [short[i]["sampling_params"], sampled(i, max_new_tokens=2)]
+    for i, (name, number) in enumerate(chosen):
+        short = payloads(name, own_prompts)[number]
+        long = [t for p in own_prompts[i:] + own_prompts[:i] for t in p][:400]
+        prompts += [short["input_ids"], long]
+        parameters += [short["sampling_params"], sampled(i, max_new_tokens=2)]
     found = together(server, prompts, parameters)[::2]
-    assert found == [expected[i] for i in (0, 4, 1, 5, 2, 3)]
+    assert found == [baseline[name][number][0]["ids"] for name, number in chosen]
 
 
 def test_drafting_stops_while_a_custom_processor_is_in_the_batch(server, own_prompts, baseline):
@@ -198,61 +180,33 @@ def test_every_block_reads_its_own_request_alone(
     server, target_dir, drafter_dir, own_prompts, folder
 ):
     """It is the trainer's: slots are used again, prompts come in chunks, prefixes are cached."""
-    log = folder / "blocks.jsonl"
-    log.unlink(missing_ok=True)
-    prompts, texts = own_prompts[:6], {}
-    sampling = {"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}
-    for turn in ("first", "again", "third", "fourth"):
-        names = [f"{turn} {i}" for i in range(len(prompts))]
-        found = server.generate(input_ids=prompts, rid=names, sampling_params=sampling)
-        each = zip(names, prompts, found, strict=True)
-        texts |= {name: prompt + answer["output_ids"] for name, prompt, answer in each}
-    blocks: dict[str, list] = {}
-    for line in log.read_text().splitlines():
-        request, *block = json.loads(line)
-        # Only a causal drafter's narrow block is the start of a whole one.
-        if request in texts and block[0] < len(texts[request]) and len(block) == 8:
-            blocks.setdefault(request, []).append(block)
-    target, drafter, compared = LocalTarget(target_dir), Drafter.load(drafter_dir).eval(), []
-    replay = Replay(drafter, target)
-    for request, tokens in texts.items():
-        sample = Sample.continuation(tokens, len(prompts[int(request.split()[1])]))
-        states = FeatureCache(target, [sample], dtype=torch.float32).states([0])
-        anchors = [at for at, *_ in blocks[request]]
-        drafts = [block for _, _, *block in blocks[request]]
-        assert replayed(replay, sample, states, anchors) == drafts
-        at, anchor, *block = blocks[request][-1]
-        assert anchor == tokens[at]
-        assert propose_block(target, drafter, tokens[: at + 1]) == block
-        compared += drafts
-    assert len(compared) >= 30
-    assert_varied(compared)
+    log, prompts = folder / "blocks.jsonl", own_prompts[:6]
+    compare_drafts(server, log, target_dir, drafter_dir, prompts, 48, turns=4, least=30)
 
 
 def test_metrics_count_the_drafts_of_narrow_rounds(server, own_prompts):
-    rounds = sum(samples(server, ROUNDS).values())
-    before = [by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)]
+    def counted() -> torch.Tensor:
+        """Accepted and drafted tokens by position."""
+        both = [by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)]
+        return torch.tensor([[one[str(k)] for k in range(1, 7)] for one in both])
+
+    rounds, before = sum(samples(server, ROUNDS).values()), counted()
     found = greedy_all(server, own_prompts[:6], 2)
-    accepted, drafted = (
-        [now[str(k)] - then[str(k)] for k in range(1, 7)]
-        for now, then in zip(
-            (by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)),
-            before,
-            strict=True,
-        )
-    )
+    accepted, drafted = (counted() - before).tolist()
     histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in found]
     assert accepted == [sum(sum(h[k:]) for h in histograms) for k in range(1, 7)]
     caps = [sum(column) for column in zip(*map(caps_of, found), strict=True)]
     assert drafted == drafted_positions(caps, 6) == [sum(caps[k + 1 :]) for k in range(1, 7)]
     assert sum(samples(server, ROUNDS).values()) - rounds == sum(caps) > drafted[0]
     assert set(by_label(server, WIDTH_ROUNDS, "width")) == {"1", "2", "4", "7"}
-    for details in (answer["meta_info"] for answer in found):
-        caps = details["spec_cap_lens_histogram"]
-        proposed = sum((width - 1) * rounds for width, rounds in enumerate(caps) if rounds)
+    for answer, histogram in zip(found, histograms, strict=True):
+        details, caps = answer["meta_info"], caps_of(answer)
+        correct = sum(i * n for i, n in enumerate(histogram))
+        proposed = sum(width * n for width, n in enumerate(caps)) - sum(caps)
+        assert details["spec_num_correct_drafts"] == correct
         assert details["spec_num_proposed_drafts"] == proposed > 0
-        rate = details["spec_num_correct_drafts"] / proposed
-        assert details["spec_accept_rate"] == pytest.approx(rate)
+        assert details["spec_accept_rate"] == pytest.approx(correct / proposed)
+        assert details["spec_verify_ct"] == sum(caps) == sum(histogram)
 
 
 def ask(server, prompt: list[int], **sampling) -> requests.Response:

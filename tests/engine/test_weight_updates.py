@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import requests
@@ -23,13 +22,6 @@ from tests.engine.drafters import with_idle_head
 from tests.engine.reference_decoder import block_draft, decode
 
 COMPARED = 36
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory, drafter_dir) -> Path:
-    """Another trained drafter in the shape of the committed one."""
-    folder = tmp_path_factory.mktemp("other") / "drafter"
-    return with_idle_head(EXAMPLE / "hyperdflash", folder, like=drafter_dir)
 
 
 def update(server, target) -> requests.Response:
@@ -61,10 +53,12 @@ def updated(servers, target_dir, drafter_dir) -> Iterator[Server]:
 
 @pytest.mark.parametrize("which", ["other", "first"])
 def test_a_new_drafter_drafts_as_if_the_server_had_started_with_it(
-    updated, target_dir, drafter_dir, other, own_prompts, which
+    updated, target_dir, drafter_dir, own_prompts, tmp_path, which
 ):
     """Round by round what the plain decoder finds: what is derived from weights is rebuilt."""
-    draft = other if which == "other" else drafter_dir
+    draft = drafter_dir
+    if which == "other":
+        draft = with_idle_head(EXAMPLE / "hyperdflash", tmp_path / "other", like=drafter_dir)
     tensors = load_file(draft / "model.safetensors")
     names = sorted(tensors)
     for part in (names[:9], names[9:]):  # as trainers send buckets

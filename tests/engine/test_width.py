@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.scheduler.metrics import REQUESTS, SECONDS, WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width.settings import ADAPTIVE, FULL, RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.engine.asking import FEW, assert_cases, by_label, samples
+from tests.engine.asking import FEW, UNPROCESSED, assert_cases, by_label, samples
 from tests.engine.conftest import FP32, TOOL_CALLS, greedy_all, ids, probed
-from tests.engine.drafters import with_window
+from tests.engine.drafters import poisoned, with_window
+from tests.engine.test_sampling import assert_the_distribution_holds, contexts  # noqa: F401
 
 pytestmark = pytest.mark.xdist_group("pair")
 EVERY = {WIDTHS: "1,2,4,7"}
@@ -29,7 +32,6 @@ def test_a_server_that_times_its_rounds(
     server = servers.get("adaptive", target_dir, *arguments, environment=environment)
     states = [json.loads((f / "state.json").read_text()) for f in (probe_folder, tmp_path)]
     assert states[0] == states[1]
-    assert states[0]["row tokens"] == states[0]["target layers with K/V"] == 0
     timed = [{int(dict(k)[REQUESTS]) for k in samples(s, SECONDS)} for s in (server, hyper_server)]
     assert timed == [{1, 4}, set()]
     assert ids(greedy_all(server, own_prompts, 8)) == baseline["own"]
@@ -54,34 +56,62 @@ def test_timing_a_window_leaves_nothing(servers, target_dir, drafter_dir, tmp_pa
     assert states[0] == states[1] and states[0]["window"] == 0
 
 
+FEW_REQUESTS = ("--max-running-requests", "8")
+NARROW, RANDOMLY = {POOL_RATIO: "0.0068"}, {WIDTH: RANDOM, **EVERY}
+RANKS = ("--tp-size", "2")
+SYNCHRONOUS = ("--disable-overlap-schedule",)
+# How the committed drafter is changed, arguments and environment.
 FORMS = {
-    **{f"width {width}": ((), {WIDTH: str(width)}) for width in (1, 2, 4)},
-    "synchronous": (("--disable-overlap-schedule",), {WIDTH: RANDOM, **EVERY}),
-    "window": (
-        ("--max-running-requests", "8"),
-        {WIDTH: RANDOM, POOL_RATIO: "0.0068", **EVERY},
-    ),
-    "default": ((), {WIDTH: ""}),
+    **{f"width {width}": ("", (), {WIDTH: str(width)}) for width in (1, 2, 4)},
+    "synchronous": ("", SYNCHRONOUS, RANDOMLY),
+    "window": ("window", FEW_REQUESTS, RANDOMLY | NARROW),
+    "default": ("", (), {WIDTH: ""}),
+    "two ranks": ("", RANKS, RANDOMLY),
+    "two adaptive ranks": ("", RANKS, {WIDTH: ADAPTIVE, **EVERY}),
+    "two ranks of a window": ("window", (*RANKS, *FEW_REQUESTS), NARROW),
+    # Drafts that are nearly never right.
+    "random": ("random", ("--enable-deterministic-inference", *SYNCHRONOUS), {}),
+    # The weights are finite, their products are not: nothing refuses them.
+    "nan": ("nan", (), {}),
 }
+
+
+def changed(drafter: Path, folder: Path, change: str) -> Path:
+    if change == "random":
+        return poisoned(drafter, folder)
+    with_window(drafter, folder, 32 if change == "window" else None)
+    if change == "nan":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["norm.weight"].fill_(3e38)
+        save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_other_ways_to_serve(
-    servers, target_dir, drafter_dir, own_prompts, baseline, tmp_path, form
+    servers,
+    contexts,  # noqa: F811
+    target_dir,
+    drafter_dir,
+    own_prompts,
+    baseline,
+    tmp_path,
+    form,
 ):
-    draft, (arguments, environment) = drafter_dir, FORMS[form]
-    if form == "window":
-        draft = with_window(drafter_dir, tmp_path / "narrow", 32)
+    change, arguments, environment = FORMS[form]
+    draft = changed(drafter_dir, tmp_path / "draft", change)
     arguments = (*FP32, "--enable-metrics", *arguments, *hyperdflash_arguments(draft))
     server = servers.get("width", target_dir, *arguments, environment=environment)
-    for _ in range(2):
-        assert_cases(server, ["mixed"], own_prompts, baseline)
+    for names in (UNPROCESSED, ["mixed"]):
+        assert_cases(server, names, own_prompts, baseline)
         found = greedy_all(server, own_prompts, 8)
         assert ids(found) == baseline["own"]
     if form.startswith("width"):
         histograms = [a["meta_info"].get("spec_correct_drafts_histogram", []) for a in found]
         assert max(map(len, histograms)) == int(form[-1])
+    if form.startswith("width") or change == "nan":
+        assert_the_distribution_holds(contexts, server, 1)
     if form == "default":
         assert sorted(by_label(server, WIDTH_ROUNDS, "width")) == ["1", "7"]
     servers.stop("width")

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from tests.waiting import until
 from tests.warm_start import client
 
 SECONDS = 600.0
 COMMAND = tuple(client.COMMAND)
-EVAL = (sys.executable, "-m", "eval")
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,13 @@ class Subject:
     """A long command and how to see what it does.
 
     Attributes:
-        arguments: of ``hyperdflash``, for a folder that receives all its files.
-        units: how many units it works through. result: what must be equal after any fault.
+        arguments: for a folder that receives all its files. launcher: what runs them.
+        units: how many it works through. result: what must be equal after any fault.
         data: a file to flip a byte in. hashed: whether every flipped byte of it is noticed; else
             one unit may differ. lines: in the folder, a file of JSON lines to tear, if any.
         on_disk: how many units are; without it, the lines of that file.
-        launcher: what runs the arguments. start: starts the process.
-        kill_helper: ends what the command depends on (a server, a child), or None without any.
-        restore_helper: brings it back.
+        start: starts the process. ends: its status after a good end.
+        kill_helper: ends what the command depends on, a child.
     """
 
     arguments: Callable[[Path], list[str]]
@@ -49,13 +48,13 @@ class Subject:
     hashed: bool = True
     launcher: tuple[str, ...] = COMMAND
     start: Callable[..., subprocess.Popen] = subprocess.Popen
+    ends: int = 0
     kill_helper: Callable[[subprocess.Popen], None] | None = None
-    restore_helper: Callable[[], None] = lambda: None
 
     @property
     def launched(self) -> bool:
         """By a launcher with processes of its own."""
-        return self.launcher not in (COMMAND, EVAL)
+        return self.launcher != COMMAND
 
     def done(self, folder: Path) -> int:
         """Units on disk."""
@@ -66,25 +65,19 @@ class Subject:
 
 
 class Runs:
-    """The runs of one subject into one new folder; ``said``: what the last one said on stderr.
-
-    That is read from a pipe: a log file could not grow on a full disk.
-    """
+    """The runs of one subject into one new folder; ``said``: what the last one said on stderr."""
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         self.subject, self.folder, self.said = subject, folder, ""
-        self.heard: dict[int, tuple[threading.Thread, list[bytes]]] = {}
+        self.heard: dict[int, Future[bytes]] = {}
         folder.mkdir(parents=True)
 
     def start(self) -> subprocess.Popen:
         command = [*self.subject.launcher, *self.subject.arguments(self.folder)]
-        process = self.subject.start(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-        )
-        said: list[bytes] = []
-        listen = threading.Thread(target=lambda: said.append(process.stderr.read()), daemon=True)
-        listen.start()
-        self.heard[process.pid] = (listen, said)
+        # A pipe: a log file could not grow on a full disk.
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = self.subject.start(command, **pipes, start_new_session=True)
+        self.heard[process.pid] = ThreadPoolExecutor(1).submit(process.stderr.read)
         return process
 
     def end(self, process: subprocess.Popen, *, killed: bool = False) -> int:
@@ -94,26 +87,22 @@ class Runs:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        listen, said = self.heard.pop(process.pid)
-        listen.join(SECONDS)
-        self.said = b"".join(said).decode(errors="replace")
+        self.said = self.heard.pop(process.pid).result(SECONDS).decode(errors="replace")
         # A launcher (torchrun) prints its own; frames of ours may not be in them.
-        ours = r'File "[^"]*/(sglang_hyperdflash|eval)/' if self.subject.launched else ""
+        ours = r'File "[^"]*/sglang_hyperdflash/' if self.subject.launched else ""
         _, *tracebacks = self.said.split("Traceback (most recent call last)")
         assert killed or not any(re.search(ours, each) for each in tracebacks), self.said
-        return code
+        return 0 if code == self.subject.ends else code
 
     def until(self, process: subprocess.Popen, share: float) -> bool:
         """Wait for a share of the units; False when the command ended before."""
-        wanted, deadline = round(share * self.subject.units), time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
+
+        def reached() -> bool:
             begun = any(self.folder.glob("**/*.hyperdflash.json"))
-            if begun and self.subject.done(self.folder) >= wanted:
-                return True
-            if process.poll() is not None:
-                return False
-            time.sleep(0.005)
-        raise AssertionError(f"no {wanted} units after {SECONDS:.0f} s")
+            return begun and self.subject.done(self.folder) >= round(share * self.subject.units)
+
+        until(lambda: reached() or process.poll() is not None, meanwhile=lambda: time.sleep(0.005))
+        return reached()
 
     def finish(self) -> list:
         """Run until the command ends well, doing what its errors advise; returns the result."""
@@ -139,18 +128,18 @@ class Runs:
         assert self.folder in place.parents, advice
 
 
-def everyone(process: subprocess.Popen) -> list[int]:
-    """Ids of a command and all that it started; a launcher's processes have groups of their own."""
+def everyone(process: subprocess.Popen) -> list[psutil.Process]:
+    """A command and all that it started; a launcher's processes have groups of their own."""
     with suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children(recursive=True)
-        return [process.pid, *(child.pid for child in children)]
-    return [process.pid]
+        parent = psutil.Process(process.pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
 
 
 def to_all(process: subprocess.Popen, number: int) -> None:
     for each in everyone(process):
-        with suppress(ProcessLookupError):
-            os.kill(each, number)
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
 
 
 def kill(runs: Runs, share: float) -> None:
@@ -176,9 +165,9 @@ def fill_disk(runs: Runs) -> None:
     """
     process = runs.start()
     if runs.until(process, 0.5):
-        for each in everyone(process) if runs.subject.launched else [process.pid]:
-            with suppress(ProcessLookupError):
-                resource.prlimit(each, resource.RLIMIT_FSIZE, (64, 64))
+        for each in everyone(process)[: None if runs.subject.launched else 1]:
+            with suppress(psutil.NoSuchProcess):
+                each.rlimit(psutil.RLIMIT_FSIZE, (64, 64))
     if runs.end(process):  # 0: it was through before
         assert "cannot write" in runs.said, runs.said
 
@@ -188,7 +177,6 @@ def kill_helper(runs: Runs) -> None:
     runs.until(process, 0.5)
     runs.subject.kill_helper(process)
     runs.end(process)
-    runs.subject.restore_helper()
 
 
 def second_run(runs: Runs) -> None:
@@ -218,11 +206,9 @@ def flip_byte(runs: Runs) -> None:
     path.write_bytes(bytes(content))
 
 
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FAULTS: dict[str, Callable[[Runs], None]] = {
-    **{
-        f"kill -9 at {share:.0%}": lambda runs, share=share: kill(runs, share)
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
-    },
+    **{f"kill -9 at {share:.0%}": partial(kill, share=share) for share in SHARES},
     "Ctrl-C": interrupt,
     "disk full": fill_disk,
     "helper dies": kill_helper,
@@ -234,10 +220,5 @@ FAULTS: dict[str, Callable[[Runs], None]] = {
 
 def different(expected: list, result: list) -> int:
     """Units that are lost, or those that are new, whichever are more."""
-    rest, lost = list(result), 0
-    for unit in expected:
-        if unit in rest:
-            rest.remove(unit)
-        else:
-            lost += 1
-    return max(lost, len(rest))
+    wanted, got = Counter(map(repr, expected)), Counter(map(repr, result))
+    return max((wanted - got).total(), (got - wanted).total())

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
 from contextlib import suppress
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.published import current
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.trainer import read_state, saved_states
 from tests.conftest import EXAMPLE
-from tests.faults.matrix import EVAL, Subject
-from tests.unit.commands.native_server import Answers
-from tests.unit.eval.fake_server import FakeServer, lengths
+from tests.faults.matrix import Subject
 from tests.unit.training import streams
 
 TARGET = str(EXAMPLE / "target")
-STEPS, PROMPTS = 8, 8
-BENCHMARKS, ROUNDS = ("one", "two"), 2
-SHARDS = 8
-# A version for each checkpoint, every 20 steps until 320 samples were drawn twice.
-VERSIONS, RECORDED = 4, 320
+STEPS = PROMPTS = SHARDS = 8
+VERSIONS, RECORDED = 4, 320  # every 20 steps until the samples were drawn twice
 LEARN = "--lr 5e-3 --batch 8 --anchors 8 --every 20 --passes 2 --threads 1 --device cpu"
 DRAFTER_FILES = ("config.json", "model.safetensors")
 TORCHRUN = (
@@ -39,7 +32,6 @@ TORCHRUN = (
     *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
     *("-m", "sglang_hyperdflash.cli"),
 )
-UNTIL_IT_WAITS = (sys.executable, "-m", "tests.faults.until_it_waits")
 SCHEDULE = """
 target = "{target}"
 draft = "{folder}/draft"
@@ -62,10 +54,7 @@ ENGINE += ["--engine-args", json.dumps({"max_total_tokens": 8192, "mem_fraction_
 
 def prepare(folder: Path) -> None:
     """A drafter, training data and prompts that all subjects share."""
-    sizes = "--layers 1 --heads 2 --kv-heads 1 --head-dim 32 --intermediate-size 64"
-    sizes += " --dependency-rank 0"
-    init = ["init", "--target", TARGET, "--out", str(folder / "draft"), *sizes.split()]
-    assert main(init) == 0
+    streams.new_drafter(LocalTarget(TARGET)).save(folder / "draft")
 
     def write(name: str, lines: list[dict[str, Any]]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -76,8 +65,6 @@ def prepare(folder: Path) -> None:
         chats = [(f"Count from {i}", " ".join([count] * copies)) for i, count in enumerate(counts)]
         write(name, [{"instruction": a, "output": b} for a, b in chats])
     write("prompts", [{"prompt": f"Tom has {i} apples."} for i in range(PROMPTS)])
-    for name in BENCHMARKS:
-        write(name, [{"turns": [f"{name} {i}?", "And then?"]} for i in range(2)])
 
 
 def records(path: Path, *names: str) -> list[dict[str, Any]]:
@@ -89,32 +76,13 @@ def parsed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def answering(arguments: Callable[[str], list[str]], *names: str, **more) -> Subject:
-    """A command that writes a line for each prompt to ``out.jsonl``.
-
-    Args:
-        arguments: of the command, given the output file. names: fields that are compared.
-    """
-    name = "out.jsonl"
-    return Subject(
-        arguments=lambda folder: arguments(str(folder / name)),
-        units=PROMPTS,
-        result=lambda folder: records(folder / name, "index", "digest", *names),
-        data=lambda folder: folder / name,
-        lines=name,
-        hashed=False,
-        **more,
-    )
-
-
 def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subject:
     """``train``: weights and card byte for byte, and every line of the log once."""
 
     def arguments(folder: Path) -> list[str]:
         config = folder / "train.toml"
         config.write_text(SCHEDULE.format(target=TARGET, folder=shared, out=folder, steps=STEPS))
-        work = str(folder / "work")
-        return ["train", "--config", str(config), "--work", work, "--threads", "1"]
+        return ["train", "--config", str(config), "--work", str(folder / "work"), "--threads", "1"]
 
     log = "work/stage-1/training_log.jsonl"
 
@@ -143,9 +111,8 @@ def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subjec
 def learning(shared: Path) -> Subject:
     """``learn`` on a store that does not change, until it has drawn that often enough.
 
-    A unit is a version: a kill comes while it is published. Training, the candidates' taus and what
-    is published in the end are compared. What a checkpoint that is repeated was compared with is
-    not: that is its own version by then, and it publishes nothing.
+    A unit is a version: a kill comes while it is published. What a repeated checkpoint was judged
+    by is not compared: that is its own version by then.
     """
     store = shared / "store"
     if not store.is_dir():
@@ -179,63 +146,50 @@ def learning(shared: Path) -> Subject:
         result=result,
         data=lambda folder: saved_states(folder / "work")[-1],
         lines=log,
-        launcher=UNTIL_IT_WAITS,
+        start=until_it_waits,
+        ends=128 + signal.SIGTERM,
     )
 
 
-class Line:
-    """The connections of an HTTP server, which can be cut: for its clients the server has died."""
+def until_it_waits(command: list[str], **options) -> subprocess.Popen:
+    """Start a command without an end; it is ended, as a user ends it, once it waits for samples."""
+    options |= {"stdout": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
+    process = subprocess.Popen(command, **options)
 
-    def __init__(self, server: ThreadingHTTPServer) -> None:
-        self.open, self.ends = True, list[socket.socket]()
-        server.verify_request = self._connected
-        # What a subject needs of it.
-        self.helper = {"kill_helper": self.cut, "restore_helper": self.restore}
+    def watch() -> None:
+        for line in process.stdout:
+            if b"waiting for new samples" in line:
+                process.terminate()
 
-    def _connected(self, end: socket.socket, _address) -> bool:
-        self.ends.append(end)
-        return self.open
-
-    def cut(self, _process: subprocess.Popen) -> None:
-        self.open = False
-        for end in self.ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        self.ends.clear()
-
-    def restore(self) -> None:
-        self.open = True
-
-
-def regenerating(shared: Path) -> Subject:
-    """``regenerate``, against a server without a model."""
-    server = Answers(delay=0.2)
-
-    def arguments(out: str) -> list[str]:
-        options = ["--temperature", "0", "--max-new-tokens", "16", "--concurrency", "2"]
-        options += ["--input", str(shared / "data.jsonl"), "--output", out]
-        return ["regenerate", "--server", server.url, "--target", TARGET, *options]
-
-    return answering(arguments, "messages", "samples", **Line(server).helper)
+    threading.Thread(target=watch, daemon=True).start()
+    return process
 
 
 def kill_scheduler(process: subprocess.Popen) -> None:
     """End the engine's scheduler, as a crash of the model would."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
-                    child.send_signal(signal.SIGKILL)
+            if "scheduler" in " ".join([child.name(), *child.cmdline()]):
+                child.kill()
 
 
 def generating(shared: Path) -> Subject:
-    """``generate``, greedy."""
+    """``generate``, greedy: a line for each prompt."""
+    name = "out.jsonl"
 
-    def arguments(out: str) -> list[str]:
-        options = ["--input", str(shared / "prompts.jsonl"), "--output", out, *ENGINE]
-        return ["generate", "--model", TARGET, "--max-new-tokens", "16", *options]
+    def arguments(folder: Path) -> list[str]:
+        options = ["--input", str(shared / "prompts.jsonl"), "--output", str(folder / name)]
+        return ["generate", "--model", TARGET, "--max-new-tokens", "16", *options, *ENGINE]
 
-    return answering(arguments, "outputs", kill_helper=kill_scheduler)
+    return Subject(
+        arguments=arguments,
+        units=PROMPTS,
+        result=lambda folder: records(folder / name, "index", "digest", "outputs"),
+        data=lambda folder: folder / name,
+        lines=name,
+        hashed=False,
+        kill_helper=kill_scheduler,
+    )
 
 
 def capturing(shared: Path) -> Subject:
@@ -263,39 +217,4 @@ def capturing(shared: Path) -> Subject:
         lines="states/manifests/capture-1-of-1.jsonl",
         data=lambda folder: shards(folder)[0],
         kill_helper=kill_scheduler,
-    )
-
-
-def comparing(shared: Path) -> Subject:
-    """``eval run``: one server without a model stands for both methods."""
-    server = FakeServer(lengths(4), [1, 1], delay=0.05)
-
-    def arguments(folder: Path) -> list[str]:
-        files = ",".join(str(shared / f"{name}.jsonl") for name in BENCHMARKS)
-        options = ["--target", TARGET, "--methods", "baseline,hyperdflash6", "--benchmarks", files]
-        options += ["--num-prompts", "2", "--max-new-tokens", "8", "--rounds", str(ROUNDS)]
-        servers = ["--server", f"baseline={server.url}", "--server", f"hyperdflash6={server.url}"]
-        return ["run", *options, *servers, "--out", str(folder / "run")]
-
-    def units(folder: Path) -> list[Path]:
-        return sorted((folder / "run" / "units").glob("*/*.json"))
-
-    def result(folder: Path) -> list[Any]:
-        answers = [
-            (path.name, path.parent.name, [a["output_ids"] for a in json.loads(text)["answers"]])
-            for path in units(folder)
-            for text in [path.read_text()]
-        ]
-        rows = json.loads((folder / "run" / "results.json").read_text())["rows"]
-        names = ("method", "benchmark", "num_prompts", "identical_to_baseline")
-        return answers + [[row.get(name) for name in names] for row in rows]
-
-    return Subject(
-        arguments=arguments,
-        units=ROUNDS * len(BENCHMARKS) * 3,  # both methods and the noise floor
-        on_disk=lambda folder: len(units(folder)),
-        result=result,
-        data=lambda folder: units(folder)[0],
-        launcher=EVAL,
-        **Line(server.server).helper,
     )

@@ -18,15 +18,12 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "train": subjects.training,
     "learn": subjects.learning,
     "train-of-two": lambda shared: subjects.training(shared, processes=2),
-    "regenerate": subjects.regenerating,
-    "eval-run": subjects.comparing,
     "generate": subjects.generating,
     "capture": subjects.capturing,
     # Forked from a process that has done the imports: what every run of the tests can afford.
     "train-warm": lambda shared: subjects.training(shared, start=client.start),
 }
-# One process has no helper; a comparison writes no file of lines.
-CANNOT = {(name, "helper dies") for name in ("train", "learn")} | {("eval-run", "torn last line")}
+CANNOT = {(name, "helper dies") for name in ("train", "learn")}  # one process has none
 SHORT = [("train-warm", fault) for fault in ("kill -9 at 50%", "disk full", "second run")]
 EVERY = [(name, fault) for name in SUBJECTS if name != "train-warm" for fault in FAULTS]
 CELLS = [pytest.param(*cell, marks=pytest.mark.faults) for cell in EVERY if cell not in CANNOT]

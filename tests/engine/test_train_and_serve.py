@@ -45,7 +45,7 @@ def served_blocks(
     anchors, drafts = ({name: [] for name in texts} for _ in range(2))
     for request, place, anchor, *block in map(json.loads, log.read_text().splitlines()):
         # Only a causal drafter's narrow block is the start of a whole one.
-        if len(block) == 6 and place < len(texts[request]):
+        if len(block) == 6 and place < len(texts.get(request, ())):
             assert anchor == texts[request][place]
             anchors[request].append(place)
             drafts[request].append(block)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import FP32
-from tests.engine.drafters import with_config
 from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, finish, start
 
@@ -43,8 +42,10 @@ REFUSED = {
 
 
 def test_flags_and_targets_through_sglangs_own_resolution(tmp_path, target_dir, drafter_dir):
+    plain = shutil.copytree(target_dir, tmp_path / "plain")
     fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    plain = with_config(target_dir, tmp_path / "plain", **fields)
+    fields |= {"hidden_size": 256, "vocab_size": 1363}
+    (plain / "config.json").write_text(json.dumps(fields))
     asked = []
     for name, arguments in REFUSED.items():
         target = plain if name == "hyper-connection" else target_dir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -116,6 +117,14 @@ def run_options(data: Path, out: Path, target: FakeServer, ours: FakeServer) -> 
 def run_command(data: Path, out: Path, target: FakeServer, ours: FakeServer, *more: str) -> int:
     """``python -m eval run`` of :func:`run_options`; its exit code."""
     return main([*run_options(data, out, target, ours), *more])
+
+
+def in_a_process(command: list[str], log: Path) -> None:
+    """``python -m eval`` with its output in a file; for a process that a test stops."""
+    with log.open("w") as file:
+        sys.stderr = sys.stdout = file
+        code = main(command)
+    sys.exit(code)
 
 
 def rows_of(out: Path) -> dict[str, dict]:

@@ -1,19 +1,22 @@
-"""``python -m eval run``: rows, resume, and one owner of a folder.
-
-``tests/faults`` stops it in every way, also with a full disk.
-"""
+"""``python -m eval run``: rows, resume, one owner of a folder, and nothing that is lost."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import multiprocessing
 import os
+import signal
+from threading import Event
 
 import pytest
 
 from eval.runner import read_sealed, write_sealed
+from sglang_hyperdflash.tools import atomic
 from sglang_hyperdflash.tools.ownership import claim
-from tests.unit.eval.fake_server import rows_of, run_command, run_options
+from tests.unit.eval.fake_server import in_a_process, rows_of, run_command, run_options
+from tests.waiting import PATIENCE, until
 
 
 def timeless(out) -> list[dict]:
@@ -115,6 +118,59 @@ def test_a_server_that_dies_costs_its_cells_only_and_they_are_tried_again(data, 
     assert len(ours.requests) + len(target.requests) == asked + 6
     rows = rows_of(out)
     assert "error" not in rows["hyperdflash6"] and rows["hyperdflash6"]["rounds"] == 2
+
+
+def test_a_run_that_is_stopped_again_and_again_ends_as_an_undisturbed_one(
+    data, tmp_path, fake, finished
+):
+    """Its 36 requests are three turns of two, of three methods, twice."""
+    # This process has threads, so it cannot be forked safely.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["tests.unit.eval.fake_server"])
+    target, ours = fake(4, []), fake(4, [1, 0, 2])
+    out, log, whole = tmp_path / "out", tmp_path / "log", 0
+
+    def asked() -> int:
+        return len(ours.requests) + len(target.requests)
+
+    ends = ((signal.SIGKILL, 1), (signal.SIGKILL, 15), (signal.SIGINT, 8), (signal.SIGTERM, 8))
+    for end, after in ends:
+        before, answered, released = asked(), itertools.count(1), Event()
+        for server in (target, ours):  # the last one's answer does not come: nothing waits for it
+            server.before = lambda n=answered, m=after, go=released: next(n) < m or go.wait()
+        command = run_options(data, out, target, ours)
+        process = processes.Process(target=in_a_process, args=(command, log), daemon=True)
+        process.start()
+        until(lambda n=before + after, p=process: asked() >= n or not p.is_alive())
+        os.kill(process.pid, end)
+        process.join(timeout=PATIENCE)
+        released.set()
+        code = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[end]
+        assert process.exitcode == code and "Traceback" not in log.read_text(), log.read_text()
+        whole += (after - 1) // 6
+        assert sum(read_sealed(p) is not None for p in out.rglob("*-r*.json")) == whole
+    before = asked()
+    assert run_command(data, out, target, ours) == 0
+    assert asked() == before + 36 - 6 * whole
+    assert timeless(out) == timeless(finished.out)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    data, tmp_path, finished, refused, monkeypatch
+):
+    flush, count, out = os.fsync, itertools.count(1), tmp_path / "out"
+
+    def full(handle):
+        if next(count) > 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return flush(handle)
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    command = run_options(data, out, finished.target, finished.ours)
+    assert "No space left on device" in refused(*command)
+    monkeypatch.undo()
+    assert run_command(data, out, finished.target, finished.ours) == 0
+    assert not list(out.rglob("*.partial")) and timeless(out) == timeless(finished.out)
 
 
 # --- one owner

@@ -213,16 +213,17 @@ def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
     assert learner.records[0]["samples"] == 100
 
 
-def test_samples_that_were_drawn_enough_are_waited_for_until_a_sigterm(
-    target, content, tmp_path, monkeypatch
+@pytest.mark.parametrize(("count", "passes", "said"), [(60, 0, "0 times"), (8, 2, "fewer than 32")])
+def test_new_samples_are_waited_for_until_a_sigterm(
+    target, content, tmp_path, monkeypatch, count, passes, said
 ):
-    store = stored(tmp_path, target, content[:60])
+    store = stored(tmp_path, target, content[:count])
     learner = new_learner(target, store, tmp_path, every=1)
-    learner.policy = Policy(judges=1, passes=0)
+    learner.policy = Policy(judges=1, passes=passes)
     monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         learner.run(learner.published)
-    assert ended.value.code == 143 and "0 times" in learner.lines[-1]
+    assert ended.value.code == 143 and said in learner.lines[-1]
     assert [path.name for path in saved_states(tmp_path / "work")] == ["state-1.pt"]
 
 

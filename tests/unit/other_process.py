@@ -9,18 +9,15 @@ import sys
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.warm_start.client import ENVIRONMENT, finish, start
+from tests.warm_start.client import ENVIRONMENT, finish
 
 MARK = "ANSWER "
 
 
-def ask(
-    module: str, question: Any, warm: bool = True, seconds: float = 300, **environment: str
-) -> Any:
-    """What ``python -m module`` answers to a question; ``warm``: SGLang may be imported already."""
-    script = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    process = (start if warm else subprocess.Popen)(
-        [sys.executable, "-c", script],
+def ask(module: str, question: Any, seconds: float = 300, **environment: str) -> Any:
+    """What ``python -m module`` answers to a question, with imports of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

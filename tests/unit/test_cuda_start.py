@@ -37,7 +37,7 @@ def started(tmp_path_factory):
         for capability, attention in GPUS.values()
     ]
     cache = str(tmp_path_factory.mktemp("triton"))
-    options = {"warm": False, "seconds": 3600, "TRITON_CACHE_DIR": cache}
+    options = {"seconds": 3600, "TRITON_CACHE_DIR": cache}
     return dict(zip(GPUS, ask("tests.unit.cuda_start", machines, **options), strict=True))
 
 

@@ -85,7 +85,7 @@ def test_missing_hooks_refuse_to_start(fresh, monkeypatch):
 def loaded() -> dict:
     """A process as SGLang starts one."""
     cases = {name: tiny_arguments()[name] for name in ("readme", "demo", "deterministic")}
-    return ask("tests.unit.plugin_load", cases, warm=False, seconds=3600)
+    return ask("tests.unit.plugin_load", cases, seconds=3600)
 
 
 def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read(loaded):

@@ -182,7 +182,11 @@ def test_failures_end_it_early_and_without_a_traceback(
     monkeypatch.setattr(StoreWriter, "add", mock.Mock(side_effect=full))
     assert main([*line, "--concurrency", "1"]) == 2 and len(engine.prompts) < len(LONG)
     assert "cannot write" in capsys.readouterr().err
-    monkeypatch.setattr(Pool, "ask", mock.AsyncMock(side_effect=ServerFailed("gone")))
+
+    async def died(_pool, **_options) -> None:
+        raise ServerFailed("gone")
+
+    monkeypatch.setattr(Pool, "ask", died)
     assert main(line) == 2 and "gone" in capsys.readouterr().err
     gc.collect()
     assert "asyncio" not in {record.name for record in caplog.records}, "an error nobody read"

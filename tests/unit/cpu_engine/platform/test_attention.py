@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from cpu_engine.platform.attention import TorchAttention
 from cpu_engine.platform.dflash_seams import last_slots
+from cpu_engine.platform.torch_ops import assign_req_to_token_pool, extend_cache_locs
 
 SLOTS, D = 64, 8
 PREFIXES = (0, 9, 4)
@@ -75,6 +76,24 @@ def test_matches_the_loop(case, heads, kv_heads, with_sinks, causal, window):
     assert output.shape == (rows + 2, heads * D) and not output[rows:].any()
 
 
-def test_the_last_slot_of_a_request_and_of_an_empty_one():
-    table, rows = torch.arange(100, 124).view(3, 8).int(), torch.tensor([2, 0, 1])
-    assert last_slots(table, rows, torch.tensor([3, 0, 8])).tolist() == [118, -1, 115]
+def test_request_to_token_helpers():
+    table = torch.zeros(4, 10, dtype=torch.int32)
+    slots = torch.tensor([11, 12, 13, 21, 22])
+    requests, starts = torch.tensor([2, 0]), torch.tensor([4, 0])
+    assign_req_to_token_pool(requests, table, starts, torch.tensor([7, 2]), slots, 2)
+    assert table[2, 4:7].tolist() == [11, 12, 13]
+    assert table[0, :2].tolist() == [21, 22]
+    assert int(table.sum()) == sum(slots.tolist())
+    places = extend_cache_locs(
+        req_pool_indices=requests,
+        req_to_token=table,
+        start_offset=starts,
+        end_offset=torch.tensor([6, 2]),
+        batch_size=2,
+        draft_token_num=2,
+        device="cpu",
+    )
+    assert places.tolist() == [11, 12, 21, 22]
+    table = torch.arange(100, 124).view(3, 8).int()
+    rows, lengths = torch.tensor([2, 0, 1]), torch.tensor([3, 0, 8])
+    assert last_slots(table, rows, lengths).tolist() == [118, -1, 115]

@@ -60,6 +60,7 @@ def test_flags_and_targets_through_sglangs_own_resolution(tmp_path, target_dir, 
         assert name in text
 
 
+@pytest.mark.slow
 def test_a_damaged_drafter_through_a_real_server(tmp_path, target_dir, drafter_dir):
     folder, log = shutil.copytree(drafter_dir, tmp_path / "copy"), tmp_path / "server.log"
     weights, name = load_file(folder / "model.safetensors"), "layers.0.mlp.up_proj.weight"

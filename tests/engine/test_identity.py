@@ -67,6 +67,7 @@ def test_own_prompts(hyper_server, own_prompts, own_reference, concurrency, coun
     assert {len(a["output_ids"]) for a in answers} == {NEW_TOKENS}
 
 
+@pytest.mark.slow
 @pair
 def test_benchmark_prompts(hyper_server, target_server, benchmark_prompts):
     prompts = benchmark_prompts[::6]
@@ -134,6 +135,7 @@ def test_a_second_turn_of_a_session(target_server, hyper_server, tokenizer, own_
     assert max(lengths) > 1  # an answer of several tokens can end inside a block
 
 
+@pytest.mark.slow
 def test_pages_of_16_without_overlap(servers, target_dir, drafter_dir, own_prompts, own_reference):
     """Launched as by ``sglang serve``, in a process that is started warm; prompts in chunks."""
     script = "import sys; from sglang.cli.main import main; sys.exit(main())"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -14,6 +15,7 @@ SIZES = {"vocab_size": 1363, "hidden_size": 256, "intermediate_size": 256, "num_
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
+@pytest.mark.slow
 def test_sglangs_own_dflash_answers_as_transformers_does(servers, tokenizer, tmp_path):
     """A random Qwen3 of the sizes that the committed DFlash draft reads."""
     torch.manual_seed(0)

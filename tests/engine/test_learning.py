@@ -131,6 +131,7 @@ def test_a_sample_is_what_a_capture_of_the_request_would_be(
     assert 0.9 * size < total(server, RECORDED_BYTES) <= size
 
 
+@pytest.mark.slow
 def test_a_published_drafter_is_taken_and_a_poisoned_one_left(
     server, drafter_dir, own_prompts, own_reference, folder, tmp_path
 ):

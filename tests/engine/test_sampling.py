@@ -114,6 +114,7 @@ def test_engine_draws_follow_the_targets_distribution(hyper_server, contexts, ea
     assert_the_distribution_holds(contexts, hyper_server, each, count)
 
 
+@pytest.mark.slow
 def test_a_greedy_request_drafts_with_its_bias_whoever_is_next_to_it(hyper_server, own_prompts):
     """The bias forbids what it would say; drafts of that are refused."""
     greedy = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}

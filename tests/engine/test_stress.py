@@ -214,6 +214,7 @@ def ask(server, prompt: list[int], **sampling) -> requests.Response:
     return post(server, "/generate", {"input_ids": prompt, "sampling_params": sampling})
 
 
+@pytest.mark.slow
 def test_a_matcher_in_error_ends_its_request_and_no_other(server, own_prompts, own_reference):
     """At every position of a block, in the rounds after it, and where no token is possible."""
     constrained = ask(server, own_prompts[0], regex=TEXT).json()["output_ids"]

@@ -40,12 +40,14 @@ def test_tokens_are_the_baselines_and_drafts_the_decoders(
     assert accepted == pytest.approx(expected, rel=0.1) and accepted > len(histograms)
 
 
+@pytest.mark.slow
 def test_draft_kv_heads_are_split_and_every_rank_has_its_pool(server):
     pools = logged_pools(server.log.read_text(errors="replace"))
     draft = sorted(pool[:4] for pool in pools if pool.layers == 3)
     assert draft == [(rank, 3, 1, 64) for rank in range(2)], pools
 
 
+@pytest.mark.slow
 def test_sampled_requests_finish_on_both_ranks(server, own_prompts, own_reference):
     """Ranks that drew different tokens would run out of step and hang, or answer wrongly after."""
     sampled = {"temperature": HOT, "max_new_tokens": TOKENS, "ignore_eos": True}

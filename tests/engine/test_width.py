@@ -23,6 +23,7 @@ EVERY = {WIDTHS: "1,2,4,7"}
 ARGUMENTS = (*FP32, *TOOL_CALLS, "--enable-metrics", "--random-seed", "7")
 
 
+@pytest.mark.slow
 def test_a_server_that_times_its_rounds(
     servers, hyper_server, target_dir, drafter_dir, own_prompts, baseline, probe_folder, tmp_path
 ):

@@ -63,6 +63,7 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(server, own_prompts, own
     assert len(greedy(server, long)["output_ids"]) == NEW_TOKENS
 
 
+@pytest.mark.slow
 def test_answers_are_the_baselines(server, own_prompts, baseline):
     """Every drafter gives the same tokens, whatever it drafts."""
     assert_cases(server, FEW, own_prompts, baseline)

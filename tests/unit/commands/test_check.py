@@ -22,6 +22,7 @@ def states(said: str) -> dict[str, str]:
     return {line.split()[0]: line.split()[1] for line in said.splitlines()}
 
 
+@pytest.mark.slow
 def test_a_sound_installation_is_told_in_five_lines():
     """With imports of its own: what they print a user would see."""
     command = [sys.executable, "-m", "sglang_hyperdflash.cli", "check"]

@@ -68,6 +68,7 @@ def test_a_rival_that_does_not_start_is_listed_and_separate_ranks_verify_whole_b
     assert rows[1]["widths"] == [7]
 
 
+@pytest.mark.slow
 def test_the_shipped_sample_is_planned_as_the_pages_print_it():
     """Every method's bytes, tokens and share of the default drafter of DeepSeek-V4-Flash."""
     page = ROOT / "docs" / "serving.md"

@@ -172,6 +172,7 @@ def test_servers_of_two_models_and_the_last_one_s_death_are_errors(servers, run,
     assert "run the same command again" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.heavy
 def test_a_thousand_are_in_flight_where_few_files_may_be_open(servers, target_dir, tmp_path):
     """The soft limit of open files is often 1,024, and aiohttp's own of connections 100."""

@@ -381,6 +381,7 @@ def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
 FLASH = ROOT / "examples" / "deepseek_v4_flash_config" / "drafter" / "config.json"
 
 
+@pytest.mark.slow
 def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]

@@ -49,7 +49,6 @@ BF16_TIE = TIE_GAPS["bfloat16"]
 
 
 PAIR = "pair"
-GROUPS = [PAIR, "stress"]  # these first
 GROUP = pytest.StashKey[str]()
 
 
@@ -60,16 +59,18 @@ def group_of(item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
-    def place(item) -> tuple[bool, int]:
-        """Engine tests first, and their groups in order."""
-        groups = [*GROUPS, group_of(item)]
-        return "tests/engine" not in str(item.path), groups.index(groups[-1])
-
     for item in items:
         if "tests/engine" in str(item.path):
             item.add_marker(pytest.mark.engine)
         if item.get_closest_marker("xdist_group") is None:  # as --dist loadfile
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    waiting = {group_of(item) for item in items if "baseline" in item.fixturenames}
+
+    def place(item) -> tuple[bool, ...]:
+        """Engine tests first: the baseline's group, then those that need not wait for it."""
+        group = group_of(item)
+        return "tests/engine" not in str(item.path), group != PAIR, group in waiting
+
     items.sort(key=place)
 
 

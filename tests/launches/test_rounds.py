@@ -73,7 +73,7 @@ def test_a_start_compiles_every_kernel_that_a_round_needs(head):
             cuda.count() as counter,
         ):
             given = dependency if head else None
-            rehearsal.compile_kernels(given, CANDIDATES, VOCABULARY, (1, BLOCK), "cuda")
+            rehearsal.compile_kernels(given, CANDIDATES, VOCABULARY, (1, 2, BLOCK), "cuda")
     these = [name for name in ROUNDS if ("head" in name) == head]
     needed = set().union(*(counted(name, bs).kinds for name in these for bs in REQUESTS))
     assert len(needed) > 8

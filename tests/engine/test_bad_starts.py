@@ -41,6 +41,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_flags_and_targets_through_sglangs_own_resolution(tmp_path, target_dir, drafter_dir):
     plain = shutil.copytree(target_dir, tmp_path / "plain")
     fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}

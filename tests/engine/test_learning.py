@@ -94,6 +94,7 @@ def assert_samples(target_dir: Path, source: StoreReader, asked: list[tuple[list
     return starts
 
 
+@pytest.mark.slow
 def test_a_sample_is_what_a_capture_of_the_request_would_be(
     server, target_dir, own_prompts, own_reference, folder
 ):

@@ -33,6 +33,7 @@ def server(servers, target_dir, draft):
     servers.stop("window")
 
 
+@pytest.mark.slow
 def test_rounds_are_the_plain_decoders(server, target_dir, draft, drafter_dir, own_prompts):
     """A window that slides, draft K/V of a cached prompt, and a head that changes the drafts."""
     target, found, without = LocalTarget(target_dir), [], []

@@ -134,6 +134,7 @@ def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run
     assert sorted(asked(server)) == [(1, 49), (4, 46)] and not listed.exists()
 
 
+@pytest.mark.slow
 def test_an_option_that_no_server_has_is_named(target_dir):
     arguments = {"model_path": str(target_dir), "no_such_option": 1}
     with (

@@ -7,12 +7,24 @@ import itertools
 import pytest
 import torch
 
+from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES
+from sglang_hyperdflash.serving.drafting import temperature
 from sglang_hyperdflash.serving.drafting.temperature import (
     DraftTemperature,
     accepted_shares,
     read_draft_temperature,
 )
-from tests.unit.serving.markov import Markov, decode, one
+from tests.unit.serving.markov import (
+    DRAFTS,
+    VOCAB,
+    WIDTH,
+    Markov,
+    blocks_of,
+    decode,
+    one,
+    verified,
+)
+from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.verification import weights_along
 
 SEEDS = torch.arange(500) * 7919 + 13
@@ -51,6 +63,32 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
     assert above > bs  # a light prefix is made up for
 
 
+def test_every_reached_row_counts_once_and_by_the_rule_of_its_request(monkeypatch):
+    """Seeded ones by what was emitted. Every second round is learnt from; what was learnt fades."""
+    seeded = torch.arange(40) % 3 == 0
+    logits, block, positions, proposal, sampling, draws = blocks_of(Markov(5), seeded)
+    committed, p = verified(logits, block, positions, proposal, sampling, draws)
+    streams = block_seeds(draws.seeds, seeded, positions[:, 0]).repeat_interleave(DRAFTS)
+    noise = gumbel_noise(streams, positions[:, :-1].reshape(-1), proposal.ids.view(-1, WIDTH))
+    noise = noise.view(proposal.ids.shape)
+    monkeypatch.setattr(temperature, "MEMORY", 20.0)
+    learner = DraftTemperature("cpu")
+    gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), [0, 0]
+    for b, kind in enumerate(seeded.int().tolist()):
+        q = torch.stack([q_at(proposal.scores[b], t) for t in DRAFT_TEMPERATURES], 1)
+        share = accepted_shares(q.unsqueeze(0), p[b : b + 1], proposal.choice[b : b + 1])[0]
+        for k in range(min(int(committed.accept_lens[b]), DRAFTS)):
+            rows[kind] += 1
+            drafted = proposal.ids[b, k, (noise[b, k] + q[k].log()).argmax(-1)]
+            gains[kind] += (drafted == committed.tokens[b, k]).double() if kind else share[k]
+    assert min(rows) > 14 and sum(rows) < 40 * DRAFTS
+    fade = torch.exp(-torch.tensor(rows).double() / 20.0).unsqueeze(1)
+    once = learner.accepted * fade + gains
+    for expected in (once, once, once * fade + gains):
+        learner.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
+        torch.testing.assert_close(learner.accepted, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_seeded_and_unseeded_requests_have_a_temperature_each():
     """Each the best so far of its own class."""
     learner = DraftTemperature("cpu")
@@ -61,6 +99,13 @@ def test_seeded_and_unseeded_requests_have_a_temperature_each():
     assert learner.current.tolist() == [0.5, 0.0]
     learner.reset()
     assert learner.current.tolist() == [1.0, 1.0]
+
+
+def q_at(scores: torch.Tensor, t: float) -> torch.Tensor:
+    """Distributions of rows ``scores [D, K]`` at temperature 1."""
+    if t == 0.0:
+        return torch.eye(scores.shape[-1])[scores.argmax(-1)]
+    return (scores / t).softmax(-1)
 
 
 def test_the_draft_temperature_is_learnt_unless_it_is_given(monkeypatch):

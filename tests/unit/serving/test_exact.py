@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -122,6 +123,15 @@ def test_penalised_tokens_follow_the_penalised_law(name, widths):
     tokens = decoded(SEEDS[:200], True, 30)
     assert torch.equal(tokens, alone(model, sampling, SEEDS[:200], 30, penalised))
     assert not torch.equal(tokens, alone(model, sampling, SEEDS[:200], 30)), "they change nothing"
+
+
+def test_greedy_requests_are_argmax_beside_sampled_ones():
+    model, seeds = Markov(1), SEEDS[:64]
+    mixed = replace(one(top_k=5).repeated(64), top_ks=torch.tensor([1, 5]).repeat(32))
+    tokens, _ = decode(model, mixed, seeds, True, 20)
+    assert torch.equal(tokens, alone(model, mixed, seeds, 20))
+    assert len({tuple(row) for row in tokens[::2].tolist()}) == 1
+    assert len({tuple(row) for row in tokens[1::2].tolist()}) == 32
 
 
 def committed_of(committed: Committed) -> tuple[list[int], list[int]]:

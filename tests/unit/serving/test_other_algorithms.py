@@ -28,6 +28,7 @@ def answers(tmp_path_factory) -> tuple[dict[str, dict], dict[str, dict]]:
     return start(cases), plain
 
 
+@pytest.mark.slow
 def test_every_resolved_field_is_sglangs_own(answers):
     ours, plain = answers
     assert "error" in plain["ours"], "the second process had the plugin"

@@ -107,12 +107,14 @@ def test_end_tokens_are_those_that_sglang_forbids(deterministic):
     assert end_tokens(request) == {2, 11}
 
 
-def batch_of(reqs: list[Request], slots: list[int]):
+def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None):
     """A ``ScheduleBatch``, as far as it is read."""
     for req, slot in zip(reqs, slots, strict=True):
         req.kv = SimpleNamespace(req_pool_idx=slot)
+    lengths = torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in reqs])
     info = SimpleNamespace(logit_bias=None)
-    return SimpleNamespace(reqs=reqs, sampling_info=info, decoding_reqs=None, seq_lens=None)
+    fields = {"sampling_info": info, "decoding_reqs": decoding, "seq_lens": lengths}
+    return SimpleNamespace(reqs=reqs, **fields)
 
 
 @pytest.fixture
@@ -132,6 +134,20 @@ def test_counts_restart_where_a_decode_node_resumes_a_request(tracked):
         request.retraction_count = retractions
         tracked.begin(batch_of([request], [7]))
         assert row.eq(3).all() if goes_on else not row.any()
+
+
+def test_a_prefill_restarts_its_requests_and_lets_decoding_ones_go_on(tracked):
+    running, new = Request("a", presence_penalty=1.0), Request("b", presence_penalty=1.0)
+    tracked.begin(batch_of([running], [1]), prefill=True)
+    running.output_ids.append(4)
+    tracked.counts.table.fill_(1)
+    batch = batch_of([running, new, Request("c")], [1, 2, 3], decoding=[running])
+    rows = tracked.begin(batch, prefill=True)
+    assert tracked.counts.table.sum(1).tolist()[:4] == [30, 30, 0, 30]
+    assert rows.lengths.tolist() == [4, 3, 3], "a prefill's lengths have its rows already"
+    tracked.begin(batch_of([running], [1]), prefill=True)
+    table = tracked.counts.table
+    assert table[1].nonzero().tolist() == [[4]], "after a retraction it has generated these"
 
 
 def test_penalised_batches_are_counted_and_broken_rows_stay_inside_the_table(tracked):

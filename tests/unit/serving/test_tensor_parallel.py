@@ -14,12 +14,25 @@ from sglang_hyperdflash.serving.startup.pair import check_ranks_agree
 from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
+# Either naming scheme of a checkpoint.
+NAMES = (("embed.weight", "head.weight"), ("model.embed_tokens.weight", "lm_head.weight"))
 
-@pytest.mark.parametrize("shape", [(5, 3), (11, 3), (10,)])
-def test_a_vocabulary_of_other_rows_is_not_split(shape):
-    weights, rows = {"head.weight": torch.zeros(shape)}, {"lm_head.weight": slice(0, 5)}
-    with pytest.raises(HyperDFlashConfigError, match=r"head\.weight"):
-        list(shard_rows(weights.items(), rows, total=10))
+
+@pytest.mark.parametrize("embed, head", NAMES)
+def test_ranks_rows_make_up_the_vocabulary(embed, head):
+    weights = {embed: torch.randn(10, 3), head: torch.randn(10, 3), "norm.weight": torch.ones(3)}
+    parts = []
+    # As SGLang shards ten rows padded to sixteen: eight, then the last two.
+    for own in (slice(0, 8), slice(8, 10)):
+        rows = {"embed_tokens.weight": own, "lm_head.weight": own}
+        parts.append(dict(shard_rows(weights.items(), rows, total=10)))
+    for name in (embed, head):
+        assert torch.equal(torch.cat([part[name] for part in parts]), weights[name])
+    assert all(part["norm.weight"] is weights["norm.weight"] for part in parts)
+    for shape in ((5, 3), (11, 3), (10,)):
+        own = {"lm_head.weight": slice(0, 5)}
+        with pytest.raises(HyperDFlashConfigError, match=r"head\.weight"):
+            list(shard_rows({"head.weight": torch.zeros(shape)}.items(), own, total=10))
 
 
 DRAFT = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}

@@ -107,6 +107,7 @@ def test_graph_buffers_hold_a_context_a_request_as_planned(monkeypatch, name, wi
 
 
 def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> WindowedDraftKV:
+    """A windowed drafter's K/V; ``calls`` of SGLang's writer."""
     own = torch.zeros(4, WINDOW + BLOCK, dtype=torch.int64)
     draft = SimpleNamespace(
         attn_backend=SimpleNamespace(needs_cpu_seq_lens=needs_host),
@@ -119,7 +120,8 @@ def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> Wind
     worker = SimpleNamespace(**runners, draft_window_size=WINDOW, block=BLOCK, device="cpu")
     found = WindowedDraftKV(worker)
     sizes = {"tokens": 10000, "ring": 4 * WINDOW, "window": WINDOW, "block": BLOCK, "batch": 4}
-    found.window = DraftWindow(**sizes, device="cpu")
+    found.window, found.calls = DraftWindow(**sizes, device="cpu"), []
+    worker._append_target_hidden_to_draft_kv_by_loc = lambda **given: found.calls.append(given)
     return found
 
 
@@ -166,7 +168,34 @@ def test_a_draft_without_a_window_sees_the_whole_context():
         assert found.ends_cpu.tolist() == expected
 
 
-def test_only_rows_that_the_first_block_can_reach_enter_a_window():
+def test_a_round_writes_its_committed_rows_and_no_others():
+    positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
+    plan = SimpleNamespace(write_virtual=torch.arange(100, 106))
+    tokens, hidden = torch.zeros(2, 3, dtype=torch.int64), torch.randn(6, 4)
+    draft_kv, lengths = windowed(), torch.tensor([2, 1], dtype=torch.int32)
+    whole = DraftKV(draft_kv.worker)
+    whole.worker._draft_write_ids = lambda plan: plan.write_virtual
+    for one in (draft_kv, whole):
+        one.write(hidden, Block(tokens, positions, plan, None), lengths)
+    for call in draft_kv.calls:
+        assert call["target_hidden"] is hidden and call["commit_lens"].tolist() == [2, 1]
+        assert call["positions"].tolist() == [7, 8, 9, 20, 21, 22]
+    slots = [call["cache_loc_2d"].tolist() for call in draft_kv.calls]
+    assert slots == [[[1, 2, 0], [3, 0, 0]], [[100, 101, 102], [103, 104, 105]]]
+    assert draft_kv.window.slot_of[100:106].tolist() == [0, 1, -1, 2, -1, -1]
+
+
+def test_a_prefill_writes_what_a_window_can_reach_and_forgets_the_slots_old_owners():
+    draft_kv = windowed()
+    draft_kv.window.enter(torch.arange(600), torch.ones(600, dtype=torch.bool))
+    request = SimpleNamespace(origin_input_ids=range(600), output_ids=[])
+    batch = SimpleNamespace(reqs=[request], prefix_lens=[0], extend_lens=[600])
+    plan = SimpleNamespace(write_virtual=torch.arange(600))
+    draft_kv.write_prefill(batch, torch.randn(600, 4), plan, torch.arange(600))
+    (call,) = draft_kv.calls
+    assert call["positions"].tolist() == list(range(88, 600)) and call["cache_loc_2d"] is None
+    assert (draft_kv.window.slot_of[:88] == -1).all()
+    assert call["cache_loc"].tolist() == list(range(601, 1113))
     # Chunks of 100 of a prompt of 250 with a window of 120; rows follow those of other requests.
     chunks = [entering_rows([0], [100], [250], 120), entering_rows([100], [100], [250], 120)]
     assert chunks == [[], list(range(30, 100))]

@@ -44,6 +44,19 @@ def test_chunks_rounds_and_mixed_batches_become_whole_samples(engine):
         assert_whole(samples[tuple(req.tokens)], req)
 
 
+def test_a_retracted_request_is_stored_once_and_without_a_gap(engine):
+    req = Request("a", 6, 9)
+    engine.prefill((req, 0, 6))
+    engine.round((req, 2))
+    engine.round((req, 2))
+    engine.prefill((req, 4, 8))  # its K/V are computed again, the first four from the cache
+    engine.prefill((req, 8, 6 + len(req.output_ids)))
+    engine.round((req, 3))
+    engine.round((req, BLOCK))
+    (whole,) = engine.close()
+    assert_whole(whole, req)
+
+
 def test_what_the_prefix_cache_has_and_what_is_too_long_is_left_out(tmp_path):
     """A sample is the end of its prompt and the start of its answer."""
     engine = Engine(tmp_path / "store", length=16).start()

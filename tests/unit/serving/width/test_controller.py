@@ -17,7 +17,7 @@ from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 SET = WidthSetting("adaptive", (1, 2, 4, 7))
-RANDOM = WidthSetting("random", (1, 2, 4, 7))
+RANDOM, FULL = WidthSetting("random", (1, 2, 4, 7)), WidthSetting("full", (4,))
 
 
 def test_the_environment_names_the_widths():
@@ -75,6 +75,17 @@ def test_every_round_of_a_drafter_s_trial_drafts(trial, width):
 def test_no_gain_is_known_without_width_1():
     narrow = timed(WidthSetting("adaptive", (2, 4)), lambda n, w: 1 + 0.1 * w)
     assert narrow.next(1, 0) == 4 and narrow.predicted_gain() is None
+
+
+@pytest.mark.parametrize("setting", [SET, FULL, RANDOM])
+def test_a_forced_width_goes_before_every_setting_and_draws_nothing(setting):
+    control, other = WidthController(setting, 7), WidthController(setting, 7)
+    control.forced = 2
+    assert {control.next(1, 1) for _ in range(40)} == {2}
+    control.forced = None
+    chosen = [control.next(1, 1) for _ in range(40)]
+    assert chosen == [other.next(1, 1) for _ in range(40)]
+    assert setting is not FULL or set(chosen) == {4}
 
 
 class Worker:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from eval.width_replay import policy_of, replay
-from sglang_hyperdflash.serving.width.policy import Acceptance, CostTable, WidthPolicy
+from sglang_hyperdflash.serving.width.policy import Acceptance, CostTable, WidthPolicy, best_width
 
 WIDTHS = (1, 2, 4, 7)
 GOOD, FAIR, HOPELESS = [0.8] * 6, [0.45] * 6, [0.02] * 6
@@ -129,3 +129,9 @@ def test_what_the_host_adds_to_every_round_favours_wide_ones():
         policy.took(7, 64, 0, 0.06)
     policy.took(7, 64, 0, 9.0)
     assert policy.rates[7] == pytest.approx(64 * 3 / 0.06, rel=0.02)
+
+
+def test_a_width_nearly_as_good_is_kept():
+    assert best_width({1: 100.0, 7: 102.0}, 1) == 1
+    assert best_width({1: 100.0, 7: 104.0}, 1) == 7
+    assert best_width({1: 100.0}, 7) == 1

@@ -24,7 +24,7 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "train-warm": lambda shared: subjects.training(shared, start=client.start),
 }
 CANNOT = {(name, "helper dies") for name in ("train", "learn")}  # one process has none
-SHORT = [("train-warm", "kill -9 at 50%")]
+SHORT = [("train-warm", fault) for fault in ("kill -9 at 50%", "disk full")]
 EVERY = [(name, fault) for name in SUBJECTS if name != "train-warm" for fault in FAULTS]
 CELLS = [pytest.param(*cell, marks=pytest.mark.faults) for cell in EVERY if cell not in CANNOT]
 

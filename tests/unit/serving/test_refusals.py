@@ -14,6 +14,11 @@ from sglang_hyperdflash.serving.refusals import refuse_what_ends_a_server
 VOCABULARY, HIDDEN = 100, 8
 # What ``tests/engine/test_api.py`` does not send: fields of a request, and the value that is named.
 REFUSED = {
+    "no session's id": ({"text": "", "tokens": [], "session_params": {"rid": "r"}}, "none"),
+    # Without a processor SGLang ignores the image and runs the ids.
+    "negative id with an image": ({"input_ids": [5, -1], "image_data": "image"}, "-1"),
+    "first logprob": ({"input_ids": [5], "return_logprob": True, "logprob_start_len": -2}, "-2"),
+    "top-k": ({"input_ids": [5], "sampling_params": {"top_k": 2**31}}, "2147483648"),
     # Another request of its batch may ask for logprobs.
     "embeddings": ({"input_embeds": [[0.5]], "top_logprobs_num": 10_000}, "10000"),
     "short embeddings": ({"input_embeds": [[0.5] * HIDDEN, [0.5]]}, "1"),

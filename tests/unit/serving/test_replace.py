@@ -14,6 +14,7 @@ from sglang.srt.models.dflash import DFlashDraftModel
 from torch import nn
 
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.serving.drafting import replace
 from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.drafting.replace import rebuild, replacing
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
@@ -21,6 +22,7 @@ from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import EXAMPLE
+from tests.unit.serving import draft_weights
 
 pytestmark = pytest.mark.heavy
 
@@ -121,3 +123,30 @@ def test_nothing_is_replaced_before_every_tensor_is_checked(monkeypatch, tmp_pat
     else:
         model.load_weights(some.items())
         assert {name for name, _ in loaded[1]} == set(some)
+
+
+def test_copies_come_after_the_round_that_runs_and_before_the_next(monkeypatch):
+    """With overlap scheduling that round is on a stream of its own."""
+    order = []
+
+    def stream(name: str) -> SimpleNamespace:
+        wait = lambda other: order.append(f"{name} waits for {other.name}")  # noqa: E731
+        return SimpleNamespace(name=name, wait_stream=wait)
+
+    worker, schedule = served(), stream("schedule")
+    worker.model_runner.forward_stream = stream("rounds")
+    module = SimpleNamespace(current_stream=lambda: schedule, stream=lambda _: nullcontext())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(replace, "rebuild", lambda worker: order.append("derived"))
+    with replacing(worker):
+        order.append("weights")
+    first, last = "rounds waits for schedule", "schedule waits for rounds"
+    assert order == [first, "weights", "derived", last]
+
+
+@pytest.mark.slow
+def test_the_draft_model_s_weights_keep_their_addresses():
+    """Captured graphs read them there."""
+    told = draft_weights.examined()
+    assert told["doubled"] and told["in place"] and told["unchanged"]
+    assert told["contexts"] == ["before", "after"] * 2

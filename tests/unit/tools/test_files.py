@@ -256,24 +256,42 @@ def test_a_folder_of_data_is_locked_without_a_manifest(tmp_path):
 
 
 HOLDER = """
-import os, sys
+import os, sys, time
 from pathlib import Path
+from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.ownership import claim
-with claim(Path(sys.argv[1]), "train", {}):
-    in_child = os.fork() == 0  # which keeps no lock
-    if in_child:
-        print("held", flush=True)
-    sys.stdin.read()
-    if in_child:
-        os._exit(0)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with claim(Path(sys.argv[1]), "train", {}):
+        in_child = os.fork() == 0  # which keeps no lock
+        if in_child:
+            print("held", flush=True)
+        sys.stdin.read()
+        if in_child:
+            os._exit(0)
+except HyperDFlashError as error:
+    print(type(error).__name__, flush=True)
 """
 
 
-def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+def holder(folder) -> subprocess.Popen:
+    command = [sys.executable, "-c", HOLDER, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go_on(process: subprocess.Popen) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path):
+    process = holder(tmp_path)
     try:
+        go_on(process)
         assert process.stdout.readline() == "held\n"
         with pytest.raises(InUse, match=f"process {process.pid} "):
             claim(tmp_path, "train", {}).__enter__()
@@ -286,3 +304,14 @@ def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def test_of_many_runs_that_start_together_one_gets_the_folder(tmp_path):
+    every = [holder(tmp_path / "new") for _ in range(5)]
+    for process in every:
+        go_on(process)
+    # Whoever holds the folder does so until all have said what they got.
+    said = sorted(process.stdout.readline() for process in every)
+    for process in every:
+        process.communicate()
+    assert said == ["InUse\n"] * 4 + ["held\n"]

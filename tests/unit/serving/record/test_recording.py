@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_hyperdflash.serving.record import writer as writer_module
 from sglang_hyperdflash.serving.record.ring import Ring
+from sglang_hyperdflash.serving.record.settings import BEHIND
 from tests.unit.serving.record.engine import (
     BLOCK,
     D,
@@ -30,18 +32,21 @@ def engine(tmp_path) -> Engine:
 
 
 def test_chunks_rounds_and_mixed_batches_become_whole_samples(engine):
+    """With results that come a pass later, drafts that are rejected, and an end inside a block."""
     a, b, c = Request("a", 9, 8), Request("b", 3, 5), Request("c", 4, 6, asked=False)
-    d = Request("d", 2, 1)
     engine.prefill((a, 0, 4))
     engine.prefill((a, 4, 9), (b, 0, 3), (c, 0, 4))
-    engine.round((a, 2), (b, BLOCK), (c, 2))
-    engine.prefill((d, 0, 2), (a, 11, 12))  # a mixed batch
+    engine.round((a, 1), (b, 3), (c, 2))
+    engine.round((a, 2), (b, BLOCK), (c, 1))  # b ends at the first of four
+    engine.round((a, 1), (b, BLOCK), (c, 1))  # b runs once more
+    engine.process()
+    d = Request("d", 2, 1)
+    engine.prefill((d, 0, 2), (a, 13, 14))  # a mixed batch
     engine.round((a, BLOCK), (c, 2))
-    engine.round((a, BLOCK), (c, 2))
-    samples = {tuple(each[0]): each for each in engine.close()}
-    assert len(samples) == 3 and engine.counts() == {"requests": 3}
+    found = {tuple(each[0]): each for each in engine.close()}
+    assert len(found) == 3 and engine.counts() == {"requests": 3}
     for req in (a, b, d):
-        assert_whole(samples[tuple(req.tokens)], req)
+        assert_whole(found[tuple(req.tokens)], req)
 
 
 def test_a_retracted_request_is_stored_once_and_without_a_gap(engine):
@@ -49,12 +54,13 @@ def test_a_retracted_request_is_stored_once_and_without_a_gap(engine):
     engine.prefill((req, 0, 6))
     engine.round((req, 2))
     engine.round((req, 2))
+    engine.process()
     engine.prefill((req, 4, 8))  # its K/V are computed again, the first four from the cache
     engine.prefill((req, 8, 6 + len(req.output_ids)))
     engine.round((req, 3))
     engine.round((req, BLOCK))
-    (whole,) = engine.close()
-    assert_whole(whole, req)
+    (found,) = engine.close()
+    assert_whole(found, req)
 
 
 def test_what_the_prefix_cache_has_and_what_is_too_long_is_left_out(tmp_path):
@@ -78,10 +84,13 @@ def test_a_request_without_a_whole_answer_or_with_a_broken_row_is_not_stored(eng
     aborted, broken, other = (Request(n, 5, a) for n, a in (("a", 30), ("b", 5), ("c", 5)))
     engine.prefill((aborted, 0, 5))
     engine.round((aborted, 3))
-    aborted.to_finish = FINISH_ABORT()
+    engine.process()
     engine.round((aborted, 2))
+    aborted.to_finish = FINISH_ABORT()
+    engine.process()
     vanished = Request("vanished", 20, 5)  # aborted while it waits for its next chunk
     engine.prefill((vanished, 0, 10))
+    engine.process()
     del vanished
     engine.prefill((broken, 0, 5), broken=2)
     engine.round((broken, BLOCK))
@@ -115,12 +124,31 @@ def test_what_is_held_in_memory_has_a_limit(engine, monkeypatch):
     small, large = Request("small", 10, 3), Request("large", 40, 3)
     for req in (large, small):
         engine.prefill((req, 0, len(req.origin_input_ids)))
+    engine.process()
     engine.wait_for_writer()
     engine.round((small, 1), (large, 1))
     engine.round((small, 1), (large, 1))
     (found,) = engine.close()
     assert_whole(found, small)
     assert engine.counts() == {"requests": 1, "memory": 1}
+
+
+def test_rows_of_a_request_that_is_shed_meanwhile_are_not_held(tmp_path):
+    """The scheduler gives it up while the writer copies its rows."""
+    engine, req = Engine(tmp_path / "store"), Request("a", 10, 3)
+    engine.prefill((req, 0, 10))
+    engine.process()
+    done, kept, finished = engine.recorder.queue.get()
+    ((recording, _),) = kept
+
+    def copy() -> torch.Tensor:
+        engine.recorder.shed(recording, BEHIND)
+        return torch.zeros(10, M * D)
+
+    engine.recorder.ring.host = MagicMock(**{"__getitem__.return_value.clone": copy})
+    engine.writer.take(done, kept, finished)
+    assert (recording.rows, recording.size) == ([], 0)
+    assert engine.counts() == {"behind": 1}
 
 
 def test_a_full_disk_sheds_and_recording_goes_on_when_there_is_room(tmp_path, monkeypatch, caplog):
@@ -155,9 +183,11 @@ def test_a_recording_that_ends_keeps_what_was_whole(engine):
     whole, half, late = (Request(name, 5, 9) for name in ("whole", "half", "late"))
     serve(engine, whole)
     engine.prefill((half, 0, 5))
+    engine.process()
     engine.recorder.stop("new weights")
     while not half.finished():
         engine.round((half, 3))
+        engine.process()
     serve(engine, late)
     (found,) = engine.close()
     assert_whole(found, whole)

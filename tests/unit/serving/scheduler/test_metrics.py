@@ -1,59 +1,155 @@
-"""What a scheduler learns from a round, and the metrics that no engine test reads exactly."""
+"""What a scheduler counts, and that the dashboard asks for metrics which exist."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from sglang_hyperdflash.serving.scheduler import metrics
-from sglang_hyperdflash.serving.scheduler.metrics import GAIN, SECONDS, Metrics, count_round
+from sglang_hyperdflash.serving.record.settings import REASONS
+from sglang_hyperdflash.serving.scheduler import follow, metrics
+from sglang_hyperdflash.serving.scheduler.metrics import (
+    ACCEPTED,
+    DRAFTED,
+    FAMILIES,
+    GAIN,
+    RECORDED,
+    RECORDED_BYTES,
+    ROUNDS,
+    SECONDS,
+    SHED,
+    WIDTH_NOW,
+    WIDTH_ROUNDS,
+    count_round,
+    start_counting,
+)
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
+from tests.conftest import ROOT
 
-LABELS = {"model_name": "tiny", "tp_rank": "0"}
-
-
-@pytest.fixture
-def control() -> WidthController:
-    return WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
+LABELS = {"model_name": "tiny", "tp_rank": 0}
+DASHBOARD = ROOT / "docs" / "grafana_hyperdflash.json"
 
 
-def request(finished: bool = False, retracted: bool = False, top_k: int = 1) -> SimpleNamespace:
+def request(finished: bool = False, retracted: bool = False, top_k: int = 1):
+    params = SimpleNamespace(top_k=top_k)
     return SimpleNamespace(
-        finished=lambda: finished,
-        is_retracted=retracted,
-        sampling_params=SimpleNamespace(top_k=top_k),
+        finished=lambda: finished, is_retracted=retracted, sampling_params=params
     )
 
 
-def test_the_policy_learns_from_running_requests_without_metrics(control, monkeypatch):
+class Scheduler:
+    """As far as it is read; its result processor has the same attributes."""
+
+    def __init__(self, algorithm: str = "HYPERDFLASH", enabled: bool = True) -> None:
+        self.registry = CollectorRegistry()
+        kinds = (partial(kind, registry=self.registry) for kind in (Counter, Gauge))
+        counter, gauge = kinds
+        self.metrics_collector = SimpleNamespace(
+            labels=LABELS, _counter_cls=counter, _gauge_cls=gauge
+        )
+        self.spec_algorithm = SimpleNamespace(name=algorithm)
+        self.control = WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
+        self.model_worker = SimpleNamespace(width_control=self.control, recorder=None, block=7)
+        self.metrics_reporter = SimpleNamespace(current_scheduler_metrics_enabled=enabled)
+
+    def round(self, accepted: list[int], width: int = 7, reqs: list | None = None) -> None:
+        reqs = reqs or [request() for _ in accepted]
+        batch = SimpleNamespace(reqs=reqs, spec_algorithm=self.spec_algorithm)
+        result = SimpleNamespace(
+            num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=width
+        )
+        assert count_round([[1]], self, result, batch) is None
+
+    def value(self, name: str, **labels) -> float | None:
+        """A series as a scrape sees it."""
+        given = {label: str(value) for label, value in (LABELS | labels).items()}
+        return self.registry.get_sample_value(name, given)
+
+    def positions(self, name: str, version: int = 0) -> list[float]:
+        return [self.value(name, position=k, version=version) for k in range(1, 7)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted(monkeypatch):
     monkeypatch.setattr(metrics, "_metrics", None)
-    reqs = [request(), request(top_k=50), request(finished=True), request(retracted=True)]
-    batch = SimpleNamespace(reqs=reqs, spec_algorithm=SimpleNamespace(name="HYPERDFLASH"))
-    result = SimpleNamespace(
-        num_correct_drafts_per_req_cpu=[6, 0, 6, 6], speculative_num_draft_tokens=7
-    )
-    processor = SimpleNamespace(model_worker=SimpleNamespace(width_control=control))
-    assert count_round([[1]], processor, result, batch) is None
-    greedy, sampled = control.policy.classes
-    assert greedy.successes == [1.0] * 6
-    assert sampled.trials == [1.0] + [0.0] * 5 and sampled.successes == [0.0] * 6
 
 
-def test_the_start_s_round_times_and_the_gain_are_exported(control):
-    control.policy.costs = CostTable((1, 2, 4, 7))
-    control.policy.costs.add(1, [1.0, 1.1, 1.2, 1.4, 2.0, 2.1, 2.2, 2.4])
-    registry = CollectorRegistry()
-    kinds = (partial(kind, registry=registry) for kind in (Counter, Gauge))
-    exported, value = Metrics(LABELS, control, *kinds), registry.get_sample_value
+def test_rounds_are_counted_by_position_width_and_version(monkeypatch):
+    """Every series is there from the start; finished and retracted requests are left out."""
+    one = Scheduler()
+    start_counting(None, one)
+    assert one.value(ROUNDS, version=0) == 0 and one.positions(ACCEPTED) == [0] * 6
+    one.round([0, 0], width=1)
+    one.round([1, 0, 1], width=2)
+    one.round([3, 6, 6], 4, [request(), request(finished=True), request(retracted=True)])
+    one.round([0, 2, 6])
+    one.round([6], 7, [request(finished=True)])
+    assert one.value(ROUNDS, version=0) == 2 + 3 + 1 + 3
+    assert one.positions(DRAFTED) == [3 + 1 + 3, 4, 4, 3, 3, 3]
+    assert one.positions(ACCEPTED) == [5, 3, 2, 1, 1, 1]
+    assert sum(one.positions(ACCEPTED)) == 1 + 1 + 3 + 2 + 6, "tau's numerator"
+    assert [one.value(WIDTH_ROUNDS, width=w) for w in (1, 2, 4, 7)] == [1, 1, 1, 2]
+    assert one.value(WIDTH_NOW) == 7
+    monkeypatch.setattr(follow, "version", lambda: 3)
+    one.round([6], width=4)
+    assert one.value(ROUNDS, version=3) == 1 and one.positions(DRAFTED, 3) == [1, 1, 1, 0, 0, 0]
+    assert one.value(ROUNDS, version=0) == 9
+
+
+@pytest.mark.parametrize("algorithm, enabled", [("HYPERDFLASH", False), ("DFLASH", True)])
+def test_without_metrics_the_policy_alone_learns_and_other_algorithms_count_nothing(
+    algorithm, enabled
+):
+    one = Scheduler(algorithm, enabled)
+    start_counting(None, one)
+    one.round([6, 0, 6], reqs=[request(), request(top_k=50), request(finished=True)])
+    assert list(one.registry.collect()) == [] and metrics._metrics is None
+    greedy, sampled = one.control.policy.classes
+    learnt = float(algorithm == "HYPERDFLASH")
+    assert greedy.successes == [learnt] * 6 and sampled.trials == [learnt] + [0.0] * 5
+    assert sampled.successes == [0.0] * 6
+
+
+def test_a_server_that_records_counts_what_it_stores_and_what_it_sheds():
+    one = Scheduler()
+    one.model_worker.recorder = SimpleNamespace(counters={})
+    start_counting(None, one)
+    for name in ("requests", "bytes", *REASONS):
+        one.model_worker.recorder.counters[name].inc(len(name))
+    assert one.value(RECORDED) == 8 and one.value(RECORDED_BYTES) == 5
+    assert [one.value(SHED, reason=reason) for reason in REASONS] == [*map(len, REASONS)]
+
+
+def test_the_start_s_round_times_and_the_gain_are_exported():
+    one, costs = Scheduler(), CostTable((1, 2, 4, 7))
+    costs.add(1, [1.0, 1.1, 1.2, 1.4, 2.0, 2.1, 2.2, 2.4])
+    one.control.policy.costs = costs
+    start_counting(None, one)
     for sampled, seconds in (("false", 1.4), ("true", 2.4)):
-        cell = {"requests": "1", "width": "7", "sampled": sampled}
-        assert value(SECONDS, LABELS | cell) == seconds
-    assert value(GAIN, LABELS) is None, "no round has shown any"
-    assert control.next(1, 0) == 7
-    exported.add([6], 7)
-    # Every draft is thought to be accepted at a rate of 0.8 until one has been.
-    assert value(GAIN, LABELS) == pytest.approx(sum(0.8**k for k in range(7)) / 1.4)
+        assert one.value(SECONDS, requests=1, width=7, sampled=sampled) == seconds
+    assert one.value(GAIN) is None, "no round has shown any"
+    one.control.next(1, 0)
+    one.round([6])
+    assert one.value(GAIN) == pytest.approx(one.control.predicted_gain()) and one.value(GAIN) > 1
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    from sglang.srt.observability import metrics_collector
+
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels, variables = dashboard["panels"], dashboard["templating"]["list"]
+    targets = [target for panel in panels for target in panel["targets"]]
+    asked = [target["expr"] for target in targets]
+    asked += [variable["definition"] for variable in variables if variable["type"] == "query"]
+    names = re.findall(r"\b(?:sglang|hyperdflash):\w+", " ".join(asked))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}  # of histograms
+    sglangs = re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector))
+    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput"} <= families <= {*sglangs, *FAMILIES}
+    assert all(each["datasource"]["uid"] == "${datasource}" for each in [*panels, *targets])
+    assert len({panel["id"] for panel in panels}) == len(panels)

@@ -46,8 +46,7 @@ def refused(arguments, said: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-# A value of an argument or variable; what the refusal names if it is another one. What
-# ``tests/engine/test_bad_starts.py`` sends is not here.
+# A value of an argument or variable; what the refusal names if it is another one.
 REFUSED = [
     ("pp_size", 2, None),
     ("enable_lora", True, None),
@@ -57,6 +56,7 @@ REFUSED = [
     ("enable_hierarchical_cache", True, None),
     ("speculative_adaptive", True, None),
     ("rl_on_policy_target", "fsdp", None),
+    ("speculative_accept_threshold_single", 0.9, None),
     ("speculative_accept_threshold_acc", 0.9, None),
     ("speculative_draft_window_size", 64, None),
     ("context_length", 4096, "--context-length 2048"),
@@ -66,7 +66,9 @@ REFUSED = [
     ("grammar_backend", "outlines", None),
     ("enable_pdmux", True, None),
     ("speculative_draft_load_format", "pt", None),
+    ("speculative_num_draft_tokens", 16, None),
     ("speculative_dflash_block_size", 4, None),
+    ("smg_grpc_mode", True, None),
     ("json_model_override_args", '{"num_hidden_layers": 4}', None),
     ("decrypted_config_file", "/config.json", None),
     ("decrypted_draft_config_file", "/config.json", None),

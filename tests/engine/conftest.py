@@ -316,8 +316,8 @@ def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
         if not path.is_file():
             server = request.getfixturevalue("target_server")
             # Deterministic inference gives the same whatever the batch.
-            found = case_answers(server, CASES, own_prompts, 32)
-            write_json(path, found | {"own": ids(greedy_all(server, own_prompts, 12))})
+            told = case_answers(server, CASES, own_prompts, 32)
+            write_json(path, told | {"own": ids(greedy_all(server, own_prompts, 12))})
     return json.loads(path.read_text())
 
 

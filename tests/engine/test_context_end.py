@@ -61,10 +61,10 @@ def answer(server: Server, payload: dict) -> tuple:
     if reply.status_code != 200:
         return (reply.status_code,)
     *_, last = [line for line in reply.text.splitlines() if "{" in line]
-    found = json.loads(last.removeprefix("data: "))
-    end = found["meta_info"]["finish_reason"]
+    told = json.loads(last.removeprefix("data: "))
+    end = told["meta_info"]["finish_reason"]
     # A stream has begun by the time that the scheduler refuses.
-    return (end["status_code"],) if end["type"] == "abort" else (found["output_ids"], end)
+    return (end["status_code"],) if end["type"] == "abort" else (told["output_ids"], end)
 
 
 def answers(server: Server, asked: list[dict], at_once: int) -> list[tuple]:
@@ -81,12 +81,12 @@ def short_baseline(servers, short_target, end_prompts, tmp_path_factory) -> Call
     def ask(*options: str) -> list[tuple]:
         options = (*FP32, "--enable-deterministic-inference", *options)
         server = servers.get("end-baseline", short_target, *options, environment=plugin)
-        found = answers(server, payloads(end_prompts), 8)
+        told = answers(server, payloads(end_prompts), 8)
         servers.stop("end-baseline")
         # SGLang ends an answer two tokens before its context's end.
-        assert max(len(a[0]) for a in found if len(a) > 1) == CONTEXT - 42
-        assert {a[0] for a in found if len(a) == 1} <= {400}
-        return found
+        assert max(len(a[0]) for a in told if len(a) > 1) == CONTEXT - 42
+        assert {a[0] for a in told if len(a) == 1} <= {400}
+        return told
 
     return ask
 

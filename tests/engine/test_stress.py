@@ -148,8 +148,8 @@ def test_requests_hold_while_others_prompts_are_computed(server, own_prompts, ba
         long = [t for p in own_prompts[i:] + own_prompts[:i] for t in p][:400]
         prompts += [short["input_ids"], long]
         parameters += [short["sampling_params"], sampled(i, max_new_tokens=2)]
-    found = together(server, prompts, parameters)[::2]
-    assert found == [baseline[name][number][0]["ids"] for name, number in chosen]
+    tokens = together(server, prompts, parameters)[::2]
+    assert tokens == [baseline[name][number][0]["ids"] for name, number in chosen]
 
 
 def test_drafting_stops_while_a_custom_processor_is_in_the_batch(server, own_prompts, baseline):

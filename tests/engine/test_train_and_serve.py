@@ -39,8 +39,8 @@ def served_blocks(
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
     for turn in range(turns):
         names = [f"{turn} {i}" for i in range(len(prompts))]
-        found = server.generate(input_ids=prompts, rid=names, sampling_params=sampling)
-        each = zip(names, prompts, found, strict=True)
+        said = server.generate(input_ids=prompts, rid=names, sampling_params=sampling)
+        each = zip(names, prompts, said, strict=True)
         texts |= {name: prompt + answer["output_ids"] for name, prompt, answer in each}
     anchors, drafts = ({name: [] for name in texts} for _ in range(2))
     for request, place, anchor, *block in map(json.loads, log.read_text().splitlines()):

@@ -145,8 +145,15 @@ def test_copies_come_after_the_round_that_runs_and_before_the_next(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_draft_model_s_weights_keep_their_addresses():
-    """Captured graphs read them there."""
+def test_the_draft_model_s_weights_keep_their_addresses(tmp_path):
+    """Captured graphs read them there. Nothing is replaced unless every tensor fits."""
     told = draft_weights.examined()
-    assert told["doubled"] and told["in place"] and told["unchanged"]
-    assert told["contexts"] == ["before", "after"] * 2
+    assert told["doubled"] and told["in place"] and told["unchanged"] and not told["kept"]
+    assert 0 < told["partly"] <= 7 and told["contexts"] == ["before", "after"] * 2
+    unexpected, shape = told["refusals"]
+    assert "other" in unexpected and "norm.weight" in shape
+    # A server that follows a folder takes no tensors, and keeps its first.
+    told = draft_weights.examined(HYPERDFLASH_FOLLOW=str(tmp_path))
+    assert told["kept"] and told["own"]
+    assert told["partly"] == 0 and told["contexts"] == ["before", "after"]
+    assert all("HYPERDFLASH_FOLLOW" in refusal for refusal in told["refusals"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+gc.disable()  # until all is imported and collected, most of which stays
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"
 
@@ -41,6 +43,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # of this repository.
 DATA = os.environ.get("HYPERDFLASH_TEST_DATA")
 BENCHMARKS = Path(DATA) / "benchmarks" if DATA else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

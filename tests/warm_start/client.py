@@ -23,7 +23,9 @@ import types
 from collections.abc import Callable, Sequence
 from multiprocessing import util
 
+# The last is every model that SGLang has.
 MODULES = ("sglang.srt.entrypoints.http_server", "cpu_engine.portable.mhc")
+MODULES += ("sglang.srt.model_executor.model_runner", "sglang.srt.models.registry")
 COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
 STARTS = ([sys.executable, "-m", "sglang.launch_server"], COMMAND, [sys.executable, "-c"])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # as servers of tests have
@@ -187,10 +189,12 @@ def main() -> Callable[[], None]:
     link = socket.socket(fileno=os.dup(given))
     os.dup2(devnull, given, inheritable=False)
     importlib.import_module("setproctitle").getproctitle()  # it looks where the environment is now
+    gc.disable()
     for name in sys.argv[2:]:
         getattr(importlib.import_module(name), "compiled", int)()  # what numba compiles
     written.update({n: v for n, v in os.environ.items() if before.get(n) != v})
     gc.collect()
+    gc.enable()
     gc.freeze()  # a child's collections then copy no page of the imports
     link.send(b"ready")
     return serve(link)

@@ -12,14 +12,8 @@ from safetensors.torch import load_file
 
 from sglang_hyperdflash.draft.config import causal_fields, default_candidates
 from sglang_hyperdflash.targets.files import TargetFacts
-from sglang_hyperdflash.training.drafter import (
-    Drafter,
-    DrafterShape,
-    draft_config,
-    write_drafter,
-)
-
-RANK = 8
+from sglang_hyperdflash.training import drafter as drafters
+from sglang_hyperdflash.training.drafter import Drafter, DrafterShape
 
 
 @torch.no_grad()
@@ -37,7 +31,7 @@ def write_untrained(folder: Path, target: dict, shape: DrafterShape, mask_token:
     Its gate is ``approximate``, which is compared with no fingerprint of the target's weights.
     """
     torch.manual_seed(0)
-    raw = draft_config(TargetFacts.from_config(target), None, shape, mask_token)
+    raw = drafters.draft_config(TargetFacts.from_config(target), None, shape, mask_token)
     raw["hyperdflash_config"]["gate"] = "approximate"
     drafter = Drafter(raw)
     drafter.reducer.randomise()
@@ -57,7 +51,7 @@ def with_dependency(raw: dict[str, Any], rank: int, *, causal: bool = False) -> 
 def with_head(drafter_dir: Path, out: Path, *, causal: bool = False) -> Path:
     """A drafter with a dependency head of random weights."""
     old = Drafter.load(drafter_dir)
-    rank = RANK if old.dependency is None else old.config.dependency.rank
+    rank = 8 if old.dependency is None else old.config.dependency.rank
     drafter = Drafter(with_dependency(old.raw, rank, causal=causal))
     drafter.load_state_dict(old.state_dict(), strict=False)
     generator = torch.Generator().manual_seed(0)
@@ -85,13 +79,6 @@ def with_config(drafter: Path, folder: Path, **fields: Any) -> Path:
 def with_window(drafter: Path, folder: Path, window: int | None) -> Path:
     """A copy of a checkpoint, in the new ``folder``, whose blocks see ``window`` context tokens."""
     return with_config(drafter, folder, hyperdflash_config={"window": window})
-
-
-def for_another_target(drafter: Path, folder: Path) -> Path:
-    """A copy of a checkpoint, in the new ``folder``, of a target with another collapse."""
-    own = json.loads((drafter / "config.json").read_text())["hyperdflash_config"]
-    target = own["target"] | {"hc_head_fingerprint": "0" * 16}
-    return with_config(drafter, folder, hyperdflash_config={"target": target})
 
 
 def rescale_folder(folder: Path) -> None:
@@ -122,7 +109,7 @@ def with_idle_head(drafter: Path, folder: Path, like: Path) -> Path:
     tensors = load_file(drafter / "model.safetensors")
     tensors |= {"dependency.predecessor": table + 0.5, "dependency.successor": table}
     tensors["dependency.gate.weight"] = torch.zeros(size, width, dtype=torch.bfloat16)
-    write_drafter(folder, raw, tensors)
+    drafters.write_drafter(folder, raw, tensors)
     return folder
 
 

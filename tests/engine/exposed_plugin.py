@@ -60,23 +60,16 @@ def load() -> None:
     ModelRegistry.models[ARCHITECTURE] = dense_hy_v4()
 
 
-@torch.no_grad()
-def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Seeded weights that make every token of a context matter and every path differ."""
-    draw = torch.Generator().manual_seed(3)
-    found = {}
-    for name, parameter in model.named_parameters():
-        scale = 1.0 if parameter.dim() < 2 or "embed" in name else 2 * parameter.shape[-1] ** -0.5
-        found[name] = torch.randn(parameter.shape, generator=draw) * scale
-    return found
-
-
 def main(folder: str) -> None:
-    """Write the weights next to the ``config.json`` of ``folder``."""
+    """Write weights that make every token of a context matter and every path differ."""
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     from tests.unit.targets.exposed_models import one_rank
 
     with one_rank():
         model = dense_hy_v4()(get_config(folder, trust_remote_code=False))
-    save_file(random_weights(model), f"{folder}/model.safetensors")
+    draw, weights = torch.Generator().manual_seed(3), {}
+    for name, parameter in model.named_parameters():
+        scale = 1.0 if parameter.dim() < 2 or "embed" in name else 2 * parameter.shape[-1] ** -0.5
+        weights[name] = torch.randn(parameter.shape, generator=draw) * scale
+    save_file(weights, f"{folder}/model.safetensors")

@@ -12,6 +12,7 @@ PLUGIN = "from tests.engine.probes import load  # noqa: F401\n"
 # Every verified block, the last positions that models are given, the state after the start.
 BLOCKS, POSITIONS, STATE = "TEST_BLOCKS", "TEST_POSITIONS", "TEST_STATE"
 FILES = {BLOCKS: "blocks.jsonl", POSITIONS: "positions.json", STATE: "state.json"}
+most: dict[str, list[int]] = {}  # positions so far
 
 
 def record_blocks(result, self, logits, argmaxes, block, requests) -> None:
@@ -23,25 +24,17 @@ def record_blocks(result, self, logits, argmaxes, block, requests) -> None:
             out.writelines(json.dumps([name, at, *tokens]) + "\n" for name, at, tokens in rows)
 
 
-def record_positions() -> None:
+def record_positions(self, forward_batch, *args, **kwargs) -> None:
     """The last position of the target and of the drafter, and where their K/V then end."""
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    original, most = ModelRunner.forward, {}
-
-    def forward(self, forward_batch, *args, **kwargs):
-        if len(forward_batch.positions):
-            verifies = forward_batch.forward_mode.is_target_verify()
-            rows = getattr(forward_batch.spec_info, "draft_token_num", 0) if verifies else 0
-            ends = int(forward_batch.seq_lens.max()) + rows
-            name = "drafter" if self.is_draft_worker else "target"
-            before = most.get(name, [0, 0])
-            most[name] = [max(int(forward_batch.positions.max()), before[0]), max(ends, before[1])]
-            if most[name] != before:
-                Path(os.environ[POSITIONS]).write_text(json.dumps(most))
-        return original(self, forward_batch, *args, **kwargs)
-
-    ModelRunner.forward = forward
+    if len(forward_batch.positions):
+        verifies = forward_batch.forward_mode.is_target_verify()
+        rows = getattr(forward_batch.spec_info, "draft_token_num", 0) if verifies else 0
+        ends = int(forward_batch.seq_lens.max()) + rows
+        name = "drafter" if self.is_draft_worker else "target"
+        before = most.get(name, [0, 0])
+        most[name] = [max(int(forward_batch.positions.max()), before[0]), max(ends, before[1])]
+        if most[name] != before:
+            Path(os.environ[POSITIONS]).write_text(json.dumps(most))
 
 
 def digest(tensor) -> str:
@@ -88,7 +81,8 @@ def load() -> None:
         accept = "sglang_hyperdflash.serving.verification.verifier.Verifier.accept"
         HookRegistry.register(accept, record_blocks, HookType.AFTER)
     if POSITIONS in os.environ:
-        when_imported("sglang.srt.model_executor.model_runner", record_positions)
+        run = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+        HookRegistry.register(run, record_positions, HookType.BEFORE)
     if STATE in os.environ:
         when_imported("sglang_hyperdflash.serving.width.timing", time_two_sizes)
         built = "sglang.srt.managers.scheduler.Scheduler.init_rank_consensus_checker"

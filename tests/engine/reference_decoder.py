@@ -12,12 +12,10 @@ from transformers import AutoConfig
 
 from cpu_engine.portable.weights import load_core, nextn_tensors
 from cpu_engine.rivals.nextn_core import NextNCore
-from sglang_hyperdflash.draft.algorithm import Propose, decode, propose_block
+from sglang_hyperdflash.draft.algorithm import Propose, propose_block
 from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
-
-__all__ = ["block_draft", "chain_draft", "decode"]
 
 
 def block_draft(target: LocalTarget, folder: Path) -> Propose:

@@ -1,27 +1,38 @@
-"""The commands that start servers: ``demo``, ``generate`` and ``capture``."""
+"""The commands that start servers, and what ``python -m eval`` measures on them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
 
+from eval.client import Sampling, converse_all, messages_before
+from eval.identity import Difference, data_type, logit_gap
+from eval.methods import Method
+from eval.runner import Plan, read_sealed
+from eval.serving import Study, run
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo, own_server
 from sglang_hyperdflash.commands.train import captured
 from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.samples import OnlineFeatures
 from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.conftest import EXAMPLE
-from tests.engine.conftest import greedy
+from tests.engine.conftest import FP32, chat_ids, first_difference_gaps, greedy
 from tests.warm_start.client import start
 
 pair = pytest.mark.xdist_group("pair")
+
+
+def demo_questions() -> list[str]:
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["messages"][-1]["content"] for line in lines]
 
 
 class Kept(Server):
@@ -105,8 +116,7 @@ def test_captured_states_are_the_targets_own(
     """Conversations of one answer and of two, shorter and longer than a prefill chunk."""
     monkeypatch.setattr(own_server, "Server", partial(own_server.Server, start=start))
     data, out = tmp_path / "data.jsonl", tmp_path / "states"
-    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:6]
-    questions = [json.loads(line)["messages"][-1]["content"] for line in lines]
+    questions = demo_questions()[:6]
     answer = {"role": "assistant", "content": "It costs 3 + 4 = 7 dollars. " * 6}
     chats = [
         [{"role": "user", "content": q}, answer] * (1 + i % 2) for i, q in enumerate(questions)
@@ -144,3 +154,39 @@ def test_captured_states_are_the_targets_own(
     other = replace(config, target=replace(config.target, hc_head_fingerprint="other"))
     with pytest.raises(ValueError, match="hc_head_fingerprint"):
         captured((out,), other, norm)
+
+
+@pair
+def test_a_logit_gap_is_the_target_s_own(target_server, target_dir, tokenizer):
+    """What the server says of two tokens equals the logits of the target's plain torch form."""
+    argmax, questions = Sampling(0.0, 12), demo_questions()
+    conversations = [questions[:2], questions[2:3]]
+    answers, _ = converse_all(target_server.url, conversations, argmax, 2)
+    assert data_type(target_server.url) == "float32"
+    for (asked, turn), at in zip(((0, 1), (1, 0)), (5, 0), strict=True):
+        answer = asdict(answers[asked])
+        expected = answer["output_ids"][turn][at]
+        difference = Difference(asked, turn, at, expected, (expected + 100) % 500)
+        gap = logit_gap(target_server.url, conversations[asked], answer, difference, argmax)
+        messages = messages_before(conversations[asked], answer["texts"], turn)
+        prompt = chat_ids(tokenizer, messages)
+        changed = [*answer["output_ids"][turn][:at], difference.found]
+        (real,) = first_difference_gaps(
+            target_dir, [prompt], [answer["output_ids"][turn][: at + 1]], [changed]
+        )
+        assert gap == pytest.approx(real, abs=2e-3) and gap > 0.05
+
+
+@pytest.mark.slow
+@pair
+def test_the_serving_study_measures_throughput_and_latency(target_dir, drafter_dir, tmp_path):
+    draft = ("--speculative-draft-model-path", str(drafter_dir))
+    options = ("--speculative-algorithm", "HYPERDFLASH", *draft)
+    ours = Method("hyperdflash6", options, 6, environment=((WIDTH, FULL),))
+    plan = Plan(str(target_dir), (ours,), {}, (), 1, 48, tmp_path, server_args=FP32, together=False)
+    content = run(Study(plan, tuple(demo_questions()[:4]), (1, 2), (2.0,), 4))
+    assert [e["concurrency"] for e in content["concurrency"]["hyperdflash6"]] == [1, 2]
+    (poisson,) = content["poisson"]["hyperdflash6"]
+    assert poisson["requests"] == 4 and 0 < poisson["ttft_ms"][0] <= poisson["ttft_ms"][1]
+    stored = read_sealed(tmp_path / "serving.json")
+    assert {name: stored[name] for name in content} == content

@@ -6,21 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engine.asking import (
-    CASES,
-    GREEDY,
-    HOT,
-    TOKENS,
-    UNPROCESSED,
-    answers,
-    assert_cases,
-    assert_equal,
-    payloads,
-    post,
-    sampled,
-    together,
-    tokens_of,
-)
+from tests.engine import asking
+from tests.engine.asking import CASES, GREEDY, HOT, TOKENS, UNPROCESSED, sampled
 from tests.engine.conftest import retractions
 
 pytestmark = pytest.mark.xdist_group("pair")
@@ -43,7 +30,7 @@ def test_answers_are_the_baselines(hyper_server, own_prompts, baseline, concurre
     with ThreadPoolExecutor(1) as pool:
         more = {"input_ids": own_prompts[0], "sampling_params": unseeded}
         pool.submit(hyper_server.generate, **more)
-        assert_cases(hyper_server, UNPROCESSED, own_prompts, baseline, concurrency)
+        asking.assert_cases(hyper_server, UNPROCESSED, own_prompts, baseline, concurrency)
 
 
 def test_choices_without_a_seed_differ(hyper_server, own_prompts):
@@ -57,7 +44,7 @@ def test_openais_seed_is_the_seed(hyper_server):
     payload = {"model": "m", "messages": messages, "temperature": 2, "max_tokens": 40}
 
     def text(**more):
-        answer = post(hyper_server, "/v1/chat/completions", {**payload, **more})
+        answer = asking.post(hyper_server, "/v1/chat/completions", {**payload, **more})
         return answer.json()["choices"][0]["message"]["content"]
 
     assert text(seed=7) == text(seed=7) != text(seed=8)
@@ -71,7 +58,7 @@ def test_greedy_rows_go_on_when_the_sampled_ones_have_ended(
         {"temperature": i % 2, "max_new_tokens": 8 if i % 2 else 96, "ignore_eos": True}
         for i in range(4)
     ]
-    found = together(hyper_server, own_prompts[:4], sampling)
+    found = asking.together(hyper_server, own_prompts[:4], sampling)
     assert found[::2] == [tokens[:96] for tokens in own_reference[:4:2]]
 
 
@@ -85,7 +72,7 @@ def test_a_broken_row_ends_its_request_and_no_other(hyper_server, own_prompts, b
     text = {"return_logprob": True, "return_text_in_logprobs": True, "top_logprobs_num": 2}
     for options in ({}, text):  # an id that no tokenizer has would end it
         asked = {"input_ids": own_prompts[0], "sampling_params": broken}
-        answer = post(hyper_server, "/generate", asked | options)
+        answer = asking.post(hyper_server, "/generate", asked | options)
         if setting.get("regex") and answer.status_code != 200:
             assert answer.status_code == 500
             continue
@@ -101,8 +88,8 @@ def test_a_broken_row_ends_its_request_and_no_other(hyper_server, own_prompts, b
             )
             mask = both[0]["meta_info"]["output_token_sampling_mask"]
             assert mask == [[token] for token in both[0]["output_ids"]] and len(mask) == TOKENS
-    good = payloads("unfiltered", own_prompts)[:2]
-    assert_equal(answers(hyper_server, good, 2), baseline["unfiltered"][:2])
+    good = asking.payloads("unfiltered", own_prompts)[:2]
+    asking.assert_equal(asking.answers(hyper_server, good, 2), baseline["unfiltered"][:2])
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +104,12 @@ def long_runs(target_server, benchmark_prompts) -> list[tuple[list, list[dict], 
     every.append([sampled(i, **penalised[i % 3], max_new_tokens=96) for i in range(30)])
     every.append([sampled(i, temperature=0, max_new_tokens=600) for i in range(60)])
     chosen = [(benchmark_prompts[: len(parameters)], parameters) for parameters in every]
-    return [(*asked, tokens_of(target_server, *asked, 8)) for asked in chosen]
+    return [(*asked, asking.tokens_of(target_server, *asked, 8)) for asked in chosen]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [8, 1])
 def test_sixty_benchmark_prompts(hyper_server, long_runs, concurrency):
     for prompts, parameters, expected in long_runs:
-        assert tokens_of(hyper_server, prompts, parameters, concurrency) == expected
+        assert asking.tokens_of(hyper_server, prompts, parameters, concurrency) == expected
     assert not retractions(hyper_server)

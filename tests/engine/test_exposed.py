@@ -21,16 +21,8 @@ from sglang_hyperdflash.training.local_target import BorrowedTarget
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import States
 from tests.conftest import EXAMPLE, ROOT
-from tests.engine import exposed_plugin, probes
-from tests.engine.conftest import (
-    COMMON,
-    captured_prefill,
-    greedy,
-    greedy_all,
-    ids,
-    install_plugin,
-    probed,
-)
+from tests.engine import conftest, exposed_plugin, probes
+from tests.engine.conftest import captured_prefill, greedy, greedy_all, ids, probed
 from tests.engine.drafters import assert_varied, rescale_folder
 from tests.engine.test_train_and_serve import replayed, served_blocks
 from tests.waiting import PATIENCE
@@ -52,7 +44,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-FP32 = ("--dtype", "float32", "--max-total-tokens", "8192", *COMMON)
+FP32 = ("--dtype", "float32", "--max-total-tokens", "8192", *conftest.COMMON)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +82,7 @@ def test_answers_are_the_targets_own(servers, target, drafter, own_prompts, tmp_
     borrowed = BorrowedTarget(TargetFiles(str(target)))
     replay = Replay(Drafter.load(drafter).eval(), borrowed)
     source = Path(exposed_plugin.__file__).read_text()
-    environment = install_plugin(tmp_path, "dense_hy_v4", source)
+    environment = conftest.install_plugin(tmp_path, "dense_hy_v4", source)
     capture = {**environment, CAPTURE_FOLDER: str(tmp_path)}
     options = ("--enable-return-hidden-states", "--disable-radix-cache", *FP32)
     plain = servers.get("hy-v4", target, *options, environment=capture)

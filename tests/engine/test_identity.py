@@ -10,25 +10,9 @@ import torch
 
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
+from tests.engine import conftest
 from tests.engine.asking import post
-from tests.engine.conftest import (
-    BF16_TIE,
-    COMMON,
-    FP32,
-    NEW_TOKENS,
-    OPTIMISTIC,
-    SMALL_POOL,
-    conversation,
-    first_difference_gaps,
-    flush,
-    greedy,
-    greedy_all,
-    greedy_together,
-    ids,
-    install_plugin,
-    retractions,
-    reused,
-)
+from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, greedy_together, ids, reused
 
 pair = pytest.mark.xdist_group("pair")
 
@@ -78,7 +62,7 @@ def test_benchmark_prompts(hyper_server, target_server, benchmark_prompts):
 @pair
 def test_prefix_cache_hits(hyper_server, own_prompts, own_reference):
     """The same prompts again, drafted for as well, and prompts that extend a cached answer."""
-    flush(hyper_server)
+    conftest.flush(hyper_server)
     cold, hit = (greedy_all(hyper_server, own_prompts, 12) for _ in range(2))
     assert ids(cold) == own_reference
     assert ids(hit) == own_reference
@@ -97,8 +81,8 @@ def test_no_turn_finds_fewer_cached_tokens(target_server, hyper_server, own_prom
     """The baseline keeps all of a turn but its last token, unless that was a draft: it is run."""
     tokens, both = 9, []
     for server in (target_server, hyper_server):
-        flush(server)
-        both.append(conversation(server, own_prompts[:6], tokens))
+        conftest.flush(server)
+        both.append(conftest.conversation(server, own_prompts[:6], tokens))
     plain, drafted = both
     assert ids(drafted) == ids(plain)
     asked = [prompt for prompt, _ in reused(plain)]
@@ -155,15 +139,16 @@ def test_bf16_differs_only_at_ties(
     servers, target_dir, drafter_dir, own_prompts, own_reference, tmp_path
 ):
     """bf16 rounds otherwise than fp32: every first difference is a near-tie. Some are retracted."""
-    environment = install_plugin(tmp_path, "optimistic", OPTIMISTIC)
-    arguments = ("--dtype", "bfloat16", *COMMON, *SMALL_POOL, *hyperdflash_arguments(drafter_dir))
+    environment = conftest.install_plugin(tmp_path, "optimistic", conftest.OPTIMISTIC)
+    arguments = ("--dtype", "bfloat16", *conftest.COMMON, *conftest.SMALL_POOL)
+    arguments += hyperdflash_arguments(drafter_dir)
     server = servers.get("bf16", target_dir, *arguments, environment=environment)
     answers = greedy_together(server, own_prompts)
     servers.stop("bf16")
-    gaps = first_difference_gaps(target_dir, own_prompts, own_reference, ids(answers))
+    gaps = conftest.first_difference_gaps(target_dir, own_prompts, own_reference, ids(answers))
     print(f"bf16: {len(gaps)} of {len(own_prompts)} prompts differ; fp32 logit gaps {gaps}")
-    assert all(gap < BF16_TIE for gap in gaps), gaps
-    assert accepted(answers) > len(answers) and retractions(server)
+    assert all(gap < conftest.BF16_TIE for gap in gaps), gaps
+    assert accepted(answers) > len(answers) and conftest.retractions(server)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,19 +28,10 @@ from sglang_hyperdflash.training.samples import OnlineFeatures, Sample
 from sglang_hyperdflash.training.store.identity import identity_of
 from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.conftest import EXAMPLE
+from tests.engine import conftest
 from tests.engine.asking import samples
-from tests.engine.conftest import (
-    FP32,
-    OPTIMISTIC,
-    SMALL_POOL,
-    greedy,
-    greedy_all,
-    greedy_together,
-    ids,
-    install_plugin,
-    retractions,
-)
-from tests.engine.drafters import for_another_target, poisoned, with_idle_head
+from tests.engine.conftest import greedy, greedy_all, greedy_together, ids, retractions
+from tests.engine.drafters import poisoned, with_config, with_idle_head
 from tests.waiting import until
 
 pytestmark = pytest.mark.xdist_group("learning")
@@ -63,10 +55,10 @@ def server(servers, target_dir, drafter_dir, folder) -> Iterator[Server]:
     """Little K/V: some requests go back to the queue and are computed again."""
     environment = {RECORD: str(folder / "store"), FOLLOW: str(folder / "published")}
     environment |= {f"{RECORD}_SHARE": "1", f"{RECORD}_CONTEXT": "0.5"}
-    for name, source in (("optimistic", OPTIMISTIC), ("short_trial", SHORT_TRIAL)):
-        environment |= install_plugin(folder, name, source)
-    arguments = (*FP32, *SMALL_POOL, "--enable-metrics", "--chunked-prefill-size", str(CHUNK))
-    arguments += hyperdflash_arguments(drafter_dir)
+    for name, source in (("optimistic", conftest.OPTIMISTIC), ("short_trial", SHORT_TRIAL)):
+        environment |= conftest.install_plugin(folder, name, source)
+    arguments = (*conftest.FP32, *conftest.SMALL_POOL, "--enable-metrics")
+    arguments += ("--chunked-prefill-size", str(CHUNK), *hyperdflash_arguments(drafter_dir))
     yield servers.get("learning", target_dir, *arguments, environment=environment)
     servers.stop("learning")
 
@@ -165,7 +157,10 @@ def test_a_published_drafter_is_taken_and_a_poisoned_one_left(
     traffic()
     # The drafter from before drafts, and drafts well, from its own K/V and the poisoned one's.
     assert of(DRAFTED, 3) == left and of(ACCEPTED, 2) - before > 0.3 * (of(DRAFTED, 2) - tried) > 0
-    # What does not fit is not even tried.
-    publish(published, for_another_target(drafter_dir, tmp_path / "target"))
+    # What does not fit, as a target with another collapse, is not even tried.
+    raw = json.loads((drafter_dir / "config.json").read_text())["hyperdflash_config"]
+    target = raw["target"] | {"hc_head_fingerprint": "0" * 16}
+    fields = {"hyperdflash_config": {"target": target}}
+    publish(published, with_config(drafter_dir, tmp_path / "target", **fields))
     until(lambda: "version 4 is not taken" in log(), meanwhile=traffic)
     assert of(DRAFTED, 4) == 0

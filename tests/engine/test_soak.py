@@ -26,16 +26,8 @@ from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
-from tests.engine.asking import (
-    UNPROCESSED,
-    answers,
-    assert_equal,
-    by_label,
-    is_idle,
-    payloads,
-    post,
-    samples,
-)
+from tests.engine import asking
+from tests.engine.asking import UNPROCESSED
 from tests.engine.conftest import COMMON, NEW_TOKENS, flush, greedy
 from tests.engine.test_context_end import CONTEXT
 from tests.engine.test_learning_faults import Learning
@@ -43,9 +35,6 @@ from tests.waiting import until
 
 MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
 CONCURRENCY = 16
-# Less than sixteen requests of the mix want: the pool is full, and prefixes are evicted.
-POOL = 3000
-STUCK_SECONDS = 180.0
 GROWTH = {"memory_mib": 200, "handles": 16, "threads": 8}
 STORE_GIB = 0.5
 SHAPE = "--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window 0"
@@ -61,39 +50,38 @@ class Traffic:
         self.wrong: list[str] = []
 
     def ask(self, prompt: list[int], tokens: int) -> list[int]:
-        return greedy(self.server, prompt, tokens, timeout=STUCK_SECONDS)["output_ids"]
+        return greedy(self.server, prompt, tokens, timeout=180.0)["output_ids"]
 
-    def case(self, i: int, draw: random.Random) -> bool:
+    def case(self, i: int, draw: random.Random) -> None:
         """Greedy, seeded, penalised or constrained, streams of several choices."""
         name = draw.choice(UNPROCESSED)
-        asked = payloads(name, self.prompts)
+        asked = asking.payloads(name, self.prompts)
         number = i % len(asked)
-        assert_equal(answers(self.server, [asked[number]], 1), [self.baseline[name][number]])
-        return True
+        answer = asking.answers(self.server, [asked[number]], 1)
+        asking.assert_equal(answer, [self.baseline[name][number]])
 
-    def prefix(self, i: int, draw: random.Random) -> bool:
+    def prefix(self, i: int, draw: random.Random) -> None:
         """A conversation that goes on: its prefix is in the cache, and so is the drafter's K/V."""
         cut, answer = draw.randrange(1, NEW_TOKENS - 1), self.baseline["own"][i]
-        return self.ask(self.prompts[i] + answer[:cut], NEW_TOKENS - cut) == answer[cut:]
+        assert self.ask(self.prompts[i] + answer[:cut], NEW_TOKENS - cut) == answer[cut:]
 
-    def long(self, i: int, draw: random.Random) -> bool:
+    def long(self, i: int, draw: random.Random) -> None:
         some = [token for prompt in draw.sample(self.prompts, 4) for token in prompt]
-        return len(self.ask(some, 400)) == 400
+        assert len(self.ask(some, 400)) == 400
 
-    def full_context(self, i: int, draw: random.Random) -> bool:
+    def full_context(self, i: int, draw: random.Random) -> None:
         """As many tokens as the context leaves: SGLang ends an answer two before its end."""
         left = draw.randint(16, 32)
         some = [token for prompt in self.prompts for token in prompt] * 8
-        return len(self.ask(some[: CONTEXT - left], left)) == left - 2
+        assert len(self.ask(some[: CONTEXT - left], left)) == left - 2
 
-    def aborted(self, i: int, draw: random.Random) -> bool:
+    def aborted(self, i: int, draw: random.Random) -> None:
         sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
         payload = {"input_ids": self.prompts[i], "sampling_params": sampling, "stream": True}
-        with post(self.server, "/generate", payload, stream=True) as answer:
+        with asking.post(self.server, "/generate", payload, stream=True) as answer:
             lines = answer.iter_lines()
             for _ in range(draw.randrange(1, 6)):
                 next(lines)
-        return True
 
     KINDS = (case, prefix, long, full_context, aborted)
 
@@ -105,13 +93,12 @@ class Traffic:
             draw = random.Random(f"{seed}-{worker}")
             while time.monotonic() < end and len(self.wrong) < 20:
                 kind, i = draw.choice(self.KINDS), draw.randrange(len(self.prompts))
-                try:
-                    problem = "" if kind(self, i, draw) else "a wrong answer"
-                except Exception as error:
-                    problem = f"{type(error).__name__}: {error}"
                 self.counts[kind.__name__] += 1
-                if problem:
-                    self.wrong.append(f"{kind.__name__} of prompt {i}: {problem}")
+                try:
+                    kind(self, i, draw)
+                except Exception as error:
+                    name = type(error).__name__
+                    self.wrong.append(f"{kind.__name__} of prompt {i}: {name}: {error}")
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(loop, range(CONCURRENCY)))
@@ -138,12 +125,12 @@ def usage(process: Popen) -> dict[str, float]:
 
 def idle_state(server: Server, prompt: list[int], learner: Popen | None) -> dict[str, dict]:
     """Pool, queue and processes once everything is answered and the cache is flushed."""
-    until(lambda: is_idle(server), "a request is stuck")
+    until(lambda: asking.is_idle(server), "a request is stuck")
     flush(server)
     # Gauges move with batches: one small request after the flush brings them up to date.
     greedy(server, prompt, 1)
     names = ("num_running_reqs", "num_queue_reqs")
-    pool = {name: next(iter(samples(server, f"sglang:{name}").values())) for name in names}
+    pool = {name: next(iter(asking.samples(server, f"sglang:{name}").values())) for name in names}
     state = {"pool": pool, "server": usage(server.process)}
     return state | ({"learner": usage(learner)} if learner else {})
 
@@ -160,7 +147,8 @@ def test_soak(servers, target_dir, drafter_dir, own_prompts, baseline, tmp_path,
         some = {"SHARE": "1", "GIB": str(STORE_GIB), "LENGTH": "256", "CONTEXT": "0"}
         environment |= learning.environment
         environment |= {f"{RECORD}_{name}": value for name, value in some.items()}
-    arguments = ("--dtype", "float32", "--max-total-tokens", str(POOL), "--enable-metrics")
+    # Less than sixteen requests of the mix want: the pool is full, and prefixes are evicted.
+    arguments = ("--dtype", "float32", "--max-total-tokens", "3000", "--enable-metrics")
     arguments += (*COMMON, *hyperdflash_arguments(draft))
     try:
         server = servers.get("soak", target_dir, *arguments, environment=environment)
@@ -175,7 +163,7 @@ def test_soak(servers, target_dir, drafter_dir, own_prompts, baseline, tmp_path,
             learning.stop_learner()
     report = {"provenance": provenance(), "minutes": MINUTES, "before": before, "after": after}
     report |= {"requests": dict(traffic.counts), "wrong": traffic.wrong}
-    report["rounds_by_width"] = by_label(server, WIDTH_ROUNDS, "width")
+    report["rounds_by_width"] = asking.by_label(server, WIDTH_ROUNDS, "width")
     reports = ROOT / "build" / "soak.json"
     pieces = json.loads(reports.read_text()) if reports.is_file() else []
     write_json(reports, [*pieces, report], indent=1)
@@ -187,7 +175,7 @@ def test_soak(servers, target_dir, drafter_dir, own_prompts, baseline, tmp_path,
         for what, growth in GROWTH.items():
             assert after[process][what] < before[process][what] + growth, (process, what)
     if learns:
-        assert sum(samples(server, RECORDED).values()) > 0
+        assert sum(asking.samples(server, RECORDED).values()) > 0
         assert "drafting with version" in server.log.read_text(errors="replace")
         shards = (tmp_path / "store" / "shards").iterdir()
         assert sum(shard.stat().st_size for shard in shards) < 1.01 * STORE_GIB * 2**30

@@ -13,34 +13,9 @@ from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUN
 from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.engine import probes
-from tests.engine.asking import (
-    ASKED,
-    FEW,
-    PROCESSED,
-    UNPROCESSED,
-    assert_cases,
-    by_label,
-    payloads,
-    post,
-    sampled,
-    samples,
-    together,
-)
-from tests.engine.conftest import (
-    FP32,
-    NEW_TOKENS,
-    OPTIMISTIC,
-    PROCESSORS,
-    SMALL_POOL,
-    greedy,
-    greedy_all,
-    greedy_together,
-    ids,
-    install_plugin,
-    probed,
-    retractions,
-)
+from tests.engine import asking, conftest, probes
+from tests.engine.asking import ASKED, FEW, PROCESSED, UNPROCESSED
+from tests.engine.conftest import NEW_TOKENS, greedy, greedy_all, greedy_together, ids, retractions
 from tests.engine.test_train_and_serve import compare_drafts
 from tests.waiting import until
 
@@ -84,12 +59,12 @@ def folder(tmp_path_factory):
     params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)],
 )
 def server(request, servers, target_dir, drafter_dir, folder):
-    environment = {WIDTH: RANDOM, WIDTHS: "1,2,4,7"} | probed(folder, probes.BLOCKS)
-    for name, source in {"optimistic": OPTIMISTIC, "failing": FAILING}.items():
-        environment |= install_plugin(folder, name, source)
-    arguments = (*FP32, *SMALL_POOL, "--enable-metrics", "--enable-mixed-chunk", PROCESSORS)
-    arguments += ("--chunked-prefill-size", "32", "--grammar-backend", request.param)
-    arguments += hyperdflash_arguments(drafter_dir)
+    environment = {WIDTH: RANDOM, WIDTHS: "1,2,4,7"} | conftest.probed(folder, probes.BLOCKS)
+    for name, source in {"optimistic": conftest.OPTIMISTIC, "failing": FAILING}.items():
+        environment |= conftest.install_plugin(folder, name, source)
+    arguments = (*conftest.FP32, *conftest.SMALL_POOL, conftest.PROCESSORS, "--enable-metrics")
+    arguments += ("--enable-mixed-chunk", "--chunked-prefill-size", "32")
+    arguments += ("--grammar-backend", request.param, *hyperdflash_arguments(drafter_dir))
     name = f"stress-{request.param}"
     yield servers.get(name, target_dir, *arguments, environment=environment)
     servers.stop(name)
@@ -122,19 +97,19 @@ def shared(server: Server, names: Iterable[str]) -> list[str]:
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(UNPROCESSED, marks=pytest.mark.slow)])
 def test_answers_are_the_baselines(server, own_prompts, baseline, names):
-    assert_cases(server, shared(server, (*names, "regex")), own_prompts, baseline)
+    asking.assert_cases(server, shared(server, (*names, "regex")), own_prompts, baseline)
 
 
 def test_a_processor_is_called_once_a_token(server, own_prompts, baseline):
     """A draft, rejected or not, would be one call more."""
-    assert_cases(server, shared(server, PROCESSED), own_prompts, baseline)
+    asking.assert_cases(server, shared(server, PROCESSED), own_prompts, baseline)
 
 
 def test_retraction_changes_nothing(server, own_prompts, baseline):
     """Long seeded, filtered, penalised and greedy answers, and prompts that come in chunks."""
     before = retractions(server)
-    parameters = [one["sampling_params"] for one in payloads("mixed", own_prompts)]
-    found = together(server, own_prompts, parameters)
+    parameters = [one["sampling_params"] for one in asking.payloads("mixed", own_prompts)]
+    found = asking.together(server, own_prompts, parameters)
     assert found == [choices[0]["ids"] for choices in baseline["mixed"]]
     assert retractions(server) > before
 
@@ -144,18 +119,18 @@ def test_requests_hold_while_others_prompts_are_computed(server, own_prompts, ba
     chosen = [("regex", 0), ("penalties", 4), ("regex", 1), ("repetition", 5), ("regex", 2)]
     prompts, parameters = [], []
     for i, (name, number) in enumerate(chosen):
-        short = payloads(name, own_prompts)[number]
+        short = asking.payloads(name, own_prompts)[number]
         long = [t for p in own_prompts[i:] + own_prompts[:i] for t in p][:400]
         prompts += [short["input_ids"], long]
-        parameters += [short["sampling_params"], sampled(i, max_new_tokens=2)]
-    tokens = together(server, prompts, parameters)[::2]
+        parameters += [short["sampling_params"], asking.sampled(i, max_new_tokens=2)]
+    tokens = asking.together(server, prompts, parameters)[::2]
     assert tokens == [baseline[name][number][0]["ids"] for name, number in chosen]
 
 
 def test_drafting_stops_while_a_custom_processor_is_in_the_batch(server, own_prompts, baseline):
     """Plain requests run blocks, then single rows with a processor's request, then blocks again."""
-    plain = [sampled(i, temperature=0, max_new_tokens=96) for i in range(3)]
-    short = payloads("greedy processor", own_prompts)[3]
+    plain = [asking.sampled(i, temperature=0, max_new_tokens=96) for i in range(3)]
+    short = asking.payloads("greedy processor", own_prompts)[3]
     met = []
 
     def ask_plain() -> list[dict]:
@@ -187,18 +162,18 @@ def test_every_block_reads_its_own_request_alone(
 def test_metrics_count_the_drafts_of_narrow_rounds(server, own_prompts):
     def counted() -> torch.Tensor:
         """Accepted and drafted tokens by position."""
-        both = [by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)]
+        both = [asking.by_label(server, family, "position") for family in (ACCEPTED, DRAFTED)]
         return torch.tensor([[one[str(k)] for k in range(1, 7)] for one in both])
 
-    rounds, before = sum(samples(server, ROUNDS).values()), counted()
+    rounds, before = sum(asking.samples(server, ROUNDS).values()), counted()
     found = greedy_all(server, own_prompts[:6], 2)
     accepted, drafted = (counted() - before).tolist()
     histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in found]
     assert accepted == [sum(sum(h[k:]) for h in histograms) for k in range(1, 7)]
     caps = [sum(column) for column in zip(*map(caps_of, found), strict=True)]
     assert drafted == drafted_positions(caps, 6) == [sum(caps[k + 1 :]) for k in range(1, 7)]
-    assert sum(samples(server, ROUNDS).values()) - rounds == sum(caps) > drafted[0]
-    assert set(by_label(server, WIDTH_ROUNDS, "width")) == {"1", "2", "4", "7"}
+    assert sum(asking.samples(server, ROUNDS).values()) - rounds == sum(caps) > drafted[0]
+    assert set(asking.by_label(server, WIDTH_ROUNDS, "width")) == {"1", "2", "4", "7"}
     for answer, histogram in zip(found, histograms, strict=True):
         details, caps = answer["meta_info"], caps_of(answer)
         correct = sum(i * n for i, n in enumerate(histogram))
@@ -211,7 +186,7 @@ def test_metrics_count_the_drafts_of_narrow_rounds(server, own_prompts):
 
 def ask(server, prompt: list[int], **sampling) -> requests.Response:
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, **sampling}
-    return post(server, "/generate", {"input_ids": prompt, "sampling_params": sampling})
+    return asking.post(server, "/generate", {"input_ids": prompt, "sampling_params": sampling})
 
 
 @pytest.mark.slow

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.asking import HOT, TOKENS
 from tests.engine.conftest import FP32, greedy, greedy_all, ids
 from tests.engine.drafters import assert_lengths_vary
-from tests.engine.reference_decoder import block_draft, decode
+from tests.engine.reference_decoder import block_draft
 from tests.pool_log import logged_pools
 
 

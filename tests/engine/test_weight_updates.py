@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
+from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
@@ -19,7 +20,7 @@ from tests.conftest import EXAMPLE
 from tests.engine.asking import post
 from tests.engine.conftest import FP32, flush, greedy, greedy_all, ids
 from tests.engine.drafters import with_idle_head
-from tests.engine.reference_decoder import block_draft, decode
+from tests.engine.reference_decoder import block_draft
 
 COMPARED = 36
 

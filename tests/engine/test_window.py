@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
@@ -11,7 +12,7 @@ from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.engine.asking import FEW, assert_cases
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, greedy_together, ids
 from tests.engine.drafters import assert_lengths_vary, with_head, with_window
-from tests.engine.reference_decoder import block_draft, decode
+from tests.engine.reference_decoder import block_draft
 
 pytestmark = pytest.mark.xdist_group("window")
 # A pool of the blocks of 8 requests and about five windows: most contexts of eight lose tokens.

@@ -51,11 +51,6 @@ class Subject:
     ends: int = 0
     kill_helper: Callable[[subprocess.Popen], None] | None = None
 
-    @property
-    def launched(self) -> bool:
-        """By a launcher with processes of its own."""
-        return self.launcher != COMMAND
-
     def done(self, folder: Path) -> int:
         """Units on disk."""
         if self.on_disk is not None:
@@ -89,7 +84,7 @@ class Runs:
                 os.killpg(process.pid, signal.SIGKILL)
         self.said = self.heard.pop(process.pid).result(SECONDS).decode(errors="replace")
         # A launcher (torchrun) prints its own; frames of ours may not be in them.
-        ours = r'File "[^"]*/sglang_hyperdflash/' if self.subject.launched else ""
+        ours = r'File "[^"]*/sglang_hyperdflash/' if self.subject.launcher != COMMAND else ""
         _, *tracebacks = self.said.split("Traceback (most recent call last)")
         assert killed or not any(re.search(ours, each) for each in tracebacks), self.said
         return 0 if code == self.subject.ends else code
@@ -165,7 +160,7 @@ def fill_disk(runs: Runs) -> None:
     """
     process = runs.start()
     if runs.until(process, 0.5):
-        for each in everyone(process)[: None if runs.subject.launched else 1]:
+        for each in everyone(process)[: None if runs.subject.launcher != COMMAND else 1]:
             with suppress(psutil.NoSuchProcess):
                 each.rlimit(psutil.RLIMIT_FSIZE, (64, 64))
     if runs.end(process):  # 0: it was through before

@@ -7,30 +7,10 @@ import torch
 from tests.engine.v4.latents import NOPE, rms, rotate_end, store_index, store_latents
 from tests.engine.v4.planner import NO_ROW
 
-LEAST = torch.finfo(torch.float32).min
-
 
 def plan_rows(plan: torch.Tensor) -> torch.Tensor:
     """A plan's bytes as int32 rows."""
     return plan.contiguous().view(torch.int32).view(-1, plan.shape[1] // 4)
-
-
-def _window_128(step, pages, page, source, from_ring, d) -> tuple[torch.Tensor, torch.Tensor]:
-    """128 rows, the first ``from_ring`` of them from the request's ring."""
-    both = torch.cat([pages[page, :from_ring], step[source - 127 + from_ring : source + 1]])
-    return both[:, :d].float(), both[:, d:].float()
-
-
-def _window_4(step, pages, page_0, page_1, source, from_ring, first, d):
-    """Eight rows: the first series of the four tokens before, the second of the four at hand."""
-    kv, score = torch.zeros(8, d), torch.full((8, d), LEAST)
-    for i in range(4):
-        if not first:
-            row = pages[page_0, i] if i < from_ring else step[source - 7 + i]
-            kv[i], score[i] = row[:d].float(), row[2 * d : 3 * d].float()
-        row = pages[page_1, i] if i + 4 < from_ring else step[source - 3 + i]
-        kv[i + 4], score[i + 4] = row[d : 2 * d].float(), row[3 * d :].float()
-    return kv, score
 
 
 def compress_forward(
@@ -42,20 +22,23 @@ def compress_forward(
         # Uninitialised on a GPU: a row that is never written must not be read.
         out = kv_score_input.new_full((plan[1].shape[0], head_dim), float("nan"))
     flat = kv_score_buffer.view(-1, kv_score_buffer.shape[-1])
+    window = 8 if compress_ratio == 4 else 128
 
     def compress(page_0, page_1, source, from_ring, seq_len) -> torch.Tensor:
-        step = kv_score_input
-        if compress_ratio == 128:
-            kv, score = _window_128(step, kv_score_buffer, page_1, source, from_ring, head_dim)
-        else:
-            pages = (kv_score_buffer, page_0, page_1)
-            kv, score = _window_4(step, *pages, source, from_ring, seq_len <= 4, head_dim)
+        """The first ``from_ring`` rows of a window are in the ring, the others are the step's."""
+        pages = [page_0, page_1] if compress_ratio == 4 else [page_1]
+        ring = kv_score_buffer[pages].flatten(0, 1)[:from_ring]
+        rows = torch.cat([ring, kv_score_input[source + 1 - window + from_ring : source + 1]])
+        kv, score = rows.float().chunk(2, dim=1)
+        if compress_ratio == 4:  # a series for the four tokens before, one for the four at hand
+            kv, score = (torch.cat([x[:4, :head_dim], x[4:, head_dim:]]) for x in (kv, score))
+            if seq_len <= 4:
+                kv[:4], score[:4] = 0, torch.finfo(torch.float32).min
         weights = (score.double() + ape.double()).softmax(0)
         return (weights * kv.double()).sum(0).float().to(out.dtype)
 
     rows = plan_rows(plan[1]).tolist()
     if plan.is_decode:
-        window = 8 if compress_ratio == 4 else 128
         for i, (seq_len, write, page_0, page_1) in enumerate(rows):
             flat[write] = kv_score_input[i].to(flat.dtype)
             if seq_len % compress_ratio == 0:

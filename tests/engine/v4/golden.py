@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +49,19 @@ def _round_caches(caches: list) -> None:
     """Round K/V where a server stores them: after RoPE, before anything reads them."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
-    def update(original):
-        def rounded(self, keys, values, *args, **kwargs):
-            keys = rounded_latents(keys)
-            return original(self, keys, keys, *args, **kwargs)
+    def update(original, keys, values, *args, **kwargs):
+        keys = rounded_latents(keys)
+        return original(keys, keys, *args, **kwargs)
 
-        return rounded
-
-    def states(original):
-        def rounded(self, name, compressed):
-            index = compressed.shape[-1] == INDEX
-            return original(self, name, (rounded_index if index else rounded_latents)(compressed))
-
-        return rounded
+    def compressed(original, name, states):
+        index = states.shape[-1] == INDEX
+        return original(name, (rounded_index if index else rounded_latents)(states))
 
     for layer in caches:
-        kind = type(layer)
-        layer.update = update(kind.update).__get__(layer)
+        layer.update = partial(update, layer.update)
         if isinstance(layer, DeepseekV4HCACache):
-            layer.update_compressor_states = states(kind.update_compressor_states).__get__(layer)
+            method = layer.update_compressor_states
+            layer.update_compressor_states = partial(compressed, method)
 
 
 @torch.no_grad()
@@ -104,7 +99,7 @@ def logit_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def path_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Relative distance of every path, ``[S, m]``."""
+    """Relative distance of one path of every row, ``[S]``."""
     return (a - b).norm(dim=-1) / b.norm(dim=-1)
 
 

@@ -1,8 +1,8 @@
 """Torch forms of DeepSeek-V4's norms, RoPE and fp8 stores (``main_norm_rope.cuh`` and others).
 
 A latent row is 584 bytes: 448 fp8 values in seven groups of 64, 64 bf16 rotated values, seven
-power-of-two scales and one byte of padding. A page holds its rows' 576 data bytes first, then their
-8 scale bytes. An index key is 128 fp8 values and one fp32 scale.
+power-of-two scales and one byte of padding, which no kernel writes. An index key is 128 fp8 values
+and one fp32 scale. A page holds its rows' data first, then their scales.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import scipy.linalg
 import torch
 
 NOPE, ROPE, GROUP, FP8_MAX = 448, 64, 64, 448.0
-DATA = NOPE + 2 * ROPE  # bytes of a row without its scales
 INDEX = 128
+# Bytes of a row's data and of its scales, and how many of these are written.
+LATENT, KEY = (NOPE + 2 * ROPE, 8, NOPE // GROUP), (INDEX, 4, 4)
 
 
 def rotate(x: torch.Tensor, freqs_cis: torch.Tensor, positions, inverse=False) -> torch.Tensor:
@@ -50,6 +51,13 @@ def fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions) -> None:
     q_output[..., -d:] = rotate(q[..., -d:], freqs_cis, positions).to(q_output.dtype)
 
 
+def page_bytes(loc: torch.Tensor, page: int, data: int, scale: int, written: int):
+    """An index of the bytes of slots ``loc`` in ``[pages, bytes]``: of their data, then scales."""
+    block, slot = (loc // page)[..., None], (loc % page)[..., None]
+    scales = page * data + slot * scale + torch.arange(written)
+    return block, torch.cat([slot * data + torch.arange(data), scales], dim=-1)
+
+
 def _exponent(groups: torch.Tensor) -> torch.Tensor:
     """Biased exponent of the smallest power of two that brings a group within fp8's range."""
     raw = (groups.abs().amax(-1).clamp_min(1e-4) / FP8_MAX).float()
@@ -68,28 +76,20 @@ def store_latents(x: torch.Tensor, loc: torch.Tensor, cache: torch.Tensor, page:
     inverse = torch.exp2(127.0 - exponent.float())
     nope = (groups * inverse[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     rope = x[:, NOPE:].to(torch.bfloat16).contiguous()
-    data = [nope.view(torch.uint8).view(-1, NOPE), rope.view(torch.uint8).view(-1, 2 * ROPE)]
+    data = (nope.view(torch.uint8).flatten(1), rope.view(torch.uint8), exponent.to(torch.uint8))
     raw = cache.view(torch.uint8).view(cache.shape[0], -1)
-    block, slot = (loc // page)[:, None], (loc % page)[:, None]
-    raw[block, slot * DATA + torch.arange(DATA)] = torch.cat(data, dim=1)
-    # The last of the eight scale bytes is padding, which no kernel writes.
-    scales = page * DATA + slot * 8 + torch.arange(NOPE // GROUP)
-    raw[block, scales] = exponent.to(torch.uint8)
+    raw[page_bytes(loc, page, *LATENT)] = torch.cat(data, dim=1)
 
 
 def load_latents(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
     """``[n, 512]`` fp32 of slots of ``cache [pages, page, 1, 584]`` (a view of padded pages)."""
     pages, page = cache.shape[:2]
-    raw, stride = cache.view(torch.uint8), cache.stride(0)
-    start = raw.storage_offset()
-    rows = torch.as_strided(raw, (pages, page, DATA), (stride, DATA, 1))
-    scales = torch.as_strided(raw, (pages, page, 8), (stride, 8, 1), start + page * DATA)
-    block, slot = loc // page, loc % page
-    data, scale = rows[block, slot], scales[block, slot, : NOPE // GROUP]
-    nope = data[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float()
-    nope = nope.view(-1, NOPE // GROUP, GROUP) * torch.exp2(scale.float() - 127.0)[..., None]
-    rope = data[:, NOPE:].contiguous().view(torch.bfloat16).float()
-    return torch.cat([nope.view(-1, NOPE), rope], dim=1)
+    raw = cache.view(torch.uint8).as_strided((pages, cache.stride(0)), (cache.stride(0), 1))
+    rows = raw[page_bytes(loc, page, *LATENT)].split((NOPE, 2 * ROPE, NOPE // GROUP), dim=1)
+    nope, rope, scale = (part.contiguous() for part in rows)
+    nope = nope.view(torch.float8_e4m3fn).float().view(-1, NOPE // GROUP, GROUP)
+    nope = nope * torch.exp2(scale.float() - 127.0)[..., None]
+    return torch.cat([nope.view(-1, NOPE), rope.view(torch.bfloat16).float()], dim=1)
 
 
 def fused_k_norm_rope_flashmla(
@@ -119,10 +119,8 @@ def store_index(x: torch.Tensor, loc: torch.Tensor, cache: torch.Tensor, page: i
     """Write index keys ``x [n, 128]``, rotated, to slots ``loc``."""
     values, scale = fp8_row(hadamard(x))
     raw = cache.view(torch.uint8).view(cache.shape[0], -1)
-    block, slot = (loc // page)[:, None], (loc % page)[:, None]
-    raw[block, slot * INDEX + torch.arange(INDEX)] = values.view(torch.uint8)
-    scales = scale.contiguous().view(torch.uint8)
-    raw[block, page * INDEX + slot * 4 + torch.arange(4)] = scales
+    both = (values.view(torch.uint8), scale.contiguous().view(torch.uint8))
+    raw[page_bytes(loc, page, *KEY)] = torch.cat(both, dim=1)
 
 
 def fused_q_indexer_rope_hadamard_quant(q_input, weight, weight_scale, freqs_cis, positions):

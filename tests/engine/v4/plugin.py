@@ -38,29 +38,27 @@ ENVIRONMENT = {
 }
 DEVICE_LENGTHS = "V4_DEVICE_LENGTHS"
 OPS, DSV4 = "sglang.kernels.ops", "sglang.kernels.ops.attention.dsv4"
-INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
-# Module and name of what is replaced; ours has the same name, or is named.
-SEAMS: dict[tuple[str, str], Callable] = {
-    (f"{DSV4}.compress", "CompressorDecodePlan.generate"): planner.plan_decode,
-    (f"{DSV4}.compress", "CompressorPrefillPlan.generate"): planner.plan_prefill,
-    (INDEXER, "fp8_paged_mqa_logits_torch"): sparse.index_logits,
-    (INDEXER, "topk_transform_pytorch_vectorized"): sparse.topk_transform,
-} | {
-    (f"{OPS}.{module}", ours.__name__): ours
-    for module, *functions in (
-        ("attention.dsv4.compress", compressor.compress_forward),
-        ("attention.dsv4.compress", compressor.compress_norm_rope_store),
-        ("kvcache.dsv4_c128_cleanup", compressor.clear_unaccepted_c128_draft_states),
-        ("attention.dsv4.norm_rope", latents.fused_rope_inplace, latents.fused_q_norm_rope),
-        ("attention.dsv4.norm_rope", latents.fused_k_norm_rope_flashmla),
-        ("attention.dsv4.norm_rope", latents.fused_q_indexer_rope_hadamard_quant),
-        ("attention.dsv4.metadata_kernel", sparse.init_compression_metadata),
-        ("attention.flash_mla_interface", sparse.flash_mla_with_kvcache, sparse.get_mla_metadata),
-        ("layernorm.mhc", streams.mhc_pre, streams.mhc_post, streams.mhc_fused_post_pre),
-        ("layernorm.mhc_head", streams.fused_hc_head),
-        ("activation.silu_and_mul_clamp", streams.silu_and_mul_clamp),
-    )
-    for ours in functions
+# What is replaced, by SGLang's modules: ours has the same name.
+SEAMS: dict[str, tuple[Callable, ...]] = {
+    f"{DSV4}.compress": (compressor.compress_forward, compressor.compress_norm_rope_store),
+    f"{DSV4}.norm_rope": (
+        latents.fused_rope_inplace,
+        latents.fused_q_norm_rope,
+        latents.fused_k_norm_rope_flashmla,
+        latents.fused_q_indexer_rope_hadamard_quant,
+    ),
+    f"{DSV4}.metadata_kernel": (sparse.init_compression_metadata,),
+    f"{OPS}.attention.flash_mla_interface": (
+        sparse.flash_mla_with_kvcache,
+        sparse.get_mla_metadata,
+    ),
+    f"{OPS}.kvcache.dsv4_c128_cleanup": (compressor.clear_unaccepted_c128_draft_states,),
+    f"{OPS}.layernorm.mhc": (streams.mhc_pre, streams.mhc_post, streams.mhc_fused_post_pre),
+    f"{OPS}.activation.silu_and_mul_clamp": (streams.silu_and_mul_clamp,),
+    "sglang.srt.layers.attention.dsv4.indexer": (
+        sparse.fp8_paged_mqa_logits_torch,
+        sparse.topk_transform_pytorch_vectorized,
+    ),
 }
 
 
@@ -99,15 +97,16 @@ def kernels() -> None:
     """Every kernel that a round reaches."""
     flash_mla_without_cuda()
     importlib.import_module(DSV4)
-    for (place, name), ours in SEAMS.items():
-        module = importlib.import_module(place)
-        owner, _, method = name.rpartition(".")
-        if owner:
-            kind = getattr(module, owner)
-            setattr(kind, method, staticmethod(standing_in(getattr(kind, method), ours)))
-        else:
-            original = getattr(module, name)
+    for place, functions in SEAMS.items():
+        for ours in functions:
+            original = getattr(importlib.import_module(place), ours.__name__)
             replace(original, standing_in(original, ours))
+    compress = importlib.import_module(f"{DSV4}.compress")
+    for plan, ours in (
+        (compress.CompressorDecodePlan, planner.plan_decode),
+        (compress.CompressorPrefillPlan, planner.plan_prefill),
+    ):
+        plan.generate = staticmethod(standing_in(plan.generate, ours))
     # Pages of 256 in speculative decoding; SGLang has this one in torch too.
     from sglang.srt.mem_cache import allocation
 
@@ -128,6 +127,8 @@ def model() -> None:
     module._is_cuda = True
     module.DeepseekV4DecoderLayer = module.DeepseekV4CudaDecoderLayer
     module.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda self: None
+    head = importlib.import_module(f"{OPS}.layernorm.mhc_head")
+    replace(head.fused_hc_head, module.hc_head_torch)
     nextn = importlib.import_module("sglang.srt.models.deepseek_v4_nextn")
     nextn._is_cuda, nextn.DeepseekV4DecoderLayer = True, module.DeepseekV4CudaDecoderLayer
     # The model makes five streams, and uses them only while a graph is captured.

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 
 from tests.engine.v4 import planner
+from tests.engine.v4.latents import KEY, LATENT, page_bytes
 
 PRODUCT = "V4_PRODUCT"  # a file for the JSON report
 WIDTHS = range(2, 11)
@@ -39,22 +40,15 @@ WINDOW = {4: 8, 128: 128}  # tokens that one compressed row reads
 # The index chooses 512 of more than 2048 tokens' windows; here 64 of these requests' 96 to 133.
 CHOSEN = 64
 LAST = 16  # compressed keys that are compared, those before the block among them
-State = dict[str, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One compressor of one layer: SGLang's ring of its rows and the pages of its keys.
-
-    A page holds the data of its keys first, ``data`` bytes of each, then the scales of them; of a
-    key's ``scale`` bytes of scales something writes the first ``written``.
-    """
+    """One compressor of one layer: SGLang's ring of its rows and the pages of its keys."""
 
     ring: Any
     pages: torch.Tensor
-    data: int
-    scale: int
-    written: int
+    layout: tuple[int, int, int]
 
     @property
     def rows(self) -> torch.Tensor:
@@ -70,8 +64,8 @@ class Requests:
         self.table = self.runner.req_to_token_pool.req_to_token
         self.pool = pool = self.runner.token_to_kv_pool
         rings, index = pool.compress_state_pools, pool.indexer_compress_state_pools[C4]
-        self.kinds = [Kind(rings[i], pool.get_extra_key_buffer(i), 576, 8, 7) for i in (C4, C128)]
-        self.kinds.append(Kind(index, pool.get_index_k_with_scale_buffer(C4), 128, 4, 4))
+        self.kinds = [Kind(rings[i], pool.get_extra_key_buffer(i), LATENT) for i in (C4, C128)]
+        self.kinds.append(Kind(index, pool.get_index_k_with_scale_buffer(C4), KEY))
         self.layers = [layer.self_attn for layer in self.runner.model.model.layers]
         self.requests, self.prefix = torch.arange(1, n + 1), torch.tensor(prefixes)
         self._allocate(n)
@@ -199,20 +193,17 @@ class Requests:
     def keys(self, kind: Kind, window: torch.Tensor) -> torch.Tensor:
         """The stored bytes of the keys of ``window [requests, n]``."""
         pages = kind.pages.view(torch.uint8).view(len(kind.pages), -1)
-        size, first = self.pool.page_size // kind.ring.ratio, window * kind.ring.ratio
-        slot = self.table[self.requests[:, None], first].long() // kind.ring.ratio
-        page, slot = (slot // size)[..., None], (slot % size)[..., None]
-        data = pages[page, slot * kind.data + torch.arange(kind.data)]
-        scales = size * kind.data + slot * kind.scale + torch.arange(kind.written)
-        return torch.cat([data, pages[page, scales]], dim=-1)
+        ratio = kind.ring.ratio
+        slot = self.table[self.requests[:, None], window * ratio].long() // ratio
+        return pages[page_bytes(slot, self.pool.page_size // ratio, *kind.layout)]
 
-    def state(self, length: torch.Tensor) -> State:
+    def state(self, length: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """What tokens after ``length [requests]`` may read, of each kind.
 
         Ring rows: those of a compression still to come, which ends with the first multiple of the
         ratio after ``length``. Keys: the last ones. Zero where there is none.
         """
-        state: State = {"ring_rows": [], "keys": []}
+        state = {"ring_rows": [], "keys": []}
         for kind in self.kinds:
             ratio, window = kind.ring.ratio, WINDOW[kind.ring.ratio]
             done = (length // ratio)[:, None]
@@ -236,7 +227,7 @@ def run(worker: Any, prefixes: Sequence[int], fault: Callable | None = None) -> 
         How many ``cases`` there were; in how many of them after a block ``ring_rows`` and ``keys``
         are wrong, and how many ``selections``; ``wrong``: cases with a wrong state, by width.
     """
-    counts, wrong_cases = Counter(cases=0, ring_rows=0, keys=0, selections=0), Counter()
+    counts, wrong_cases = Counter(), Counter()
     for i in range(0, len(prefixes), AT_ONCE):
         _run(worker, prefixes[i : i + AT_ONCE], fault, counts, wrong_cases)
     worker.lanes.activate(worker.block)
@@ -297,16 +288,14 @@ def report(worker: Any) -> dict[str, Any]:
     return {"every": every, "rejected row": control, "four rows": capped}
 
 
+def write_report(result, worker) -> None:
+    Path(os.environ[PRODUCT]).write_text(json.dumps(report(worker)))
+
+
 def install() -> None:
     """Write the report when the worker's lanes are built, if the environment asks for it."""
-    if PRODUCT not in os.environ:
-        return
-    from sglang_hyperdflash.serving.worker import HyperDFlashWorker
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    build = HyperDFlashWorker.init_cuda_graphs
-
-    def built(self) -> None:
-        build(self)
-        Path(os.environ[PRODUCT]).write_text(json.dumps(report(self)))
-
-    HyperDFlashWorker.init_cuda_graphs = built
+    if PRODUCT in os.environ:
+        built = "sglang_hyperdflash.serving.worker.HyperDFlashWorker.init_cuda_graphs"
+        HookRegistry.register(built, write_report, HookType.AFTER)

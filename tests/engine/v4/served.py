@@ -13,7 +13,7 @@ from tests.engine.v4.checkpoint import CONFIG
 from tests.engine.v4.findings import note
 from tests.engine.v4.golden import Golden, logit_error, path_error, transformers
 from tests.engine.v4.serve import ask, start
-from tests.engine.v4.trace import RESIDUALS, read_residuals
+from tests.engine.v4.trace import RESIDUALS
 
 VOCABULARY, PATHS = CONFIG["vocab_size"], CONFIG["hc_mult"]
 ANSWER, DECODED = 96, 64
@@ -59,15 +59,13 @@ class Text:
     def assert_paths(self, residual: torch.Tensor, what: str) -> None:
         """Path by path, the server's residual is ``residual`` ``[S, m, d]`` but for rounding."""
         for i in range(PATHS):
-            one = slice(i, i + 1)
-            distance = self.medians(path_error, self.residual[:, one], residual[:, one])
-            bound = self.medians(
-                path_error, self.bf16.residual[:, one], self.exact.residual[:, one]
-            )
+            ours, exact = self.residual[:, i], self.exact.residual[:, i]
+            distance = self.medians(path_error, ours, residual[:, i])
+            bound = self.medians(path_error, self.bf16.residual[:, i], exact)
             note(f"{what}: residual of path {i}", distance=distance, of_bf16=bound)
             assert within(distance, bound), i
             for other in set(range(PATHS)) - {i}:
-                crossed = self.medians(path_error, self.residual[:, one], residual[:, [other]])
+                crossed = self.medians(path_error, ours, residual[:, other])
                 assert min(crossed) > 2 * max(distance), "paths could be in any order"
 
 
@@ -87,13 +85,9 @@ def serve_text(
         folder: a place for the plugin and the residual. first: the first position to compare.
         environment: what the plugin reads.
     """
-    residuals = folder / "residuals"
-    residuals.mkdir()
-    environment[RESIDUALS] = str(residuals)
+    environment[RESIDUALS] = str(folder / "residuals.pt")
     arguments = hyperdflash_arguments(drafter)
     server = start(servers, name, target, folder, *arguments, **environment)
-    for warm_up in residuals.glob("*.pt"):
-        warm_up.unlink()
     options = {"return_logprob": True, "logprob_start_len": first, "top_logprobs_num": VOCABULARY}
     (answer,) = ask(server, [prompt], ANSWER, **options)
     servers.stop(f"v4-{name}")
@@ -103,7 +97,7 @@ def serve_text(
     for row, entries in zip(logprobs, top, strict=False):
         values, places, _ = zip(*entries, strict=True)
         row[torch.tensor(places)] = torch.tensor(values)
-    rows = read_residuals(residuals)
+    rows = torch.load(folder / "residuals.pt")
     residual = torch.stack([rows[i] for i in range(first, len(tokens))]).float()
     return Text(
         answer["output_ids"],

@@ -48,7 +48,7 @@ def _keys_of(pages, table, lengths) -> tuple[torch.Tensor, torch.Tensor]:
     return load_latents(pages, slots).double(), read
 
 
-def index_logits(q_fp8, kvcache_fp8, weight, seq_lens, page_table, max_seq_len):
+def fp8_paged_mqa_logits_torch(q_fp8, kvcache_fp8, weight, seq_lens, page_table, max_seq_len):
     """``sum_h w_h relu(q_h k)`` of every compressed row, ``[n, max_seq_len]`` fp32.
 
     SGLang's torch form rounds to bf16, where top-k meets ties; DeepGEMM's does not.
@@ -75,7 +75,9 @@ def first_of_ties(x, k, dim=-1, largest=True, sorted=True):
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
-def topk_transform(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices):
+def topk_transform_pytorch_vectorized(
+    scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices
+):
     """SGLang's own, with :func:`first_of_ties`."""
     from sglang.srt.layers.attention.dsv4 import indexer
 

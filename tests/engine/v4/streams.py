@@ -44,13 +44,6 @@ def mhc_fused_post_pre(
     return streams, *mhc_pre(streams, *given, norm_weight, norm_eps)
 
 
-def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):
-    """The collapse before the last norm."""
-    from sglang.srt.models.deepseek_v4 import hc_head_torch
-
-    return hc_head_torch(x, hc_fn, hc_scale, hc_base, norm_eps=norm_eps, hc_eps=hc_eps)
-
-
 def silu_and_mul_clamp(input, output, swiglu_limit) -> None:
     """The shared expert's activation, both branches clamped."""
     gate, up = input.float().chunk(2, dim=-1)

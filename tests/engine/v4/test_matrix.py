@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import requests
 
 from eval.methods import resolve
 from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
@@ -133,6 +134,20 @@ def test_tokens_and_rows_are_those_of_no_speculation(drafting, request, what):
     if CASES[what].seeded:
         assert ask_seeded(drafted.server) == request.getfixturevalue("seeded")
     drafted.check(what)
+
+
+def test_the_poison_is_read_where_a_token_was_accepted(servers, target, drafter, texts, tmp_path):
+    """So that rejected states may be NaN (a case of the matrix) is a finding."""
+    batch, expected = texts.few()
+    environment = known(tmp_path, batch, expected)
+    environment[controls.FAULT] = controls.poison_an_accepted_state.__name__
+    arguments = hyperdflash_arguments(drafter)
+    server = start(servers, "fault", target, tmp_path, *arguments, **environment)
+    with pytest.raises(requests.RequestException):
+        ask(server, batch, len(expected[0]))
+    servers.stop("v4-fault")
+    assert "a compressed row that was never computed" in server.log.read_text(errors="replace")
+    note("control: an accepted state overwritten with NaN", noticed=True)
 
 
 def test_turns_page_hits_reuse_and_several_answers(drafting, texts: Texts):

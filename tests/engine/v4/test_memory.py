@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from cpu_engine.platform.memory import KV_GIB
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.engine.held import HELD, drafter_bytes, held, total
+from tests.engine.held import HELD
 from tests.engine.v4.checkpoint import CONFIG, DRAFT, write_drafter
 from tests.engine.v4.findings import note
 from tests.engine.v4.serve import start
@@ -19,15 +20,7 @@ pytestmark = pytest.mark.v4
 GIB, REQUESTS, LAYERS = 0.25, 4, DRAFT["layers"]
 NODE = {"gpu_gib": GIB, "weights_gib": 0.0, "mem_fraction": 1.0, "max_running_requests": REQUESTS}
 CELL = 2 * LAYERS * DRAFT["kv_heads"] * DRAFT["head_dim"] * 2
-SOURCE = """
-from tests.engine.held import load as record
-from tests.engine.v4.plugin import load as replace
-
-
-def load():
-    replace()
-    record()
-"""
+SOURCE = "from tests.engine.held import load  # noqa: F401\n"
 
 
 def page_bytes(slots: int) -> int:
@@ -50,6 +43,20 @@ def target_bytes(tokens: int) -> int:
     return latents + keys + 4 * states
 
 
+def drafter_bytes(tokens: int, window: int | None) -> int:
+    """What a drafter of blocks of seven takes besides its weights, for so many target tokens."""
+    addresses = 48 * LAYERS  # of the buffers, and their strides
+    if window is None:
+        return CELL * (tokens + PAGE) + addresses
+    blocks = 7 * REQUESTS
+    ring = int(0.1 * tokens) - blocks
+    pages = -(-(ring + blocks) // PAGE) + 1
+    # Slots of tokens, tokens of slots, the head, the slots of blocks, and two ranges.
+    tables = 8 * (tokens + PAGE + 1 + ring + 1 + 1 + blocks + window + 7)
+    rows = (REQUESTS + 1) * (4 * (window + 7) + 8)
+    return CELL * pages * PAGE + tables + rows + addresses
+
+
 @pytest.mark.parametrize("window", [None, 64])
 def test_a_server_is_left_with_what_the_plan_reserves(servers, target, tmp_path, window):
     draft = write_drafter(tmp_path / "draft", window=window)
@@ -62,17 +69,18 @@ def test_a_server_is_left_with_what_the_plan_reserves(servers, target, tmp_path,
     log = server.log.read_text(errors="replace")
     tokens = int(re.search(r"max_total_num_tokens=(\d+)", log)[1])
     assert tokens == plan["tokens"]
+    names = ("target", "drafter")
+    held = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
     # Two dimensions, but for the table of requests; one are the allocators' lists.
-    kv = [n for n, shape in held(tmp_path, "target") if len(shape) == 2 and shape[0] > REQUESTS + 1]
+    kv = [n for n, shape in held["target"] if len(shape) == 2 and shape[0] > REQUESTS + 1]
     assert sum(kv) == target_bytes(tokens)
-    sizes = {"page": PAGE, "requests": REQUESTS, "window": window}
-    drafted = total(held(tmp_path, "drafter"))
-    assert drafted == drafter_bytes(tokens, CELL, LAYERS, **sizes)
+    drafted = sum(size for size, _ in held["drafter"])
+    assert drafted == drafter_bytes(tokens, window)
     # What is not reserved by token does not grow with tokens; the window's share is whole pages.
     per_token, spare = plan["draft_bytes_per_token"], target_bytes(0)
     left = (plan["bytes_per_token"] - per_token) * tokens - target_bytes(tokens) + spare
     assert 0 <= left < target_bytes(10 * PAGE) - spare
-    fixed = drafter_bytes(0 if window is None else 10 * 7 * REQUESTS, CELL, LAYERS, **sizes)
+    fixed = drafter_bytes(0 if window is None else 10 * 7 * REQUESTS, window)
     assert drafted <= per_token * tokens + fixed
     note(f"memory, window {window}", tokens=tokens, draft_bytes=per_token,
          spare_and_fixed=fixed + spare, held=sum(kv) + drafted)  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 ROWS = "V4_ROWS"  # a file: [request, layer, position, sum of queries, sum of outputs] a line
-RESIDUALS = "V4_RESIDUALS"  # a folder of {positions, residual} files
+RESIDUALS = "V4_RESIDUALS"  # a file: ``[m * d]`` by position, of the one request that is served
 
 Rows = dict[tuple[str, int, int], tuple[float, float]]
 
@@ -64,7 +64,7 @@ def assert_rows_are_bit_equal(rows: Rows, reference: Rows) -> int:
     return len(both)
 
 
-def record_residuals(folder: str) -> None:
+def record_residuals(path: str) -> None:
     """Keep what the reducer is given and is committed.
 
     Seam: ``HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc``.
@@ -72,29 +72,19 @@ def record_residuals(folder: str) -> None:
     from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 
     append = HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc
-    calls = []
+    rows: dict[int, torch.Tensor] = {}
 
     def recorded(self, *, target_hidden, positions, commit_lens=None, **rest):
         kept = torch.ones(len(positions), dtype=torch.bool)
         if commit_lens is not None:
             width = rest["cache_loc_2d"].shape[1]
             kept = (torch.arange(width) < commit_lens[:, None]).reshape(-1)
-        calls.append(None)
-        call = {"positions": positions[kept].clone(), "residual": target_hidden[kept].clone()}
-        torch.save(call, Path(folder) / f"{len(calls):06d}.pt")
+        rows.update(zip(positions[kept].tolist(), target_hidden[kept].clone(), strict=True))
+        torch.save(rows, path)
         given = {"target_hidden": target_hidden, "positions": positions}
         append(self, **given, commit_lens=commit_lens, **rest)
 
     HyperDFlashWorker._append_target_hidden_to_draft_kv_by_loc = recorded
-
-
-def read_residuals(folder: Path) -> dict[int, torch.Tensor]:
-    """``[m * d]`` by position, of the one request that was served."""
-    rows = {}
-    for path in sorted(folder.glob("*.pt")):
-        call = torch.load(path)
-        rows |= dict(zip(call["positions"].tolist(), call["residual"], strict=True))
-    return rows
 
 
 def install() -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,36 +24,32 @@ SECONDS = 600.0
 COMMAND = tuple(client.COMMAND)
 
 
-@dataclass(frozen=True)
 class Subject:
-    """A long command and how to see what it does.
+    """A long command and how to see what it does; ``folder`` receives all the files of one run.
+
+    Every kind has ``arguments(folder)``; ``result(folder)``, what must be equal after any fault;
+    ``data(folder)``, a file to flip a byte in; and ``kill_helper(process)``, if it has a child that
+    it depends on.
 
     Attributes:
-        arguments: for a folder that receives all its files. launcher: what runs them.
-        units: how many it works through. result: what must be equal after any fault.
-        data: a file to flip a byte in. hashed: whether every flipped byte of it is noticed; else
-            one unit may differ. lines: in the folder, a file of JSON lines to tear, if any.
-        on_disk: how many units are; without it, the lines of that file.
-        start: starts the process. ends: its status after a good end.
-        kill_helper: ends what the command depends on, a child.
+        shared: what :func:`subjects.prepare` made. units: how many it works through.
+        lines: in the folder, a file of JSON lines to tear. hashed: whether every flipped byte of
+            ``data`` is noticed; else one unit may differ.
+        launcher: what runs it. start: starts the process. ends: its status after a good end.
     """
 
-    arguments: Callable[[Path], list[str]]
     units: int
-    result: Callable[[Path], list]
-    data: Callable[[Path], Path]
-    lines: str = ""
-    on_disk: Callable[[Path], int] | None = None
-    hashed: bool = True
-    launcher: tuple[str, ...] = COMMAND
-    start: Callable[..., subprocess.Popen] = subprocess.Popen
-    ends: int = 0
-    kill_helper: Callable[[subprocess.Popen], None] | None = None
+    lines: str
+    hashed = True
+    launcher = COMMAND
+    start = staticmethod(subprocess.Popen)
+    ends = 0
+
+    def __init__(self, shared: Path) -> None:
+        self.shared = shared
 
     def done(self, folder: Path) -> int:
         """Units on disk."""
-        if self.on_disk is not None:
-            return self.on_disk(folder)
         path = folder / self.lines
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
@@ -89,15 +84,16 @@ class Runs:
         assert killed or not any(re.search(ours, each) for each in tracebacks), self.said
         return 0 if code == self.subject.ends else code
 
-    def until(self, process: subprocess.Popen, share: float) -> bool:
-        """Wait for a share of the units; False when the command ended before."""
+    def has(self, share: float) -> bool:
+        """This share of the units is on disk."""
+        begun = any(self.folder.glob("**/*.hyperdflash.json"))
+        return begun and self.subject.done(self.folder) >= round(share * self.subject.units)
 
-        def reached() -> bool:
-            begun = any(self.folder.glob("**/*.hyperdflash.json"))
-            return begun and self.subject.done(self.folder) >= round(share * self.subject.units)
-
-        until(lambda: reached() or process.poll() is not None, meanwhile=lambda: time.sleep(0.005))
-        return reached()
+    def started(self, share: float) -> subprocess.Popen:
+        """A run that has a share of the units, or has ended before."""
+        process, nap = self.start(), partial(time.sleep, 0.005)
+        until(lambda: self.has(share) or process.poll() is not None, meanwhile=nap)
+        return process
 
     def finish(self) -> list:
         """Run until the command ends well, doing what its errors advise; returns the result."""
@@ -138,16 +134,14 @@ def to_all(process: subprocess.Popen, number: int) -> None:
 
 
 def kill(runs: Runs, share: float) -> None:
-    process = runs.start()
-    runs.until(process, share)
+    process = runs.started(share)
     to_all(process, signal.SIGKILL)
     runs.end(process, killed=True)
 
 
 def interrupt(runs: Runs) -> None:
     """As a terminal does: every process of the command's group gets the signal."""
-    process = runs.start()
-    runs.until(process, 0.5)
+    process = runs.started(0.5)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
     runs.end(process)
@@ -158,8 +152,8 @@ def fill_disk(runs: Runs) -> None:
 
     Not those of SGLang: they keep shared memory in files, too.
     """
-    process = runs.start()
-    if runs.until(process, 0.5):
+    process = runs.started(0.5)
+    if runs.has(0.5):
         for each in everyone(process)[: None if runs.subject.launcher != COMMAND else 1]:
             with suppress(psutil.NoSuchProcess):
                 each.rlimit(psutil.RLIMIT_FSIZE, (64, 64))
@@ -168,16 +162,15 @@ def fill_disk(runs: Runs) -> None:
 
 
 def kill_helper(runs: Runs) -> None:
-    process = runs.start()
-    runs.until(process, 0.5)
+    process = runs.started(0.5)
     runs.subject.kill_helper(process)
     runs.end(process)
 
 
 def second_run(runs: Runs) -> None:
     """The first stands still meanwhile, so that it cannot end before the second begins."""
-    process = runs.start()
-    assert runs.until(process, 0.25)
+    process = runs.started(0.25)
+    assert runs.has(0.25)
     to_all(process, signal.SIGSTOP)
     try:
         code = runs.end(runs.start())

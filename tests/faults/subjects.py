@@ -21,6 +21,7 @@ from sglang_hyperdflash.training.trainer import read_state, saved_states
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import Subject
 from tests.unit.training import streams
+from tests.warm_start import client
 
 TARGET = str(EXAMPLE / "target")
 STEPS = PROMPTS = SHARDS = 8
@@ -76,145 +77,141 @@ def parsed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def training(shared: Path, processes: int = 1, start=subprocess.Popen) -> Subject:
+class Training(Subject):
     """``train``: weights and card byte for byte, and every line of the log once."""
 
-    def arguments(folder: Path) -> list[str]:
-        config = folder / "train.toml"
-        config.write_text(SCHEDULE.format(target=TARGET, folder=shared, out=folder, steps=STEPS))
+    units, lines = STEPS, "work/stage-1/training_log.jsonl"
+
+    def arguments(self, folder: Path) -> list[str]:
+        config, places = folder / "train.toml", {"folder": self.shared, "out": folder}
+        config.write_text(SCHEDULE.format(target=TARGET, steps=STEPS, **places))
         return ["train", "--config", str(config), "--work", str(folder / "work"), "--threads", "1"]
 
-    log = "work/stage-1/training_log.jsonl"
-
-    def result(folder: Path) -> list[Any]:
-        times = {"minutes", "tokens_s", "data_wait"}
-        kept = [{k: v for k, v in one.items() if k not in times} for one in parsed(folder / log)]
+    def result(self, folder: Path) -> list[Any]:
+        times, lines = {"minutes", "tokens_s", "data_wait"}, parsed(folder / self.lines)
+        kept = [{k: v for k, v in line.items() if k not in times} for line in lines]
         files = ("README.md", *DRAFTER_FILES)
         return [*kept, *((folder / "drafter" / name).read_bytes() for name in files)]
 
-    def kill_one(process: subprocess.Popen) -> None:
+    def data(self, folder: Path) -> Path:
+        return saved_states(folder / "work" / "stage-1")[-1]
+
+
+class TrainingOfTwo(Training):
+    """On two processes of ``torchrun``."""
+
+    launcher = TORCHRUN
+
+    def kill_helper(self, process: subprocess.Popen) -> None:
         with suppress(psutil.NoSuchProcess, IndexError):
             psutil.Process(process.pid).children()[-1].kill()
 
-    many = {"launcher": TORCHRUN, "kill_helper": kill_one} if processes > 1 else {}
-    return Subject(
-        arguments=arguments,
-        units=STEPS,
-        result=result,
-        data=lambda folder: saved_states(folder / "work" / "stage-1")[-1],
-        lines=log,
-        start=start,
-        **many,
-    )
+
+class TrainingWarm(Training):
+    """Forked from a process that has done the imports: what every run of the tests can afford."""
+
+    start = staticmethod(client.start)
 
 
-def learning(shared: Path) -> Subject:
+class Learning(Subject):
     """``learn`` on a store that does not change, until it has drawn that often enough.
 
     A unit is a version: a kill comes while it is published. What a repeated checkpoint was judged
     by is not compared: that is its own version by then.
     """
-    store = shared / "store"
-    if not store.is_dir():
+
+    units, lines, ends = VERSIONS, "work/training_log.jsonl", 128 + signal.SIGTERM
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__(shared)
         target = LocalTarget(TARGET)
-        with streams.writer(store, target) as opened:
+        with streams.writer(shared / "store", target) as opened:
             streams.add(opened, streams.recorded(target, RECORDED))
 
-    def arguments(folder: Path) -> list[str]:
-        return streams.learn_arguments(TARGET, shared, folder, LEARN)
+    def arguments(self, folder: Path) -> list[str]:
+        return streams.learn_arguments(TARGET, self.shared, folder, LEARN)
 
-    log = "work/training_log.jsonl"
+    @staticmethod
+    def start(command: list[str], **options) -> subprocess.Popen:
+        """It has no end; it is ended, as a user ends it, once it waits for samples."""
+        options |= {"stdout": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
+        process = subprocess.Popen(command, **options)
 
-    def newest(folder: Path) -> int:
+        def watch() -> None:
+            for line in process.stdout:
+                if b"waiting for new samples" in line:
+                    process.terminate()
+
+        threading.Thread(target=watch, daemon=True).start()
+        return process
+
+    def done(self, folder: Path) -> int:
         """Of the versions, also of one that is being written."""
         return max((int(path.name) for path in folder.glob("published/0*")), default=0)
 
-    def result(folder: Path) -> list[Any]:
+    def result(self, folder: Path) -> list[Any]:
         names = ("step", "loss", "ce", "gradient_norm", "position_accuracy", "samples", "tau")
         version = current(folder / "published")
         version.check()
-        state = read_state(saved_states(folder / "work")[-1])
+        state = read_state(self.data(folder))
         tensors = [x for kind in ("drafter", "average") for _, x in sorted(state[kind].items())]
         weights = [tensor.numpy().tobytes() for tensor in tensors]
         published = [(version.path / name).read_bytes() for name in DRAFTER_FILES]
-        return [*records(folder / log, *names), weights, published]
+        return [*records(folder / self.lines, *names), weights, published]
 
-    return Subject(
-        arguments=arguments,
-        units=VERSIONS,
-        on_disk=newest,
-        result=result,
-        data=lambda folder: saved_states(folder / "work")[-1],
-        lines=log,
-        start=until_it_waits,
-        ends=128 + signal.SIGTERM,
-    )
+    def data(self, folder: Path) -> Path:
+        return saved_states(folder / "work")[-1]
 
 
-def until_it_waits(command: list[str], **options) -> subprocess.Popen:
-    """Start a command without an end; it is ended, as a user ends it, once it waits for samples."""
-    options |= {"stdout": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
-    process = subprocess.Popen(command, **options)
+class Engine(Subject):
+    """A command that starts an engine."""
 
-    def watch() -> None:
-        for line in process.stdout:
-            if b"waiting for new samples" in line:
-                process.terminate()
-
-    threading.Thread(target=watch, daemon=True).start()
-    return process
+    def kill_helper(self, process: subprocess.Popen) -> None:
+        """End the engine's scheduler, as a crash of the model would."""
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if "scheduler" in " ".join([child.name(), *child.cmdline()]):
+                    child.kill()
 
 
-def kill_scheduler(process: subprocess.Popen) -> None:
-    """End the engine's scheduler, as a crash of the model would."""
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if "scheduler" in " ".join([child.name(), *child.cmdline()]):
-                child.kill()
-
-
-def generating(shared: Path) -> Subject:
+class Generating(Engine):
     """``generate``, greedy: a line for each prompt."""
-    name = "out.jsonl"
 
-    def arguments(folder: Path) -> list[str]:
-        options = ["--input", str(shared / "prompts.jsonl"), "--output", str(folder / name)]
+    units, lines, hashed = PROMPTS, "out.jsonl", False
+
+    def arguments(self, folder: Path) -> list[str]:
+        given, written = self.shared / "prompts.jsonl", folder / self.lines
+        options = ["--input", str(given), "--output", str(written)]
         return ["generate", "--model", TARGET, "--max-new-tokens", "16", *options, *ENGINE]
 
-    return Subject(
-        arguments=arguments,
-        units=PROMPTS,
-        result=lambda folder: records(folder / name, "index", "digest", "outputs"),
-        data=lambda folder: folder / name,
-        lines=name,
-        hashed=False,
-        kill_helper=kill_scheduler,
-    )
+    def result(self, folder: Path) -> list[Any]:
+        return records(self.data(folder), "index", "digest", "outputs")
+
+    def data(self, folder: Path) -> Path:
+        return folder / self.lines
 
 
-def capturing(shared: Path) -> Subject:
+class Capturing(Engine):
     """``capture``, a shard for every few conversations."""
 
-    def arguments(folder: Path) -> list[str]:
-        options = ["--data", str(shared / "long.jsonl"), "--out", str(folder / "states"), *ENGINE]
-        return ["capture", "--target", TARGET, "--shard-mib", "1", *options]
+    units, lines = SHARDS, "states/manifests/capture-1-of-1.jsonl"
 
-    def result(folder: Path) -> list[Any]:
-        assert len(shards(folder)) == SHARDS
+    def arguments(self, folder: Path) -> list[str]:
+        options = ["--data", str(self.shared / "long.jsonl"), "--out", str(folder / "states")]
+        return ["capture", "--target", TARGET, "--shard-mib", "1", *options, *ENGINE]
+
+    def shards(self, folder: Path) -> list[Path]:
+        return sorted((folder / "states" / "shards").glob("*.safetensors"))
+
+    def done(self, folder: Path) -> int:
+        return len(self.shards(folder))
+
+    def result(self, folder: Path) -> list[Any]:
+        assert self.done(folder) == SHARDS
         source = StoreReader(folder / "states")
         states = (source.states([i]).residual.numpy().tobytes() for i in range(len(source.samples)))
         samples = [(s.tokens.tolist(), s.spans) for s in source.samples]
         return list(zip(samples, states, strict=True))
 
-    def shards(folder: Path) -> list[Path]:
-        return sorted((folder / "states" / "shards").glob("*.safetensors"))
-
-    return Subject(
-        arguments=arguments,
-        units=SHARDS,
-        on_disk=lambda folder: len(shards(folder)),
-        result=result,
-        lines="states/manifests/capture-1-of-1.jsonl",
-        data=lambda folder: shards(folder)[0],
-        kill_helper=kill_scheduler,
-    )
+    def data(self, folder: Path) -> Path:
+        return self.shards(folder)[0]

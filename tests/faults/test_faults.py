@@ -6,22 +6,19 @@ One test a cell, so that a part can be asked for: ``-k "capture and Ctrl"``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.faults import subjects
 from tests.faults.matrix import FAULTS, Runs, Subject, different
-from tests.warm_start import client
 
-SUBJECTS: dict[str, Callable[[Path], Subject]] = {
-    "train": subjects.training,
-    "learn": subjects.learning,
-    "train-of-two": lambda shared: subjects.training(shared, processes=2),
-    "generate": subjects.generating,
-    "capture": subjects.capturing,
-    # Forked from a process that has done the imports: what every run of the tests can afford.
-    "train-warm": lambda shared: subjects.training(shared, start=client.start),
+SUBJECTS: dict[str, type[Subject]] = {
+    "train": subjects.Training,
+    "learn": subjects.Learning,
+    "train-of-two": subjects.TrainingOfTwo,
+    "generate": subjects.Generating,
+    "capture": subjects.Capturing,
+    "train-warm": subjects.TrainingWarm,
 }
 CANNOT = {(name, "helper dies") for name in ("train", "learn")}  # one process has none
 SHORT = [("train-warm", fault) for fault in ("kill -9 at 50%", "disk full")]

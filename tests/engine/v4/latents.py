@@ -89,7 +89,8 @@ def load_latents(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
     nope, rope, scale = (part.contiguous() for part in rows)
     nope = nope.view(torch.float8_e4m3fn).float().view(-1, NOPE // GROUP, GROUP)
     nope = nope * torch.exp2(scale.float() - 127.0)[..., None]
-    return torch.cat([nope.view(-1, NOPE), rope.view(torch.bfloat16).float()], dim=1)
+    rope = rope.flatten().view(torch.bfloat16).float()  # rows of one alone may have any stride
+    return torch.cat([nope.view(-1, NOPE), rope.view(-1, ROPE)], dim=1)
 
 
 def fused_k_norm_rope_flashmla(

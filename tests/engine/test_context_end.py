@@ -101,8 +101,8 @@ def test_prompts_at_the_context_limit(
     for left in (9, 7, 2, 1):
         for temperature in (0, HOT):
             sampling = {"temperature": temperature, "sampling_seed": left, "ignore_eos": True}
-            payload = {"input_ids": base[: context - left], "sampling_params": sampling}
-            asked.append(payload | {"sampling_params": sampling | {"max_new_tokens": None}})
+            sampling["max_new_tokens"] = None
+            asked.append({"input_ids": base[: context - left], "sampling_params": sampling})
     both = [answers(server, asked, 4) for server in (target_server, hyper_server)]
     assert both[0] == both[1] and max(map(len, both[0])) == 2
     for name, ends in json.loads((probe_folder / "positions.json").read_text()).items():

@@ -55,8 +55,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module",
-    params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)],
+    scope="module", params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)]
 )
 def server(request, servers, target_dir, drafter_dir, folder):
     environment = {WIDTH: RANDOM, WIDTHS: "1,2,4,7"} | conftest.probed(folder, probes.BLOCKS)

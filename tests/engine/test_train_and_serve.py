@@ -29,11 +29,7 @@ pytestmark = pytest.mark.xdist_group("pair")
 def served_blocks(
     server: Server, log: Path, prompts: list[list[int]], length: int, turns: int
 ) -> list[tuple[Sample, list[int], list[list[int]]]]:
-    """Answers of ``server``, the anchors of their whole blocks, and what was drafted there.
-
-    Args:
-        log: where the server records blocks. turns: how often the prompts are asked.
-    """
+    """Answers to prompts asked so many times, anchors of their whole blocks in ``log``, drafts."""
     log.unlink(missing_ok=True)
     texts: dict[str, list[int]] = {}
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
@@ -60,22 +56,9 @@ def replayed(replay: Replay, sample: Sample, states: States, anchors: list[int])
 
 
 def compare_drafts(
-    server: Server,
-    log: Path,
-    target_dir,
-    draft,
-    prompts,
-    length: int,
-    *,
-    turns=1,
-    least,
-    share=1 / 3,
+    server, log: Path, target_dir, draft, prompts, length, *, turns=1, least, share=1 / 3
 ) -> None:
-    """Assert that training proposes what the server proposed.
-
-    Args:
-        least: number of blocks. share: of the blocks that must be distinct.
-    """
+    """Training proposes what the server did, ``least`` blocks, a ``share`` of them distinct."""
     target, drafter = LocalTarget(target_dir), Drafter.load(draft).eval()
     replay, compared = Replay(drafter, target), []
     for sample, anchors, drafts in served_blocks(server, log, prompts, length, turns):

@@ -12,12 +12,13 @@ from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.scheduler.metrics import REQUESTS, SECONDS, WIDTH_ROUNDS
 from sglang_hyperdflash.serving.width.settings import ADAPTIVE, FULL, RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
+from tests.engine import test_sampling
 from tests.engine.asking import FEW, UNPROCESSED, assert_cases, by_label, samples
 from tests.engine.conftest import FP32, TOOL_CALLS, greedy_all, ids, probed
 from tests.engine.drafters import poisoned, with_window
-from tests.engine.test_sampling import assert_the_distribution_holds, contexts  # noqa: F401
 
 pytestmark = pytest.mark.xdist_group("pair")
+contexts = test_sampling.contexts  # a fixture
 EVERY = {WIDTHS: "1,2,4,7"}
 # As of ``hyper_server``, whose state is compared.
 ARGUMENTS = (*FP32, *TOOL_CALLS, "--enable-metrics", "--random-seed", "7")
@@ -91,14 +92,7 @@ def changed(drafter: Path, folder: Path, change: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_other_ways_to_serve(
-    servers,
-    contexts,  # noqa: F811
-    target_dir,
-    drafter_dir,
-    own_prompts,
-    baseline,
-    tmp_path,
-    form,
+    servers, contexts, target_dir, drafter_dir, own_prompts, baseline, tmp_path, form
 ):
     change, arguments, environment = FORMS[form]
     draft = changed(drafter_dir, tmp_path / "draft", change)
@@ -112,7 +106,7 @@ def test_other_ways_to_serve(
         histograms = [a["meta_info"].get("spec_correct_drafts_histogram", []) for a in found]
         assert max(map(len, histograms)) == int(form[-1])
     if form.startswith("width") or change == "nan":
-        assert_the_distribution_holds(contexts, server, 1)
+        test_sampling.assert_the_distribution_holds(contexts, server, 1)
     if form == "default":
         assert sorted(by_label(server, WIDTH_ROUNDS, "width")) == ["1", "7"]
     servers.stop("width")

@@ -7,7 +7,10 @@ import math
 from pathlib import Path
 
 from sglang_hyperdflash.cli import main
+from tests.conftest import ROOT
 
+SAMPLE = ROOT / "examples/deepseek_v4_flash_config"
+RECIPE = ROOT / "examples/recipes/deepseek_v4_flash.toml"
 SIZES = [
     *("--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32"),
     *("--intermediate-size", "64", "--dependency-rank", "0"),
@@ -36,11 +39,15 @@ def regenerate(servers, target_dir, data, out, *options: str) -> list[str]:
     return ["regenerate", *named, *files, *options]
 
 
+def initialise(target: object, out: Path, *options: str) -> int:
+    """``hyperdflash init``; gives the exit code."""
+    return main(["init", "--target", str(target), "--out", str(out), *options])
+
+
 def small(folder: Path, target_dir: Path, steps=2, **changes) -> Path:
     """A training file that runs in seconds, with its drafter and data in the same folder."""
     if not (folder / "draft").exists():
-        command = ["init", "--target", str(target_dir), "--out", str(folder / "draft")]
-        assert main([*command, *SIZES]) == 0
+        assert initialise(target_dir, folder / "draft", *SIZES) == 0
         write_rows(folder / "a.jsonl", *[{"instruction": "Count", "output": COUNT}] * 2)
     stage = {"lr": 1e-3, "warmup_steps": 5} | changes
     lines = [f'target = "{target_dir}"', 'draft = "draft"', 'out = "out"', "max_length = 300"]

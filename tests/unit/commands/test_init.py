@@ -13,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.config import check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
 from tests.conftest import EXAMPLE
+from tests.unit.commands.builders import SAMPLE, initialise
 from tests.unit.shards import split
 from tests.unit.training.store.small import files_of
 
-SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
 NAMES = {part: f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 MASK = ("--mask-token-id", "4")
 INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
@@ -42,10 +41,6 @@ def target_of(folder, target_dir, tensors, others=("model.embed_tokens.weight",)
     where = dict.fromkeys(tensors, SHARD) | dict.fromkeys(others, SHARD.replace("2", "1", 1))
     (folder / INDEX).write_text(json.dumps({"weight_map": where}))
     return folder
-
-
-def initialise(target, out, *options: str) -> int:
-    return main(["init", "--target", str(target), "--out", str(out), *options])
 
 
 def raw_of(folder: Path) -> dict:

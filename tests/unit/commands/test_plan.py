@@ -10,15 +10,14 @@ import pytest
 from sglang_hyperdflash.serving.draft_kv import size
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.conftest import EXAMPLE, ROOT
+from tests.conftest import ROOT
 from tests.documents import commands, fences, shell_fences
+from tests.unit.commands.builders import SAMPLE
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, draft_folder, target_folder
 from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
 
 pytestmark = pytest.mark.heavy
-
-SAMPLE = EXAMPLE.parent / "deepseek_v4_flash_config"
 
 
 @pytest.mark.parametrize("name, shape", [("target", FLASH), ("dspark", FLASH | DSPARK)])

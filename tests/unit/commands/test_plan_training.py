@@ -8,20 +8,14 @@ import pytest
 
 from eval.step_flops import Step, count
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.plan_training import (
-    Conversation,
-    products,
-    visible_keys,
-)
+from sglang_hyperdflash.commands.plan_training import Conversation, products, visible_keys
 from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.training.anchors import dense_mask, visible
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.samples import Sample, collate
-from tests.conftest import ROOT
+from tests.unit.commands.builders import RECIPE, SAMPLE
 
-DRAFT = ROOT / "examples/deepseek_v4_flash_config/drafter"
-RECIPE = ROOT / "examples/recipes/deepseek_v4_flash.toml"
-RAW = json.loads((DRAFT / "config.json").read_bytes())
+RAW = json.loads((SAMPLE / "drafter" / "config.json").read_bytes())
 HEADLESS = json.loads(json.dumps(RAW))
 del HEADLESS["hyperdflash_config"]["dependency"]
 
@@ -55,7 +49,7 @@ def test_visible_keys_are_those_of_the_mask(window):
 
 def test_the_recipes_cost_is_a_table_and_json(capsys):
     def planned(*options: str) -> str:
-        command = ["plan", "--draft", str(DRAFT), "--training", str(RECIPE)]
+        command = ["plan", "--draft", str(SAMPLE / "drafter"), "--training", str(RECIPE)]
         assert main([*command, "--conversations", "300000", "150000", *options]) == 0
         return capsys.readouterr().out
 

@@ -22,8 +22,7 @@ from sglang_hyperdflash.tools.ownership import claim
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import read_schedule
 from sglang_hyperdflash.training.store.manifest import Data
-from tests.conftest import ROOT
-from tests.unit.commands.builders import native, small, write_rows
+from tests.unit.commands.builders import RECIPE, SAMPLE, native, small, write_rows
 from tests.unit.serving.v4_shapes import FLASH
 
 # In the working folder; what a case adds comes after these.
@@ -37,74 +36,55 @@ COMMANDS = {
     "plan": "--draft draft",
     "demo": "--out demo.json",
 }
-NO_TOKENIZER = {"target/tokenizer.json": None, "target/tokenizer_config.json": None}
-ONLINE = {"train.toml": ("[held", 'features = "online"\n[held')}
 INDEX, KV = "v4/model.safetensors.index.json", "plan --target v4 --gpu-gib 80"
 FULL_KV = f"{KV} --weights-gib 1"
-FLASH_DRAFT = ROOT / "examples/deepseek_v4_flash_config/drafter"
-RECIPE = ROOT / "examples/recipes/deepseek_v4_flash.toml"
+# Wrong options of each command; the line names what is between the stars.
+OPTIONS = f"""\
+init: --heads 5 *--kv-heads* 2 | *--head-dim* 33 | *--layers* 0 | --*window* 6 | --out *mine*
+init: *--dependency-rank* -1 | --dependency-rank 0 *--dependency-form* product
+init: *--dependency-rank 0* --dependency-top-k 8 | --mask-token-id *5000* | --target *nowhere*
+init: *--out target* | *--out target/draft*
+regenerate: *--template-args* {{ | *--template-args* [] | *--concurrency* 1025 | *--limit* -1
+regenerate: *--top-p* 0 | *--top-k* many | --input *none*
+regenerate: *--output chats* | *--output target/out.jsonl*
+generate: *--temperature* -1 | *--temperature* inf | *--top-k* 0 | *--min-p* 1.5
+generate: *--draft hub:a* | --output *notes* | *--output chats* | *--output target/out.jsonl*
+capture: --out *mine* | *--out target/states* | --data *none* | --dtype *int8*
+capture: *--share* 3/2 | *--max-length* 0 | *--writer* node/1 | *--writer* .hidden
+train: --config *none.toml* | --work *mine* | *--work target/work*
+learn: *--publish draft*
+demo: *--out mine*
+plan: *--round-costs* notes
+{KV}: *--weights-gib* 90 | *--tp* 0 | *--gpu-gib* nan | *--mem-fraction-static* 85
+plan --draft {SAMPLE}/drafter --training {RECIPE}: *--conversations* 1 2 3 | *--answer-tokens* 2000
+{FULL_KV}: --target *target*"""
+ONLINE = {"train.toml": ("[held", 'features = "online"\n[held')}
 ENGINE = "--engine-args '{\"%s\": %s}'"
-COST = f"plan --draft {FLASH_DRAFT} --training {RECIPE}"
+NO_TOKENIZER = {"target/tokenizer.json": None, "target/tokenizer_config.json": None}
 # The command with more options; the files that are changed (None: removed; a pair: replaced text);
 # the option, field or place that the line names.
 CASES = [
-    ("init --heads 5 --kv-heads 2", {}, "--kv-heads"),
-    ("init --head-dim 33", {}, "--head-dim"),
-    ("init --layers 0", {}, "--layers"),
-    ("init --window 6", {}, "window"),
+    *(
+        (f"{command} {option}".replace("*", ""), {}, option.split("*")[1])
+        for command, options in (line.split(": ") for line in OPTIONS.split("\n"))
+        for option in options.split(" | ")
+    ),
     ("init --block-size 1", {}, "block_size"),
-    ("init --mask-token-id 5000", {}, "5000"),
-    ("init --dependency-rank -1", {}, "--dependency-rank"),
-    ("init --dependency-rank 0 --dependency-top-k 8", {}, "--dependency-rank 0"),
-    ("init --dependency-rank 0 --dependency-form product", {}, "--dependency-form"),
     ("init --dependency-rank 4 --dependency-top-k 5000", {}, "1363"),
-    ("init --out mine", {}, "mine"),
-    ("init --out target", {}, "--out target"),
-    ("init --out target/draft", {}, "--out target/draft"),
-    ("init --target nowhere", {}, "nowhere"),
     ("init", {"target/config.json": None}, "config.json"),
     ("init", {"target/config.json": "{"}, "config.json"),
     ("init", {"target/config.json": ('"hc_mult"', '"other"')}, "hc_mult"),
     ("init", {"target/config.json": ('"architectures"', '"other"')}, "architectures"),
     ("init", {"target/tokenizer_config.json": ('"mask_token"', '"other"')}, "--mask-token-id"),
     ("init", {"target/model.safetensors": b"x" * 40}, "model.safetensors"),
-    ("regenerate --template-args {", {}, "--template-args"),
-    ("regenerate --template-args []", {}, "--template-args"),
     ("regenerate", {}, "http://127.0.0.1:9"),
-    ("regenerate --input none", {}, "none"),
-    ("regenerate --concurrency 1025", {}, "--concurrency"),
-    ("regenerate --limit -1", {}, "--limit"),
-    ("regenerate --top-p 0", {}, "--top-p"),
-    ("regenerate --top-k many", {}, "--top-k"),
-    ("regenerate --output chats", {}, "--output chats"),
-    ("regenerate --output target/out.jsonl", {}, "--output target/out.jsonl"),
-    ("regenerate", NO_TOKENIZER, "tokenizer"),
-    ("generate --temperature -1", {}, "--temperature"),
-    ("generate --temperature inf", {}, "--temperature"),
-    ("generate --top-k 0", {}, "--top-k"),
-    ("generate --min-p 1.5", {}, "--min-p"),
-    ("generate --draft hub:a", {}, "--draft hub:a"),
     ("generate --draft draft", {"draft/config.json": b"\xff"}, "config.json"),
-    ("generate --output notes", {}, "notes"),
-    ("generate --output chats", {}, "--output chats"),
-    ("generate --output target/out.jsonl", {}, "--output target/out.jsonl"),
     (
         "generate",
         {"out.left_out.jsonl": '{"index": 0, "where": "b", "digest": "a", "note": "mine"}\n'},
         "out.left_out.jsonl",
     ),
-    ("generate", NO_TOKENIZER, "tokenizer"),
     ("generate", {"target/chat_template.jinja": None}, "chat_template.jinja"),
-    ("capture --out mine", {}, "mine"),
-    ("capture --out target/states", {}, "--out target/states"),
-    ("capture --data none", {}, "none"),
-    ("capture --share 3/2", {}, "--share"),
-    ("capture --max-length 0", {}, "--max-length"),
-    ("capture --dtype int8", {}, "int8"),
-    ("capture --writer node/1", {}, "--writer"),
-    ("capture --writer .hidden", {}, "--writer"),
-    ("capture", NO_TOKENIZER, "tokenizer"),
-    ("train --config none.toml", {}, "none.toml"),
     ("train", {"draft/config.json": None}, "config.json"),
     ("train", {"draft/model.safetensors": b"x" * 40}, "model.safetensors"),
     ("train", {"draft/config.json": ('fingerprint": "', 'fingerprint": "0')}, "target"),
@@ -113,33 +93,21 @@ CASES = [
     ("train", {"train.toml": ('out = "out"', 'out = "."')}, "out "),
     ("train", {"train.toml": ('out = "out"', 'out = "mine"')}, "mine"),
     ("train", {"train.toml": ('out = "out"', 'out = "work"')}, "--work"),
-    ("train --work mine", {}, "mine"),
-    ("train --work target/work", {}, "--work target/work"),
     ("train", {"a.jsonl": '{"instruction": "Count", "output": "1"}\n', **ONLINE}, "[held_out]"),
     ("train --states kept", ONLINE, "--states"),
-    ("train", NO_TOKENIZER, "tokenizer"),
-    ("learn --publish draft", {}, "--publish draft"),
     ("learn --work store", {"store/a": "b"}, "--work store"),
     ("learn", {"draft/config.json": None}, "config.json"),
     ("plan", {}, "--target"),
     ("plan --target v4", {}, "--gpu-gib"),
-    ("plan --round-costs notes", {}, "--round-costs"),
     (KV, {}, "--weights-gib"),
-    (f"{KV} --weights-gib 90", {}, "--weights-gib"),
-    (f"{KV} --tp 0", {}, "--tp"),
-    (f"{KV} --gpu-gib nan", {}, "--gpu-gib"),
-    (f"{KV} --mem-fraction-static 85", {}, "--mem-fraction-static"),
     (KV, {INDEX: "{"}, "model.safetensors.index.json"),
     (KV, {INDEX: "[]"}, "model.safetensors.index.json"),
     (KV, {INDEX: '{"metadata": 3}'}, "--weights-gib"),
     (KV, {INDEX: '{"metadata": {"total_size": "9"}}'}, "--weights-gib"),
-    (f"{FULL_KV} --target target", {}, "target"),
     (FULL_KV, {"v4/config.json": ('"head_dim"', '"other"')}, "head_dim"),
     (FULL_KV, {"v4/config.json": ('"compress_ratios"', '"other"')}, "compress_ratios"),
-    (f"{COST} --conversations 1 2 3", {}, "--conversations"),
-    (f"{COST} --answer-tokens 2000", {}, "--answer-tokens"),
     ("demo", {"demo.json": "notes"}, "demo.json"),
-    ("demo --out mine", {}, "--out mine"),
+    *((name, NO_TOKENIZER, "tokenizer") for name in ("regenerate", "generate", "capture", "train")),
     # Another model or dtype among the engine's arguments would give another one's answers.
     *((f"generate {ENGINE % (name, 0)}", {}, f"{name}. ") for name in generate.OWN),
     *((f"capture {ENGINE % (name, 0)}", {}, f"{name}. ") for name in capture.CAPTURE_OWN),

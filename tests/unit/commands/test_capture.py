@@ -104,7 +104,7 @@ def test_what_cannot_be_captured_ends_it(tmp_path, command, engine, capsys, monk
     assert str(tmp_path / "other") in capsys.readouterr().err
 
 
-def test_it_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
+def test_it_keeps_to_the_context_and_lists_what_it_leaves_out(
     tmp_path, command, capsys, monkeypatch
 ):
     monkeypatch.setattr(capture, "_capture", lambda *arguments: len(arguments[-1].samples) - 1)
@@ -117,9 +117,7 @@ def test_it_keeps_to_the_target_s_context_and_lists_what_it_leaves_out(
 
 
 @pytest.mark.parametrize("asked, dtype, size", [("float", "float32", 4), ("auto", "bfloat16", 2)])
-def test_it_counts_and_names_the_dtype_that_its_engine_has(
-    tmp_path, command, monkeypatch, asked, dtype, size
-):
+def test_it_counts_and_names_its_engine_s_dtype(tmp_path, command, monkeypatch, asked, dtype, size):
     seen = []
     monkeypatch.setattr(capture, "_with_server", lambda arguments, *_: seen.append(arguments))
     monkeypatch.setattr(capture, "check_space", lambda _, needed: seen.append(needed))
@@ -132,7 +130,7 @@ def test_it_counts_and_names_the_dtype_that_its_engine_has(
 
 
 @pytest.mark.parametrize("wrong", [{2}, {1, 2, 3}])
-def test_every_conversation_is_captured_once_and_those_that_are_not_finite_are_listed(
+def test_each_is_captured_once_and_what_is_not_finite_is_listed(
     tmp_path, command, engine, capsys, wrong
 ):
     """Over one connection. A second run captures nothing and lists them, too."""
@@ -149,9 +147,8 @@ def test_every_conversation_is_captured_once_and_those_that_are_not_finite_are_l
     for _ in range(2):
         assert main(line) == (2 if unusable else 0)
         entries, said = rows_of(out / LISTED), capsys.readouterr().out
-        assert [e["where"] for e in entries] == [
-            f"{tmp_path / 'data.jsonl'}:{n}" for n in (*sorted(wrong), 4)
-        ]
+        places = [f"{tmp_path / 'data.jsonl'}:{n}" for n in (*sorted(wrong), 4)]
+        assert [e["where"] for e in entries] == places
         assert f"{len(entries)} left out" in said and f"{3 - len(wrong)} samples in 1 shard" in said
     # The first is for /server_info.
     assert (len(engine.prompts), engine.connections) == (3, 2)
@@ -174,9 +171,7 @@ def test_the_next_shard_is_prefilled_while_one_is_written(command, engine, monke
     assert main([*command(*LONG), *SHARDED, "--concurrency", "1"]) == 0
 
 
-def test_failures_end_it_early_and_without_a_traceback(
-    command, engine, monkeypatch, capsys, caplog
-):
+def test_failures_end_it_early_without_a_traceback(command, engine, monkeypatch, capsys, caplog):
     """Shards that cannot be written; a server that dies with four of them in flight."""
     line, full = [*command(*LONG), *SHARDED], HyperDFlashError("cannot write")
     monkeypatch.setattr(StoreWriter, "add", mock.Mock(side_effect=full))

@@ -27,25 +27,19 @@ def commands(tmp_path, target_dir, server, monkeypatch):
     config.write_text(config.read_text().replace('["a.jsonl"]', '["data"]'))
     monkeypatch.setattr(capture, "_capture", lambda *_: (tmp_path / "shards").touch())
     data, work, out = tmp_path / "data", tmp_path / "work", tmp_path / "states"
-    train = ["train", "--config", config, "--work", work]
-    captured = ["capture", "--target", target_dir, "--data", data, "--out", out]
-    answers = tmp_path / "answers.jsonl"
-    asked = regenerate([server], target_dir, data, answers)
+    train = ["train", "--config", str(config), "--work", str(work)]
+    captured = ["capture", "--target", str(target_dir), "--data", str(data), "--out", str(out)]
+    asked = regenerate([server], target_dir, data, tmp_path / "answers.jsonl")
+    listed = tmp_path / "answers.left_out.jsonl", out / "capture-1-of-1.left_out.jsonl"
     return {
-        "regenerate": (asked, tmp_path / "answers.left_out.jsonl", answers),
-        "train": (list(map(str, train)), work / "left_out.jsonl", work / "states"),
-        "capture": (
-            list(map(str, captured)),
-            out / "capture-1-of-1.left_out.jsonl",
-            tmp_path / "shards",
-        ),
+        "regenerate": (asked, listed[0], tmp_path / "answers.jsonl"),
+        "train": (train, work / "left_out.jsonl", work / "states"),
+        "capture": (captured, listed[1], tmp_path / "shards"),
     }
 
 
 @pytest.mark.parametrize("name", ["regenerate", "train", "capture"])
-def test_a_bad_row_is_listed_and_left_out_by_every_command(
-    tmp_path, commands, capsys, server, name
-):
+def test_every_command_lists_a_bad_row_and_leaves_it_out(tmp_path, commands, capsys, server, name):
     command, listed, _ = commands[name]
     folder = tmp_path / "data"
     folder.mkdir()

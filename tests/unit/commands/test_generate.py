@@ -137,10 +137,8 @@ def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run
 @pytest.mark.slow
 def test_an_option_that_no_server_has_is_named(target_dir):
     arguments = {"model_path": str(target_dir), "no_such_option": 1}
-    with (
-        pytest.raises(HyperDFlashConfigError, match="no-such-option"),
-        own_server.own_server(arguments, verbose=False),
-    ):
+    server = own_server.own_server(arguments, verbose=False)
+    with pytest.raises(HyperDFlashConfigError, match="no-such-option"), server:
         pass
 
 

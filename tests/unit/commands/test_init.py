@@ -47,9 +47,7 @@ def raw_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_the_gate_is_the_target_s_and_the_shape_the_committed_drafter_s(
-    tmp_path, target_dir, hc_head
-):
+def test_the_gate_is_the_target_s_and_the_shape_the_committed_one_s(tmp_path, target_dir, hc_head):
     """Made again it is the same, also where its weights were lost."""
     draft = tmp_path / "draft"
     assert initialise(target_dir, draft) == 0
@@ -146,9 +144,7 @@ def test_a_full_disk_is_one_line_with_the_path(tmp_path, target_dir, refused):
     assert initialise(target_dir, tmp_path / "draft") == 0
 
 
-def test_of_a_hub_id_only_the_bytes_of_the_gate_are_read(
-    tmp_path, target_dir, hc_head, monkeypatch
-):
+def test_of_a_hub_id_only_the_gate_s_bytes_are_read(tmp_path, target_dir, hc_head, monkeypatch):
     """A folder in the place of the hub; no network in tests."""
     root, read, downloaded = tmp_path / "owner" / "name@main", [], []
     shutil.copytree(target_dir, root)

@@ -60,6 +60,7 @@ plan --draft {SAMPLE}/drafter --training {RECIPE}: *--conversations* 1 2 3 | *--
 {FULL_KV}: --target *target*"""
 ONLINE = {"train.toml": ("[held", 'features = "online"\n[held')}
 ENGINE = "--engine-args '{\"%s\": %s}'"
+OTHER_LIST = {"out.left_out.jsonl": '{"index": 0, "where": "", "digest": "", "note": "mine"}\n'}
 NO_TOKENIZER = {"target/tokenizer.json": None, "target/tokenizer_config.json": None}
 # The command with more options; the files that are changed (None: removed; a pair: replaced text);
 # the option, field or place that the line names.
@@ -79,11 +80,7 @@ CASES = [
     ("init", {"target/model.safetensors": b"x" * 40}, "model.safetensors"),
     ("regenerate", {}, "http://127.0.0.1:9"),
     ("generate --draft draft", {"draft/config.json": b"\xff"}, "config.json"),
-    (
-        "generate",
-        {"out.left_out.jsonl": '{"index": 0, "where": "b", "digest": "a", "note": "mine"}\n'},
-        "out.left_out.jsonl",
-    ),
+    ("generate", OTHER_LIST, "out.left_out.jsonl"),
     ("generate", {"target/chat_template.jinja": None}, "chat_template.jinja"),
     ("train", {"draft/config.json": None}, "config.json"),
     ("train", {"draft/model.safetensors": b"x" * 40}, "model.safetensors"),

@@ -23,6 +23,9 @@ from tests.waiting import PATIENCE, until
 from tests.warm_start.client import start_command
 
 ONE_BY_ONE = ("--concurrency", "1")
+MADE = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "2"}
+CUT, STOP = {"type": "length", "length": 3}, {"type": "stop", "matched": 1}
 
 
 @pytest.fixture
@@ -64,10 +67,6 @@ def test_every_user_turn_is_answered_by_the_target(call, server, target_dir, tmp
     assert len(load_samples([out], chats, 512).samples) == 4
 
 
-MADE = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-RESULT = {"role": "tool", "tool_call_id": "1", "content": "2"}
-
-
 def test_a_published_v4_is_asked_as_it_is_served(call, server, target_dir, tmp_path, refused):
     """With tools, whose calls the target makes itself, and with its reasoning."""
     folder = published_v4(tmp_path / "v4", target_dir)
@@ -107,7 +106,7 @@ def test_a_published_v4_is_asked_as_it_is_served(call, server, target_dir, tmp_p
     assert "think" in refused(*wrong)
 
 
-def test_results_of_calls_that_the_target_did_not_make_follow_the_data_s(
+def test_results_of_calls_that_it_did_not_make_follow_the_data_s(
     call, server, target_dir, tmp_path
 ):
     folder = published_v4(tmp_path / "v4", target_dir)
@@ -123,16 +122,11 @@ def test_results_of_calls_that_the_target_did_not_make_follow_the_data_s(
     assert [s["tokens"] for s in record["samples"]] == [prompt + words for prompt in prompts]
 
 
-def test_an_answer_has_the_room_that_the_smallest_server_leaves(
-    servers, target_dir, data, tmp_path
-):
+def test_an_answer_has_the_room_that_every_server_leaves(servers, target_dir, data, tmp_path):
     servers[1].context = 400
     assert main(regenerate(servers, target_dir, data, tmp_path / "out.jsonl")) == 0
     asked = [p for server in servers for p in server.prompts]
     assert {p["sampling_params"]["max_new_tokens"] + len(p["input_ids"]) for p in asked} == {400}
-
-
-CUT, STOP = {"type": "length", "length": 3}, {"type": "stop", "matched": 1}
 
 
 def test_answers_that_are_cut_are_counted_and_can_be_left_out(call, server, tmp_path, capsys):

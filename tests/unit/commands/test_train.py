@@ -32,11 +32,27 @@ from sglang_hyperdflash.training.store.manifest import Data, data_digest
 from sglang_hyperdflash.training.store.writer import open_writer
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.conftest import EXAMPLE
-from tests.unit.commands.builders import SIZES, rows_of, small, write_rows
+from tests.unit.commands.builders import SAMPLE, SIZES, initialise, rows_of, small, write_rows
 from tests.unit.hub_cache import hub_home, use_hub_home
 from tests.unit.shards import split
 from tests.unit.targets.test_kinds import deepseek_v41
 from tests.unit.training.conftest import answers
+from tests.unit.training.store.small import flip
+
+SAMPLES = answers(20, 33, 28)
+CAPTURED = """
+target = "{target}"
+draft = "draft"
+out = "out"
+features = "captured"
+[objective]
+alpha = 0.2
+[[stage]]
+data = ["states"]
+steps = 4
+batch = 2
+bf16 = false
+"""
 
 
 def command(config: Path) -> list[str]:
@@ -65,9 +81,7 @@ def test_a_run_goes_on_and_mends_or_finds_a_flipped_byte(tmp_path, target_dir, c
     expected = weights_of(out)
     for name in ("state-3.pt", "best/model.safetensors"):
         damaged = work / "stage-1" / name
-        data = bytearray(damaged.read_bytes())
-        data[len(data) // 2] ^= 1
-        damaged.write_bytes(bytes(data))
+        flip(damaged, damaged.stat().st_size // 2)
         if name == "state-3.pt":
             assert str(damaged) in refused(*again)
             assert weights_of(out) == expected
@@ -100,10 +114,8 @@ def test_a_stage_starts_from_the_fp32_weights_of_the_one_before(tmp_path, target
     changes = {"lr": 1e-2, "lr_floor": 0.0, "warmup_steps": 0, "seed": 2**62}
     config = two_stages(small(tmp_path, target_dir, **changes), "lr = 0.01", "lr = 1e-30")
     assert main(command(config)) == 0
-    first, second = (
-        torch.load(tmp_path / "work" / f"stage-{n}" / "state-2.pt", weights_only=True)
-        for n in (1, 2)
-    )
+    states = (tmp_path / "work" / f"stage-{n}" / "state-2.pt" for n in (1, 2))
+    first, second = (torch.load(path, weights_only=True) for path in states)
     rounded = 0
     for name, weight in first["best"]["weights"].items():
         assert torch.equal(weight, second["drafter"][name]), name
@@ -159,22 +171,6 @@ def test_a_file_of_two_stages_is_read_and_listed_once(tmp_path, target_dir):
         train.load_all(schedule, LeftOut())
 
 
-SAMPLES = answers(20, 33, 28)
-CAPTURED = """
-target = "{target}"
-draft = "draft"
-out = "out"
-features = "captured"
-[objective]
-alpha = 0.2
-[[stage]]
-data = ["states"]
-steps = 4
-batch = 2
-bf16 = false
-"""
-
-
 def captured(folder, target, states, dtype="bfloat16") -> None:
     identity = identity_of(TargetFiles(str(target)), dtype)
     with open_writer(folder, identity, "one", "hyperdflash capture", {}) as writer:
@@ -185,8 +181,7 @@ def captured(folder, target, states, dtype="bfloat16") -> None:
 def new_draft(folder, target, *options: str) -> list[str]:
     """Makes it; gives the command that trains it."""
     config = write_rows(folder / "train.toml", CAPTURED.format(target=target))
-    init = ["init", "--target", str(target), "--out", str(folder / "draft"), *options]
-    assert main([*init, *SIZES]) == 0
+    assert initialise(target, folder / "draft", *options, *SIZES) == 0
     return command(config)
 
 
@@ -236,9 +231,6 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     assert not torch.equal(found[name], drafter.layers[0].mlp.up_proj.weight)
 
 
-FLASH = EXAMPLE.parent / "deepseek_v4_flash_config" / "drafter" / "config.json"
-
-
 def tables(text: str) -> list[list[str]]:
     """The cells of every row of a card's tables, without the lines under their heads."""
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -247,14 +239,15 @@ def tables(text: str) -> list[list[str]]:
 
 def test_a_card_names_a_hub_target_and_no_folder_of_this_machine(tmp_path, target_dir):
     name = "deepseek-ai/DeepSeek-V4-Flash"
-    card = ModelCard(model_card(json.loads(FLASH.read_text()), name))
+    drafter = json.loads((SAMPLE / "drafter" / "config.json").read_text())
+    card = ModelCard(model_card(drafter, name))
     assert (card.data.base_model, card.data.library_name) == (name, "sglang")
     assert card.data.license is None
     rows = tables(card.text)
     assert ["layers", "5, 32 heads of 128, 8 K/V heads, MLP 12288"] in rows
     assert f"--model-path {name}" in card.text
-    line = ["init", "--target", str(target_dir), "--out", str(tmp_path / "draft")]
-    assert main([*line, "--dependency-rank", "0", "--layers", "1"]) == 0
+    options = "--dependency-rank", "0", "--layers", "1"
+    assert initialise(target_dir, tmp_path / "draft", *options) == 0
     card = ModelCard.load(tmp_path / "draft" / "README.md")
     assert card.data.base_model is None and str(target_dir.parent) not in card.content
     committed = json.loads((EXAMPLE / "drafter/config.json").read_text())["hyperdflash_config"]
@@ -262,9 +255,7 @@ def test_a_card_names_a_hub_target_and_no_folder_of_this_machine(tmp_path, targe
     assert ["target's `hc_head`", expected] in tables(card.text)
 
 
-def test_a_drafter_of_the_hub_is_trained_and_its_card_says_how(
-    tmp_path, target_dir, monkeypatch, refused
-):
+def test_a_drafter_of_the_hub_is_trained_and_has_a_card(tmp_path, target_dir, monkeypatch, refused):
     config = small(tmp_path, target_dir)
     hub_home(tmp_path / "home", tmp_path / "draft", "owner/drafter")
     use_hub_home(monkeypatch, tmp_path / "home")

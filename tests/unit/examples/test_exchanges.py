@@ -78,10 +78,8 @@ def test_prompt_files_hold_all_families_and_right_answers(call, script, tmp_path
     exchanges = script("exchanges")
     call("exchange_prompts", "held-out", "--out", tmp_path, "--per-family", 2)
     call("exchange_prompts", "demo", "--out", tmp_path)
-    files = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.iterdir()
-    }
+    lines = {path.stem: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    files = {name: list(map(json.loads, each)) for name, each in lines.items()}
     assert set(files) == {*exchanges.KINDS, "prompts", "turns"}
     for kind, families in exchanges.KINDS.items():
         assert len(files[kind]) == 2 * len(families)
@@ -90,9 +88,6 @@ def test_prompt_files_hold_all_families_and_right_answers(call, script, tmp_path
     for prompt in files["prompts"]:
         exchange = next(exchanges.generate(4000, 1, (prompt["kind"],)))
         assert prompt["messages"] == exchange.prompt and exchanges.is_right(prompt, exchange.reply)
-
-
-# --- check_answers
 
 
 class Sorting(FakeServer):

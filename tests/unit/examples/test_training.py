@@ -17,9 +17,7 @@ from tests.conftest import EXAMPLE
 pytestmark = pytest.mark.heavy
 
 
-def test_a_target_s_training_resumes_where_its_state_was_written(
-    script, target_dir, tmp_path, monkeypatch
-):
+def test_a_target_s_training_resumes_from_its_state(script, target_dir, tmp_path, monkeypatch):
     pretrain = script("pretrain")
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
     monkeypatch.setattr(pretrain, "HELD_OUT_PER_FAMILY", 1)
@@ -84,7 +82,7 @@ def test_a_retrained_drafter_that_is_worse_fails(script, call, monkeypatch, tmp_
     "name, committed, loss",
     [("hyperdflash2", "drafter", "ce_kl"), ("dspark-style", "dspark_style", "acceptance")],
 )
-def test_a_study_s_variant_is_the_committed_drafter_with_a_training_file_that_fits_it(
+def test_a_study_s_variant_is_a_committed_drafter_and_its_file_fits(
     script, tmp_path, name, committed, loss
 ):
     study, answers, folder = script("study"), tmp_path / "answers", tmp_path / "run"
@@ -112,17 +110,13 @@ def test_a_study_s_ratio_is_the_mean_of_the_seeds(script):
         }
         return {"counts": {"0": counts}, "identical": 4, "answers": 4, "repeats": 1, "steps": 400}
 
-    seeds = {
-        "0": {"hyperdflash": run(4.0), "hyperdflash2": run(4.4)},
-        "1": {"hyperdflash": run(4.0), "hyperdflash2": run(5.0)},
-    }
+    taus = {"0": 4.4, "1": 5.0}
+    seeds = {n: {"hyperdflash": run(4.0), "hyperdflash2": run(tau)} for n, tau in taus.items()}
     study = script("study")
     text = study.render({"seeds": seeds, "nats": {"0": {"a": 0.0, "b": 1.5}}})
     row = text[text.index("## Over hyperdflash\n") :].splitlines()[5]
     assert row.startswith("| hyperdflash2 | 4.45 | 1.19x (")
     assert row.endswith(f"; {4.15 / 3.75:.2f}, {4.75 / 3.75:.2f}) |")
-    answers = [
-        {"meta_info": {"spec_correct_drafts_histogram": histogram}}
-        for histogram in ([1, 2], [0, 0, 3], [4], [0, 1, 1])
-    ]
+    drafts = [1, 2], [0, 0, 3], [4], [0, 1, 1]
+    answers = [{"meta_info": {"spec_correct_drafts_histogram": each}} for each in drafts]
     assert study.counts_of(answers, 2) == [[7, 2], [5, 9]]

@@ -15,10 +15,8 @@ def test_the_learning_demo_counts_whole_minutes_and_versions_and_draws_them(scri
     demo = script("learn_demo")
 
     def request(ended, tokens, drafts, rounds):
-        ids = [list(range(tokens))]
-        return demo.Request(
-            ended, ["?"], Answer(output_ids=ids, correct_drafts=drafts, verify_rounds=rounds)
-        )
+        counts = {"correct_drafts": drafts, "verify_rounds": rounds}
+        return demo.Request(ended, ["?"], Answer(output_ids=[list(range(tokens))], **counts))
 
     asked = [request(110, 60, 20, 40), request(130, 60, 40, 20), request(190, 120, 90, 30)]
     asked.append(request(225, 5, 0, 5))  # of a minute that is not over

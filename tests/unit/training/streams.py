@@ -23,12 +23,11 @@ SHAPE = DrafterShape(layers=1, heads=2, kv_heads=1, head_dim=32, intermediate_si
 RECIPE = Recipe(batch=8, anchors=8, every=2, warmup_steps=2, bf16=False)
 POLICY = Policy(newest=350, judges=64, passes=10**6)
 PROMPT, ANSWER = 4, 14
-Recorded = tuple[Sample, torch.Tensor]
 
 
-def recorded(target, count: int, seed: int = 0) -> list[Recorded]:
+def recorded(target, count: int) -> list[tuple[Sample, torch.Tensor]]:
     """Greedy answers to random prompts, each with its residual ``[S, m*d]``."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     new = tokens = torch.randint(10, 1300, (count, PROMPT), generator=g)
     cache, at, residuals = target.new_cache(count, PROMPT + ANSWER), torch.zeros(count).long(), []
     while at[0] + new.shape[1] <= PROMPT + ANSWER:
@@ -47,11 +46,10 @@ def writer(folder: Path, target) -> AbstractContextManager[StoreWriter]:
     return open_writer(folder, identity_of(target, ()), "server", "hyperdflash record", {})
 
 
-def add(opened: StoreWriter, content: list[Recorded], size: int = 20) -> None:
-    """Shards of so many samples."""
-    for start in range(0, len(content), size):
-        part = content[start : start + size]
-        samples, states = zip(*part, strict=True)
+def add(opened: StoreWriter, content: list[tuple[Sample, torch.Tensor]]) -> None:
+    """Shards of twenty samples."""
+    for start in range(0, len(content), 20):
+        samples, states = zip(*content[start : start + 20], strict=True)
         opened.add(opened.position, samples, [(rows,) for rows in states])
 
 

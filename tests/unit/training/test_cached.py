@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
@@ -51,20 +52,17 @@ def test_they_are_the_cache_s_and_are_computed_once(target, tmp_path, layer_ids)
 
 def test_processes_share_the_work_and_the_states(target, tmp_path, monkeypatch):
     monkeypatch.setattr(cached_module, "SHARD_BYTES", 1)  # a shard for every sample
-    together, made = threading.Barrier(2), {}
+    together = Barrier(2)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> tuple[int, torch.Tensor]:
         world, counting = ProcessGroup(), Counting(target)
         world.rank, world.size, world.on_main = rank, 2, lambda _: together.wait(PATIENCE)
         kept = cached(tmp_path, counting, SAMPLES, (), world)
-        made[rank] = counting.rows - 1, kept.states([0, 1, 2, 3]).residual
+        return counting.rows - 1, kept.states([0, 1, 2, 3]).residual
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert made[0][0] == made[1][0] == 2 and torch.equal(made[0][1], made[1][1])
+    with ThreadPoolExecutor() as threads:
+        (rows, states), (others, same) = threads.map(run, range(2))
+    assert rows == others == 2 and torch.equal(states, same)
     assert len(list(tmp_path.glob("*/shards/*"))) == len(SAMPLES)
 
 

@@ -11,12 +11,7 @@ import pytest
 
 from sglang_hyperdflash.targets.chats import TemplateChats, load_chats
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError, HyperDFlashError
-from sglang_hyperdflash.training.conversations import (
-    chat_samples,
-    line_samples,
-    load_samples,
-    parse_conversation,
-)
+from sglang_hyperdflash.training.conversations import line_samples, load_samples
 from sglang_hyperdflash.training.rows import LeftOut, read_rows
 from sglang_hyperdflash.training.store.manifest import content_hash
 from tests.conftest import EXAMPLE
@@ -142,28 +137,22 @@ def test_a_row_is_used_as_it_is_served_or_left_out(v4, tmp_path, row, outcome):
         load_samples([path], v4, 500)
 
 
-def lines_of(*texts):
-    return "\n".join(json.dumps(said(text)) for text in texts).encode()
-
-
-def array_of(*texts):
-    """A null is a row that cannot be used."""
-    return json.dumps([*map(said, texts), None], indent=1).encode()
-
-
-ROWS_OF_ARRAY, ROWS_OF_LINES, BOM = [", row 1", ", row 2"], [":1", ":2"], b"\xef\xbb\xbf"
-FOLDER = {"b.json": array_of("2"), "a.jsonl": lines_of("1"), "README.md": b"{", ".c.json": b"{"}
-FOLDER["d.left_out.jsonl"] = b"{}"
+ONE, TWO = (json.dumps(said(text)).encode() for text in "12")
+LINES, BOM = ONE + b"\n" + TWO, b"\xef\xbb\xbf"
+ARRAY = b"[\n" + ONE + b",\n" + TWO + b", null]"  # a null is a row that cannot be used
+ROWS_OF_ARRAY, ROWS_OF_LINES = [", row 1", ", row 2"], [":1", ":2"]
+FOLDER = {"b.json": b"[%s, null]" % TWO, "a.jsonl": ONE}
+FOLDER |= {"README.md": b"{", ".c.json": b"{", "d.left_out.jsonl": b"{}"}
 
 
 @pytest.mark.parametrize(
     ("files", "places"),
     [
-        ({"a.jsonl": b"\n" + lines_of("1") + b"\r\n\n" + lines_of("2")}, [":2", ":4"]),
-        ({"a.txt": BOM + lines_of("1", "2")}, ROWS_OF_LINES),
-        ({"a.json": BOM + array_of("1", "2")}, ROWS_OF_ARRAY),
-        ({"a.jsonl.gz": gzip.compress(lines_of("1", "2"))}, ROWS_OF_LINES),
-        ({"a": gzip.compress(array_of("1", "2"))}, ROWS_OF_ARRAY),
+        ({"a.jsonl": b"\n" + ONE + b"\r\n\n" + TWO}, [":2", ":4"]),
+        ({"a.txt": BOM + LINES}, ROWS_OF_LINES),
+        ({"a.json": BOM + ARRAY}, ROWS_OF_ARRAY),
+        ({"a.jsonl.gz": gzip.compress(LINES)}, ROWS_OF_LINES),
+        ({"a": gzip.compress(ARRAY)}, ROWS_OF_ARRAY),
         (FOLDER, ["/a.jsonl:1", "/b.json, row 1"]),
     ],
     ids=["lines", "bom", "array", "gzip", "no-suffix", "folder"],
@@ -186,17 +175,16 @@ def test_a_source_is_read_whatever_it_is_packed_in(tmp_path, files, places):
 
 def test_ids_past_the_vocabulary_leave_the_row_out(chats, monkeypatch):
     """A tokenizer may have more tokens than the target: they ended the training."""
-    chat = parse_conversation(said("Yo"), "here")
-    (sample,) = chat_samples(chats, chat, "here")
+    (sample,) = line_samples(chats, said("Yo"), "here")
     monkeypatch.setattr(chats, "vocab_size", max(sample.tokens) + 1)
-    assert chat_samples(chats, chat, "here") == [sample]
+    assert line_samples(chats, said("Yo"), "here") == [sample]
     monkeypatch.setattr(chats, "vocab_size", max(sample.tokens))
     with pytest.raises(BadRow, match=f"id {max(sample.tokens)}, past"):
-        chat_samples(chats, chat, "here")
+        line_samples(chats, said("Yo"), "here")
 
 
 def test_damaged_and_missing_sources_are_named(tmp_path, chats):
-    packed = gzip.compress(lines_of("1", "2"))
+    packed = gzip.compress(LINES)
     (tmp_path / "a.gz").write_bytes(packed[:-9])
     (tmp_path / "crc.gz").write_bytes(packed[:-8] + bytes(8))
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -273,6 +261,7 @@ def test_regenerated_lines_keep_their_exact_tokens_and_first_answers(chats, tmp_
 
 TEMPLATE = (EXAMPLE / "target" / "chat_template.jinja").read_text()
 THINKS = TEMPLATE.replace("message['content'] + eos", "message.reasoning_content + 'Yo' + eos")
+ASKS = TEMPLATE + "{% if add_generation_prompt %}?{% endif %}"
 
 
 def answered(chats, template, **fields) -> str:
@@ -288,10 +277,8 @@ def answered(chats, template, **fields) -> str:
 
 
 def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then(chats):
-    template, end = (
-        TEMPLATE.replace("eos_token }}", "eos_token + '\\n' }}"),
-        chats.tokenizer.eos_token,
-    )
+    end = chats.tokenizer.eos_token
+    template = TEMPLATE.replace("eos_token }}", "eos_token + '\\n' }}")
     assert template != TEMPLATE != THINKS
     assert answered(chats, template) == f"Yo{end}"
     assert answered(chats, THINKS, reasoning_content="hm") == f"hmYo{end}"
@@ -303,11 +290,7 @@ def test_an_answer_ends_with_its_end_token_whatever_the_template_writes_then(cha
         (None, {}, "template"),
         ("{{ raise_exception('roles must alternate') }}", {}, "alternate"),
         ("{{ messages[0].content }}", {}, "answer 1"),
-        (
-            TEMPLATE + "{% if add_generation_prompt %}?{% endif %}",
-            {},
-            "renders an answer differently",
-        ),
+        (ASKS, {}, "renders an answer differently"),
         (TEMPLATE, {"reasoning_content": "hm"}, "drops the reasoning"),
     ],
     ids=["none", "refuses", "no-answer", "other-answer", "no-reasoning"],

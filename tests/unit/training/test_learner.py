@@ -18,17 +18,9 @@ from sglang_hyperdflash.training.learner import Draws, Policy
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.trainer import saved_states
+from tests.unit.training import streams
 from tests.unit.training.store.small import files_of
-from tests.unit.training.streams import (
-    ANSWER,
-    PROMPT,
-    add,
-    new_learner,
-    recorded,
-    refreshed,
-    run,
-    writer,
-)
+from tests.unit.training.streams import ANSWER, PROMPT, new_learner, recorded, refreshed, run
 
 pytestmark = pytest.mark.heavy
 
@@ -40,8 +32,8 @@ def content(target):
 
 
 def stored(folder, target, content):
-    with writer(folder / "store", target) as opened:
-        add(opened, content)
+    with streams.writer(folder / "store", target) as opened:
+        streams.add(opened, content)
     return folder / "store"
 
 
@@ -147,9 +139,6 @@ def test_half_of_a_batch_is_new_and_what_is_held_out_is_never_drawn(target, stor
     assert len(set(few.batch(0))) == 8
 
 
-# --- poison
-
-
 def poisoned(content, answer) -> list:
     """The same states; answers of other tokens."""
     return [
@@ -188,12 +177,9 @@ def test_a_poisoned_half_does_not_win_on_the_other_half(target, content, learned
         assert (tau > 2) is expected, tau
 
 
-# --- a store that changes
-
-
 def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
-    with writer(tmp_path / "store", target) as opened:
-        add(opened, content[:100])
+    with streams.writer(tmp_path / "store", target) as opened:
+        streams.add(opened, content[:100])
         learner, seen = new_learner(target, tmp_path / "store", tmp_path), []
 
         def change(trainer, report):
@@ -203,7 +189,7 @@ def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
                 opened.retain(0, 0.0)  # all that it chose from
                 trainer.train._open.clear()
             if step == 2:
-                add(opened, content[100:160])
+                streams.add(opened, content[100:160])
             if step == 4:
                 raise KeyboardInterrupt
 
@@ -214,9 +200,7 @@ def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
 
 
 @pytest.mark.parametrize(("count", "passes", "said"), [(60, 0, "0 times"), (8, 2, "fewer than 32")])
-def test_new_samples_are_waited_for_until_a_sigterm(
-    target, content, tmp_path, monkeypatch, count, passes, said
-):
+def test_it_waits_for_new_samples(target, content, tmp_path, monkeypatch, count, passes, said):
     store = stored(tmp_path, target, content[:count])
     learner = new_learner(target, store, tmp_path, every=1)
     learner.policy = Policy(judges=1, passes=passes)
@@ -225,9 +209,6 @@ def test_new_samples_are_waited_for_until_a_sigterm(
         learner.run(learner.published)
     assert ended.value.code == 143 and said in learner.lines[-1]
     assert [path.name for path in saved_states(tmp_path / "work")] == ["state-1.pt"]
-
-
-# --- what is better
 
 
 def histograms(requests: int, tau: float, seed: int = 0) -> torch.Tensor:
@@ -240,13 +221,10 @@ def histograms(requests: int, tau: float, seed: int = 0) -> torch.Tensor:
 
 def test_tau_is_of_all_rounds_and_the_interval_holds_the_difference():
     """A request without a whole block, the last, does not count."""
-    candidate, served = (
-        torch.tensor([[0, 4], [2, 0], [0, 0]]),
-        torch.tensor([[8, 0], [1, 1], [0, 0]]),
-    )
-    found = Comparison.of(candidate, served)
-    assert found.requests == 2
-    assert found.tau == pytest.approx((4 * 2 + 2) / 6) and found.served == pytest.approx(11 / 10)
+    candidate = torch.tensor([[0, 4], [2, 0], [0, 0]])
+    served = torch.tensor([[8, 0], [1, 1], [0, 0]])
+    two = Comparison.of(candidate, served)
+    assert (two.requests, two.tau, two.served) == pytest.approx((2, (4 * 2 + 2) / 6, 11 / 10))
     big = Comparison.of(histograms(200, 3.0), histograms(200, 2.5, 1))
     assert big.low < big.tau - big.served < big.high and big.high - big.low < 0.5
     same = Comparison.of(histograms(20, 2.0), histograms(20, 2.0))
@@ -256,11 +234,9 @@ def test_tau_is_of_all_rounds_and_the_interval_holds_the_difference():
 
 def test_the_interval_has_the_level_that_it_claims():
     """Of equal drafters, about one judging of 200 is called better."""
-    wrong = sum(
-        Comparison.of(histograms(60, 2.0, 2 * i), histograms(60, 2.0, 2 * i + 1)).low > 0
-        for i in range(100)
-    )
-    assert wrong <= 3
+    drawn = (histograms(60, 2.0, seed) for seed in range(200))
+    pairs = zip(drawn, drawn, strict=True)  # each its next one
+    assert sum(Comparison.of(*pair).low > 0 for pair in pairs) <= 3
 
 
 @pytest.mark.parametrize(

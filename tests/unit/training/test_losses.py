@@ -43,9 +43,6 @@ def test_hits_are_of_the_dependency_head_and_logits_live_for_one_chunk(term, for
             assert max(sizes) <= 4 and len(sizes) > forward  # computed again, not kept
 
 
-# --- products with the LM head
-
-
 @pytest.fixture
 def product_of_a_gpu(monkeypatch):
     """``torch.mm`` to fp32, which a CPU lacks: bf16 operands, fp32 sums."""

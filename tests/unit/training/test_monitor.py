@@ -52,9 +52,8 @@ def test_tensorboard_has_every_step_once(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    found = {
-        name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
-    }
+    names = events.Tags()["scalars"]
+    found = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
     assert found["train/loss"] == [(1, 2.5), (2, 1.5), (3, 30.0)]
     assert found["held_out/tau"] == [(1, 1.25), (2, 2.5), (3, 3.75)]
     assert found["held_out/own/tau"][-1] == (3, 4.5)

@@ -151,9 +151,6 @@ def test_neither_processes_nor_chunks_change_a_tau(target, replay, monkeypatch):
     assert 1 + total / blocks == pytest.approx(tau, rel=1e-6)
 
 
-# --- attention
-
-
 @pytest.fixture
 def _dynamo():
     """The CPU platform turns torch.compile off for SGLang in the whole process."""

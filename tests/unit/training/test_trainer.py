@@ -34,8 +34,7 @@ from sglang_hyperdflash.training.samples import (
     generator_seed,
 )
 from sglang_hyperdflash.training.trainer import Trainer, saved_states
-from tests.conftest import ROOT
-from tests.unit.commands.builders import small, write_rows
+from tests.unit.commands.builders import SAMPLE, small, write_rows
 from tests.unit.training.conftest import LargestTensor, answers
 from tests.unit.training.streams import new_drafter, random_drafter
 from tests.waiting import PATIENCE
@@ -43,6 +42,8 @@ from tests.waiting import PATIENCE
 pytestmark = pytest.mark.heavy
 
 RECIPE = Recipe(steps=6, batch=4, anchors=3, every=3, warmup_steps=2, bf16=False)
+# Some labels are among so many candidates.
+PRODUCT = {"dependency_form": "product", "dependency_top_k": 700}
 
 
 def test_seeds_that_fit_a_generator_stay_and_others_stay_apart():
@@ -63,12 +64,10 @@ def cache(target, samples):
     return FeatureCache(target, samples, dtype=torch.float32)
 
 
-def new_trainer(target, cache, folder, **changes) -> Trainer:
+def new_trainer(target, cache, folder, drafter=None, held_out=None, **changes) -> Trainer:
     recipe = dataclasses.replace(RECIPE, **changes)
-    return Trainer(new_drafter(target), target, cache, {}, recipe, folder)
-
-
-# --- the loss
+    drafter = drafter or new_drafter(target)
+    return Trainer(drafter, target, cache, held_out or {}, recipe, folder)
 
 
 def eager_loss(trainer: Trainer) -> torch.Tensor:
@@ -113,10 +112,6 @@ def eager_loss(trainer: Trainer) -> torch.Tensor:
     return ce + objective.candidates * plain
 
 
-# Some labels are among so many candidates.
-PRODUCT = {"dependency_form": "product", "dependency_top_k": 700}
-
-
 @pytest.mark.parametrize(
     ("objective", "shape", "micro_batch"),
     [
@@ -127,12 +122,12 @@ PRODUCT = {"dependency_form": "product", "dependency_top_k": 700}
     ],
     ids=["paper", "other", "acceptance", "selector"],
 )
-def test_the_loss_and_its_gradients_are_the_restatement_s(
+def test_loss_and_gradients_are_the_restatement_s(
     target, cache, tmp_path, objective, shape, micro_batch
 ):
     """Eq. 3 of the paper, and DSpark's and DFlash 2's forms with a head, in any pieces."""
-    recipe = dataclasses.replace(RECIPE, objective=objective, micro_batch=micro_batch)
-    trainer = Trainer(random_drafter(target, **shape), target, cache, {}, recipe, tmp_path)
+    drafter, changes = random_drafter(target, **shape), {"micro_batch": micro_batch}
+    trainer = new_trainer(target, cache, tmp_path, drafter, objective=objective, **changes)
     expected = eager_loss(trainer)
     names, parameters = zip(*trainer.drafter.named_parameters(), strict=True)
     gradients = torch.autograd.grad(expected, parameters)
@@ -166,9 +161,6 @@ def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
     assert anchors.shape == (1, 1) and not keep.any()
 
 
-# --- the data
-
-
 def test_every_sample_comes_once_in_a_pass_whose_order_a_restart_repeats():
     """Also where a batch does not divide the samples."""
     for count, size in ((1000, 10), (1000, 30)):
@@ -180,9 +172,7 @@ def test_every_sample_comes_once_in_a_pass_whose_order_a_restart_repeats():
         assert Passes(count, size, seed=3).batch(50) == seen[50 * size : 51 * size]
 
 
-def test_samples_of_similar_length_run_together_and_processes_have_equal_shares(
-    target, cache, tmp_path
-):
+def test_similar_lengths_run_together_and_processes_have_equal_shares(target, cache, tmp_path):
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(10, 2000, (1000,), generator=g)
     trainer = new_trainer(target, cache, tmp_path, batch=64, micro_batch=8)
@@ -219,9 +209,6 @@ def test_the_next_steps_are_read_while_one_computes(target, cache, tmp_path):
         trainer.step()
 
 
-# --- a dependency head
-
-
 def test_the_loss_follows_from_the_drafter(target):
     with_head, without = (new_drafter(target, dependency_rank=r).config for r in (10, None))
     assert Objective().resolved(with_head).factors == pytest.approx((0.1, 0.9, 0.3))
@@ -231,14 +218,9 @@ def test_the_loss_follows_from_the_drafter(target):
         Objective(loss="selector").resolved(without)
 
 
-def with_head(target, cache, folder: Path, **changes) -> Trainer:
-    """One that evaluates, too."""
-    recipe = dataclasses.replace(RECIPE, steps=2, every=2, warmup_steps=1, **changes)
-    return Trainer(random_drafter(target).train(), target, cache, {"own": cache}, recipe, folder)
-
-
 def test_the_head_learns_slower_than_the_rest_and_a_gate_may_not(target, cache, tmp_path):
-    trainer = with_head(target, cache, tmp_path, lr=1e-3, lr_floor=0.0, dependency_gate=False)
+    rates = {"lr": 1e-3, "lr_floor": 0.0, "dependency_gate": False, "warmup_steps": 1}
+    trainer = new_trainer(target, cache, tmp_path, random_drafter(target).train(), **rates)
     before = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
     trainer.step()
     # AdamW's first step is the learning rate wherever there is a gradient.
@@ -249,15 +231,13 @@ def test_the_head_learns_slower_than_the_rest_and_a_gate_may_not(target, cache, 
 
 
 def test_the_best_is_chosen_by_what_is_served(target, cache, tmp_path):
-    trainer = with_head(target, cache, tmp_path / "work")
+    drafter, recipe = random_drafter(target).train(), {"steps": 2, "every": 2, "warmup_steps": 1}
+    trainer = new_trainer(target, cache, tmp_path / "work", drafter, {"own": cache}, **recipe)
     trainer.run(tmp_path / "out")
     (record,) = trainer.records
     assert record["score"] == pytest.approx((record["tau"] + record["tau_sampled"]) / 2)
     assert trainer.best["score"] == record["score"]
     assert Drafter.load(tmp_path / "out").dependency is not None
-
-
-# --- checkpoints
 
 
 def lines_without_times(folder: Path) -> list[dict]:
@@ -341,9 +321,7 @@ def test_sigterm_of_another_process_stops_this_one(target, cache, tmp_path):
     assert [path.name for path in saved_states(tmp_path)] == ["state-1.pt"]
 
 
-def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
-    target, cache, tmp_path, monkeypatch
-):
+def test_a_kill_between_files_of_a_checkpoint_loses_neither(target, cache, tmp_path, monkeypatch):
     """A run is cut before each of its renames in turn; resumed, it ends as an undisturbed one, and
     the last checkpoints stay.
     """
@@ -376,11 +354,6 @@ def test_a_kill_between_any_two_files_of_a_checkpoint_loses_neither(
         assert [path.name for path in saved_states(folder)] == states[1:]
 
 
-# --- processes
-
-FLASH = ROOT / "examples" / "deepseek_v4_flash_config" / "drafter" / "config.json"
-
-
 @pytest.mark.slow
 def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -399,9 +372,7 @@ def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
         if name == "one":
             assert main(line) == 0
         else:
-            two = subprocess.run(
-                [*torchrun, *line], capture_output=True, text=True, timeout=PATIENCE
-            )
+            two = subprocess.run(torchrun + line, capture_output=True, text=True, timeout=PATIENCE)
             assert two.returncode == 0, two.stderr[-3000:]
         log = lines_without_times(folder / "work" / "stage-1")
         losses.append([line["loss"] for line in log])
@@ -411,7 +382,7 @@ def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
 
 def test_a_context_of_a_million_tokens_takes_no_table():
     with torch.device("meta"):
-        drafter = Drafter(json.loads(FLASH.read_text()))
+        drafter = Drafter(json.loads((SAMPLE / "drafter" / "config.json").read_text()))
     assert drafter.raw["max_position_embeddings"] == 2**20
     assert sum(buffer.nbytes for buffer in drafter.buffers()) < 2**20
 

@@ -95,9 +95,8 @@ class StoreMachine(RuleBasedStateMachine):
         finite=st.booleans(), fp8=st.booleans(), layers=st.booleans(), most=st.sampled_from([6, 99])
     )
     def begin(self, finite, fp8, layers, most):
-        layer_ids = (1, 3, 5) if layers else ()
         self.finite = finite
-        self.identity = replace(IDENTITY, fp8=fp8, layer_ids=layer_ids)
+        self.identity = replace(IDENTITY, fp8=fp8, layer_ids=(1, 3, 5) if layers else ())
         self.writer("a")
         self.stream, self.most = StreamReader(self.folder, most, VOCABULARY), most
 
@@ -129,18 +128,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def done(self, start: int, by: str) -> bool:
         """Whether a range is there, as a writer sees it: it looks into its own shards alone."""
-        for name in NAMES:
-            shard = self.shards[name].get(start)
-            if shard and shard.file not in self.gone | (self.corrupt if name == by else set()):
-                return True
-        return False
+        lost = self.gone | {file for file in self.corrupt if file.startswith(by)}
+        return any(start in own and own[start].file not in lost for own in self.shards.values())
 
     def parts(self, number: int, wrong: bool) -> tuple[torch.Tensor, ...]:
         n = len(SAMPLES[number].tokens)
-        parts = [rows_of(n), rows_of(n, 3 * D, 1)[:, : 3 * D * bool(self.identity.layer_ids)]]
-        if wrong:
-            parts[0] = broken(parts[0])
-        return tuple(parts)
+        layers = rows_of(n, 3 * D, 1)[:, : 3 * D * bool(self.identity.layer_ids)]
+        return broken(rows_of(n)) if wrong else rows_of(n), layers
 
     def add(self, name: str, start: int, chosen: list[int], wrong: int, skew: int) -> None:
         plain = writer_module.write_shard
@@ -257,9 +251,8 @@ class StoreMachine(RuleBasedStateMachine):
     def right(self, states, row: int, number: int, most: int = 99) -> bool:
         """Whether a row holds a sample's states, and then zeros."""
         n = min(len(SAMPLES[number].tokens), most)
-        for read, wanted in zip(
-            (states.residual, states.layers), self.parts(number, False), strict=True
-        ):
+        both = states.residual, states.layers
+        for read, wanted in zip(both, self.parts(number, False), strict=True):
             assert read.dtype == torch.bfloat16 and not read[row, n:].any()
             same = near if self.identity.fp8 else torch.equal
             if wanted.shape[1] and not same(read[row, :n], wanted[-n:]):
@@ -270,9 +263,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What a reader opens, in its order: the first writer's of a range that is there."""
         if not self.finite:
             return [self.shards[n][start] for n in NAMES for start in sorted(self.shards[n])]
-        every = [
-            [own[start] for own in self.shards.values() if start in own] for start in (0, 2, 4)
-        ]
+        every = [[own[n] for own in self.shards.values() if n in own] for n, _ in RANGES]
         there = [[s for s in some if s.file not in self.gone] or some[-1:] for some in every]
         return [some[0] for some in there if some]
 

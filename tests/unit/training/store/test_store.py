@@ -18,45 +18,21 @@ from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import manifest as manifest_module
 from sglang_hyperdflash.training.store import writer as writer_module
-from sglang_hyperdflash.training.store.manifest import (
-    Data,
-    Shard,
-    content_hash,
-    data_digest,
-    read_shards,
-)
+from sglang_hyperdflash.training.store.manifest import Data, Shard, content_hash, read_shards
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.retention import surplus
 from sglang_hyperdflash.training.store.writer import bytes_of, shard_ranges
-from tests.unit.training.store.small import (
-    DATA,
-    IDENTITY,
-    RANGES,
-    SAMPLES,
-    SHARD_BYTES,
-    M,
-    add,
-    broken,
-    contents,
-    flip,
-    opened,
-    put,
-    residual,
-    write,
-)
+from tests.unit.training.store import small
+from tests.unit.training.store.small import IDENTITY, SAMPLES, STATES, contents, opened, write
 from tests.unit.training.streams import refreshed
 
 FIRST, SECOND = "one-00000000.safetensors", "one-00000002.safetensors"
-STATES = [residual(len(sample.tokens)) for sample in SAMPLES]
-
-
-# --- files
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_any_reader_of_safetensors_reads_a_shard(tmp_path, fp8):
     identity = replace(IDENTITY, hidden_size=512, fp8=fp8)
-    rows = [torch.randn(len(s.tokens), M * 512).bfloat16() for s in SAMPLES[:2]]
+    rows = [torch.randn(len(s.tokens), small.M * 512).bfloat16() for s in SAMPLES[:2]]
     with opened(tmp_path, identity=identity) as writer:
         writer.add(0, SAMPLES[:2], [(x,) for x in rows])
     path = tmp_path / "shards" / FIRST
@@ -64,19 +40,19 @@ def test_any_reader_of_safetensors_reads_a_shard(tmp_path, fp8):
     assert tensors["tokens"].tolist() == SAMPLES[0].tokens + SAMPLES[1].tokens
     size = sum(bytes_of(sample, identity) for sample in SAMPLES[:2])
     assert sum(x.nbytes for x in tensors.values()) == size <= path.stat().st_size < size + 500
-    values, written = tensors["residual"], torch.cat(rows).view(-1, M, 512)
+    values, written = tensors["residual"], torch.cat(rows).view(-1, small.M, 512)
     if not fp8:
-        assert torch.equal(values, written) and size == 14 * (M * 512 * 2 + 4)
+        assert torch.equal(values, written) and size == 14 * (small.M * 512 * 2 + 4)
         return
     scales = tensors["residual_scale"]
-    assert values.dtype == torch.float8_e4m3fn and size < 14 * M * 512 * 2 * 0.52
+    assert values.dtype == torch.float8_e4m3fn and size < 14 * small.M * 512 * 2 * 0.52
     assert values.float().abs().amax(-1).eq(448).all()
     read = StoreReader(tmp_path).states([0, 1]).residual
     assert torch.equal((values.float() * scales.unsqueeze(-1)).bfloat16()[5:].flatten(1), read[1])
 
 
 def test_ranges_follow_the_size_limit():
-    every = {SHARD_BYTES: RANGES, 10**9: [(0, 4)], 1: [(0, 1), (1, 2), (2, 3), (3, 4)]}
+    every = {10**9: [(0, 4)], 1: [(0, 1), (1, 2), (2, 3), (3, 4)], small.SHARD_BYTES: small.RANGES}
     for limit, ranges in every.items():
         assert shard_ranges(SAMPLES, IDENTITY, limit) == ranges
     assert shard_ranges([], IDENTITY, 1) == []
@@ -94,20 +70,12 @@ def test_a_damaged_manifest_is_named(tmp_path, damage, error, place):
         StoreReader(tmp_path)
 
 
-# --- several writers
-
-
 def test_processes_write_to_one_store_at_once(tmp_path):
+    """Two of them write the same."""
     context = multiprocessing.get_context("fork")
-    writers = [  # two of them write the same
-        context.Process(target=write, args=(tmp_path, [RANGES[i % 2]], f"writer-{i}"))
-        for i in range(4)
-    ]
-    for each in writers:
-        each.start()
-    for each in writers:
-        each.join()
-        assert each.exitcode == 0
+    writers = [(tmp_path, [small.RANGES[i % 2]], f"writer-{i}") for i in range(4)]
+    with context.Pool(4, context.Barrier(4).wait) as processes:
+        processes.starmap(write, writers, chunksize=1)
     assert contents(StoreReader(tmp_path)) == SAMPLES
     assert [shard.start for shard in read_shards(tmp_path)] == [0, 2]
 
@@ -117,7 +85,7 @@ def test_a_data_set_cut_in_two_ways_is_no_whole_one(tmp_path):
     write(tmp_path, [(0, 2)])
     for name in ("one", "two"):
         with opened(tmp_path, name) as writer, pytest.raises(HyperDFlashConfigError, match="504"):
-            writer.begin(replace(DATA, shard_bytes=99))
+            writer.begin(replace(small.DATA, shard_bytes=99))
     write(tmp_path, [(1, 3)], "two")
     with pytest.raises(HyperDFlashConfigError, match=r"3 of 4 samples.* \S*/two.jsonl"):
         StoreReader(tmp_path)
@@ -144,12 +112,9 @@ def test_a_hash_is_of_the_samples_and_not_of_who_wrote_them_or_how_often(tmp_pat
     assert not torch.equal(StoreReader(tmp_path / "one").states([0]).residual[0], STATES[0])
     assert content_hash(tmp_path / "one") == known
     with opened(tmp_path / "three") as writer:
-        writer.begin(Data(data_digest(SAMPLES[:2]), 2, SHARD_BYTES))
+        writer.begin(Data(manifest_module.data_digest(SAMPLES[:2]), 2, small.SHARD_BYTES))
         writer.add(0, SAMPLES[:2], [(rows,) for rows in STATES[:2]])
     assert content_hash(tmp_path / "three") != known
-
-
-# --- what is not read
 
 
 def test_a_start_reads_no_shard(tmp_path, monkeypatch):
@@ -174,7 +139,7 @@ def test_a_checksum_is_verified_once_for_all_readers(tmp_path):
     shard = tmp_path / "shards" / FIRST
     assert contents(StoreReader(tmp_path)) == SAMPLES
     before = shard.stat()
-    flip(shard)
+    small.flip(shard)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # no second look at the bytes
     assert not torch.equal(StoreReader(tmp_path).states([1]).residual[0], STATES[1])
     os.utime(shard)  # another file: looked at again
@@ -215,17 +180,14 @@ def test_memory_of_a_reader_does_not_grow_with_tokens(tmp_path):
     assert peak < 100_000 * shards, f"{peak / (100_000 * shards):.2f} bytes a token"
 
 
-# --- states that are not finite
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_sample_that_was_stored_though_it_is_not_finite(tmp_path, monkeypatch, fp8):
     """A trainer is told which it is; to a learner it teaches nothing."""
     monkeypatch.setattr(writer_module, "is_finite", lambda _: True)  # as an older writer did
     with opened(tmp_path, identity=replace(IDENTITY, fp8=fp8)) as writer:
-        writer.begin(DATA)
-        writer.add(0, SAMPLES[:2], [(STATES[0],), (broken(STATES[1]),)])
-        add(writer, RANGES[1:])
+        writer.begin(small.DATA)
+        writer.add(0, SAMPLES[:2], [(STATES[0],), (small.broken(STATES[1]),)])
+        small.add(writer, small.RANGES[1:])
     source = StoreReader(tmp_path)
     source.states([0, 2, 3])
     with pytest.raises(HyperDFlashConfigError, match=rf"sample 1 .* rows 5 to 13 of .*/{FIRST}"):
@@ -236,18 +198,11 @@ def test_a_sample_that_was_stored_though_it_is_not_finite(tmp_path, monkeypatch,
     assert [s.spans for s in stream.samples][1:] == [(), SAMPLES[2].spans, SAMPLES[3].spans]
 
 
-# --- streams
-
-
-def shard(number: int) -> Shard:
-    name = f"one-{number:08d}.safetensors"
-    return Shard(name, hashlib.sha256(name.encode()).hexdigest(), 10, 0, "one", number, [1], [[]])
-
-
 def test_the_newest_stay_and_a_uniform_sample_of_the_others():
     shards: list[Shard] = []
     for number in range(1000):
-        shards.append(shard(number))
+        digest = hashlib.sha256(str(number).encode()).hexdigest()
+        shards.append(Shard(f"{number}", digest, 10, 0, "one", number, [1], [[]]))
         gone = {each.start for each in surplus(shards, 1000, 0.5)}
         shards = [each for each in shards if each.start not in gone]
         assert sum(each.size for each in shards) <= 1000
@@ -268,22 +223,22 @@ def test_a_clock_that_was_wrong_does_not_change_what_is_newest(tmp_path, monkeyp
 
     monkeypatch.setattr(writer_module, "write_shard", write_shard)
     with opened(tmp_path, "a") as a, opened(tmp_path, "b") as b:
-        put(a, *SAMPLES[:2])
-        put(b, SAMPLES[2])
-        put(a, SAMPLES[3])
+        small.put(a, *SAMPLES[:2])
+        small.put(b, SAMPLES[2])
+        small.put(a, SAMPLES[3])
     order = [SAMPLES.index(sample) for sample in contents(refreshed(tmp_path, 9))]
     assert order[-1] == 3 and order.index(0) < order.index(1)
 
 
 def test_a_refresh_reads_only_what_is_new(tmp_path):
     with opened(tmp_path) as writer:
-        put(writer, *SAMPLES[:3])
+        small.put(writer, *SAMPLES[:3])
         stream = refreshed(tmp_path, 9)
         for path in (tmp_path / "shards").iterdir():
             path.write_bytes(b"")
         with (tmp_path / "manifests" / "one.jsonl").open("r+b") as file:
             file.write(b"x" * 10)
-        put(writer, SAMPLES[3])
+        small.put(writer, SAMPLES[3])
         stream.refresh(ProcessGroup())
     assert stream.lengths.tolist() == [len(sample.tokens) for sample in SAMPLES]
 
@@ -292,7 +247,7 @@ def test_no_flipped_bit_of_a_shard_s_start_is_an_error(tmp_path):
     """A learner looks at tokens before it has verified a checksum."""
     with opened(tmp_path) as writer:
         writer.add(0, SAMPLES[:2], [(rows,) for rows in STATES[:2]])
-        put(writer, SAMPLES[2])
+        small.put(writer, SAMPLES[2])
     (path, _), counts = sorted((tmp_path / "shards").iterdir()), set()
     whole = path.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")

@@ -33,14 +33,12 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def regenerate(servers, target_dir, data, out, *options: str) -> list[str]:
-    """The command line of ``hyperdflash regenerate``."""
     named = [word for server in servers for word in ("--server", server.url)]
     files = ["--target", str(target_dir), "--input", str(data), "--output", str(out)]
     return ["regenerate", *named, *files, *options]
 
 
 def initialise(target: object, out: Path, *options: str) -> int:
-    """``hyperdflash init``; gives the exit code."""
     return main(["init", "--target", str(target), "--out", str(out), *options])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,19 +12,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Answers(ThreadingHTTPServer):
     """Answers a prompt of n tokens with ``[n, n, n]``; records prompts; fails on demand.
 
-    ``context``, ``model``: what ``/server_info`` says. ``refuses``, ``breaks``: prompts of so many
-    tokens get 400, or 500. ``answer``: other output ids, from a prompt's. ``connections``: accepted
-    so far. ``failures``: HTTP statuses, or finish reasons, of the next requests. ``key``: see
-    :class:`JsonHandler`. ``probes``: how often ``/server_info`` was read. ``delay``: seconds of
-    each answer.
+    ``context``, ``model``: what ``/server_info`` says. ``refuses``: the HTTP status that prompts of
+    so many tokens get. ``answer``: other output ids, from a prompt's. ``connections``: accepted so
+    far. ``failures``: HTTP statuses, or finish reasons, of the next requests. ``key``: see
+    :class:`JsonHandler`. ``probes``: how often ``/server_info`` was read.
     """
 
     request_queue_size = 1024
 
-    def __init__(self, delay: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.prompts, self.failures = list[dict](), list[int | dict]()
-        self.key, self.probes, self.connections, self.delay = None, 0, 0, delay
-        self.context, self.refuses, self.breaks, self.model = 4096, -1, -1, "owner/target"
+        self.key, self.probes, self.connections = None, 0, 0
+        self.context, self.refuses, self.model = 4096, dict[int, int](), "owner/target"
         self.hold: threading.Event | None = None
         self.answer: Callable[[list[int]], list[int]] = lambda ids: [len(ids)] * 3
         super().__init__(("127.0.0.1", 0), Handler)
@@ -76,10 +74,8 @@ class Handler(JsonHandler):
         n = len(request["input_ids"])
         if self.server.hold is not None:
             self.server.hold.wait()
-        for tokens, code in (self.server.refuses, 400), (self.server.breaks, 500):
-            if n == tokens:
-                return self.reply({"error": {"message": "no such prompt"}}, code)
-        time.sleep(self.server.delay)
+        if n in self.server.refuses:
+            return self.reply({"error": {"message": "no such prompt"}}, self.server.refuses[n])
         output = self.server.answer(request["input_ids"])
         if finish and finish["type"] == "abort":
             output = output[:-2]  # what there was when it was aborted

@@ -93,7 +93,7 @@ def test_what_cannot_be_captured_ends_it(tmp_path, command, engine, capsys, monk
     assert main(other) == 2
     missed = rf"expected {length} .* found {length - 1}; \d+ MiB"
     assert re.search(missed, capsys.readouterr().err)
-    engine.refuses = length
+    engine.refuses = {length: 400}
     assert main(other) == 2
     assert re.search("data.jsonl:1: .*no such prompt", capsys.readouterr().err)
     engine.context = length
@@ -177,11 +177,7 @@ def test_failures_end_it_early_without_a_traceback(command, engine, monkeypatch,
     monkeypatch.setattr(StoreWriter, "add", mock.Mock(side_effect=full))
     assert main([*line, "--concurrency", "1"]) == 2 and len(engine.prompts) < len(LONG)
     assert "cannot write" in capsys.readouterr().err
-
-    async def died(_pool, **_options) -> None:
-        raise ServerFailed("gone")
-
-    monkeypatch.setattr(Pool, "ask", died)
+    monkeypatch.setattr(Pool, "ask", mock.AsyncMock(side_effect=ServerFailed("gone")))
     assert main(line) == 2 and "gone" in capsys.readouterr().err
     gc.collect()
     assert "asyncio" not in {record.name for record in caplog.records}, "an error nobody read"

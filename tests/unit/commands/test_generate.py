@@ -97,7 +97,7 @@ def test_answers_that_are_damaged_are_refused(run, tmp_path, capsys):
 
 def test_what_cannot_be_served_is_skipped_listed_and_counted(run, server, tmp_path, capsys):
     """Too long, refused by the server, too long or refused by the chat template at turn 2."""
-    server.refuses, listed = 7, tmp_path / "out.left_out.jsonl"
+    server.refuses, listed = {7: 400}, tmp_path / "out.left_out.jsonl"
     lines = [{"prompt": "p" * n} for n in (5, 50, 7)] + [{"turns": ["t" * 20, "t" * 30]}]
     lines += [{"turns": ["no"]}, {"turns": ["yes", "no"]}]
     lines.append({"messages": [{"role": "user", "content": c} for c in "ab"]})
@@ -111,7 +111,7 @@ def test_what_cannot_be_served_is_skipped_listed_and_counted(run, server, tmp_pa
     expected = {i: [f"answer {n}"] for i, n in {0: 5, 3: 20, 5: 3, 6: 2}.items()}
     assert {a["index"]: a["outputs"] for a in written} == expected
     assert [a.get("refused", "")[:6] for a in written] == ["", "turn 2", "turn 2", ""]
-    server.refuses = -1
+    server.refuses = {}
     assert run(lines, context=90) == 0 and len(server.prompts) == 2
     # The conversations that have an answer keep their end, and stay in the list.
     assert [e["index"] for e in rows_of(listed)] == [3, 4, 5]

@@ -30,9 +30,9 @@ def test_a_learner_waits_is_alone_and_resumes(target_dir, tmp_path):
     new_drafter(target).save(tmp_path / "draft")
     split(tmp_path / "draft")
 
-    def line(work: str = "work", publish: str = "published") -> list[str]:
+    def line(made: Path = here) -> list[str]:
         small = "--batch 4 --every 2 --judges 4 --threads 1 --device cpu"
-        return learn_arguments(target_dir, here, here, small, work, publish)
+        return learn_arguments(target_dir, here, made, small)
 
     with log.open("wb") as sink:
         streams = {"stdout": sink, "stderr": subprocess.STDOUT}
@@ -41,7 +41,7 @@ def test_a_learner_waits_is_alone_and_resumes(target_dir, tmp_path):
         with writer(tmp_path / "store", target) as opened:
             add(opened, recorded(target, 60))
         wait_until(lambda: saved_states(tmp_path / "work"), first)
-        refused = run_command(*line("other", "too"), timeout=PATIENCE, cwd=tmp_path)
+        refused = run_command(*line(Path("other")), timeout=PATIENCE, cwd=tmp_path)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
         assert f"{here / 'store' / 'learner'} is in use by process {first.pid}" in refused.stderr
         first.send_signal(signal.SIGKILL)

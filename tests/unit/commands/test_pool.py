@@ -123,7 +123,7 @@ def test_a_row_on_which_every_server_fails_is_left_out(servers, run, tmp_path, t
     assert main(regenerate(servers, target_dir, data, tmp_path / "before")) == 0
     longest = max(len(prompt["input_ids"]) for server in servers for prompt in server.prompts)
     for server in servers:
-        server.breaks = longest
+        server.refuses = {longest: 500}
     out = tmp_path / "after.jsonl"
     assert main(regenerate(servers, target_dir, data, out, "--concurrency", "8")) == 0
     assert [row["index"] for row in rows_of(out)] == [i for i in range(40) if i != 9]

@@ -12,7 +12,6 @@ from tests.conftest import EXAMPLE
 
 @pytest.fixture
 def script(monkeypatch):
-    """Import a script by its name."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     return importlib.import_module
 

@@ -31,15 +31,10 @@ def test_a_target_s_training_resumes_from_its_state(script, target_dir, tmp_path
     assert resumed.step(1.0) == expected and resumed.state["step"] == 2
 
 
-@pytest.fixture
-def own_answers(script, monkeypatch):
-    corpus = script("corpus")
+def test_answers_are_kept_and_other_prompts_are_refused(script, monkeypatch, tmp_path):
+    corpus, own_answers = script("corpus"), script("own_answers")
     monkeypatch.setattr(corpus, "PER_FAMILY", {"train": 4, "held_out": 2})
     monkeypatch.setattr(corpus, "SCRAMBLED_PROMPTS", {"train": 20, "held_out": 12})
-    return script("own_answers")
-
-
-def test_answers_are_kept_and_other_prompts_are_refused(own_answers, monkeypatch, tmp_path):
     monkeypatch.setattr(own_answers, "MAX_NEW", 12)
     monkeypatch.setattr(own_answers, "MAX_PROMPT", 48)
     out = tmp_path / "answers"

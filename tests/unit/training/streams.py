@@ -42,7 +42,6 @@ def recorded(target, count: int) -> list[tuple[Sample, torch.Tensor]]:
 
 
 def writer(folder: Path, target) -> AbstractContextManager[StoreWriter]:
-    """As a server records."""
     return open_writer(folder, identity_of(target, ()), "server", "hyperdflash record", {})
 
 
@@ -73,12 +72,10 @@ def random_drafter(target, **shape) -> Drafter:
     return drafter.eval()
 
 
-def learn_arguments(
-    target, given: Path, made: Path, options: str, work: str = "work", publish: str = "published"
-) -> list[str]:
+def learn_arguments(target, given: Path, made: Path, options: str) -> list[str]:
     """A ``hyperdflash learn`` on the draft and the store of one folder, with its own in another."""
     places = {"target": target, "draft": given / "draft", "store": given / "store"}
-    places |= {"publish": made / publish, "work": made / work}
+    places |= {"publish": made / "published", "work": made / "work"}
     named = (part for name, place in places.items() for part in (f"--{name}", str(place)))
     return ["learn", *named, *options.split()]
 
@@ -91,23 +88,14 @@ def refreshed(store: Path, vocabulary: int) -> StreamReader:
 
 def new_learner(target, store: Path, folder: Path, *, draft: Path | None = None, **changes):
     """A :class:`Learner` from an untrained drafter, which is served unless ``draft`` is given."""
-    drafter = new_drafter(target)
+    drafter, recipe = new_drafter(target), dataclasses.replace(RECIPE, **changes)
     if draft is None:
         draft = folder / "draft"
         drafter.save(draft)
-    lines: list[str] = []
-    learner = Learner(
-        drafter,
-        target,
-        refreshed(store, target.config.vocab_size),
-        dataclasses.replace(RECIPE, **changes),
-        folder / "work",
-        ProcessGroup(),
-        draft=draft,
-        published=folder / "published",
-        policy=POLICY,
-        say=lines.append,
-    )
+    stream, lines = refreshed(store, target.config.vocab_size), list[str]()
+    given = drafter, target, stream, recipe, folder / "work", ProcessGroup()
+    places = {"draft": draft, "published": folder / "published"}
+    learner = Learner(*given, **places, policy=POLICY, say=lines.append)
     learner.lines = lines
     return learner
 

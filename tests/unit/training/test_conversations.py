@@ -235,12 +235,8 @@ def test_a_hub_data_set_is_streamed_and_pinned(monkeypatch, chats):
 @pytest.mark.parametrize(
     ("tokens", "spans"),
     [
-        ([1], None),
-        (["x"], []),
-        ([1, 2, 3], [[1, 4]]),
-        ([1, 2, 3, 4], [[1, 3], [2, 4]]),
-        ([1, 99_999], [[1, 2]]),
-        ([-1, 2], [[1, 2]]),
+        *[([1], None), (["x"], []), ([1, 99_999], [[1, 2]]), ([-1, 2], [[1, 2]])],
+        *[([1, 2, 3], [[1, 4]]), ([1, 2, 3, 4], [[1, 3], [2, 4]])],
     ],
 )
 def test_regenerated_tokens_of_another_target_end_the_run(chats, tmp_path, tokens, spans):

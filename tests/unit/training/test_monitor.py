@@ -20,15 +20,10 @@ from tests.unit.training.store.small import files_of
 
 def trainer_at(folder, step: int = 0, main: bool = True):
     """What a monitor reads of a trainer."""
-    trainer = SimpleNamespace(
-        folder=folder,
-        state={"step": step},
-        records=[],
-        recipe=Recipe(steps=5),
-        losses=("loss", "ce"),
-        world=SimpleNamespace(is_main=main),
-        optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]),
-    )
+    trainer = SimpleNamespace(folder=folder, records=[], losses=("loss", "ce"))
+    trainer.recipe, trainer.state = Recipe(steps=5), {"step": step}
+    trainer.world = SimpleNamespace(is_main=main)
+    trainer.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
     trainer.measured = lambda: Trainer.measured(trainer)
     return trainer
 

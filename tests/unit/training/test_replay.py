@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,30 +125,20 @@ def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, rep
     assert sizes[2] <= 2.1 * sizes[1] <= 2.1 * 2.1 * sizes[0], sizes
 
 
-class Share:
-    """One of several processes; what each would add is kept."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.given = rank, size, []
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.given.append(tensor.clone())
-        return tensor
-
-
 def test_neither_processes_nor_chunks_change_a_tau(target, replay, monkeypatch):
     source = FeatureCache(target, answers(*range(20, 27)), dtype=torch.float32)
     histogram, tau = replay.acceptance(source, 2), replay.expected_tau(source, 2)
-    shares = [Share(rank, 3) for rank in range(3)]
+    sums = [Mock(side_effect=torch.clone) for _ in range(3)]
     monkeypatch.setattr(replay_module, "ANCHORS", 7)
     monkeypatch.setattr(replay_module, "BLOCKS", 3)
-    for share in shares:
-        replay.acceptance(source, 2, share)
-        replay.expected_tau(source, 2, share)
-    counts = [share.given[0] for share in shares]
+    for rank, add in enumerate(sums):
+        world = SimpleNamespace(rank=rank, size=3, sum=add)
+        replay.acceptance(source, 2, world)
+        replay.expected_tau(source, 2, world)
+    counts, taus = zip(*([call.args[0] for call in add.mock_calls] for add in sums), strict=True)
     assert sum(counts).sum(0).tolist() == histogram
     assert all(0 < count.sum() < sum(histogram) for count in counts), "a process had no answers"
-    total, blocks = sum(share.given[1] for share in shares).tolist()
+    total, blocks = sum(taus).tolist()
     assert 1 + total / blocks == pytest.approx(tau, rel=1e-6)
 
 

@@ -248,7 +248,7 @@ def lines_without_times(folder: Path) -> list[dict]:
 
 
 def result(folder: Path) -> tuple[bytes, bytes, list[dict]]:
-    """The best drafter and the log of a training in ``folder``."""
+    """A training's best drafter and its log."""
     files = ("best/model.safetensors", "best/config.json")
     return (*((folder / name).read_bytes() for name in files), lines_without_times(folder))
 
@@ -407,28 +407,22 @@ def test_gradients_are_summed_where_they_are(monkeypatch):
         assert torch.equal(parameter.grad, 2 * one)
 
 
-class Second(ProcessGroup):
+def second(more: float = 0.0) -> ProcessGroup:
     """The second of two processes; the main one is at another step, its weights are all 0.5."""
-
-    def __init__(self, more: float = 0.0) -> None:
-        self.size, self.rank, self.more = 2, 1, more
-
-    def sum(self, tensor):
-        return 2 * tensor + self.more
-
-    def share(self, tensors):
-        for tensor in tensors:
-            tensor.fill_(0.5)
+    world = ProcessGroup()
+    world.size, world.rank, world.sum = 2, 1, lambda tensor: 2 * tensor + more
+    world.share = lambda tensors: [tensor.fill_(0.5) for tensor in tensors]
+    return world
 
 
 def test_every_process_starts_at_the_main_one_s_step_from_its_weights(target, cache, tmp_path):
     new_trainer(target, cache, tmp_path / "has", steps=1, every=1).run(tmp_path / "best")
     given = (target, cache, {}, RECIPE)
-    resumed = Trainer(new_drafter(target), *given, tmp_path / "has", Second())
+    resumed = Trainer(new_drafter(target), *given, tmp_path / "has", second())
     assert resumed.state["step"] == 1
     assert all((p == 0.5).all() for p in resumed.drafter.parameters())
     with pytest.raises(HyperDFlashConfigError, match="has not"):
-        Trainer(new_drafter(target), *given, tmp_path / "has not", Second(1.0))
+        Trainer(new_drafter(target), *given, tmp_path / "has not", second(1.0))
 
 
 def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus(monkeypatch):

@@ -83,7 +83,6 @@ def add(writer: StoreWriter, ranges=RANGES) -> None:
 
 
 def write(folder: Path, ranges=RANGES, name: str = "one") -> None:
-    """One writer's whole run."""
     with opened(folder, name) as writer:
         add(writer, ranges)
 
@@ -94,7 +93,6 @@ def content(sample) -> Sample:
 
 
 def contents(source) -> list[Sample]:
-    """Of all samples."""
     return list(map(content, source.samples))
 
 

@@ -27,6 +27,13 @@ def write_rows(path: Path, *rows: object) -> Path:
     return path
 
 
+def dialogue(system: str, *turns: str) -> list[dict]:
+    """What a user and an assistant say in turn, after a system message."""
+    roles = ["system", *["user", "assistant"] * len(turns)]
+    messages = zip(roles, [system, *turns], strict=False)
+    return [{"role": role, "content": text} for role, text in messages]
+
+
 def rows_of(path: Path) -> list[dict]:
     """The records of a file, by their index where they have one."""
     return sorted(map(json.loads, path.read_text().splitlines()), key=lambda r: r.get("index", 0))
@@ -57,9 +64,7 @@ def small(folder: Path, target_dir: Path, steps=2, **changes) -> Path:
 def native(tokens=TOKENS) -> dict:
     """An answer with log-probabilities, as SGLang's ``/generate`` returns it."""
     chosen = [[math.log(p), i, None] for i, (p, _) in enumerate(tokens)]
-    listed = [
-        sorted([one, [math.log(other), 99, None]], reverse=True)
-        for one, (_, other) in zip(chosen, tokens, strict=True)
-    ]
+    others = [[math.log(other), 99, None] for _, other in tokens]
+    listed = [sorted(both, reverse=True) for both in zip(chosen, others, strict=True)]
     meta = {"output_token_logprobs": chosen, "output_top_logprobs": listed}
     return {"text": "", "meta_info": meta}

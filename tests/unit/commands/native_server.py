@@ -19,12 +19,11 @@ class Answers(ThreadingHTTPServer):
     """
 
     request_queue_size = 1024
+    context, model, key, hold, probes, connections = 4096, "owner/target", None, None, 0, 0
 
     def __init__(self) -> None:
         self.prompts, self.failures = list[dict](), list[int | dict]()
-        self.key, self.probes, self.connections = None, 0, 0
-        self.context, self.refuses, self.model = 4096, dict[int, int](), "owner/target"
-        self.hold: threading.Event | None = None
+        self.refuses = dict[int, int]()
         self.answer: Callable[[list[int]], list[int]] = lambda ids: [len(ids)] * 3
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()

@@ -82,9 +82,7 @@ def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
 
 def test_what_cannot_be_captured_ends_it(tmp_path, command, engine, capsys, monkeypatch):
     """On a full disk the scheduler goes on without the rows; the command misses them."""
-    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", full)
+    with mock.patch.object(Path, "open", side_effect=OSError(28, "No space left on device")):
         append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
     line, other = ([*command(ONE, out=out), *SHARDED] for out in ("out", "other"))
     assert main(line) == 0
@@ -104,9 +102,7 @@ def test_what_cannot_be_captured_ends_it(tmp_path, command, engine, capsys, monk
     assert str(tmp_path / "other") in capsys.readouterr().err
 
 
-def test_it_keeps_to_the_context_and_lists_what_it_leaves_out(
-    tmp_path, command, capsys, monkeypatch
-):
+def test_it_keeps_to_the_context_and_lists_what_is_left_out(tmp_path, command, capsys, monkeypatch):
     monkeypatch.setattr(capture, "_capture", lambda *arguments: len(arguments[-1].samples) - 1)
     lines = [{"instruction": "Count", "output": "7 " * n} for n in (9, 3000)]
     assert main(command(*lines, UNANSWERED)) == 0
@@ -130,9 +126,7 @@ def test_it_counts_and_names_its_engine_s_dtype(tmp_path, command, monkeypatch, 
 
 
 @pytest.mark.parametrize("wrong", [{2}, {1, 2, 3}])
-def test_each_is_captured_once_and_what_is_not_finite_is_listed(
-    tmp_path, command, engine, capsys, wrong
-):
+def test_each_is_captured_once_or_listed_as_not_finite(tmp_path, command, engine, capsys, wrong):
     """Over one connection. A second run captures nothing and lists them, too."""
     out, rows, unusable = tmp_path / "out", {}, len(wrong) == 3
 

@@ -28,10 +28,7 @@ def test_the_shipped_sample_is_the_published_dimensions(name, shape):
 
 
 def planned(folder: Path, shape: dict, *options: str) -> list[dict]:
-    """What ``hyperdflash plan --json`` prints of a target and a drafter for V4-Flash.
-
-    In a process of its own: SGLang's start-up is process-wide.
-    """
+    """What ``plan --json`` prints, in a process of its own: SGLang's start-up is process-wide."""
     target = target_folder(folder / "target", shape)
     draft = draft_folder(folder / "draft", FLASH, DrafterShape(layers=2, kv_heads=1))
     command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]

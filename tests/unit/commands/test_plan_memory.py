@@ -74,10 +74,7 @@ def test_verification_s_peak_is_what_is_counted(monkeypatch, filters):
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_penalties_of_a_whole_batch_hold_nothing(kernel):
-    """They come before verification and are not rehearsed. With end tokens, and a bias.
-
-    Without the kernel nothing but end tokens, of which no copy of a row is made.
-    """
+    """They come before verification and are not rehearsed; without the kernel, end tokens alone."""
     block, rows = torch.zeros(BATCH, BLOCK, dtype=torch.int64), torch.arange(BATCH)
     ends, earliest = torch.tensor([[1, 2], [3, -1], [4, 5]]), torch.full((BATCH,), 12)
     changes, adjust = Adjustments(end_ids=ends, earliest=earliest), adjust_rows

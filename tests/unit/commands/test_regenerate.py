@@ -17,7 +17,7 @@ from sglang_hyperdflash.commands.regenerate import Served
 from sglang_hyperdflash.targets.chats import Chat, load_chats
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
-from tests.unit.commands.builders import regenerate, rows_of, write_rows
+from tests.unit.commands.builders import dialogue, regenerate, rows_of, write_rows
 from tests.unit.targets.published_v4 import published_v4
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import start_command
@@ -30,14 +30,9 @@ CUT, STOP = {"type": "length", "length": 3}, {"type": "stop", "matched": 1}
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    chat = [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "THROWN AWAY"},
-        {"role": "user", "content": "Two?"},
-    ]
+    messages = dialogue("Be short.", "One?", "THROWN AWAY", "Two?")
     others = {"turns": ["Three?"]}, {"instruction": "Four?", "output": "x"}
-    return write_rows(tmp_path / "data.jsonl", {"messages": chat}, *others)
+    return write_rows(tmp_path / "data.jsonl", {"messages": messages}, *others)
 
 
 @pytest.fixture
@@ -106,9 +101,7 @@ def test_a_published_v4_is_asked_as_it_is_served(call, server, target_dir, tmp_p
     assert "think" in refused(*wrong)
 
 
-def test_results_of_calls_that_it_did_not_make_follow_the_data_s(
-    call, server, target_dir, tmp_path
-):
+def test_results_of_calls_it_did_not_make_follow_the_data_s(call, server, target_dir, tmp_path):
     folder = published_v4(tmp_path / "v4", target_dir)
     chats = load_chats(str(folder))
     made = {"role": "assistant", "content": "", "tool_calls": [MADE]}

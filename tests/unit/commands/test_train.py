@@ -39,19 +39,6 @@ from tests.unit.training.conftest import answers
 from tests.unit.training.store.small import flip
 
 SAMPLES = answers(20, 33, 28)
-CAPTURED = """
-target = "{target}"
-draft = "draft"
-out = "out"
-features = "captured"
-[objective]
-alpha = 0.2
-[[stage]]
-data = ["states"]
-steps = 4
-batch = 2
-bf16 = false
-"""
 
 
 def command(config: Path) -> list[str]:
@@ -178,9 +165,12 @@ def captured(folder, target, states, dtype="bfloat16") -> None:
 
 
 def new_draft(folder, target, *options: str) -> list[str]:
-    """Makes it; gives the command that trains it."""
-    config = write_rows(folder / "train.toml", CAPTURED.format(target=target))
+    """Makes it; gives the command that trains it from a capture."""
     assert initialise(target, folder / "draft", *options, *SIZES) == 0
+    config = small(folder, target, steps=4)
+    held_out, captured = '[held_out]\ncount = "a.jsonl"', 'features = "captured"\n'
+    text = config.read_text().replace('["a.jsonl"]', '["states"]')
+    config.write_text(text.replace(held_out, f"{captured}[objective]\nalpha = 0.2"))
     return command(config)
 
 
@@ -200,7 +190,7 @@ def test_v41_is_trained_by_its_lagged_gate(tmp_path, target_dir, refused):
     assert "hyperdflash capture" in refused(*line)
     config.write_text(text)
     assert main(line) == 0
-    (logged,) = rows_of(tmp_path / "work" / "stage-1" / "training_log.jsonl")
+    *_, logged = rows_of(tmp_path / "work" / "stage-1" / "training_log.jsonl")
     assert logged["step"] == 4 and logged["kl"] > 0.1
     before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("draft", "out"))
     assert not torch.equal(before["reducer.fn"], after["reducer.fn"])
@@ -219,7 +209,8 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
 
     monkeypatch.setattr(LocalTarget, "__init__", forbidden)
     assert main(line) == 0
-    recipe = Recipe(steps=4, batch=2, bf16=False, objective=Objective(alpha=0.2))
+    changes = {"lr": 1e-3, "warmup_steps": 5, "objective": Objective(alpha=0.2)}
+    recipe = Recipe(steps=4, batch=2, every=1, bf16=False, **changes)
     drafter = Drafter.load(tmp_path / "draft")
     Trainer(drafter, target, online, {}, recipe, tmp_path / "plain").run(tmp_path / "expected")
     expected = load_file(tmp_path / "expected" / "model.safetensors")

@@ -77,9 +77,7 @@ def test_a_retrained_drafter_that_is_worse_fails(script, call, monkeypatch, tmp_
     "name, committed, loss",
     [("hyperdflash2", "drafter", "ce_kl"), ("dspark-style", "dspark_style", "acceptance")],
 )
-def test_a_study_s_variant_is_a_committed_drafter_and_its_file_fits(
-    script, tmp_path, name, committed, loss
-):
+def test_a_study_s_variant_and_its_training_file_fit(script, tmp_path, name, committed, loss):
     study, answers, folder = script("study"), tmp_path / "answers", tmp_path / "run"
     answers.mkdir()
     for part in ("greedy", "sampled", "held_out_math"):

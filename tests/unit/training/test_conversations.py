@@ -15,16 +15,10 @@ from sglang_hyperdflash.training.conversations import line_samples, load_samples
 from sglang_hyperdflash.training.rows import LeftOut, read_rows
 from sglang_hyperdflash.training.store.manifest import content_hash
 from tests.conftest import EXAMPLE
-from tests.unit.commands.builders import write_rows
+from tests.unit.commands.builders import dialogue, write_rows
 from tests.unit.targets.published_v4 import published_v4
 
-CHAT = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "It is 4."},
-    {"role": "user", "content": "And 3 + 3?"},
-    {"role": "assistant", "content": "It is 6."},
-]
+CHAT = dialogue("Be short.", "What is 2 + 2?", "It is 4.", "And 3 + 3?", "It is 6.")
 USER = {"role": "user", "content": "Hi"}
 # What DeepSeek-V4 is served of a row that it can use.
 PLAIN, THOUGHT = "<U>Hi<A></think>Yo<E>", "<U>Hi<A><think>hm</think>Yo<E>"
@@ -103,10 +97,8 @@ ROWS = [
     ({"turns": ["a"], "tools": "[" * 9_999}, "tools must be a list"),
     ({}, "found nothing"),
     (b'{"messages": [{"role": "user", "content": "Hi \\ud83d"}]}', "lone surrogate"),
-    (b"{", "expected a JSON object"),
-    (b"[1]", "expected a JSON object"),
+    *((line, "expected a JSON object") for line in (b"{", b"[1]", b"[" * 99_999)),
     (b'{"prompt": "\xff", "response": "x"}', "expected a JSON object"),
-    (b"[" * 99_999, "expected a JSON object"),
     (b'{"turns": [' + b"9" * 5_000 + b"]}", "expected a JSON object"),
 ]
 

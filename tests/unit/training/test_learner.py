@@ -62,10 +62,8 @@ def test_an_untrained_drafter_learns_and_a_better_one_is_published(learned):
     version.check()
     assert (record["published"], record["version"]) == (1, 0) and "version 1" in learned.lines[0]
     assert record["tau"] > record["tau_served"] + 0.3
-    published, average, now = (
-        drafter.layers[0].mlp.up_proj.weight
-        for drafter in (Drafter.load(version.path), learned.average.module, learned.drafter)
-    )
+    drafters = Drafter.load(version.path), learned.average.module, learned.drafter
+    published, average, now = (each.layers[0].mlp.up_proj.weight for each in drafters)
     assert (published - average).norm() < (published - now).norm() / 2  # a step later
     shown = learned.measured()
     assert set(shown) == {"tau", "tau_served", "version", "samples"} and shown["samples"] == 400

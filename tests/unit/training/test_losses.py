@@ -43,19 +43,6 @@ def test_hits_are_of_the_dependency_head_and_logits_live_for_one_chunk(term, for
             assert max(sizes) <= 4 and len(sizes) > forward  # computed again, not kept
 
 
-@pytest.fixture
-def product_of_a_gpu(monkeypatch):
-    """``torch.mm`` to fp32, which a CPU lacks: bf16 operands, fp32 sums."""
-    plain = torch.mm
-
-    def mm(a, b, *, out_dtype):
-        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
-        with torch.autocast("cpu", enabled=False):
-            return plain(a.float(), b.float())
-
-    monkeypatch.setattr(torch, "mm", mm)
-
-
 def pair(*shape: int):
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 300, bias=False).requires_grad_(False)
@@ -74,9 +61,16 @@ def test_a_cpu_and_fp32_stay_exact():
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (0,), (2, 0)])
-def test_logits_and_gradient_are_bf16_products_without_another_rounding(product_of_a_gpu, shape):
-    head, states = pair(*shape)
-    gradient = torch.randn(*shape, 300)
+def test_logits_and_gradient_are_bf16_products_without_another_rounding(monkeypatch, shape):
+    plain, (head, states), gradient = torch.mm, pair(*shape), torch.randn(*shape, 300)
+
+    def mm(a, b, *, out_dtype):
+        """To fp32, as on a GPU: bf16 operands, fp32 sums."""
+        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+        with torch.autocast("cpu", enabled=False):
+            return plain(a.float(), b.float())
+
+    monkeypatch.setattr(torch, "mm", mm)
     with torch.autocast("cpu", torch.bfloat16):
         found = vocabulary_logits(head, states)
     found.backward(gradient)

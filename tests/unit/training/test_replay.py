@@ -75,9 +75,8 @@ def test_the_expected_tau_is_the_sum_of_products_of_overlaps(target, source):
     for i, sample in enumerate(source.samples):
         states, tokens = source.states([i]), sample.tokens
         for anchor in range(sample.spans[0][0], len(tokens) - 6):
-            hidden = replay.draft_states(
-                collate([sample]), states, torch.tensor([[anchor]]), torch.tensor([[True]])
-            )[0, 0]
+            block = torch.tensor([[anchor]]), torch.tensor([[True]])
+            hidden = replay.draft_states(collate([sample]), states, *block)[0, 0]
             reach, tau = 1.0, 1.0
             for k in range(6):
                 own = target.lm_head(hidden[k])
@@ -95,9 +94,7 @@ def test_the_expected_tau_is_the_sum_of_products_of_overlaps(target, source):
 @pytest.mark.parametrize(("window", "length"), [(12, 48), (None, 48), (12, 1000)])
 @torch.no_grad()
 def test_a_sample_may_begin_where_a_recording_did(target, window, length):
-    """With a whole window of context, its blocks are the whole sample's: RoPE is relative. So a
-    drafter that learned from short texts drafts after any length.
-    """
+    """With a whole window of context, its blocks are the whole sample's: RoPE is relative."""
     drafter = random_drafter(target, window=window)
     for layer in drafter.layers:
         layer.self_attn.v_proj.weight.normal_()  # or the context hardly counts

@@ -26,13 +26,7 @@ from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
-from sglang_hyperdflash.training.samples import (
-    FeatureCache,
-    Passes,
-    Sample,
-    collate,
-    generator_seed,
-)
+from sglang_hyperdflash.training.samples import FeatureCache, Passes, collate, generator_seed
 from sglang_hyperdflash.training.trainer import Trainer, saved_states
 from tests.unit.commands.builders import SAMPLE, small, write_rows
 from tests.unit.training.conftest import LargestTensor, answers
@@ -56,7 +50,7 @@ def test_seeds_that_fit_a_generator_stay_and_others_stay_apart():
 def samples():
     """Of the last one, two spans are answers."""
     *others, last = answers(20, 33, 41, 28, 37)
-    return [*others, Sample(last.tokens, ((5, 14), (16, 37)))]
+    return [*others, dataclasses.replace(last, spans=((5, 14), (16, 37)))]
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +116,7 @@ def eager_loss(trainer: Trainer) -> torch.Tensor:
     ],
     ids=["paper", "other", "acceptance", "selector"],
 )
-def test_loss_and_gradients_are_the_restatement_s(
-    target, cache, tmp_path, objective, shape, micro_batch
-):
+def test_loss_and_gradients_are_as_restated(target, cache, tmp_path, objective, shape, micro_batch):
     """Eq. 3 of the paper, and DSpark's and DFlash 2's forms with a head, in any pieces."""
     drafter, changes = random_drafter(target, **shape), {"micro_batch": micro_batch}
     trainer = new_trainer(target, cache, tmp_path, drafter, objective=objective, **changes)
@@ -321,9 +313,7 @@ def test_sigterm_of_another_process_stops_this_one(target, cache, tmp_path):
 
 
 def test_a_kill_between_files_of_a_checkpoint_loses_neither(target, cache, tmp_path, monkeypatch):
-    """A run is cut before each of its renames in turn; resumed, it ends as an undisturbed one, and
-    the last checkpoints stay.
-    """
+    """A run that was cut before any of its renames and is resumed ends as an undisturbed one."""
     plain, few = Path.replace, {"steps": 3, "every": 1, "batch": 2, "anchors": 1, "keep": 2}
 
     def cut_before(number: int) -> list[str]:

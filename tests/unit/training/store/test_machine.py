@@ -26,9 +26,8 @@ from sglang_hyperdflash.training.store.manifest import Data, Manifest, data_dige
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.stream import StreamReader
 from sglang_hyperdflash.training.store.writer import StoreWriter, open_writer
+from tests.unit.training.store import small
 from tests.unit.training.store.small import IDENTITY, KIND, D, broken, content, flip, near
-from tests.unit.training.store.small import opened as open_named
-from tests.unit.training.store.small import residual as rows_of
 
 VOCABULARY = 50
 # The last three hold a token that the target does not have.
@@ -111,16 +110,13 @@ class StoreMachine(RuleBasedStateMachine):
         """An open one; when it is opened, it knows what it wrote and what it has to repeat."""
         if name not in self.open:
             held, lost = ExitStack(), self.corrupt | self.gone
-            writer = held.enter_context(open_named(self.folder, name, self.identity))
+            writer = held.enter_context(small.opened(self.folder, name, self.identity))
             self.open[name], own = (held, writer), self.shards[name]
             assert writer.position == self.ends[name]
             assert set(writer.damaged) == lost & {shard.file for shard in own.values()}
-            assert writer.left_out == [
-                start + i
-                for start in sorted(own)
-                for i, number in enumerate(own[start].samples)
-                if number is None
-            ]
+            shards = sorted(own.items())
+            left_out = [n + i for n, s in shards for i, x in enumerate(s.samples) if x is None]
+            assert writer.left_out == left_out
             if self.finite:
                 writer.begin(DATA)
                 assert writer.missing(RANGES) == [r for r in RANGES if not self.done(r[0], name)]
@@ -133,8 +129,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def parts(self, number: int, wrong: bool) -> tuple[torch.Tensor, ...]:
         n = len(SAMPLES[number].tokens)
-        layers = rows_of(n, 3 * D, 1)[:, : 3 * D * bool(self.identity.layer_ids)]
-        return broken(rows_of(n)) if wrong else rows_of(n), layers
+        layers = small.residual(n, 3 * D, 1)[:, : 3 * D * bool(self.identity.layer_ids)]
+        return broken(small.residual(n)) if wrong else small.residual(n), layers
 
     def add(self, name: str, start: int, chosen: list[int], wrong: int, skew: int) -> None:
         plain = writer_module.write_shard
@@ -202,11 +198,11 @@ class StoreMachine(RuleBasedStateMachine):
     def another_writer_is_refused(self, name):
         self.writer(name)
         with pytest.raises(InUse, match=f"{name}.jsonl"):
-            open_named(self.folder, name, self.identity).__enter__()
+            small.opened(self.folder, name, self.identity).__enter__()
         for change, value in (("fp8", not self.identity.fp8), ("dtype", "float32")):
             other = replace(self.identity, **{change: value})
             with pytest.raises(NotOurs, match=f"{change} was"):
-                open_named(self.folder, "c", other).__enter__()
+                small.opened(self.folder, "c", other).__enter__()
         if self.manifest(name).stat().st_size:
             with pytest.raises(NotOurs, match="length was unset"):
                 open_writer(self.folder, self.identity, name, KIND, {"length": 3}).__enter__()

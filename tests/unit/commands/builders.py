@@ -1,7 +1,5 @@
 """Files of rows, a training file that runs in seconds, and what the commands' tests run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

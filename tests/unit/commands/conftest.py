@@ -1,7 +1,5 @@
 """Servers of answers, and commands that must be refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from sglang_hyperdflash.cli import main

@@ -1,7 +1,5 @@
 """A server that answers as SGLang's native API does, without a model, and what it is made of."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``hyperdflash capture`` without an engine: how rows become shards, and what is left out."""
 
-from __future__ import annotations
-
 import gc
 import re
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``hyperdflash check`` says what is wrong before a server has to."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

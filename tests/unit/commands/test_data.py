@@ -1,7 +1,5 @@
 """One file as people have them, through every command that reads chat data."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Offline batches: what is asked, left out and resumed, without an engine."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """``hyperdflash init``: a drafter from a target's config and hc_head, and nothing else of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

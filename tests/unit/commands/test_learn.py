@@ -1,7 +1,5 @@
 """``hyperdflash learn`` as a process: it waits, resumes after a kill, and refuses a second one."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``hyperdflash plan``'s own part; the sizing itself is in ``test_deepseek_v4.py``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What drafters can accept at most, by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Bytes besides K/V: each formula against the tensors that the serving code allocates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

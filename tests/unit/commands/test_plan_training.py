@@ -1,7 +1,5 @@
 """The cost of a training: formulas against counted steps, masks and captured tensors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Many requests at several servers: who is asked, over how many connections, in what memory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

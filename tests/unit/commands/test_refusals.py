@@ -1,7 +1,5 @@
 """What each command refuses: one line that names it, exit code 2, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

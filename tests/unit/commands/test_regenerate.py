@@ -1,7 +1,5 @@
 """``hyperdflash regenerate`` against an HTTP server that answers like SGLang's native API."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """``hyperdflash train``: what a run becomes, how it is resumed, and what its card says."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The scripts of the tiny target's folder, imported as they import each other."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

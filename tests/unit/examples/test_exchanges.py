@@ -1,7 +1,5 @@
 """The exchanges of the tiny target: answers, checkers, the held-out half, prompt files."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import islice

@@ -1,7 +1,5 @@
 """The scripts that made the tiny target and its drafters, each on a few prompts or stubs."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The two demonstrations that a reader runs: the learning demo's numbers, the walk's target."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from eval.client import Answer

@@ -1,7 +1,5 @@
 """What tests of training share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """Stores of the tiny target's own answers, and a learner on them, as tests use them."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """States that stay on disk: computed once by all processes together, refused to another target."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier

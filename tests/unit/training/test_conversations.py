@@ -1,7 +1,5 @@
 """Chat data to samples: every accepted form, the assistant mask, and what becomes of bad rows."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Learning from a store that grows: what is drawn, judged, published, resumed and refused."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

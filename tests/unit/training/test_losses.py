@@ -1,7 +1,5 @@
 """Rows of logits: hits, memory, and products with the LM head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A run's scalars: what TensorBoard and W&B receive, and what a full disk does."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a drafter can read of its target: the residual, or the means of layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

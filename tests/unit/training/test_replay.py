@@ -1,7 +1,5 @@
 """Drafts in training, held-out replay in chunks and over processes, and block attention."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

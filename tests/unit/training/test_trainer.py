@@ -1,7 +1,5 @@
 """The training loop on the real tiny target: its loss, its sums over processes, its resume."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

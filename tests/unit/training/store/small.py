@@ -1,7 +1,5 @@
 """A small store, as tests write and read it."""
 
-from __future__ import annotations
-
 import os
 import resource
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A store in any order of writes, failures, kills, damage and reads, against lists of samples."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

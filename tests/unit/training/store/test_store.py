@@ -1,7 +1,5 @@
 """Shards and their readers: what :mod:`.test_machine` does not reach."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os

@@ -129,7 +129,8 @@ def test_a_row_is_used_as_it_is_served_or_left_out(v4, tmp_path, row, outcome):
 
 ONE, TWO = (json.dumps(said(text)).encode() for text in "12")
 LINES, BOM = ONE + b"\n" + TWO, b"\xef\xbb\xbf"
-ARRAY = b"[\n" + ONE + b",\n" + TWO + b", null]"  # a null is a row that cannot be used
+# A null is a row that cannot be used.
+ARRAY = json.dumps([said("1"), said("2"), None], indent=1).encode()
 ROWS_OF_ARRAY, ROWS_OF_LINES = [", row 1", ", row 2"], [":1", ":2"]
 FOLDER = {"b.json": b"[%s, null]" % TWO, "a.jsonl": ONE}
 FOLDER |= {"README.md": b"{", ".c.json": b"{", "d.left_out.jsonl": b"{}"}

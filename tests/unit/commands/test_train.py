@@ -212,10 +212,10 @@ def test_training_from_a_capture_loads_no_target(tmp_path, target_dir, monkeypat
     drafter = Drafter.load(tmp_path / "draft")
     Trainer(drafter, target, online, {}, recipe, tmp_path / "plain").run(tmp_path / "expected")
     expected = load_file(tmp_path / "expected" / "model.safetensors")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+    trained = load_file(tmp_path / "out" / "model.safetensors")
+    torch.testing.assert_close(trained, expected, rtol=1e-2, atol=1e-4)
     name = "layers.0.mlp.up_proj.weight"
-    assert not torch.equal(found[name], drafter.layers[0].mlp.up_proj.weight)
+    assert not torch.equal(trained[name], drafter.layers[0].mlp.up_proj.weight)
 
 
 def test_a_card_names_a_hub_target_and_no_folder_of_this_machine(tmp_path, target_dir):

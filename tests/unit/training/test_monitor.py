@@ -46,15 +46,15 @@ def test_tensorboard_has_every_step_once(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     names = events.Tags()["scalars"]
-    found = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
-    assert found["train/loss"] == [(1, 2.5), (2, 1.5), (3, 30.0)]
-    assert found["held_out/tau"] == [(1, 1.25), (2, 2.5), (3, 3.75)]
-    assert found["held_out/own/tau"][-1] == (3, 4.5)
-    assert found["position_accuracy/1"][0] == (1, 0.75)
+    scalars = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
+    assert scalars["train/loss"] == [(1, 2.5), (2, 1.5), (3, 30.0)]
+    assert scalars["held_out/tau"] == [(1, 1.25), (2, 2.5), (3, 3.75)]
+    assert scalars["held_out/own/tau"][-1] == (3, 4.5)
+    assert scalars["position_accuracy/1"][0] == (1, 0.75)
     constant = {"learning_rate": 0.5, "gradient_norm": 0.25, "data_wait_seconds": 0.125}
     for name, value in constant.items():
-        assert found[f"train/{name}"] == [(step, value) for step in (1, 2, 3)]
-    assert all(rate > 0 for _, rate in found["train/answer_tokens_per_second"])
+        assert scalars[f"train/{name}"] == [(step, value) for step in (1, 2, 3)]
+    assert all(rate > 0 for _, rate in scalars["train/answer_tokens_per_second"])
 
 
 def test_only_the_main_process_writes(tmp_path):

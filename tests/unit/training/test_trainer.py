@@ -222,7 +222,7 @@ def test_the_head_learns_slower_than_the_rest_and_a_gate_may_not(target, cache, 
 
 def test_the_best_is_chosen_by_what_is_served(target, cache, tmp_path):
     drafter, recipe = random_drafter(target).train(), {"steps": 2, "every": 2, "warmup_steps": 1}
-    trainer = new_trainer(target, cache, tmp_path / "work", drafter, {"own": cache}, **recipe)
+    trainer = new_trainer(target, cache, tmp_path / "work", drafter, {"held": cache}, **recipe)
     trainer.run(tmp_path / "out")
     (record,) = trainer.records
     assert record["score"] == pytest.approx((record["tau"] + record["tau_sampled"]) / 2)

@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.open[name], own = (held, writer), self.shards[name]
             assert writer.position == self.ends[name]
             assert set(writer.damaged) == lost & {shard.file for shard in own.values()}
-            shards = sorted(own.items())
+            shards = sorted(self.shards[name].items())
             left_out = [n + i for n, s in shards for i, x in enumerate(s.samples) if x is None]
             assert writer.left_out == left_out
             if self.finite:
@@ -123,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
     def done(self, start: int, by: str) -> bool:
         """Whether a range is there, as a writer sees it: it looks into its own shards alone."""
         lost = self.gone | {file for file in self.corrupt if file.startswith(by)}
-        return any(start in own and own[start].file not in lost for own in self.shards.values())
+        return any(start in some and some[start].file not in lost for some in self.shards.values())
 
     def parts(self, number: int, wrong: bool) -> tuple[torch.Tensor, ...]:
         n = len(SAMPLES[number].tokens)
@@ -257,7 +257,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What a reader opens, in its order: the first writer's of a range that is there."""
         if not self.finite:
             return [self.shards[n][start] for n in NAMES for start in sorted(self.shards[n])]
-        every = [[own[n] for own in self.shards.values() if n in own] for n, _ in RANGES]
+        every = [[each[n] for each in self.shards.values() if n in each] for n, _ in RANGES]
         there = [[s for s in some if s.file not in self.gone] or some[-1:] for some in every]
         return [some[0] for some in there if some]
 

@@ -17,15 +17,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
@@ -36,11 +40,9 @@ from tests.launches.cuda_ops import name_of, tensors
 from triton_ops.traffic import RULES, Rule, kernel_bytes
 
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-# An H200, which kernels ask for their number of programs.
-DEVICE = SimpleNamespace(multi_processor_count=132)
+# Kernels ask it for their number of programs.
+H200 = SimpleNamespace(multi_processor_count=132)
 HOST_VALUE = {torch.int32: 1, torch.int64: 1, torch.float32: 1.0, torch.bool: False}
-LIBRARIES = {"torch", "triton"}
-INSTRUMENT = {Path(__file__), Path(__file__).with_name("server.py")}
 # SGLang's kernels of a round: they read a few entries of a large table.
 SGLANG_RULES: dict[str, dict[str, Rule]] = {
     "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform": {
@@ -53,8 +55,7 @@ class RefusedError(AssertionError):
     """What no round may do."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """``count`` kernels of one operation, at one place of our code."""
 
     phase: str
@@ -65,11 +66,7 @@ class Launch:
 
 
 class Counter(TorchDispatchMode):
-    """Counts and refuses; see the module.
-
-    Attributes:
-        launches: all of them; kinds: what makes a compilation of its own, of our kernels.
-    """
+    """Counts ``launches``, and ``kinds``: what makes a compilation of its own, of our kernels."""
 
     def __init__(self, phase: str) -> None:
         super().__init__()
@@ -83,6 +80,11 @@ class Counter(TorchDispatchMode):
             yield
         finally:
             self.phase = before
+
+    def cost(self, *phases: str) -> tuple[int, int]:
+        """Launches, and bytes read and written."""
+        these = [launch for launch in self.launches if launch.phase in phases]
+        return sum(launch.count for launch in these), sum(launch.bytes for launch in these)
 
     def launch(self, name: str, moved: int, count: int = 1) -> None:
         self.launches.append(Launch(self.phase, name, place(), moved, count))
@@ -107,13 +109,17 @@ class Counter(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "hyperdflash":
             return self._operator(func, args, kwargs)
-        if _decomposes(func):
-            with self:
+        kernels = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+        if kernels("CompositeImplicitAutograd") and not kernels("CUDA"):
+            with self:  # it is made of others on every device
                 return func.decompose(*args, **kwargs)
         self._check(func, args, kwargs)
-        if name_of(func) == "_local_scalar_dense":
+        if name_of(func) == "_local_scalar_dense" and not args[0].is_cuda:
             return HOST_VALUE[args[0].dtype]  # of the host's own: any will do
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise RefusedError(f"{func} waits at {place()}") from None
         if any(t.is_cuda for t in tensors([args, kwargs, result])):
             count = cuda_ops.launches(func, args)
             if count:
@@ -135,7 +141,7 @@ class Counter(TorchDispatchMode):
         name, given = name_of(func), list(tensors([args, kwargs]))
         devices = {tensor.device.type for tensor in given}
         on_device = "cuda" in devices
-        if on_device and cuda_ops.waits(func, args, kwargs):
+        if on_device and cuda_ops.waits(func, args):
             raise RefusedError(f"{func} waits at {place()}")
         if name in ("copy_", "_to_copy"):
             if kwargs.get("device") is not None:
@@ -168,7 +174,7 @@ class FakeCuda(ExitStack):
         patches += [
             (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "current_stream", lambda *device: None),
-            (torch.cuda, "get_device_properties", lambda device: DEVICE),
+            (torch.cuda, "get_device_properties", lambda device: H200),
         ]
         for patch in patches:
             self.enter_context(mock.patch.object(*patch))
@@ -185,32 +191,13 @@ class FakeCuda(ExitStack):
             finally:
                 self.counter = None
 
-    def launch(self, name: str, moved: int, count: int = 1) -> None:
-        if self.counter is not None:
-            self.counter.launch(name, moved, count)
-
-    def async_h2d(self, values: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """SGLang's ``async_h2d``: the host's values, through pinned memory."""
-        result = torch.empty(torch.tensor(values).shape, dtype=dtype, device=device)
-        self.launch("async_h2d", result.nbytes)
-        return result
-
 
 def place() -> str:
     """The innermost line that is neither torch's, nor Triton's, nor a stub's."""
-    frame = sys._getframe(1)
+    stubs, frame = {Path(__file__), Path(__file__).with_name("server.py")}, sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if not LIBRARIES & set(path.parts) and path not in INSTRUMENT:
+        if not {"torch", "triton"} & set(path.parts) and path not in stubs:
             return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"
-
-
-def _decomposes(func: Any) -> bool:
-    """Whether torch makes the operation of others on every device."""
-
-    def has(key: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-
-    return has("CompositeImplicitAutograd") and not has("CUDA")

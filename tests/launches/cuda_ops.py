@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from triton_ops.traffic import size
 
@@ -26,10 +27,6 @@ SCATTERS = {"index_put", "index_copy", "index_add", "index_fill", "scatter", "sc
 SEVERAL = dict.fromkeys((*SCATTERS, "masked_fill", "topk"), 2) | {"sort": 3}
 # ``index_put`` that adds: a linear index of each entry, a radix sort, and one kernel at last.
 ACCUMULATE = 9
-WAITS = {
-    *("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "unique_consecutive"),
-    *("_unique", "_unique2", "bincount", "histc", "equal"),
-}
 # The result's entries are read of the first argument, not all of it.
 GATHERS = {"gather", "index_select", "index", "embedding", "take"}
 # What was there before is not read.
@@ -37,13 +34,7 @@ OVERWRITES = {"copy_", "fill_", "zero_"}
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors(value)
-    elif isinstance(values, dict):
-        yield from tensors(list(values.values()))
+    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
 
 
 def name_of(func: Any) -> str:
@@ -57,15 +48,13 @@ def is_view(func: Any) -> bool:
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
-def waits(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether the host waits for a value of the device, or for how many results there are."""
+def waits(func: Any, args: tuple) -> bool:
+    """Whether the host waits where a fake tensor knows its result all the same."""
     name = name_of(func)
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    if name.rstrip("_") not in ("index", "index_put"):
-        return name in WAITS
+    if name.rstrip("_") != "index_put":
+        return name == "histc"
     masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
-    if name.startswith("index_put") and len(args[1]) == 1 and masks:
+    if len(args[1]) == 1 and masks:
         # A scalar of the host: torch fills by the mask, and counts nothing.
         value, accumulate = args[2], len(args) > 3 and args[3]
         return accumulate or value.numel() != 1 or value.device.type != "cpu"

@@ -2,30 +2,29 @@
 
 A round is what runs outside CUDA graphs between the drafter's pass and the commit: drafting, the
 final logits, verification, learning, the new lengths. What comes before and after has rows of its
-own, :data:`PARTS`. A budget is a count, its bytes rounded up to three digits.
+own. A budget is a count, its bytes rounded up to three digits.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.launches.counter import FakeCuda, Launch
-from tests.launches.server import NO_TOP_K, ROUND, FakeServer
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+from tests.launches.counter import Counter, FakeCuda
+from tests.launches.server import ROUND, FakeServer
 
 TABLE = Path(__file__).with_name("budgets.toml")
 REQUESTS = (1, 64)
 
 GREEDY: dict[str, Any] = {}
-SAMPLED = {"top_k": NO_TOP_K}
+SAMPLED = {"top_k": TOP_K_ALL}
 SEEDED = SAMPLED | {"sampling_seed": 3}
 TOP_K, TOP_P = {"top_k": 50}, {"top_p": 0.9, "min_p": 0.05}
 PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1}
-MIN_TOKENS, BIAS = {"min_new_tokens": 200}, {"bias": True}
+MIN_TOKENS, BIAS = {"min_new_tokens": 200}, {"logit_bias": {"5": 1.0}}
 CHANGES = PENALTIES | MIN_TOKENS | BIAS
 EVERYTHING = PENALTIES, SAMPLED | TOP_P, SEEDED | TOP_K | MIN_TOKENS, BIAS
 NO_HEAD, NARROW, RANKS = {"head": False}, {"width": 1}, {"ranks": 2}
@@ -58,60 +57,26 @@ ROUNDS: dict[str, tuple[tuple[dict[str, Any], ...], dict[str, Any]]] = {
     "mixed, head, everything": (EVERYTHING, {}),
     "mixed, head, everything, width 2": (EVERYTHING, {"width": 2}),
 }
-# What is around a round: its phase, and the round in which it is counted.
-PARTS = {
-    "a new batch": ("new batch", "sampled, head"),
-    "a new batch, penalties": ("new batch", "sampled, head, penalties"),
-    "the block": ("block", "sampled, head"),
-    "the draft's input": ("draft input", "sampled, head"),
-    "candidates in the draft's graph": ("draft graph", "greedy, head"),
-    "a window's table": ("window", "sampled, head, window"),
-    "draft K/V": ("draft K/V", "sampled, head"),
-    "draft K/V, window": ("draft K/V", "sampled, head, window"),
-    "recording one request in 20": ("recording", "sampled, head, recorded"),
-    "counting for penalties": ("counting", "sampled, head, penalties"),
-    "a prefill's token": ("prefill", "sampled, head"),
-    "a prefill's token, everything": ("prefill", "mixed, head, everything"),
+# Of each row of the budgets: the phases that count, and the round in which they are counted.
+ROWS = {name: (ROUND, name) for name in ROUNDS} | {
+    "a new batch": (("new batch",), "sampled, head"),
+    "a new batch, penalties": (("new batch",), "sampled, head, penalties"),
+    "the block": (("block",), "sampled, head"),
+    "the draft's input": (("draft input",), "sampled, head"),
+    "candidates in the draft's graph": (("draft graph",), "greedy, head"),
+    "a window's table": (("window",), "sampled, head, window"),
+    "draft K/V": (("draft K/V",), "sampled, head"),
+    "draft K/V, window": (("draft K/V",), "sampled, head, window"),
+    "recording one request in 20": (("recording",), "sampled, head, recorded"),
+    "counting for penalties": (("counting",), "sampled, head, penalties"),
+    "a prefill's token": (("prefill",), "sampled, head"),
+    "a prefill's token, everything": (("prefill",), "mixed, head, everything"),
 }
-# Phases that count, and the round, of each row of the budgets.
-ROWS = {name: (ROUND, name) for name in ROUNDS}
-ROWS |= {part: ((phase,), name) for part, (phase, name) in PARTS.items()}
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What one round launched, and the kinds of our kernels that it needs compiled."""
-
-    launches: tuple[Launch, ...]
-    kinds: frozenset[tuple]
-
-    def cost(self, *phases: str) -> tuple[int, int]:
-        """Launches, and bytes read and written."""
-        these = [launch for launch in self.launches if launch.phase in phases]
-        return sum(launch.count for launch in these), sum(launch.bytes for launch in these)
 
 
 @cache
-def counted(name: str, bs: int) -> Counted:
+def counted(name: str, bs: int) -> Counter:
     """One round of ``bs`` requests."""
     requests, options = ROUNDS[name]
     with FakeCuda() as cuda:
-        counter = FakeServer(cuda, bs, *requests, **options).round()
-    return Counted(tuple(counter.launches), frozenset(counter.kinds))
-
-
-def write_budgets(costs: dict[str, dict[int, tuple[int, int]]]) -> None:
-    """Every count becomes its budget."""
-    lines = [
-        "# Launches and bytes of a round by number of requests; bytes are rounded up.",
-        "# Written by ``python -m tests.launches --write``.",
-    ]
-    for name, each in costs.items():
-        cells = (f"{bs} = [{launches}, {_up(moved):_}]" for bs, (launches, moved) in each.items())
-        lines.append(f"{json.dumps(name)} = {{ {', '.join(cells)} }}")
-    TABLE.write_text("\n".join(lines) + "\n")
-
-
-def _up(value: int) -> int:
-    digit = 10 ** max(len(str(value)) - 3, 0)
-    return math.ceil(value / digit) * digit
+        return FakeServer(cuda, bs, *requests, **options).round()

@@ -13,26 +13,24 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.kv_loc_plan import IdSpace, IdSpaceKind
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.reducer import HCGateReducer
-from sglang_hyperdflash.serving import batch as batch_module
 from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.batch import RequestState
-from sglang_hyperdflash.serving.draft_kv import draft_kv as draft_kv_module
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
-from sglang_hyperdflash.serving.drafting import candidates as candidates_module
-from sglang_hyperdflash.serving.drafting import drafter as drafter_module
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
 from sglang_hyperdflash.serving.record.recorder import Recorder, Recording
-from sglang_hyperdflash.serving.verification import penalties as penalties_module
-from sglang_hyperdflash.serving.verification import verifier as verifier_module
 from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lane
@@ -41,12 +39,9 @@ from tests.launches.counter import Counter, FakeCuda
 
 VOCABULARY, WIDTH, PATHS, CANDIDATES, RANK, BLOCK = 129_280, 4096, 4, 64, 256, 7
 WINDOW, CONTEXT, SLOTS, TOKENS = 1024, 65_536, 512, 1 << 20
-NO_TOP_K = 1 << 30
 DEVICE, BF16, I64, I32 = "cuda", torch.bfloat16, torch.int64, torch.int32
 # Phases of a round, besides those before and after it.
 ROUND = ("drafting", "logits", "verification", "learning", "commit")
-# Of each so many requests, one is recorded.
-RECORDED = 20
 # Streams and events of a device: what is done in them is counted.
 STREAMS = SimpleNamespace(
     Stream=mock.MagicMock,
@@ -58,12 +53,7 @@ SETTINGS = SimpleNamespace(
     kernel=SimpleNamespace(sampling_backend="flashinfer"),
     deterministic=SimpleNamespace(enable_deterministic_inference=False),
 )
-
-PARAMETERS = {
-    **{"top_k": 1, "sampling_seed": None, "logit_bias": None, "stop_token_ids": (7,)},
-    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
-    "min_new_tokens": 0,
-}
+GREEDY = {"top_k": 1, "stop_token_ids": [7]}
 
 
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -74,12 +64,11 @@ class Request:
     """What a round reads of SGLang's request."""
 
     eos_token_ids, vocab_size, tokenizer, retraction_count = (1, 2), VOCABULARY, None, 0
+    origin_input_ids, output_ids = [0] * 100, [0] * 20
 
     def __init__(self, number: int, parameters: dict[str, Any]) -> None:
-        self.rid, self.origin_input_ids, self.output_ids = str(number), [0] * 100, [0] * 20
-        lengths = {"kv_committed_len": 120, "kv_allocated_len": 120 + BLOCK}
-        self.kv = SimpleNamespace(req_pool_idx=number, **lengths)
-        self.sampling_params = SimpleNamespace(**PARAMETERS | parameters)
+        self.rid, self.kv = str(number), SimpleNamespace(req_pool_idx=number, kv_committed_len=120)
+        self.sampling_params = SamplingParams(**GREEDY | parameters)
 
 
 class Worker(HyperDFlashWorker):
@@ -90,38 +79,28 @@ class Worker(HyperDFlashWorker):
     def __init__(self, server: FakeServer) -> None:
         def broadcast(values: torch.Tensor, src: int) -> None:
             assert values.is_cuda and values.is_contiguous()  # or NCCL refuses it
-            server.cuda.launch("broadcast", values.nbytes)
+            server.counter.launch("broadcast", values.nbytes)
 
-        group = {"rank_in_group": 0, "world_size": server.ranks, "broadcast": broadcast}
-        self.server, self.device, self.block = server, DEVICE, BLOCK
+        group = SimpleNamespace(rank_in_group=0, world_size=server.ranks, broadcast=broadcast)
+        self.device, self.block = DEVICE, BLOCK
         self.draft_parallel_layout = SimpleNamespace(tp_group=None)
         self._mask_token_id, self._full_embed_gpu, self.lilicorr = 128_815, None, None
         self._use_fused_kv_materialize, self._fused_kv_helper = True, object()
-        self._width_1_allowed, self._overlap = True, True
-        self._tp_sync = SpecTpSync(SimpleNamespace(**group))
-        self._target_logits_processor = server.logits_processor
-        self.width_control = SimpleNamespace(setting=SimpleNamespace(fixed=True))
-
-    def _choose_width(self, requests: Any) -> int:
-        return self.server.width
-
-    def _can_skip_verify_logits(self, batch: Any, info: Any) -> bool:
-        return True
-
-    def _append_target_hidden_fused(self, ctx_hidden, ctx_cache_loc, **others) -> None:
-        """SGLang's write, not ours."""
+        self._tp_sync, self._target_logits_processor = SpecTpSync(group), server.logits_processor
+        self._choose_width = lambda requests: server.width
+        self._can_skip_verify_logits = lambda batch, info: True
+        self._append_target_hidden_fused = lambda *given, **others: None  # SGLang's, not ours
 
 
 class FakeServer:
     """One batch of equal or alternating requests on one server.
 
     Args:
-        requests: parameters by name, of each request in turn: SGLang's of ``SamplingParams``, and
-            ``top_p``, ``min_p``, ``bias``.
+        requests: parameters by name, of each request in turn: SGLang's of ``SamplingParams``.
         width: rows of a block; head: a drafter with a dependency head; window: a windowed one.
         ranks: tensor-parallel ones; sharded: logits stay in their vocabulary shards.
         graph: the draft's CUDA graph holds the candidates.
-        recorded: one request in :data:`RECORDED` is recorded.
+        recorded: one request in 20 is recorded.
     """
 
     def __init__(
@@ -151,23 +130,29 @@ class FakeServer:
 
     def patched(self) -> ExitStack:
         """SGLang's settings and functions of CUDA, while the server is built and runs."""
-        stack = ExitStack()
         alone = SimpleNamespace(attn_dp_enabled=False, tp_size=1, attn_dcp_size=1)
-        locations = "sglang.kernels.ops.speculative.cache_locs._is_cuda"
-        stack.enter_context(mock.patch(locations, True))
-        for module, name, value in (
-            (batch_module, "get_exec", lambda: SETTINGS),
-            (verifier_module, "get_parallel", lambda: alone),
-            (drafter_module, "enable_num_token_non_padded", lambda: False),
-            (drafter_module, "unwrap_lora_layer", lambda layer: layer),
-            (batch_module, "async_h2d", self.cuda.async_h2d),
-            (draft_kv_module, "async_h2d", self.cuda.async_h2d),
-            (penalties_module, "async_h2d", self.cuda.async_h2d),
-            (candidates_module, "candidate_topk", lambda *given, **k: (*self.candidates, None)),
-            (DFlashVerifyInput, "prepare_for_verify", lambda *given, **k: (None, None)),
-        ):
-            stack.enter_context(mock.patch.object(module, name, value))
+        speculative, ours = "sglang.kernels.ops.speculative", "sglang_hyperdflash.serving"
+        verify_input = "sglang.srt.speculative.dflash_info.DFlashVerifyInput"
+        stack = ExitStack()
+        for place, value in {
+            f"{speculative}.cache_locs._is_cuda": True,
+            f"{verify_input}.prepare_for_verify": lambda *given, **k: (None, None),
+            f"{ours}.batch.get_exec": lambda: SETTINGS,
+            f"{ours}.verification.verifier.get_parallel": lambda: alone,
+            f"{ours}.drafting.drafter.enable_num_token_non_padded": lambda: False,
+            f"{ours}.drafting.candidates.candidate_topk": lambda *given, **k: (*self.candidates, 0),
+            f"{ours}.batch.async_h2d": self._async_h2d,
+            f"{ours}.draft_kv.draft_kv.async_h2d": self._async_h2d,
+            f"{ours}.verification.penalties.async_h2d": self._async_h2d,
+        }.items():
+            stack.enter_context(mock.patch(place, value))
         return stack
+
+    def _async_h2d(self, values: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """SGLang's: the host's values, through pinned memory."""
+        result = torch.empty(torch.tensor(values).shape, dtype=dtype, device=device)
+        self.counter.launch("async_h2d", result.nbytes)
+        return result
 
     def _build(self, head: bool, window: bool) -> None:
         worker = self.worker = Worker(self)
@@ -218,17 +203,14 @@ class FakeServer:
 
     def _drafter(self, head: bool) -> SimpleNamespace:
         """A drafter's modules that a round runs outside its layers; bf16, the gates fp32."""
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(BF16)
-        try:
-            with torch.device(DEVICE):
-                dependency = DependencyHead(VOCABULARY, WIDTH, RANK, "residual") if head else None
-                reducer = HCGateReducer(PATHS, WIDTH, rms_eps=1e-6, hc_eps=1e-6)
-                norm = torch.ones(WIDTH)
-        finally:
-            torch.set_default_dtype(default)
+        with torch.device(DEVICE):
+            dependency = DependencyHead(VOCABULARY, WIDTH, RANK, "residual")
+            reducer = HCGateReducer(PATHS, WIDTH, rms_eps=1e-6, hc_eps=1e-6)
+        for parameter in dependency.parameters():
+            parameter.data = parameter.data.to(BF16)
+        norm = new(WIDTH, dtype=BF16)
         return SimpleNamespace(
-            dependency=dependency,
+            dependency=dependency if head else None,
             hyperdflash_config=SimpleNamespace(candidates=CANDIDATES),
             project_target_hidden=lambda hidden: reducer(hidden, norm),
         )
@@ -241,46 +223,40 @@ class FakeServer:
             mock.patch.object(torch, "get_device_module", lambda device: STREAMS),
         ):
             self.worker.recorder = Recorder(None, 2 * 4096, PATHS * WIDTH, BF16, DEVICE)
-        for req in self.batch.reqs[::RECORDED]:
+        for req in self.batch.reqs[::20]:
             req.hyperdflash_recording = Recording(0, 4096, 0)
 
     def _fill(self, parameters: list[dict[str, Any]]) -> None:
         """The batch, and what the passes of both models leave."""
         bs, rows = self.bs, self.bs * self.width
-
-        def needs(name: str, off: float) -> bool:
-            return any(p.get(name, off) not in (off, 1) for p in parameters)
-
-        info = SimpleNamespace(
+        reqs = [Request(number, given) for number, given in enumerate(parameters)]
+        asked = [req.sampling_params for req in reqs]
+        info = SamplingBatchInfo(
             temperatures=new(bs, 1),
-            top_ks=new(bs, dtype=I32),
             top_ps=new(bs),
+            top_ks=new(bs, dtype=I32),
             min_ps=new(bs),
-            need_top_k_sampling=needs("top_k", NO_TOP_K),
-            need_top_p_sampling=needs("top_p", 1.0),
-            need_min_p_sampling=needs("min_p", 0.0),
-            logit_bias=new(bs, VOCABULARY) if any("bias" in p for p in parameters) else None,
-            has_custom_logit_processor=False,
-            sampling_mask_batch_indices=None,
+            is_all_greedy=False,
+            is_any_greedy=True,
+            need_top_p_sampling=any(p.top_p < 1.0 for p in asked),
+            need_top_k_sampling=any(1 < p.top_k < TOP_K_ALL for p in asked),
+            need_min_p_sampling=any(p.min_p > 0.0 for p in asked),
+            vocab_size=VOCABULARY,
+            logit_bias=new(bs, VOCABULARY) if any(p.logit_bias for p in asked) else None,
         )
         lengths, host_lengths = new(bs, dtype=I64), torch.empty(bs, dtype=I64)
         lengths.record_stream = lambda stream: None
-        self.batch = SimpleNamespace(
-            reqs=[Request(number, given) for number, given in enumerate(parameters)],
+        anchors = {"bonus_tokens": new(bs, dtype=I64), "nxt_kv_lens_cpu": host_lengths}
+        self.batch = ScheduleBatch(
+            reqs,
             sampling_info=info,
-            decoding_reqs=None,
             forward_mode=ForwardMode.DECODE,
-            is_extend_in_batch=False,
-            has_grammar=False,
-            return_logprob=False,
             can_run_decode_cuda_graph=True,
             req_pool_indices=new(bs, dtype=I64),
             seq_lens=lengths,
             seq_lens_cpu=host_lengths,
             seq_lens_sum=0,
-            spec_info=SimpleNamespace(
-                bonus_tokens=new(bs, dtype=I64), nxt_kv_lens_cpu=host_lengths
-            ),
+            spec_info=SimpleNamespace(**anchors),
         )
         self.hidden, self.logits = new(rows, WIDTH, dtype=BF16), new(rows, VOCABULARY)
         self.residual = new(rows, PATHS * WIDTH, dtype=BF16)
@@ -288,12 +264,12 @@ class FakeServer:
 
     def _top_k(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
         """FlashInfer's ``topk.cuh``: rows are read into shared memory, and once more, scaled."""
-        self.cuda.launch("top_k_renorm_probs", 3 * probs.nbytes + limits.nbytes)
+        self.counter.launch("top_k_renorm_probs", 3 * probs.nbytes + limits.nbytes)
         return torch.empty_like(probs)
 
     def _top_p(self, probs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
         """Its ``air_top_p.cuh``: counters; a pass for each 11 bits; the rows again."""
-        self.cuda.launch("top_p_renorm_probs", 4 * probs.nbytes + limits.nbytes, 5)
+        self.counter.launch("top_p_renorm_probs", 4 * probs.nbytes + limits.nbytes, 5)
         return torch.empty_like(probs)
 
     def _draft_pass(self, forward_batch: Any) -> SimpleNamespace:
@@ -301,17 +277,12 @@ class FakeServer:
         if self.graph:
             with self.counter.during("draft graph"):
                 self.lane.candidates(self.hidden, forward_batch.input_ids)
-        output = SimpleNamespace(hidden_states=self.hidden)
+        output = LogitsProcessorOutput(None, hidden_states=self.hidden)
         return SimpleNamespace(can_run_graph=self.graph, logits_output=output)
 
-    def _target_pass(self, **given: Any) -> SimpleNamespace:
-        output = SimpleNamespace(
-            next_token_logits=self.logits,
-            hidden_states=self.residual,
-            auxiliary_device_output=None,
-        )
-        others = dict.fromkeys(("routed_experts_output", "indexer_topk_output"))
-        return SimpleNamespace(logits_output=output, can_run_cuda_graph=True, **others)
+    def _target_pass(self, **given: Any) -> GenerationBatchResult:
+        output = LogitsProcessorOutput(self.logits, hidden_states=self.residual)
+        return GenerationBatchResult(output, can_run_cuda_graph=True)
 
     def round(self) -> Counter:
         """One round of a new batch, and what its prefill has done before."""

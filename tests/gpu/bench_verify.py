@@ -1,14 +1,10 @@
 """Milliseconds of a sampled round outside the models, on one GPU; part of ``make bench``.
 
-Rows are those of a verified round, seven a request. Contenders: the operators of a round by
-themselves; ``seeded`` and ``unseeded``, from logits to what is committed, and the learning;
-``selector``, SGLang's walk of a dependency head's candidates with its table of all transitions,
-what ``propose`` is compared with; torch's ``softmax`` of the rows; ``sglang...``, its own sampler
-on as many rows (it draws, and verifies nothing) or one row a request, as the baseline's.
-
-Nothing is in a CUDA graph, as nothing of it is while serving: launches count. Only SGLang's walk is
-in its draft's graph there, so its time here is an upper bound. ``make gpu-test`` tests what the
-operators compute.
+Rows are a verified round's, seven a request. ``seeded`` and ``unseeded`` go from logits to what is
+committed, and the learning. Rivals: SGLang's walk of a dependency head's candidates (``selector``,
+of ``propose``; in its draft's graph while serving, so its time is an upper bound), torch's softmax,
+and SGLang's sampler, on as many rows or on one a request. Nothing is in a CUDA graph: launches
+count.
 """
 
 from __future__ import annotations
@@ -42,12 +38,8 @@ from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
 
 VOCABULARY, REQUESTS, BLOCK, CANDIDATES, RANK = 129_280, (1, 8, 64, 256), 7, 64, 256
-FILTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "top-p 0.9": {"top_p": 0.9},
-    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
-}
-CALLS, ROUNDS = 3, 20
+FILTERS: dict[str, dict[str, Any]] = {"none": {}, "top-p 0.9": {"top_p": 0.9}}
+FILTERS["top-k 50, top-p 0.9"] = {"top_k": 50, "top_p": 0.9}
 
 
 class Case:
@@ -69,10 +61,8 @@ class Case:
             self.seeds = torch.randint(0, 1 << 60, (requests,))
             ones = torch.ones(requests)
             top_ks = torch.full_like(ones, filters.get("top_k", 1 << 30), dtype=torch.int32)
-            needed = "top_k" in filters, "top_p" in filters
-            self.sampling = Sampling(
-                ones, top_ks, ones * filters.get("top_p", 1.0), 0 * ones, *needed
-            )
+            limits = top_ks, ones * filters.get("top_p", 1.0), 0 * ones
+            self.sampling = Sampling(ones, *limits, "top_k" in filters, "top_p" in filters)
             self.positions = torch.arange(BLOCK).repeat(requests, 1) + 100
             self.anchors = torch.zeros(requests, 1, dtype=torch.int64)
         self.draft_temperature = DraftTemperature("cuda")
@@ -112,35 +102,25 @@ class Case:
         """SGLang's selector on the same candidates, its projection already applied."""
         from sglang.srt.models.dflash import CandidateSelector
 
-        ids, head = self.candidates.ids, self.head
+        ids, uniforms = self.candidates.ids, torch.rand_like(self.candidates.scores[..., 0])
         selector = CandidateSelector(hidden_size=1, vocab_size=1, state_rank=1, top_k=ids.shape[2])
-        selector.predecessor_codebook = head.predecessor
-        selector.successor_codebook = head.successor
+        selector.predecessor_codebook = self.head.predecessor
+        selector.successor_codebook = self.head.successor
         selector.hidden_projection = torch.nn.Identity()
-        gates, greedy = self.candidates.gates.bfloat16(), torch.zeros_like(self.seeds).bool()
+        lattice = {"candidate_ids": ids, "unary_logits": self.candidates.scores}
+        lattice["hidden_states"] = self.candidates.gates.bfloat16()
+        lattice["anchor_token_ids"] = self.anchors[:, 0]
+        path = {"candidate_ids": ids, "temperatures": self.sampling.temperatures}
+        path["greedy_mask"] = torch.zeros_like(self.seeds).bool()
 
         def walk() -> Any:
-            lattice = selector.build_lattice(
-                candidate_ids=ids,
-                unary_logits=self.candidates.scores,
-                hidden_states=gates,
-                anchor_token_ids=self.anchors[:, 0],
-            )
-            return selector.sample_path(
-                candidate_ids=ids,
-                scores=lattice,
-                uniforms=torch.rand(ids.shape[:2], device=ids.device),
-                temperatures=self.sampling.temperatures,
-                greedy_mask=greedy,
-            )
+            scores = selector.build_lattice(**lattice)
+            return selector.sample_path(scores=scores, uniforms=torch.rand_like(uniforms), **path)
 
         return walk
 
     def sglang(self, seeded: bool, each: int = BLOCK) -> torch.Tensor:
-        """SGLang's sampler on ``each`` rows of every request.
-
-        Source: ``layers/sampler.py: Sampler._sample_from_probs`` with the default backend.
-        """
+        """SGLang's ``Sampler._sample_from_probs``: ``each`` rows of every request."""
         from sglang.srt.layers import sampler
 
         sampling, rows = self.sampling.repeated(each), self.requests * each
@@ -188,21 +168,20 @@ class Case:
         calls = self.contenders()
 
         def time_ms(name: str) -> float:
-            return events_ms(lambda: [calls[name]() for _ in range(CALLS)]) / CALLS
+            return events_ms(lambda: [calls[name]() for _ in range(3)]) / 3
 
-        times = interleaved(calls, time_ms, ROUNDS)
+        times = interleaved(calls, time_ms, rounds=20)
         return {name: statistics.median(values) for name, values in times.items()}
 
 
 @torch.inference_mode()
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     """Measure, print and write ``verify.json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    out = parser.parse_args(argv).out
+    out = parser.parse_args().out
     if not torch.cuda.is_available():
-        print("bench_verify needs a CUDA device; torch found none", file=sys.stderr)
-        return 2
+        sys.exit("bench_verify needs a CUDA device; torch found none")
     rows = []
     for name, filters in FILTERS.items():
         for count in REQUESTS:
@@ -212,8 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             torch.cuda.empty_cache()
     results = {"rows": rows, "vocabulary": VOCABULARY, "provenance": provenance()}
     write_json(out / "verify.json", results, indent=1)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
-from threading import Event, Thread
 
 import psutil
 import torch
@@ -19,7 +20,7 @@ from tests.pool_log import logged_pools
 # names of a read, as aten::item, are recorded of tensors on the host too.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 # How SGLang's profiler names a target's pass over drafts: one a round.
-ROUND = "step[VERIFY"
+ROUND = "user_annotation", "step[VERIFY"
 CUDA_POOL = r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB"
 # Of each capture of CUDA graphs: the target's, then the draft's.
 GRAPH = r"[Cc]apture.*graph.*end.*mem usage=([\d.]+) GB"
@@ -36,19 +37,15 @@ def draft_pool(log: str) -> tuple[int, float]:
 
 
 def fell_back(log: str) -> list[str]:
-    """Lines of a log that say that a fused path of DFLASH's or ours fell back.
-
-    SGLang says so of other parts, as the target's einsum, which are none of ours.
-    """
+    """Lines that say that a fused path of DFLASH's or ours fell back; others' are none of ours."""
     return [line for line in log.splitlines() if re.search(r"DFLASH.*\bfalling back", line)]
 
 
 def trace_events(folder: Path) -> list[dict]:
     """All events of the traces of decoding that SGLang's profiler left in a folder."""
-    events = []
-    for path in sorted(folder.rglob("*decode*.json.gz")):
-        events += json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return events
+    paths = sorted(folder.rglob("*decode*.json.gz"))
+    traces = (json.loads(gzip.decompress(path.read_bytes())) for path in paths)
+    return [event for trace in traces for event in trace["traceEvents"]]
 
 
 def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
@@ -56,12 +53,9 @@ def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
 
     The profiler itself waits for the device before it starts and when it stops.
     """
-    passes = [
-        e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(ROUND)
-    ]
-    if not passes:
-        return 0, []
-    begin, end = min(e["ts"] for e in passes), max(e["ts"] + e["dur"] for e in passes)
+    passes = [e for e in events if e.get("cat") == ROUND[0] and e["name"].startswith(ROUND[1])]
+    begin = min((e["ts"] for e in passes), default=0)
+    end = max((e["ts"] + e["dur"] for e in passes), default=0)
     threads = {(e["pid"], e["tid"]) for e in passes}
     return len(passes), [
         e
@@ -88,18 +82,11 @@ def used_bytes(process_id: int) -> int:
 
 def most_while(read: Callable[[], int], work: Callable[[], None]) -> tuple[int, int]:
     """What ``read`` says before ``work``, and the most while it runs; read every 20 ms."""
-    before, done = read(), Event()
-    most = [before]
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            most[0] = max(most[0], read())
-
-    thread = Thread(target=watch)
-    thread.start()
-    try:
-        work()
-    finally:
-        done.set()
-        thread.join()
-    return before, most[0]
+    before = most = read()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        while not running.done():
+            most = max(most, read())
+            time.sleep(0.02)
+    running.result()
+    return before, most

@@ -11,21 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
-from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.engine.conftest import Servers, install_plugin
 from tests.engine.drafters import write_untrained
 from tests.engine.v4 import checkpoint, plugin, serve
 from tests.unit.serving.v4_shapes import FLASH, target_folder
 
-LAYERS = 6
-SHAPE = FLASH | {
-    "num_hidden_layers": LAYERS,
-    "n_routed_experts": 16,
-    "compress_ratios": [*FLASH["compress_ratios"][:LAYERS], 0],
-}
-DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
+SHAPE = FLASH | {"num_hidden_layers": 6, "n_routed_experts": 16}
+SHAPE["compress_ratios"] = [*FLASH["compress_ratios"][:6], 0]
 ARGUMENTS = ("--load-format", "dummy", "--skip-tokenizer-init", "--log-level", "info")
 # SGLang's dummy weights are of one size everywhere, norms too: every logit would be a tie.
 WEIGHTS = """
@@ -55,49 +47,28 @@ def load():
 
 @dataclass(frozen=True)
 class Stage:
-    """Sizes of a visit, and how its servers start.
+    """Sizes of a visit, and how its servers start."""
 
-    Attributes:
-        shape: the target's ``config.json``; draft: the drafter's; mask_token: its mask.
-        environment, source: of every server's plugin. write_target: makes the checkpoint.
-        context: tokens; requests: at once; long_prompt: tokens of the one long prompt.
-        window: of the windowed drafter, so small that an answer slides it; tokens: of an answer.
-        first: tokens of the shortest prompt; boundary: with an answer, they pass a multiple of 128.
-        gpu: whether kernels, graphs and traces are there.
-    """
-
-    shape: dict
-    environment: dict[str, str]
+    shape: dict  # the target's ``config.json``
+    environment: dict[str, str]  # of every server's plugin
     write_target: Callable[[Path], Path]
-    draft: DrafterShape = DRAFT
+    draft: DrafterShape
     mask_token: int = 128815
     context: int = 1 << 20
-    requests: int = 256
+    requests: int = 256  # at once
     long_prompt: int = 200_000
-    window: int = 128
-    tokens: int = 160
-    first: int = 300
-    boundary: int = 300
+    window: int = 128  # of the windowed drafter, so small that an answer slides it
+    tokens: int = 160  # of an answer
+    first: int = 300  # tokens of the shortest prompt
+    boundary: int = 300  # with an answer, so many tokens pass a multiple of 128
     arguments: tuple[str, ...] = ARGUMENTS
     source: str = WEIGHTS
-    gpu: bool = True
+    gpu: bool = True  # whether kernels, graphs and traces are there
 
     def write_drafter(self, folder: Path, window: int | None = None) -> Path:
         """An untrained drafter for the target."""
         shape = replace(self.draft, window=window)
         return write_untrained(folder, self.shape, shape, self.mask_token)
-
-    def start(
-        self, servers: Servers, name: str, target: Path, folder: Path, *arguments, **environment
-    ) -> Server:
-        """A server; ``arguments`` may overrule the stage's."""
-        place = folder / f"plugin-{name}"
-        place.mkdir()
-        # Two runs that are compared have rounds of the same widths.
-        environment = {WIDTH: FULL} | environment | self.environment
-        environment |= install_plugin(place, "visit", self.source)
-        options = {"environment": environment, "threads": None if self.gpu else 1}
-        return servers.get(f"visit-{name}", target, *self.arguments, *arguments, **options)
 
     def prompts(self, count: int, seed: int = 0, first: int | None = None) -> list[list[int]]:
         """Random prompts, all of different lengths, the shortest of ``first`` tokens."""
@@ -106,12 +77,17 @@ class Stage:
         return [[draw.randrange(5, most) for _ in range(first + 3 * i)] for i in range(count)]
 
 
-GPU = Stage(SHAPE, {}, lambda folder: target_folder(folder, SHAPE))
+GPU = Stage(
+    SHAPE,
+    {},
+    lambda folder: target_folder(folder, SHAPE),
+    DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192),
+)
 CPU = Stage(
     checkpoint.CONFIG,
     dict(plugin.ENVIRONMENT),
     checkpoint.write_target,
-    draft=DrafterShape(**checkpoint.DRAFT),
+    DrafterShape(**checkpoint.DRAFT),
     mask_token=checkpoint.MASK_TOKEN,
     context=4096,
     requests=4,

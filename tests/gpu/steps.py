@@ -15,10 +15,10 @@ from typing import Any
 import requests
 
 from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
-from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.width.settings import FULL, RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.conftest import ROOT
-from tests.engine.conftest import Servers, greedy, ids
+from tests.engine.conftest import Servers, greedy, ids, install_plugin
 from tests.engine.v4 import controls
 from tests.engine.v4.drafts import OWN_DRAFTS
 from tests.engine.v4.serve import accepted, known, own_blocks
@@ -29,29 +29,22 @@ BLOCK, SHORT = 7, 16
 EVERY_WIDTH = (1, 2, 4, 7)
 # With CUDA graphs and without.
 GRAPHS = {"graphs": (), "eager": ("--disable-cuda-graph",)}
-# Of kernels: interpreted in ``make test``, compiled here.
-KERNEL_TESTS = "tests/unit/triton_ops/test_*_kernel*.py"
 # Memory of the allocator and of kernels besides the counted buffers, GiB.
 SLACK_GIB = 1.5
 
 
 @dataclass
 class Visit:
-    """What every step is given, and where it writes what it finds.
-
-    Attributes:
-        folder: for files of the visit; out: for results that stay.
-        found: numbers by name; failed: checks that did not hold, as sentences.
-    """
+    """What every step is given, and where it writes what it finds."""
 
     stage: Stage
     servers: Servers
-    folder: Path
-    out: Path
+    folder: Path  # for files of the visit
+    out: Path  # for results that stay
     target: Path
     drafter: Path
-    found: dict[str, Any] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)  # numbers by name
+    failed: list[str] = field(default_factory=list)  # checks that did not hold, as sentences
 
     def check(self, holds: bool, sentence: str) -> None:
         if not holds:
@@ -60,11 +53,17 @@ class Visit:
     @contextmanager
     def server(self, name: str, *arguments: str, draft: Path | None = None, **environment):
         """A server for the length of a ``with`` block; it drafts if ``draft`` is given."""
+        stage, place = self.stage, self.folder / f"plugin-{name}"
+        place.mkdir()
         if draft is not None:
             arguments = (*arguments, *hyperdflash_arguments(draft))
-        given = self.servers, name, self.target, self.folder, *arguments
+        # Two runs that are compared have rounds of the same widths.
+        environment = {WIDTH: FULL} | environment | stage.environment
+        environment |= install_plugin(place, "visit", stage.source)
+        given = f"visit-{name}", self.target, *stage.arguments, *arguments
+        threads = None if stage.gpu else 1
         try:
-            yield self.stage.start(*given, **environment)
+            yield self.servers.get(*given, environment=environment, threads=threads)
         finally:
             self.servers.stop(f"visit-{name}")
 
@@ -129,10 +128,9 @@ def million(v: Visit) -> None:
 
 def _check_graphs(v: Visit, log: str) -> None:
     """The graphs' memory against what ``hyperdflash plan`` counts of them."""
-    taken, shape = [float(gib) for gib in re.findall(readings.GRAPH, log)], v.shape()
-    buffers = graph_bytes(shape)
+    taken, buffers = list(map(float, re.findall(readings.GRAPH, log))), graph_bytes(v.shape())
     v.found |= {"graphs GiB": taken, "draft attention counted": buffers}
-    v.found["extra device memory"] = extra_device_memory(shape)
+    v.found["extra device memory"] = extra_device_memory(v.shape())
     if not v.stage.gpu:
         return
     v.check(len(taken) >= 2, "the log names no graphs of target and draft")
@@ -151,9 +149,9 @@ def bench(v: Visit) -> None:
 
 def tests(v: Visit) -> None:
     """``make gpu-test``."""
-    kernels = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(KERNEL_TESTS))
-    for chosen_tests in (["-m", "gpu"], kernels):
-        _run(v, "pytest", *chosen_tests)
+    paths = sorted(ROOT.glob("tests/unit/triton_ops/test_*_kernel*.py"))
+    for chosen in (["-m", "gpu"], [str(path.relative_to(ROOT)) for path in paths]):
+        _run(v, "pytest", *chosen)
 
 
 def _run(v: Visit, module: str, *arguments: str) -> None:

@@ -9,8 +9,6 @@ The line before a fence may hold a mark:
 ``<!-- output of WHAT -->``       the block was printed; a test of its own compares.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Sizes of the CPU platform's K/V pools, read from a server's log."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

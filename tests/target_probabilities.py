@@ -1,7 +1,5 @@
 """The distribution a target samples from, over a sorted vocabulary: the reference of tests."""
 
-from __future__ import annotations
-
 import torch
 
 

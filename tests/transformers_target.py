@@ -1,7 +1,5 @@
 """transformers' own classes of the targets: what ours are compared with, in fp32."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import torch

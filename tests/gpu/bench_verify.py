@@ -7,8 +7,6 @@ and SGLang's sampler, on as many rows or on one a request. Nothing is in a CUDA 
 count.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

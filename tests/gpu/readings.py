@@ -1,7 +1,5 @@
 """What logs, traces and files of a server say; no GPU is needed to read them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -4,8 +4,6 @@ Both are SGLang's own class with weights drawn at random, an untrained drafter w
 and an oracle between the two (``tests/engine/v4/drafts.py``).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

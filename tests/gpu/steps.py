@@ -1,7 +1,5 @@
 """The steps of a visit, in their order. Each finds numbers and checks them; none stops another."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

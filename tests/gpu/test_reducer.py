@@ -1,7 +1,5 @@
 """The reducer on a CUDA device: which kernels run, and under graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Run with ``make gpu-test``; without a GPU the same paths are tested on the CPU platform.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

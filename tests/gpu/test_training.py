@@ -1,7 +1,5 @@
 """Training on a CUDA device follows training on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

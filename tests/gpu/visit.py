@@ -5,8 +5,6 @@ found so far, with where it came from. The command fails when a check did. ``--s
 same steps on a CPU with the small DeepSeek-V4 of the tests: it shows that the visit works.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

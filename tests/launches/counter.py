@@ -12,8 +12,6 @@ Operators of ours run their CUDA implementation, with Triton's launches caught o
 then counts as one launch and does nothing. SGLang's own kernels are caught the same way.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +19,7 @@ from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import torch
@@ -165,7 +163,7 @@ class FakeCuda(ExitStack):
 
     counter: Counter | None = None
 
-    def __enter__(self) -> FakeCuda:
+    def __enter__(self) -> Self:
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
             if self.counter is not None:
                 self.counter.kernel(kernel, args, kwargs)

@@ -5,8 +5,6 @@ here is one kernel which reads its arguments and writes its results once. Only a
 ``index_put`` and ``topk`` are estimates: their number of launches depends on the size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

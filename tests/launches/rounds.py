@@ -5,8 +5,6 @@ final logits, verification, learning, the new lengths. What comes before and aft
 own. A budget is a count, its bytes rounded up to three digits.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

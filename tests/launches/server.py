@@ -5,8 +5,6 @@ worker, its plan of K/V slots and its groups runs on fake tensors; the passes of
 the drafter give tensors of their sizes, and FlashInfer's filters count what their sources launch.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +74,7 @@ class Worker(HyperDFlashWorker):
 
     target_worker = model_runner = draft_model_runner = draft_model = recorder = None
 
-    def __init__(self, server: FakeServer) -> None:
+    def __init__(self, server: Any) -> None:
         def broadcast(values: torch.Tensor, src: int) -> None:
             assert values.is_cuda and values.is_contiguous()  # or NCCL refuses it
             server.counter.launch("broadcast", values.nbytes)

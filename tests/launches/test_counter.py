@@ -1,7 +1,5 @@
 """The counter refuses what is planted, says where, and counts what torch launches on CUDA."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -3,8 +3,6 @@
 ``python -m tests.launches --write`` makes the counts the budgets after a change that is meant.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The hub's cache with one model in it, as ``HF_HOME`` holds it, and no network."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

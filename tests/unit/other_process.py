@@ -1,7 +1,5 @@
 """Questions to a test module that answers in a process of its own, as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the plugin does to a process of SGLang on a CPU, told by that process."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """A checkpoint in several files, as it is published when it is large."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

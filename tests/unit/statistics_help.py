@@ -1,7 +1,5 @@
 """Goodness-of-fit helpers shared by the distribution tests."""
 
-from __future__ import annotations
-
 import torch
 from scipy import stats
 

@@ -1,7 +1,5 @@
 """The documents: commands parse, named options and files exist, numbers are the committed ones."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

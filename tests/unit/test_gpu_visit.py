@@ -1,7 +1,5 @@
 """The visit to a GPU as far as a CPU can check it: each step runs against a server that is none."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

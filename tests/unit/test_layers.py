@@ -1,7 +1,5 @@
 """Imports go downwards only: a package may import those before it, and none in a circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter

@@ -1,7 +1,5 @@
 """What the plugin changes for servers of other algorithms: what ``plugin.load`` says, no more."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A process forked from the template is what an ordinary start gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@
 ``tests/engine/test_window.py`` a server's.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

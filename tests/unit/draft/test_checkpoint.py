@@ -1,7 +1,5 @@
 """The draft checkpoint: config rules, the target it belongs to, strict tensors, round trips."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The dependency head: its formula, its start, its place in propose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

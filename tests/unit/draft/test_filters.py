@@ -1,7 +1,5 @@
 """Filters without a sort keep exactly what a sorted vocabulary would keep."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

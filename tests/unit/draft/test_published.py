@@ -1,7 +1,5 @@
 """Published drafters: whole versions only, in order, and none that was changed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from unittest import mock

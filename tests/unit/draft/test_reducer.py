@@ -1,7 +1,5 @@
 """The inherited HC-gate reducer against its formula, and its contract."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What changes logits, for the kernels that draft and the one that adjusts a target's rows."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_hyperdflash.draft.adjust import NEUTRAL

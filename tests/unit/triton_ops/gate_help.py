@@ -1,7 +1,5 @@
 """Inputs and comparisons of the gate kernels' tests."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The kernel of adjusted logits against its torch reference, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What of the kernels' benchmark needs no GPU: its traffic model, table, plot and refusals."""
 
-from __future__ import annotations
-
 import json
 
 import torch

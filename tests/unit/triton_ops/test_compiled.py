@@ -3,8 +3,6 @@
 Both run in processes of their own: in the tests' the kernels may be interpreted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

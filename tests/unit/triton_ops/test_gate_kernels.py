@@ -1,7 +1,5 @@
 """The reducer: kernels against fp64, on a GPU or interpreted; operator and checks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

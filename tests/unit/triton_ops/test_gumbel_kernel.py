@@ -1,7 +1,5 @@
 """Hashed noise: SGLang's, bit for bit; draws follow their weights; kernels have the same."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

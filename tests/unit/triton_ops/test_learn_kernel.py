@@ -1,7 +1,5 @@
 """The kernels that learn the draft temperature against their reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The operators of a round: schema, fake and dispatch of each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

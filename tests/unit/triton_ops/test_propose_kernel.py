@@ -1,7 +1,5 @@
 """The kernels of drafts against their torch references: in Triton's interpreter, or on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

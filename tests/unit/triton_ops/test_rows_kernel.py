@@ -1,7 +1,5 @@
 """Statistics of rows against their torch reference: in Triton's interpreter, or on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

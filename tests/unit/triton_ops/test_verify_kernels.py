@@ -3,9 +3,8 @@
 In Triton's interpreter, or on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ class Round:
         given = self.of_accept()
         return (*given[:8], correct, weight, *given[9:14], draws, self.vocabulary)
 
-    def changed(self, change) -> Round:
+    def changed(self, change) -> Self:
         """Each tensor through ``change``."""
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, **{name: change(value) for name, value in tensors.items()})
@@ -57,7 +56,7 @@ class Round:
         """The logits, ``[bs, B, V]``."""
         return self.logits.view(*self.block_tokens.shape, -1)
 
-    def read_again(self) -> Round:
+    def read_again(self) -> Self:
         """After a change of the logits or of what is kept."""
         tokens, largest, total = verification.row_statistics_reference(
             *(self.logits, self.temperatures, self.top_ks, self.seeded, self.seeds),
@@ -65,7 +64,7 @@ class Round:
         )
         return replace(self, row_tokens=tokens, largest=largest, total=total)
 
-    def without_proposal(self, known: bool = True) -> Round:
+    def without_proposal(self, known: bool = True) -> Self:
         """Not even logits, unless they are ``known``."""
         given = replace(self, ids=None, q=None, choice=None)
         return given if known else replace(given, logits=None, kept=None, largest=None, total=None)

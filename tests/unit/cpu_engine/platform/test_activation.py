@@ -1,7 +1,5 @@
 """The CPU platform stays out of the way of real hardware, of neighbours and of a user's choices."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import psutil

@@ -1,7 +1,5 @@
 """The torch attention backend against a per-query Python loop over the paged cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

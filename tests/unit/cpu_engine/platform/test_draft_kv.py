@@ -1,7 +1,5 @@
 """Draft K/V of all layers at once, against SGLang's own modules of one layer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 ``tests/unit/training/test_reducer_source.py`` compares its states with transformers' own class.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DeepseekV4Config

@@ -1,7 +1,5 @@
 """The torch forms of EAGLE's chain helpers: exact distributions, and plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

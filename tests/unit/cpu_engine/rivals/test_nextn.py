@@ -1,7 +1,5 @@
 """The NextN layer: its form against transformers' own layer, its checkpoint, its training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

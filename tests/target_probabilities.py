@@ -14,11 +14,7 @@ def target_probabilities(
 
     As SGLang's samplers apply top-k and top-p: jointly, top-p is a share of the whole mass.
 
-    Args:
-        logits: ``[N, V]``, already adjusted for grammar and logit bias.
-        temperatures: ``[N]`` or ``[N, 1]``, positive.
-        top_ks: ``[N]`` int (1 is greedy) or None; top_ps: ``[N]`` in (0, 1] or None;
-        min_ps: ``[N]`` in [0, 1), relative to the largest probability, or None.
+    ``logits [N, V]`` are final, ``temperatures`` positive; a ``top_k`` of 1 is greedy.
     """
     probs = (logits.float() / temperatures.reshape(-1, 1).float()).softmax(-1)
     if top_ks is None and top_ps is None and min_ps is None:

@@ -1,8 +1,7 @@
 """The first visit to a GPU in one command: ``make gpu-visit``, or ``python -m tests.gpu.visit``.
 
-Every step is tried, whatever became of the one before; after each, ``visit.json`` holds what was
-found so far, with where it came from. The command fails when a check did. ``--small`` walks the
-same steps on a CPU with the small DeepSeek-V4 of the tests: it shows that the visit works.
+Every step is tried; after each, ``visit.json`` holds what was found so far. The command fails when
+a check did. ``--small`` walks the same steps on a CPU with the tests' small DeepSeek-V4.
 """
 
 import argparse

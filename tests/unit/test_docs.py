@@ -34,9 +34,6 @@ MARKS = {"", "untested", "elsewhere", "background", "file"}
 VARIABLE = re.compile(r"HYPERDFLASH_[A-Z][A-Z_]*[A-Z]")
 
 
-# --- commands ------------------------------------------------------------------------------------
-
-
 @cache
 def server_parser() -> argparse.ArgumentParser:
     from sglang.srt.server_args import ServerArgs
@@ -141,9 +138,6 @@ def test_python_is_asked_for_as_sglang_asks_for_it():
     assert set(re.findall(r"(3\.\d+) or newer", pages)) == {needed.removeprefix(">=")}
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
 def options(parser: argparse.ArgumentParser) -> set[str]:
     """Of a parser and its commands, each of whose help can be printed."""
     parser.format_help()
@@ -187,9 +181,6 @@ def test_every_variable_and_every_refused_argument_is_documented():
     assert {variable.name for variable in VARIABLES} == used
     text = (ROOT / "docs" / "serving.md").read_text()
     assert [name for name in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text] == []
-
-
-# --- results -------------------------------------------------------------------------------------
 
 
 def test_figures_and_readme_have_the_numbers_of_the_committed_results():

@@ -1,8 +1,4 @@
-"""The page that explains the algorithm: the target's answer, whatever is drafted.
-
-``tests/unit/training/test_replay.py`` compares the trainer's drafts and rounds with it,
-``tests/engine/test_window.py`` a server's.
-"""
+"""The page that explains the algorithm: the target's answer, whatever is drafted."""
 
 import json
 

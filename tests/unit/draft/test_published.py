@@ -46,17 +46,12 @@ def failing(step: int | str):
     return mock.patch.object(published, step, side_effect=WriteFailed(step))
 
 
-# No room at all, room for the config alone, no manifest, no pointer.
 @pytest.mark.parametrize(
-    "step, left",
-    [
-        (64, [1, 3, 4]),
-        (4096, [1, 3, 4]),
-        ("write_json", [1, 3, 4]),
-        ("write_text", [1, 2, 3, 4]),
-    ],
+    "step",
+    [64, 4096, "write_json", "write_text"],
+    ids=["no room at all", "room for the config alone", "no manifest", "no pointer"],
 )
-def test_a_version_that_was_not_finished_is_never_seen(tmp_path, step, left):
+def test_a_version_that_was_not_finished_is_never_seen(tmp_path, step):
     publish(tmp_path, DRAFTER)
     for _ in range(2):
         with failing(step), pytest.raises(WriteFailed):
@@ -64,7 +59,8 @@ def test_a_version_that_was_not_finished_is_never_seen(tmp_path, step, left):
     assert current(tmp_path).number == 1
     current(tmp_path).check()
     # Its number is not used again; what was written in part goes when no call can be writing it.
-    assert publish(tmp_path, DRAFTER) == 4 and versions(tmp_path) == left
+    assert publish(tmp_path, DRAFTER) == 4
+    assert versions(tmp_path) == ([1, 2, 3, 4] if step == "write_text" else [1, 3, 4])
     current(tmp_path).check()
     assert publish(tmp_path, DRAFTER) == 5 and 2 not in versions(tmp_path)
 

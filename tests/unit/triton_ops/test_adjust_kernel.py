@@ -10,17 +10,11 @@ from triton_ops import adjust_kernel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INTEGERS = {FP32: torch.int32, BF16: torch.int16, FP16: torch.int16}
-Known = dict[str, torch.Tensor | None]
 
 
 def arguments(
-    bs: int,
-    block: int,
-    vocabulary: int,
-    dtype: torch.dtype = FP32,
-    changes: str = EVERYTHING,
-    bias_dtype: torch.dtype = FP32,
-) -> Known:
+    bs, block, vocabulary, dtype=FP32, changes=EVERYTHING, bias_dtype=FP32
+) -> dict[str, torch.Tensor | None]:
     """The operator's arguments in their order; without ``changes`` nothing is adjusted."""
     g = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(bs, block, vocabulary, generator=g) * 4
@@ -35,7 +29,7 @@ def arguments(
     return known | adjusting(changes, start, block, ends, vocabulary, g, bias_dtype)
 
 
-def adjusted(known: Known) -> torch.Tensor:
+def adjusted(known: dict[str, torch.Tensor | None]) -> torch.Tensor:
     """The kernel's logits, after the comparison with the reference's.
 
     They lie as SGLang's, which cuts an LM head's padding off a view.

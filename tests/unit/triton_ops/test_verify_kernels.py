@@ -1,8 +1,6 @@
-"""How many drafts are accepted, and what is committed, against the references of both.
+"""What is accepted and committed, against references: in Triton's interpreter, or on a GPU."""
 
-In Triton's interpreter, or on a GPU.
-"""
-
+import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -261,18 +259,17 @@ def test_without_a_proposal_and_draws_tokens_are_the_targets(drafts):
 
 def test_no_requests_are_nothing_to_do():
     empty = make_round(4, 3, 4, 25, filtered=True).changed(lambda t: t[:0])
-    shapes = [tuple(t.shape) for t in accept_kernel.launch(*empty.of_accept())]
-    assert shapes == [(0,), (0,), (0, 3, 4)]
+    assert [t.shape for t in accept_kernel.launch(*empty.of_accept())] == [(0,), (0,), (0, 3, 4)]
     lengths = empty.top_ks, empty.temperatures.double()
     assert finish_kernel.launch(*empty.of_finish(*lengths)).shape == (0,)
 
 
 def test_every_id_lies_in_exactly_one_share():
     assert finish_kernel.MAX_PARTS == finish_kernel.MAX_SHARES + 1
-    finish = finish_kernel.BLOCK, finish_kernel.MAX_SHARES
-    for tile, most in (finish, (rows_kernel.TILE, rows_kernel.MAX_SHARES)):
-        for rows in (1, 7, 448, 1792):
-            for vocabulary in (1, 1024, 2049, 129_280, 151_936):
-                parts, tiles = rows_kernel.shares(rows, vocabulary, tile, most)
-                assert parts <= most
-                assert (parts - 1) * tiles * tile < vocabulary <= parts * tiles * tile
+    limits = [(finish_kernel.BLOCK, finish_kernel.MAX_SHARES)]
+    limits += [(rows_kernel.TILE, rows_kernel.MAX_SHARES)]
+    sizes = (1, 7, 448, 1792), (1, 1024, 2049, 129_280, 151_936)
+    for (tile, most), rows, vocabulary in itertools.product(limits, *sizes):
+        parts, tiles = rows_kernel.shares(rows, vocabulary, tile, most)
+        assert parts <= most
+        assert (parts - 1) * tiles * tile < vocabulary <= parts * tiles * tile

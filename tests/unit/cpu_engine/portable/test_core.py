@@ -1,7 +1,4 @@
-"""Parts of the portable DeepSeek-V4 core: steps, experts, checkpoints.
-
-``tests/unit/training/test_reducer_source.py`` compares its states with transformers' own class.
-"""
+"""Parts of the portable core; ``training/test_reducer_source.py`` has its states."""
 
 import pytest
 import torch

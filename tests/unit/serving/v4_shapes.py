@@ -10,55 +10,12 @@ import torch
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import DrafterShape, draft_config
+from tests.conftest import ROOT
 
-
-def _ratios(first: tuple[int, int], layers: int) -> list[int]:
-    """Compression of each layer and, last, of the MTP layer."""
-    return [*first, *(4 if i % 2 == 0 else 128 for i in range(layers - 2)), 0]
-
-
-COMMON = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "vocab_size": 129280,
-    "head_dim": 512,
-    "num_key_value_heads": 1,
-    "qk_rope_head_dim": 64,
-    "o_lora_rank": 1024,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1048576,
-    "sliding_window": 128,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
-    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
-    "num_nextn_predict_layers": 1,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 6,
-    "norm_topk_prob": True,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "num_hash_layers": 3,
-    "torch_dtype": "bfloat16",
-}
-FLASH = COMMON | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "routed_scaling_factor": 1.5,
-    "index_topk": 512,
-    "compress_ratios": _ratios((0, 0), 43),
-}
-PRO = COMMON | {
+SAMPLE = ROOT / "examples" / "deepseek_v4_flash_config"
+FLASH = json.loads((SAMPLE / "target" / "config.json").read_text())
+del FLASH["_note"]
+PRO = FLASH | {
     "hidden_size": 7168,
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
@@ -68,7 +25,7 @@ PRO = COMMON | {
     "n_routed_experts": 384,
     "routed_scaling_factor": 2.5,
     "index_topk": 1024,
-    "compress_ratios": _ratios((128, 128), 61),
+    "compress_ratios": [128, *[128, 4] * 30, 0],
 }
 SHAPES = {"flash": FLASH, "pro": PRO}
 # A checkpoint that carries its DSPARK draft: three stages behind these layers, blocks of five.
@@ -102,6 +59,4 @@ def draft_folder(folder: Path, shape: dict, drafter: DrafterShape) -> Path:
     m, d = shape["hc_mult"], shape["hidden_size"]
     hc_head = HcHead(torch.zeros(m, m * d), torch.zeros(m), torch.ones(1))
     facts = TargetFacts.from_config(shape)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(draft_config(facts, hc_head, drafter, 128815)))
-    return folder
+    return target_folder(folder, draft_config(facts, hc_head, drafter, 128815))

@@ -5,13 +5,23 @@ Bytes are compared with a calculation from the published dimensions alone.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.unit.serving.v4_shapes import FLASH, PRO, SHAPES, V41, draft_folder, target_folder
+from tests.unit.serving.v4_shapes import (
+    DSPARK,
+    FLASH,
+    PRO,
+    SAMPLE,
+    SHAPES,
+    V41,
+    draft_folder,
+    target_folder,
+)
 from tests.unit.targets.v4_start import start
 
 pytestmark = pytest.mark.heavy
@@ -101,6 +111,24 @@ def answers(tmp_path_factory) -> dict[str, dict]:
         case["target"], case["draft"] = targets[case["target"]], drafts.get(case["draft"])
     common = {"method": "HYPERDFLASH", "node": ONE}
     return start({name: common | case for name, case in cases.items()})
+
+
+def test_the_shipped_sample_is_the_published_dimensions():
+    """Flash's, which transformers' configuration has by default, and what it does not have."""
+    from transformers import DeepseekV4Config
+
+    known = DeepseekV4Config().to_dict()
+    differ = {name: value for name, value in FLASH.items() if known.get(name) != value}
+    assert len(FLASH) == 37 and differ == {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+        "num_hash_layers": 3,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+    }
+    dspark = json.loads((SAMPLE / "dspark" / "config.json").read_text())
+    assert dspark.pop("_note") and dspark == FLASH | DSPARK
 
 
 def page(slot: int, slots: int) -> float:

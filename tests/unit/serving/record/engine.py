@@ -14,10 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor as Processor,
 )
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hyperdflash.serving.record.recorder import Recorder
 from sglang_hyperdflash.serving.record.settings import BYTES, REASONS, REQUESTS, RecordSetting
@@ -27,31 +28,22 @@ from sglang_hyperdflash.training.store.reader import StoreReader
 from tests.waiting import until
 
 M, D, BLOCK = 2, 4, 4
+ROW = M * D
 IDENTITY = Identity("Target", "abc", "def", M, D, "float32")
 # Of a draft that is rejected; a recorder must not keep it.
-REJECTED = -1
+REJECTED = 1 << 30
 
 
-class Request:
-    """What a recorder and SGLang's processor read of ``Req``."""
-
-    multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
-    finished_len = finished_reason = to_finish = None
+class Request(Req):
+    """A request whose answer is known before it is generated."""
 
     def __init__(self, rid: str, prompt: int, answer: int, asked: Any = True) -> None:
         first = sum(map(ord, rid)) * 1000
-        self.rid, self.origin_input_ids = rid, array("q", range(first, first + prompt))
+        custom = None if asked is None else {"hyperdflash_record": asked}
+        params = SamplingParams(max_new_tokens=answer, ignore_eos=True, custom_params=custom)
+        params.normalize(None)
+        super().__init__(rid, "", array("q", range(first, first + prompt)), params)
         self.answer = list(range(first + prompt, first + prompt + answer))
-        self.output_ids = array("q")
-        params = None if asked is None else {"hyperdflash_record": asked}
-        self.sampling_params = SimpleNamespace(custom_params=params, max_new_tokens=answer)
-
-    def finished(self) -> bool:
-        return self.finished_reason is not None
-
-    @property
-    def output_ids_through_stop(self) -> array:
-        return self.output_ids[: self.finished_len]
 
     @property
     def tokens(self) -> list[int]:
@@ -63,20 +55,16 @@ class Request:
         return (self.answer + [REJECTED] * BLOCK)[begin : begin + count]
 
     def emit(self, count: int) -> None:
-        """Commit so many tokens; those past the end are cut, as SGLang does."""
+        """Commit so many tokens."""
         self.output_ids.extend(self.drafts(len(self.output_ids), count))
-        if self.to_finish is not None:
-            self.finished_reason = self.to_finish
-        elif len(self.output_ids) >= len(self.answer):
-            self.finished_len = len(self.answer)
-            self.finished_reason = FINISH_LENGTH(self.finished_len)
+        self.update_finish_state(count)
 
 
 def rows_of(tokens: list[int], start: int) -> torch.Tensor:
     """``[n, m*d]``: tokens and their positions."""
-    positions = torch.arange(start, start + len(tokens)).unsqueeze(1)
-    return torch.cat(
-        [torch.tensor(tokens).unsqueeze(1).expand(-1, M * D - 1), positions], 1
+    positions = range(start, start + len(tokens))
+    return torch.tensor(
+        [[t] * (ROW - 1) + [p] for t, p in zip(tokens, positions, strict=True)]
     ).float()
 
 
@@ -86,7 +74,7 @@ class Engine:
     def __init__(self, folder: Path, rows: int = 1000, **options: Any) -> None:
         given = {"share": 0.0, "budget": 1 << 30, "length": 64, "context": 0.5} | options
         self.setting, self.counted, held = RecordSetting(folder, **given), Counter(), ExitStack()
-        self.recorder = Recorder(self.setting, rows, M * D, torch.float32, "cpu")
+        self.recorder = Recorder(self.setting, rows, ROW, torch.float32, "cpu")
         for name in (REQUESTS, BYTES, *REASONS):
             self.recorder.counters[name] = SimpleNamespace(
                 inc=lambda amount=1, name=name: self.counted.update({name: amount})
@@ -163,6 +151,14 @@ class Engine:
         if host is not None:
             Processor.consume_auxiliary_output(batch, host, starts)
 
+    def serve(self, req: Request, cached: int = 0) -> None:
+        """All of one request, alone."""
+        self.prefill((req, cached, len(req.origin_input_ids)))
+        self.process()
+        while not req.finished():
+            self.round((req, 3))
+            self.process()
+
     def wait_for_writer(self) -> None:
         """Until the writer has done with all that it was handed: it passes over an empty item."""
         self.recorder.queue.put(())
@@ -176,15 +172,6 @@ class Engine:
         residuals = (source.states([i]).residual[0] for i in range(len(source.samples)))
         pairs = zip(source.samples, residuals, strict=True)
         return [(sample.tokens.tolist(), sample.spans, residual) for sample, residual in pairs]
-
-
-def serve(engine: Engine, req: Request, cached: int = 0) -> None:
-    """All of one request, alone."""
-    engine.prefill((req, cached, len(req.origin_input_ids)))
-    engine.process()
-    while not req.finished():
-        engine.round((req, 3))
-        engine.process()
 
 
 def assert_whole(found: tuple[list[int], tuple, torch.Tensor], req: Request, start: int = 0):

@@ -13,16 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_hyperdflash.serving.record import writer as writer_module
 from sglang_hyperdflash.serving.record.ring import Ring
 from sglang_hyperdflash.serving.record.settings import BEHIND
-from tests.unit.serving.record.engine import (
-    BLOCK,
-    D,
-    Engine,
-    M,
-    Request,
-    assert_whole,
-    rows_of,
-    serve,
-)
+from tests.unit.serving.record.engine import BLOCK, ROW, Engine, Request, assert_whole, rows_of
 from tests.waiting import PATIENCE
 
 
@@ -67,8 +58,8 @@ def test_what_the_prefix_cache_has_and_what_is_too_long_is_left_out(tmp_path):
     """A sample is the end of its prompt and the start of its answer."""
     engine = Engine(tmp_path / "store", length=16).start()
     half, more, long = Request("half", 10, 5), Request("more", 10, 5), Request("long", 30, 40)
-    serve(engine, half, cached=6)  # of its last 8 tokens, half are computed
-    serve(engine, more, cached=7)
+    engine.serve(half, cached=6)  # of its last 8 tokens, half are computed
+    engine.serve(more, cached=7)
     for begin, end in ((0, 15), (15, 24), (24, 30)):
         engine.prefill((long, begin, end))
     while not long.finished():
@@ -94,7 +85,7 @@ def test_a_request_without_a_whole_answer_or_with_a_broken_row_is_not_stored(eng
     del vanished
     engine.prefill((broken, 0, 5), broken=2)
     engine.round((broken, BLOCK))
-    serve(engine, other)
+    engine.serve(other)
     (found,) = engine.close()
     assert_whole(found, other)
     assert engine.counts() == {"requests": 1, "unfinished": 1, "broken": 1}
@@ -104,14 +95,14 @@ def test_a_request_without_a_whole_answer_or_with_a_broken_row_is_not_stored(eng
 def test_a_writer_that_stands_still_sheds_whole_requests_and_holds_nothing_up(tmp_path):
     engine = Engine(tmp_path / "store", rows=24)  # not started
     first, rest = Request("a", 10, 3), [Request(f"r{i}", 10, 3) for i in range(5)]
-    serve(engine, first)  # its 10 + 4 rows fit, and one more's 10 do not
+    engine.serve(first)  # its 10 + 4 rows fit, and one more's 10 do not
     for req in rest:  # a pass that waited for the writer would never end
-        serve(engine, req)
+        engine.serve(req)
     assert engine.counts()["behind"] == 5
     engine.start()
     engine.wait_for_writer()
     last = Request("last", 10, 3)
-    serve(engine, last)
+    engine.serve(last)
     found = engine.close()
     assert [tokens for tokens, *_ in found] == [first.tokens, last.tokens]
     for each, req in zip(found, (first, last), strict=True):
@@ -120,7 +111,7 @@ def test_a_writer_that_stands_still_sheds_whole_requests_and_holds_nothing_up(tm
 
 
 def test_what_is_held_in_memory_has_a_limit(engine, monkeypatch):
-    monkeypatch.setattr(writer_module, "HOST_BYTES", 30 * M * D * 4)
+    monkeypatch.setattr(writer_module, "HOST_BYTES", 30 * ROW * 4)
     small, large = Request("small", 10, 3), Request("large", 40, 3)
     for req in (large, small):
         engine.prefill((req, 0, len(req.origin_input_ids)))
@@ -143,7 +134,7 @@ def test_rows_of_a_request_that_is_shed_meanwhile_are_not_held(tmp_path):
 
     def copy() -> torch.Tensor:
         engine.recorder.shed(recording, BEHIND)
-        return torch.zeros(10, M * D)
+        return torch.zeros(10, ROW)
 
     engine.recorder.ring.host = MagicMock(**{"__getitem__.return_value.clone": copy})
     engine.writer.take(done, kept, finished)
@@ -160,7 +151,7 @@ def test_a_full_disk_sheds_and_recording_goes_on_when_there_is_room(tmp_path, mo
             resource.setrlimit(
                 resource.RLIMIT_FSIZE, (64 if "lost" in rid else before[0], before[1])
             )
-            serve(engine, Request(rid, 5, 5))
+            engine.serve(Request(rid, 5, 5))
             engine.wait_for_writer()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -171,9 +162,9 @@ def test_a_full_disk_sheds_and_recording_goes_on_when_there_is_room(tmp_path, mo
 
 def test_an_error_of_the_writer_ends_the_recording_alone(engine, monkeypatch):
     monkeypatch.setattr(engine.writer, "take", lambda *_: 1 / 0)
-    serve(engine, Request("a", 5, 5))
+    engine.serve(Request("a", 5, 5))
     engine.writer.join(PATIENCE)
-    serve(engine, Request("b", 5, 5))
+    engine.serve(Request("b", 5, 5))
     assert engine.recorder.stopped
     assert engine.close() == []
 
@@ -181,14 +172,14 @@ def test_an_error_of_the_writer_ends_the_recording_alone(engine, monkeypatch):
 def test_a_recording_that_ends_keeps_what_was_whole(engine):
     """A store is of one target; with new weights, a request that has begun is of two."""
     whole, half, late = (Request(name, 5, 9) for name in ("whole", "half", "late"))
-    serve(engine, whole)
+    engine.serve(whole)
     engine.prefill((half, 0, 5))
     engine.process()
     engine.recorder.stop("new weights")
     while not half.finished():
         engine.round((half, 3))
         engine.process()
-    serve(engine, late)
+    engine.serve(late)
     (found,) = engine.close()
     assert_whole(found, whole)
 
@@ -197,12 +188,12 @@ def test_servers_of_one_folder_and_a_restarted_one_go_on(tmp_path):
     folder, requests = tmp_path / "store", [Request(name, 5, 5) for name in "abc"]
     one, two = Engine(folder).start(), Engine(folder).start()
     assert (one.store.name, two.store.name) == ("server-0", "server-1")
-    serve(one, requests[0])
-    serve(two, requests[1])
+    one.serve(requests[0])
+    two.serve(requests[1])
     one.close()
     again = Engine(folder).start()
     assert (again.store.name, again.store.position) == ("server-0", 1)
-    serve(again, requests[2])
+    again.serve(requests[2])
     again.close()
     found = sorted(tokens for tokens, *_ in two.close())
     assert found == sorted(req.tokens for req in requests)
@@ -211,11 +202,11 @@ def test_servers_of_one_folder_and_a_restarted_one_go_on(tmp_path):
 
 def test_the_budget_keeps_the_newest_and_some_older(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "SHARD_BYTES", 1)
-    budget = 6 * (11 * (M * D * 4 + 4) + 512)  # samples
+    budget = 6 * (11 * (ROW * 4 + 4) + 512)  # samples
     engine = Engine(tmp_path / "store", budget=budget).start()
     requests = [Request(f"{i:03}", 6, 5) for i in range(30)]
     for req in requests:
-        serve(engine, req)
+        engine.serve(req)
     engine.wait_for_writer()
     found = [tokens for tokens, *_ in engine.close()]
     assert found[-1] == requests[-1].tokens and 3 < len(found) < 15

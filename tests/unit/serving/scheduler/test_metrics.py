@@ -13,21 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sglang_hyperdflash.serving.record.settings import REASONS
 from sglang_hyperdflash.serving.scheduler import follow, metrics
-from sglang_hyperdflash.serving.scheduler.metrics import (
-    ACCEPTED,
-    DRAFTED,
-    FAMILIES,
-    GAIN,
-    RECORDED,
-    RECORDED_BYTES,
-    ROUNDS,
-    SECONDS,
-    SHED,
-    WIDTH_NOW,
-    WIDTH_ROUNDS,
-    count_round,
-    start_counting,
-)
+from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, start_counting
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from tests.conftest import ROOT
@@ -37,10 +23,8 @@ DASHBOARD = ROOT / "docs" / "grafana_hyperdflash.json"
 
 
 def request(finished: bool = False, retracted: bool = False, top_k: int = 1):
-    params = SimpleNamespace(top_k=top_k)
-    return SimpleNamespace(
-        finished=lambda: finished, is_retracted=retracted, sampling_params=params
-    )
+    fields = {"is_retracted": retracted, "sampling_params": SimpleNamespace(top_k=top_k)}
+    return SimpleNamespace(finished=lambda: finished, **fields)
 
 
 class Scheduler:
@@ -48,11 +32,9 @@ class Scheduler:
 
     def __init__(self, algorithm: str = "HYPERDFLASH", enabled: bool = True) -> None:
         self.registry = CollectorRegistry()
-        kinds = (partial(kind, registry=self.registry) for kind in (Counter, Gauge))
-        counter, gauge = kinds
-        self.metrics_collector = SimpleNamespace(
-            labels=LABELS, _counter_cls=counter, _gauge_cls=gauge
-        )
+        counter, gauge = (partial(kind, registry=self.registry) for kind in (Counter, Gauge))
+        kinds = {"_counter_cls": counter, "_gauge_cls": gauge}
+        self.metrics_collector = SimpleNamespace(labels=LABELS, **kinds)
         self.spec_algorithm = SimpleNamespace(name=algorithm)
         self.control = WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
         self.model_worker = SimpleNamespace(width_control=self.control, recorder=None, block=7)
@@ -61,10 +43,8 @@ class Scheduler:
     def round(self, accepted: list[int], width: int = 7, reqs: list | None = None) -> None:
         reqs = reqs or [request() for _ in accepted]
         batch = SimpleNamespace(reqs=reqs, spec_algorithm=self.spec_algorithm)
-        result = SimpleNamespace(
-            num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=width
-        )
-        assert count_round([[1]], self, result, batch) is None
+        fields = {"speculative_num_draft_tokens": width, "num_correct_drafts_per_req_cpu": accepted}
+        assert metrics.count_round([[1]], self, SimpleNamespace(**fields), batch) is None
 
     def value(self, name: str, **labels) -> float | None:
         """A series as a scrape sees it."""
@@ -94,8 +74,8 @@ def test_rounds_are_counted_by_position_width_and_version(monkeypatch):
     assert one.positions(DRAFTED) == [3 + 1 + 3, 4, 4, 3, 3, 3]
     assert one.positions(ACCEPTED) == [5, 3, 2, 1, 1, 1]
     assert sum(one.positions(ACCEPTED)) == 1 + 1 + 3 + 2 + 6, "tau's numerator"
-    assert [one.value(WIDTH_ROUNDS, width=w) for w in (1, 2, 4, 7)] == [1, 1, 1, 2]
-    assert one.value(WIDTH_NOW) == 7
+    assert [one.value(metrics.WIDTH_ROUNDS, width=w) for w in (1, 2, 4, 7)] == [1, 1, 1, 2]
+    assert one.value(metrics.WIDTH_NOW) == 7
     monkeypatch.setattr(follow, "version", lambda: 3)
     one.round([6], width=4)
     assert one.value(ROUNDS, version=3) == 1 and one.positions(DRAFTED, 3) == [1, 1, 1, 0, 0, 0]
@@ -122,8 +102,8 @@ def test_a_server_that_records_counts_what_it_stores_and_what_it_sheds():
     start_counting(None, one)
     for name in ("requests", "bytes", *REASONS):
         one.model_worker.recorder.counters[name].inc(len(name))
-    assert one.value(RECORDED) == 8 and one.value(RECORDED_BYTES) == 5
-    assert [one.value(SHED, reason=reason) for reason in REASONS] == [*map(len, REASONS)]
+    assert one.value(metrics.RECORDED) == 8 and one.value(metrics.RECORDED_BYTES) == 5
+    assert [one.value(metrics.SHED, reason=reason) for reason in REASONS] == [*map(len, REASONS)]
 
 
 def test_the_start_s_round_times_and_the_gain_are_exported():
@@ -132,11 +112,12 @@ def test_the_start_s_round_times_and_the_gain_are_exported():
     one.control.policy.costs = costs
     start_counting(None, one)
     for sampled, seconds in (("false", 1.4), ("true", 2.4)):
-        assert one.value(SECONDS, requests=1, width=7, sampled=sampled) == seconds
-    assert one.value(GAIN) is None, "no round has shown any"
+        assert one.value(metrics.SECONDS, requests=1, width=7, sampled=sampled) == seconds
+    assert one.value(metrics.GAIN) is None, "no round has shown any"
     one.control.next(1, 0)
     one.round([6])
-    assert one.value(GAIN) == pytest.approx(one.control.predicted_gain()) and one.value(GAIN) > 1
+    gain = one.value(metrics.GAIN)
+    assert gain == pytest.approx(one.control.predicted_gain()) and gain > 1
 
 
 def test_the_dashboard_asks_for_metrics_that_exist():
@@ -150,6 +131,6 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     names = re.findall(r"\b(?:sglang|hyperdflash):\w+", " ".join(asked))
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}  # of histograms
     sglangs = re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector))
-    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput"} <= families <= {*sglangs, *FAMILIES}
+    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput"} <= families <= {*sglangs, *metrics.FAMILIES}
     assert all(each["datasource"]["uid"] == "${datasource}" for each in [*panels, *targets])
     assert len({panel["id"] for panel in panels}) == len(panels)

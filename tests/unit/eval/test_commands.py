@@ -68,9 +68,6 @@ def test_a_fault_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
         main(["report", "--out", str(tmp_path)])
 
 
-# --- folders
-
-
 def test_a_report_is_made_of_units_or_of_the_stored_results(finished, refused, monkeypatch):
     out = finished.out
     before = (out / "results.json").read_text(), (out / "report.md").read_text()
@@ -108,9 +105,6 @@ def test_a_study_needs_a_free_folder_of_a_run_with_its_drafts(
     assert "/first" in study(finished.out, *drafts)
 
 
-# --- prompts
-
-
 @pytest.mark.parametrize("line", ["{", '{"turns": "x"}', '{"text": "x"}', "[]"])
 def test_a_bad_line_of_a_benchmark_is_named(tmp_path, line):
     (tmp_path / "b.jsonl").write_text('{"turns": ["ok"]}\n' + line + "\n")
@@ -140,9 +134,6 @@ def test_two_benchmarks_of_one_name_are_refused_by_both_paths(tmp_path):
     for names in (list(map(str, paths)), ["test", str(paths[1])]):
         with pytest.raises(EvalError, match=rf"{names[0]} and {names[1]} "):
             load(tmp_path / "one", names, 10)
-
-
-# --- methods
 
 
 def test_methods_become_server_arguments():

@@ -8,18 +8,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from eval import report, tables
+from eval import comparison, report, tables
 from eval.aggregate import row_of
 from eval.charts import STYLES
-from eval.comparison import (
-    comparisons,
-    pooled_positions,
-    pooled_tau,
-    speedup_verdict,
-    summaries,
-    tau_interval,
-    tau_verdict,
-)
 from eval.methods import KINDS
 from eval.runner import Cell
 from eval.tables import Table
@@ -44,9 +35,6 @@ def result(name: str, benchmark: str, tau: float | None, speedup: float, **more)
     row = {**CELL, "method": name, "benchmark": benchmark, "tau": tau, "speedup": speedup}
     row |= {"verify_rounds": 10, "tokens_per_s": 100.0, "num_prompts": 2, "round_cost": 1.0}
     return row | more
-
-
-# --- rows
 
 
 def test_speedup_is_over_the_baseline_of_the_same_round():
@@ -80,10 +68,7 @@ def test_an_interval_is_of_all_rounds_and_holds_its_estimate():
     low, high = row["tau_interval"]
     assert low < row["tau"] < high < row["tau"] + 0.3
     for counts in (None, np.ones((2, 1)), np.zeros((2, 3))):
-        assert tau_interval(counts) is None
-
-
-# --- means and comparisons
+        assert comparison.tau_interval(counts) is None
 
 
 def test_tau_of_changing_widths_is_over_all_rounds_and_positions_over_those_that_had_them():
@@ -101,13 +86,13 @@ def test_tau_of_changing_widths_is_over_all_rounds_and_positions_over_those_that
         rows.append(row_of(CELL | {"benchmark": benchmark}, adaptive, [whole], [None])[0])
     assert rows[0]["position_acceptance"] == [1.0] * 6 and rows[0]["tau"] == 4.0
     assert rows[0]["drafted_rounds"] == [5] * 6 and rows[1]["drafted_rounds"] == [30] * 3 + [0] * 3
-    (table,) = tables.result_tables(rows[:1], summaries(rows[:1], {}))
+    (table,) = tables.result_tables(rows[:1], comparison.summaries(rows[:1], {}))
     assert table.lines[0][1:] == ("4.00", "not measured", *("1.00",) * 6)
     # The second benchmark never drafted past the third: it says nothing of the rounds that did.
-    assert pooled_positions(rows) == pytest.approx([25 / 35] * 3 + [1.0] * 3)
-    assert pooled_tau(rows) == pytest.approx((10 * 4 + 30 * 3) / 40)
-    assert pooled_positions(rows[1:]) == pytest.approx([2 / 3] * 3 + [0.0] * 3)
-    assert pooled_tau([result("mtp3", "a", None, 1.0, verify_rounds=0)]) is None
+    assert comparison.pooled_positions(rows) == pytest.approx([25 / 35] * 3 + [1.0] * 3)
+    assert comparison.pooled_tau(rows) == pytest.approx((10 * 4 + 30 * 3) / 40)
+    assert comparison.pooled_positions(rows[1:]) == pytest.approx([2 / 3] * 3 + [0.0] * 3)
+    assert comparison.pooled_tau([result("mtp3", "a", None, 1.0, verify_rounds=0)]) is None
 
 
 def measured(better: int, seconds: float = 1.0):
@@ -133,11 +118,11 @@ def measured(better: int, seconds: float = 1.0):
 @pytest.mark.parametrize("better, says", [(4, "higher"), (-4, "lower"), (0, "no difference shown")])
 def test_a_paired_interval_shows_a_difference_far_smaller_than_the_spread_of_prompts(better, says):
     rows, counts = measured(better)
-    (entry,) = comparisons(rows, counts)
+    (entry,) = comparison.comparisons(rows, counts)
     ours, theirs = entry["tau"]
     assert ours - theirs == pytest.approx(better / 20)
-    assert tau_verdict(entry["tau_difference_interval"]) == says
-    by_method = {s["method"]: s for s in summaries(rows, counts)}
+    assert comparison.tau_verdict(entry["tau_difference_interval"]) == says
+    by_method = {s["method"]: s for s in comparison.summaries(rows, counts)}
     low, high = by_method["hyperdflash6"]["tau_interval"]
     assert high - low > 0.3 > abs(better / 20)  # unpaired, nothing could be said
     assert by_method["baseline-again"]["tau"] is None
@@ -146,10 +131,10 @@ def test_a_paired_interval_shows_a_difference_far_smaller_than_the_spread_of_pro
 
 def test_a_speedup_counts_only_outside_of_the_noise_floor():
     for seconds, says in ((0.5, "higher"), (2.0, "lower"), (1.02, "within the noise floor")):
-        (entry,) = comparisons(*measured(0, seconds))
+        (entry,) = comparison.comparisons(*measured(0, seconds))
         assert entry["noise"] == pytest.approx([2.0 / 2.1, 2.0 / 1.9])
-        assert speedup_verdict(entry) == says
-    assert speedup_verdict({"speedup": [2.0, 1.0], "noise": None}) != "higher"
+        assert comparison.speedup_verdict(entry) == says
+    assert comparison.speedup_verdict({"speedup": [2.0, 1.0], "noise": None}) != "higher"
 
 
 def test_nothing_is_compared_with_a_failed_benchmark():
@@ -159,17 +144,14 @@ def test_nothing_is_compared_with_a_failed_benchmark():
         result("mtp3", "mt-bench", 2.0, 2.0),
         result("hyperdflash6", "mt-bench", 3.0, 1.5, error="died"),
     ]
-    assert comparisons(rows, {}) == []
-    (table,) = tables.result_tables(rows, summaries(rows, {}))
+    assert comparison.comparisons(rows, {}) == []
+    (table,) = tables.result_tables(rows, comparison.summaries(rows, {}))
     assert [line[:3] for line in table.lines] == [
         ("MTP (3)", "2.50", "2.00"),
         ("HyperDFlash (6)", "not measured", "not measured"),
     ]
     failed = [{**row, "tokens_per_s": None} for row in rows[-1:]]
     assert tables.cell_table(failed).lines[0][5:] == ("died", "-", "-", "-", "-")
-
-
-# --- the chart and the page
 
 
 def test_a_chart_is_the_same_bytes_for_the_same_numbers():

@@ -26,9 +26,6 @@ def timeless(out) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in clock} for row in rows]
 
 
-# --- rows
-
-
 def test_a_run_becomes_rows_and_a_report(data, tmp_path, fake):
     target, ours = fake(4, []), fake(4, [1, 0, 0, 1])
     out = tmp_path / "out"
@@ -73,9 +70,6 @@ def test_a_refused_prompt_is_in_the_report_and_the_key_is_sent(data, tmp_path, f
     error = rows["hyperdflash6"]["error"]
     assert "prompt 2" in error and "longer than the context" in error
     assert error[:80] in (tmp_path / "out" / "report.md").read_text()
-
-
-# --- resume
 
 
 def test_a_finished_run_asks_nothing_and_a_damaged_unit_is_measured_again(data, finished):
@@ -171,9 +165,6 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     monkeypatch.undo()
     assert run_command(data, out, finished.target, finished.ours) == 0
     assert not list(out.rglob("*.partial")) and timeless(out) == timeless(finished.out)
-
-
-# --- one owner
 
 
 def test_a_folder_of_other_settings_of_something_else_or_in_use_is_refused(

@@ -21,8 +21,6 @@ from eval.runner import Plan, Servers, with_noise_floor, write_run, write_sealed
 from eval.serving import Study, read_study, run_client
 from sglang_hyperdflash.tools.errors import ServerFailed
 
-# --- servers
-
 METHODS = ["baseline", "hyperdflash6", "hyperdflash-adaptive"]
 
 
@@ -81,8 +79,6 @@ def test_a_run_s_file_names_no_folder_of_the_machine(tmp_path):
     assert str(tmp_path) not in text
     assert text.count('".../drafter"') == 2 and '".../x.log"' in text
 
-
-# --- the study
 
 ONE, TWO = Method("baseline", (), 0, "http://one"), Method("mtp3", (), 3, "http://two")
 

@@ -9,21 +9,8 @@ import torch
 
 from sglang_hyperdflash.draft.propose import DRAFT_TEMPERATURES
 from sglang_hyperdflash.serving.drafting import temperature
-from sglang_hyperdflash.serving.drafting.temperature import (
-    DraftTemperature,
-    accepted_shares,
-    read_draft_temperature,
-)
-from tests.unit.serving.markov import (
-    DRAFTS,
-    VOCAB,
-    WIDTH,
-    Markov,
-    blocks_of,
-    decode,
-    one,
-    verified,
-)
+from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
+from tests.unit.serving.markov import DRAFTS, VOCAB, WIDTH, Markov, one, verified
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.verification import weights_along
 
@@ -33,8 +20,8 @@ SEEDS = torch.arange(500) * 7919 + 13
 @pytest.mark.parametrize("seeded, sure", [(False, 0.7), (True, 6.0)])
 def test_a_learnt_draft_temperature_is_never_below_argmax_drafts_nor_below_q_itself(seeded, sure):
     model = Markov(5, sure=sure)
-    learnt = decode(model, one(), SEEDS, seeded, 24, DraftTemperature("cpu"))[1]
-    fixed = [decode(model, one(), SEEDS, seeded, 24, t)[1] for t in (0.0, 1.0)]
+    learnt = model.decode(one(), SEEDS, seeded, 24, DraftTemperature("cpu"))[1]
+    fixed = [model.decode(one(), SEEDS, seeded, 24, t)[1] for t in (0.0, 1.0)]
     assert learnt > 0.97 * max(fixed), (learnt, fixed)
 
 
@@ -47,7 +34,7 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
     both /= both.sum(-1, keepdim=True)
     both[:9, 1, 1] = torch.eye(width)[both[:9, 1, 1].argmax(-1)]  # a point
     choice = torch.randint(0, width, (bs, drafts), generator=g)
-    found, above = accepted_shares(both, p, choice), 0
+    found, above = temperature.accepted_shares(both, p, choice), 0
     for i, k in itertools.product(range(2), range(drafts)):
         q, expected = both[:, :, i], torch.zeros(bs, dtype=torch.float64)
         for token in range(width):
@@ -66,7 +53,7 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
 def test_every_reached_row_counts_once_and_by_the_rule_of_its_request(monkeypatch):
     """Seeded ones by what was emitted. Every second round is learnt from; what was learnt fades."""
     seeded = torch.arange(40) % 3 == 0
-    logits, block, positions, proposal, sampling, draws = blocks_of(Markov(5), seeded)
+    logits, block, positions, proposal, sampling, draws = Markov(5).blocks(seeded)
     committed, p = verified(logits, block, positions, proposal, sampling, draws)
     streams = block_seeds(draws.seeds, seeded, positions[:, 0]).repeat_interleave(DRAFTS)
     noise = gumbel_noise(streams, positions[:, :-1].reshape(-1), proposal.ids.view(-1, WIDTH))
@@ -76,7 +63,7 @@ def test_every_reached_row_counts_once_and_by_the_rule_of_its_request(monkeypatc
     gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), [0, 0]
     for b, kind in enumerate(seeded.int().tolist()):
         q = torch.stack([q_at(proposal.scores[b], t) for t in DRAFT_TEMPERATURES], 1)
-        share = accepted_shares(q.unsqueeze(0), p[b : b + 1], proposal.choice[b : b + 1])[0]
+        (share,) = temperature.accepted_shares(q[None], p[b, None], proposal.choice[b, None])
         for k in range(min(int(committed.accept_lens[b]), DRAFTS)):
             rows[kind] += 1
             drafted = proposal.ids[b, k, (noise[b, k] + q[k].log()).argmax(-1)]
@@ -95,7 +82,7 @@ def test_seeded_and_unseeded_requests_have_a_temperature_each():
     assert learner.current.tolist() == [1.0, 1.0], "before the first round"
     best = torch.tensor([[4.0, 600, 500, 500], [900, 800, 700, 600]])
     learner.accepted[:] = best
-    decode(Markov(5), one(), SEEDS[:2], False, 2, learner)
+    Markov(5).decode(one(), SEEDS[:2], False, 2, learner)
     assert learner.current.tolist() == [0.5, 0.0]
     learner.reset()
     assert learner.current.tolist() == [1.0, 1.0]
@@ -111,8 +98,8 @@ def q_at(scores: torch.Tensor, t: float) -> torch.Tensor:
 def test_the_draft_temperature_is_learnt_unless_it_is_given(monkeypatch):
     for text, expected in (("", None), ("adaptive", None), ("0", 0.0), (" 0.3 ", 0.3)):
         monkeypatch.setenv("HYPERDFLASH_DRAFT_TEMPERATURE", text)
-        assert read_draft_temperature() == expected
+        assert temperature.read_draft_temperature() == expected
     model, given = Markov(5, sure=0.7), DraftTemperature("cpu", fixed=0.3)
-    found, same = (decode(model, one(), SEEDS[:50], False, 24, t) for t in (given, 0.3))
+    found, same = (model.decode(one(), SEEDS[:50], False, 24, t) for t in (given, 0.3))
     assert torch.equal(found[0], same[0]) and found[1] == same[1]
     assert torch.equal(given.accepted, DraftTemperature("cpu").accepted), "nothing is learnt"

@@ -15,11 +15,7 @@ from sglang_hyperdflash.draft.propose import Draws, propose, propose_greedy
 from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.drafting import candidates as candidates_module
 from sglang_hyperdflash.serving.drafting import drafter as drafter_module
-from sglang_hyperdflash.serving.drafting.candidates import (
-    CandidateBuffers,
-    candidates_of,
-    check_head,
-)
+from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers, candidates_of
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification import verifier as verifier_module
@@ -162,8 +158,8 @@ def test_an_lm_head_without_enough_candidates_is_refused():
         weight = torch.empty(1, dtype=dtype)
         return SimpleNamespace(**{"weight": weight, "shard_indices": part} | changes)
 
-    check_head(lm_head(), 100)
+    candidates_module.check_head(lm_head(), 100)
     others = lm_head(torch.uint8), lm_head(weight=None), lm_head(shard_indices=None), None
     for head, candidates in ((lm_head(), 101), *((other, 1) for other in others)):
         with pytest.raises(HyperDFlashConfigError):
-            check_head(head, candidates)
+            candidates_module.check_head(head, candidates)

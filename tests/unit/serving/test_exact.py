@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -17,18 +16,7 @@ from sglang_hyperdflash.draft.propose import Candidates, Draws, propose
 from sglang_hyperdflash.serving.batch import BatchRequests, RequestState
 from sglang_hyperdflash.serving.verification.exact import Committed
 from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
-from tests.unit.serving.markov import (
-    DRAFTS,
-    VOCAB,
-    Linked,
-    Markov,
-    alone,
-    blocks_of,
-    decode,
-    one,
-    p_values,
-    verified,
-)
+from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, one, verified
 from triton_ops import verification
 from triton_ops.gumbel import block_seeds
 
@@ -45,7 +33,7 @@ WHOLE = (DRAFTS + 1,)
 CASES = {
     "whole blocks": (Markov(3), 1.0, WHOLE),
     "another width every round": (Markov(3), 1.0, (2, 1, *WHOLE)),
-    "drafts that know each other": (Linked(3), 1.0, WHOLE),
+    "drafts that know each other": (Markov(3, linked=True), 1.0, WHOLE),
     "sharper drafts": (Markov(3), 0.5, WHOLE),
     "argmax drafts": (Markov(3), 0.0, WHOLE),
     "a poor drafter": (Markov(3, agreement=0.5), 1.0, WHOLE),
@@ -58,10 +46,8 @@ def test_tokens_without_a_seed_follow_the_targets_law(name):
     (model, t, widths), values = CASES[name], []
     for setting in SETTINGS.values():
         seeds = SEEDS if setting == {} else SEEDS[:8000]
-        tokens, accepted = decode(
-            model, one(**setting), seeds, False, 3, t, widths=itertools.cycle(widths)
-        )
-        values += p_values(tokens, model, one(**setting))
+        tokens, accepted = model.decode(one(**setting), seeds, False, 3, t, widths)
+        values += model.p_values(tokens, one(**setting))
         assert accepted > 0.05, "no draft is accepted: the test says nothing"
     assert min(values) > 0.001 / len(values), sorted(values)[:4]
 
@@ -69,17 +55,15 @@ def test_tokens_without_a_seed_follow_the_targets_law(name):
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_seeded_tokens_are_target_only_whatever_the_drafter_and_follow_its_law(setting):
     model, seeds = Markov(3), SEEDS[:300]
-    expected, shares = alone(model, one(**setting), seeds, 20), {}
+    expected, shares = model.alone(one(**setting), seeds, 20), {}
     for name, (drafted, t, widths) in CASES.items():
         if name == "a flat target":
             continue
-        tokens, shares[name] = decode(
-            drafted, one(**setting), seeds, True, 20, t, widths=itertools.cycle(widths)
-        )
+        tokens, shares[name] = drafted.decode(one(**setting), seeds, True, 20, t, widths)
         assert torch.equal(tokens, expected), name
     linked, poor = shares["drafts that know each other"], shares["a poor drafter"]
     assert linked > 1.03 * shares["whole blocks"] > 1.1 * poor, shares
-    values = p_values(alone(model, one(**setting), SEEDS, 3), model, one(**setting))
+    values = model.p_values(model.alone(one(**setting), SEEDS, 3), one(**setting))
     assert min(values) > 0.001 / len(values), values
 
 
@@ -111,25 +95,23 @@ def test_penalised_tokens_follow_the_penalised_law(name, widths):
     model, sampling = Markov(3), one(**SETTINGS[name])
 
     def decoded(seeds: torch.Tensor, seeded: bool, tokens: int) -> torch.Tensor:
-        turns, requests = itertools.cycle(widths), requests_with_penalties(len(seeds))
-        result, accepted = decode(
-            model, sampling, seeds, seeded, tokens, widths=turns, penalties=requests
-        )
+        requests = requests_with_penalties(len(seeds))
+        result, accepted = model.decode(sampling, seeds, seeded, tokens, 1.0, widths, requests)
         assert accepted > (0.1 if seeded else 0.05)
         return result
 
-    values = p_values(decoded(SEEDS[:8000], False, 3), model, sampling, penalised)
+    values = model.p_values(decoded(SEEDS[:8000], False, 3), sampling, penalised)
     assert min(values) > 0.0005, values
     tokens = decoded(SEEDS[:200], True, 30)
-    assert torch.equal(tokens, alone(model, sampling, SEEDS[:200], 30, penalised))
-    assert not torch.equal(tokens, alone(model, sampling, SEEDS[:200], 30)), "they change nothing"
+    assert torch.equal(tokens, model.alone(sampling, SEEDS[:200], 30, penalised))
+    assert not torch.equal(tokens, model.alone(sampling, SEEDS[:200], 30)), "they change nothing"
 
 
 def test_greedy_requests_are_argmax_beside_sampled_ones():
     model, seeds = Markov(1), SEEDS[:64]
     mixed = replace(one(top_k=5).repeated(64), top_ks=torch.tensor([1, 5]).repeat(32))
-    tokens, _ = decode(model, mixed, seeds, True, 20)
-    assert torch.equal(tokens, alone(model, mixed, seeds, 20))
+    tokens, _ = model.decode(mixed, seeds, True, 20)
+    assert torch.equal(tokens, model.alone(mixed, seeds, 20))
     assert len({tuple(row) for row in tokens[::2].tolist()}) == 1
     assert len({tuple(row) for row in tokens[1::2].tolist()}) == 32
 
@@ -143,7 +125,7 @@ def committed_of(committed: Committed) -> tuple[list[int], list[int]]:
 
 def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification():
     seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
-    *given, _ = blocks_of(Markov(4), seeded & False)
+    *given, _ = Markov(4).blocks(seeded & False)
     every = Draws(seeds, seeded), Draws(seeds, seeded | True, False), Draws(seeds, seeded & False)
     mixed, coupled, rejecting = (
         torch.tensor(committed_of(verified(*given, draws)[0])) for draws in every
@@ -171,7 +153,7 @@ def by_the_book(p, q, tokens, coins) -> tuple[int, list[float]]:
 
 
 def test_a_block_is_verified_by_the_book():
-    given = blocks_of(Linked(8), torch.zeros(400).bool())
+    given = Markov(8, linked=True).blocks(torch.zeros(400).bool())
     logits, _, positions, proposal, _, draws = given
     drawn_from = []
 
@@ -185,14 +167,11 @@ def test_a_block_is_verified_by_the_book():
     p = logits.double().softmax(-1)
     own = block_seeds(draws.seeds, draws.seeded, positions[:, 0]).unsqueeze(1)
     u = verification.coins(own.expand(400, DRAFTS), positions[:, :-1])
-    found = [
-        by_the_book(*(values[i].tolist() for values in (p, q, proposal.tokens, u)))
-        for i in range(400)
-    ]
-    accepted = committed_of(committed)[0]
-    assert accepted == [accepted for accepted, _ in found]
+    blocks = zip(p.tolist(), q.tolist(), proposal.tokens.tolist(), u.tolist(), strict=True)
+    accepted, left = zip(*(by_the_book(*block) for block in blocks), strict=True)
+    assert committed_of(committed)[0] == list(accepted)
     assert len(set(accepted)) == DRAFTS + 1
-    left = torch.tensor([weights for _, weights in found], dtype=torch.float64)
+    left = torch.tensor(left, dtype=torch.float64)
     torch.testing.assert_close(drawn_from[-1].double(), left, rtol=1e-4, atol=1e-6)
 
 
@@ -229,10 +208,10 @@ def test_a_block_ends_at_its_first_broken_row(kind):
     ids=["a draft", "all", "a score", "head"],
 )
 def test_a_drafter_that_gives_nan_changes_no_law(broken):
-    model = Linked(3) if broken is None else Markov(3)
+    model = Markov(3, linked=broken is None)
     if broken is None:
         model.head.predecessor[::2] = float("nan")
     else:
         model.drafter[broken] = float("nan")
-    tokens, _ = decode(model, one(), SEEDS[:8000], False, 3)
-    assert min(p_values(tokens, model, one())) > 1e-4
+    tokens, _ = model.decode(one(), SEEDS[:8000], False, 3)
+    assert min(model.p_values(tokens, one())) > 1e-4

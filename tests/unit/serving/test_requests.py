@@ -8,25 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hyperdflash.serving import batch as batch_module
 from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, Seeds, end_tokens
 from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 
-NEUTRAL = {
-    **{"temperature": 1.0, "top_k": 1 << 30, "min_new_tokens": 0, "repetition_penalty": 1.0},
-    **{"frequency_penalty": 0.0, "presence_penalty": 0.0},
-    **dict.fromkeys(("stop_token_ids", "sampling_seed", "logit_bias")),
-}
 
-
-class Request:
-    """As SGLang's."""
-
+class Request(Req):
     def __init__(self, rid="a", **values):
-        self.rid, self.eos_token_ids, self.vocab_size, self.retraction_count = rid, {2}, 30, 0
-        self.sampling_params = SimpleNamespace(**NEUTRAL | values)
-        self.origin_input_ids, self.output_ids = array("q", range(3)), array("q")
+        fields = {"eos_token_ids": {2}, "vocab_size": 30}
+        super().__init__(rid, "", array("q", range(3)), SamplingParams(**values), **fields)
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=5)
 
 
@@ -80,11 +73,8 @@ def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(determ
 
 
 def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
-    requests = [
-        Request("a", top_k=1),
-        Request("b", frequency_penalty=0.5, presence_penalty=-1.0),
-        Request("c", sampling_seed=4),
-    ]
+    changed = Request("b", frequency_penalty=0.5, presence_penalty=-1.0)
+    requests = [Request("a", top_k=1), changed, Request("c", sampling_seed=4)]
     batch = gather(requests, [5, 2, 7])
     assert batch.same(requests, places_of(requests, [5, 2, 7]))
     assert not batch.same(requests, places_of(requests, [5, 2, 8]))
@@ -113,17 +103,16 @@ def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None
         req.kv = SimpleNamespace(req_pool_idx=slot)
     lengths = torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in reqs])
     info = SimpleNamespace(logit_bias=None)
-    fields = {"sampling_info": info, "decoding_reqs": decoding, "seq_lens": lengths}
-    return SimpleNamespace(reqs=reqs, **fields)
+    return SimpleNamespace(reqs=reqs, sampling_info=info, decoding_reqs=decoding, seq_lens=lengths)
 
 
 @pytest.fixture
 def tracked(deterministic):
     """The requests of a server of eight slots."""
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=30))
-    found = RequestState(runner, 7, "cpu")
-    found.counts = GeneratedCounts(8, 30, "cpu")
-    return found
+    state = RequestState(runner, 7, "cpu")
+    state.counts = GeneratedCounts(8, 30, "cpu")
+    return state
 
 
 def test_counts_restart_where_a_decode_node_resumes_a_request(tracked):

@@ -14,11 +14,11 @@ from sglang_hyperdflash.serving.startup.pair import check_ranks_agree
 from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# Either naming scheme of a checkpoint.
-NAMES = (("embed.weight", "head.weight"), ("model.embed_tokens.weight", "lm_head.weight"))
 
-
-@pytest.mark.parametrize("embed, head", NAMES)
+@pytest.mark.parametrize(
+    "embed, head",
+    [("embed.weight", "head.weight"), ("model.embed_tokens.weight", "lm_head.weight")],
+)
 def test_ranks_rows_make_up_the_vocabulary(embed, head):
     weights = {embed: torch.randn(10, 3), head: torch.randn(10, 3), "norm.weight": torch.ones(3)}
     parts = []

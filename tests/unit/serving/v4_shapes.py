@@ -12,9 +12,16 @@ from sglang_hyperdflash.targets.files import TargetFacts
 from sglang_hyperdflash.training.drafter import DrafterShape, draft_config
 from tests.conftest import ROOT
 
-SAMPLE = ROOT / "examples" / "deepseek_v4_flash_config"
-FLASH = json.loads((SAMPLE / "target" / "config.json").read_text())
-del FLASH["_note"]
+
+def sample(name: str) -> dict:
+    """Of the samples that ``hyperdflash plan`` comes with."""
+    path = ROOT / "examples" / "deepseek_v4_flash_config" / name / "config.json"
+    return {
+        field: value for field, value in json.loads(path.read_text()).items() if field != "_note"
+    }
+
+
+FLASH = sample("target")
 PRO = FLASH | {
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -27,7 +34,6 @@ PRO = FLASH | {
     "index_topk": 1024,
     "compress_ratios": [128, *[128, 4] * 30, 0],
 }
-SHAPES = {"flash": FLASH, "pro": PRO}
 # A checkpoint that carries its DSPARK draft: three stages behind these layers, blocks of five.
 DSPARK = {
     "dspark_block_size": 5,

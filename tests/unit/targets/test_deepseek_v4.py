@@ -5,7 +5,6 @@ Bytes are compared with a calculation from the published dimensions alone.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -16,10 +15,9 @@ from tests.unit.serving.v4_shapes import (
     DSPARK,
     FLASH,
     PRO,
-    SAMPLE,
-    SHAPES,
     V41,
     draft_folder,
+    sample,
     target_folder,
 )
 from tests.unit.targets.v4_start import start
@@ -28,6 +26,7 @@ pytestmark = pytest.mark.heavy
 
 DRAFT = DrafterShape(layers=5, heads=32, kv_heads=8, head_dim=128, intermediate_size=8192)
 WINDOW = 512
+SHAPES = {"flash": FLASH, "pro": PRO}
 WINDOWED = replace(DRAFT, window=WINDOW)
 # Drafters by name: the target's shape, and theirs.
 DRAFTS = {
@@ -127,8 +126,7 @@ def test_the_shipped_sample_is_the_published_dimensions():
         "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16",
     }
-    dspark = json.loads((SAMPLE / "dspark" / "config.json").read_text())
-    assert dspark.pop("_note") and dspark == FLASH | DSPARK
+    assert sample("dspark") == FLASH | DSPARK
 
 
 def page(slot: int, slots: int) -> float:

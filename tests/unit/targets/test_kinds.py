@@ -14,17 +14,10 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands.capture import identity_of
 from sglang_hyperdflash.draft.hc_head import HcHead, tensors_fingerprint
 from sglang_hyperdflash.draft.reducer import HCGateReducer
+from sglang_hyperdflash.targets import kinds
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.final_state import FinalState
-from sglang_hyperdflash.targets.kinds import (
-    DEEPSEEK_V4,
-    DEEPSEEK_V41,
-    HY_V4,
-    QWEN4_EXP,
-    TARGETS,
-    check_served_target,
-    target_kind,
-)
+from sglang_hyperdflash.targets.kinds import DEEPSEEK_V4, DEEPSEEK_V41, HY_V4, QWEN4_EXP
 from sglang_hyperdflash.targets.loaded import EXPOSED
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
@@ -116,20 +109,17 @@ def assert_same(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result / scale, expected / scale, rtol=1e-5, atol=1e-6)
 
 
-# The table.
-
-
 def test_every_architecture_has_one_entry():
-    for kind in TARGETS:
+    for kind in kinds.TARGETS:
         assert kind.exposed != any(name in EXPOSED for name in kind.architectures), kind.name
         for name in kind.architectures:
-            assert target_kind({"architectures": [name]}) is kind
+            assert kinds.target_kind({"architectures": [name]}) is kind
         config = {"architectures": list(kind.architectures[:1])}
         if kind is not QWEN4_EXP:
-            assert check_served_target(config) is kind
+            assert kinds.check_served_target(config) is kind
             continue
         with pytest.raises(HyperDFlashConfigError, match=kind.name):
-            check_served_target(config)
+            kinds.check_served_target(config)
 
 
 def test_v41_is_told_from_v4_as_sglang_does():
@@ -140,8 +130,8 @@ def test_v41_is_told_from_v4_as_sglang_does():
         {"architectures": ["DeepseekV41ForCausalLM"]},
         {"model_type": None, "text_config": {"model_type": "deepseek_v41_text"}},
     ):
-        assert target_kind(v4 | changes) is DEEPSEEK_V41, changes
-    assert target_kind(v4 | {"hc_pre_from_prev_sublayer": False}) is DEEPSEEK_V4
+        assert kinds.target_kind(v4 | changes) is DEEPSEEK_V41, changes
+    assert kinds.target_kind(v4 | {"hc_pre_from_prev_sublayer": False}) is DEEPSEEK_V4
 
 
 @pytest.mark.parametrize(
@@ -155,10 +145,7 @@ def test_v41_is_told_from_v4_as_sglang_does():
 )
 def test_an_unknown_target_is_refused(architectures, named):
     with pytest.raises(HyperDFlashConfigError, match=named):
-        target_kind({"architectures": architectures})
-
-
-# Exact starts: the reducer without its path norm is the target's own collapse.
+        kinds.target_kind({"architectures": architectures})
 
 
 def collapsed(reducer: HCGateReducer, residual: torch.Tensor) -> torch.Tensor:
@@ -210,9 +197,6 @@ def test_hy_v4_is_read_in_every_spelling(tmp_path, folders, spelling):
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     read = TargetFiles(str(tmp_path)).hc_head(M, D)
     assert all(torch.equal(a, b) for a, b in zip(read, gate, strict=True))
-
-
-# Starts that are not exact.
 
 
 def test_v41_starts_from_the_last_ffns_gate_and_calls_it_approximate(tmp_path, folders):

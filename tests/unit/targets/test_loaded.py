@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_hyperdflash.targets.loaded import (
-    CAPTURE_FOLDER,
-    EXPOSED,
-    expose_residual,
-    target_hc_head,
-)
+from sglang_hyperdflash.targets import loaded
 
 M, D = 4, 8
 
@@ -59,19 +54,19 @@ class HYV4ForCausalLM(nn.Module):
         return self.logits_processor(ids, self.model(ids, **options))
 
 
-def loaded(aux: bool = False, **changes) -> HYV4ForCausalLM:
+def hooked(aux: bool = False, **changes) -> HYV4ForCausalLM:
     """A model after the hook has seen its runner."""
     config = SimpleNamespace(dflash_use_aux_hidden_state=aux)
     options = {"spec_algorithm": "HYPERDFLASH", "is_draft_worker": False, **changes}
     model = HYV4ForCausalLM()
     runner = SimpleNamespace(model=model, spec_aux_config=config, **options)
-    assert expose_residual(None, runner) is None
+    assert loaded.expose_residual(None, runner) is None
     return model
 
 
 @torch.no_grad()
 def test_an_exposed_model_computes_the_same_and_hands_out_its_residual():
-    model, ids = loaded(), torch.arange(5)
+    model, ids = hooked(), torch.arange(5)
     paths = model.model.embed_tokens(ids)
     expected = paths.unflatten(-1, (M, D)).mean(1) * 2
     with pytest.raises(RuntimeError):
@@ -84,22 +79,22 @@ def test_an_exposed_model_computes_the_same_and_hands_out_its_residual():
     hidden, residual = model(ids + 1)
     assert torch.equal(hidden, expected) and torch.equal(residual, paths)
     assert model.get_input_embeddings() is model.model.embed_tokens
-    assert torch.equal(target_hc_head(model).fn, model.model.hc_head.hc_head_fn.weight)
+    assert torch.equal(loaded.target_hc_head(model).fn, model.model.hc_head.hc_head_fn.weight)
 
 
 def test_only_our_target_is_exposed(monkeypatch):
     def exposed(**changes) -> bool:
-        return loaded(**changes)(torch.arange(5))[1] is not None
+        return hooked(**changes)(torch.arange(5))[1] is not None
 
     assert exposed() and not exposed(spec_algorithm=None)
     assert not exposed(is_draft_worker=True) and not exposed(aux=True)
-    monkeypatch.setenv(CAPTURE_FOLDER, "/nowhere")
+    monkeypatch.setenv(loaded.CAPTURE_FOLDER, "/nowhere")
     assert exposed(spec_algorithm=None)
 
 
 def test_the_classes_are_sglangs():
     from sglang.srt.models.registry import ModelRegistry
 
-    for name in EXPOSED:
+    for name in loaded.EXPOSED:
         model = ModelRegistry.resolve_model_cls(name)[0]
         assert model.__name__ == name and not hasattr(model, "get_input_embeddings")

@@ -36,9 +36,6 @@ def no_space(*_args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# --- atomic files
-
-
 def test_a_file_is_replaced_whole_with_the_umask_s_mode(tmp_path):
     before = os.umask(0o027)
     try:
@@ -73,9 +70,6 @@ def test_a_write_that_fails_leaves_the_old_content_or_nothing(tmp_path, monkeypa
 def test_a_hash_of_json_does_not_depend_on_the_order_of_keys():
     assert short_hash({"a": 1, "b": (2,)}) == short_hash({"b": [2], "a": 1})
     assert short_hash({"a": 1}) != short_hash({"a": 2})
-
-
-# --- JSON lines
 
 
 class LinesMachine(RuleBasedStateMachine):
@@ -155,8 +149,6 @@ class LinesMachine(RuleBasedStateMachine):
 
 LinesMachine.TestCase.settings = SETTINGS
 TestLines = LinesMachine.TestCase
-
-# --- ownership
 
 
 class PlaceMachine(RuleBasedStateMachine):

@@ -11,17 +11,8 @@ from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 
 from sglang_hyperdflash.commands.plan_memory import Shape, graph_bytes
 from sglang_hyperdflash.serving.batch import Block
-from sglang_hyperdflash.serving.draft_kv.attention import (
-    bound_graph_buffers,
-    check_window_attention,
-    chosen,
-)
-from sglang_hyperdflash.serving.draft_kv.draft_kv import (
-    DraftKV,
-    WindowedDraftKV,
-    entering_rows,
-    ring_size,
-)
+from sglang_hyperdflash.serving.draft_kv import attention
+from sglang_hyperdflash.serving.draft_kv import draft_kv as kv
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -41,16 +32,16 @@ HEADS, HEAD_DIM, SPLITS = 32, 128, 8
 )
 def test_the_default_needs_no_host_lengths(target, window, generation, expected):
     generations = {name: generation == name for name in ("sm90", "sm100")}
-    found = chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, **generations)
+    found = attention.chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, **generations)
     assert (found and found[0]) == expected
 
 
 def test_a_window_is_refused_where_whole_pages_are_read():
-    check_window_attention(512, "triton")
+    attention.check_window_attention(512, "triton")
     for backend in ("fa3", "trtllm_mha"):
-        check_window_attention(None, backend)
+        attention.check_window_attention(None, backend)
         with pytest.raises(HyperDFlashConfigError, match="speculative_draft_attention_backend"):
-            check_window_attention(512, backend)
+            attention.check_window_attention(512, backend)
 
 
 def backend_of(name: str):
@@ -92,7 +83,7 @@ def test_graph_buffers_hold_a_context_a_request_as_planned(monkeypatch, name, wi
     for width in [width for width in widths if width > 1]:
         backend = backend_of(name)
         allocated_before = len(allocated)
-        bound_graph_buffers(backend, BLOCK)
+        attention.bound_graph_buffers(backend, BLOCK)
         backend.init_cuda_graph_state(BATCH, BATCH * width)
         assert backend.max_context_len == CONTEXT
         # What a plan of a full context asks for, in the round after a request's last one too.
@@ -102,11 +93,11 @@ def test_graph_buffers_hold_a_context_a_request_as_planned(monkeypatch, name, wi
     # Those of a window of W do not grow with the context: W + 2B and three blocks more.
     assert counted("flashinfer", window=2048) == 4 * BATCH * 2083
     other = SimpleNamespace(init_cuda_graph_state=None)
-    bound_graph_buffers(other, BLOCK)
+    attention.bound_graph_buffers(other, BLOCK)
     assert other.init_cuda_graph_state is None, "a backend without such buffers is left alone"
 
 
-def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> WindowedDraftKV:
+def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> kv.WindowedDraftKV:
     """A windowed drafter's K/V; ``calls`` of SGLang's writer."""
     own = torch.zeros(4, WINDOW + BLOCK, dtype=torch.int64)
     draft = SimpleNamespace(
@@ -118,7 +109,7 @@ def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> Wind
     target = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
     runners = {"draft_model_runner": draft, "model_runner": target}
     worker = SimpleNamespace(**runners, draft_window_size=WINDOW, block=BLOCK, device="cpu")
-    found = WindowedDraftKV(worker)
+    found = kv.WindowedDraftKV(worker)
     sizes = {"tokens": 10000, "ring": 4 * WINDOW, "window": WINDOW, "block": BLOCK, "batch": 4}
     found.window, found.calls = DraftWindow(**sizes, device="cpu"), []
     worker._append_target_hidden_to_draft_kv_by_loc = lambda **given: found.calls.append(given)
@@ -130,7 +121,7 @@ def test_a_windows_backend_is_built_for_a_window_and_blocks():
     config = draft_kv.worker.draft_model_runner.model_config
     with draft_kv.build_context():
         assert config.context_len == WINDOW + 2 * BLOCK
-    with DraftKV(draft_kv.worker).build_context():
+    with kv.DraftKV(draft_kv.worker).build_context():
         assert config.context_len == CONTEXT
 
 
@@ -163,7 +154,7 @@ def test_a_draft_without_a_window_sees_the_whole_context():
     tokens = torch.zeros(2, BLOCK, dtype=torch.int64)
     # Where SGLang knows no host length, what is allocated includes the rows in flight.
     for ends, expected in ((torch.tensor([12, 16]), [12, 16]), (None, [20, 30])):
-        found = DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends))
+        found = kv.DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends))
         assert found.lengths is batch.seq_lens and found.plan == "plan"
         assert found.ends_cpu.tolist() == expected
 
@@ -173,7 +164,7 @@ def test_a_round_writes_its_committed_rows_and_no_others():
     plan = SimpleNamespace(write_virtual=torch.arange(100, 106))
     tokens, hidden = torch.zeros(2, 3, dtype=torch.int64), torch.randn(6, 4)
     draft_kv, lengths = windowed(), torch.tensor([2, 1], dtype=torch.int32)
-    whole = DraftKV(draft_kv.worker)
+    whole = kv.DraftKV(draft_kv.worker)
     whole.worker._draft_write_ids = lambda plan: plan.write_virtual
     for one in (draft_kv, whole):
         one.write(hidden, Block(tokens, positions, plan, None), lengths)
@@ -197,17 +188,17 @@ def test_a_prefill_writes_what_a_window_can_reach_and_forgets_the_slots_old_owne
     assert (draft_kv.window.slot_of[:88] == -1).all()
     assert call["cache_loc"].tolist() == list(range(601, 1113))
     # Chunks of 100 of a prompt of 250 with a window of 120; rows follow those of other requests.
-    chunks = [entering_rows([0], [100], [250], 120), entering_rows([100], [100], [250], 120)]
+    chunks = [kv.entering_rows([0], [100], [250], 120), kv.entering_rows([100], [100], [250], 120)]
     assert chunks == [[], list(range(30, 100))]
-    assert entering_rows([0, 300], [100, 10], [1000, 310], 120) == list(range(100, 110))
+    assert kv.entering_rows([0, 300], [100, 10], [1000, 310], 120) == list(range(100, 110))
 
 
 def test_a_ring_has_what_the_blocks_leave_and_holds_one_window(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("HYPERDFLASH_DRAFT_POOL_RATIO", "0.1")
     # 100 slots; the blocks of 8 requests take 56. Fewer than a window for each is worth a warning.
-    assert ring_size(1000, 44, BLOCK, 8) == 44
+    assert kv.ring_size(1000, 44, BLOCK, 8) == 44
     with pytest.raises(HyperDFlashConfigError, match="HYPERDFLASH_DRAFT_POOL_RATIO"):
-        ring_size(1000, 45, BLOCK, 8)
-    assert ring_size(1000, 40, BLOCK, 1) == 93
+        kv.ring_size(1000, 45, BLOCK, 8)
+    assert kv.ring_size(1000, 40, BLOCK, 1) == 93
     assert [each.levelno for each in caplog.records] == [logging.WARNING, logging.INFO]

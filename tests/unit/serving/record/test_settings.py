@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hyperdflash.serving.record.settings import (
-    RecordSetting,
-    check_recording,
-    read_record_setting,
-)
+from sglang_hyperdflash.serving.record import settings
+from sglang_hyperdflash.serving.record.settings import RecordSetting
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from tests.unit.serving.record.engine import Request
 
@@ -51,14 +48,14 @@ def test_only_prompts_of_tokens_with_an_answer_are_recorded():
 
 
 def test_variables_are_read_and_refused_by_name(monkeypatch, tmp_path):
-    assert read_record_setting() is None
+    assert settings.read_record_setting() is None
     monkeypatch.setenv("HYPERDFLASH_RECORD", str(tmp_path))
-    assert read_record_setting() == RecordSetting(tmp_path, 0.05, 100 << 30, 4096, 0.0)
+    assert settings.read_record_setting() == RecordSetting(tmp_path, 0.05, 100 << 30, 4096, 0.0)
     for part, value in (("SHARE", "5%"), ("SHARE", "5"), ("GIB", "0"), ("LENGTH", "8")):
         name = f"HYPERDFLASH_RECORD_{part}"
         with monkeypatch.context() as patch, pytest.raises(HyperDFlashError, match=name):
             patch.setenv(name, value)
-            read_record_setting()
+            settings.read_record_setting()
 
 
 def test_a_server_that_cannot_record_is_refused(monkeypatch, tmp_path):
@@ -67,15 +64,15 @@ def test_a_server_that_cannot_record_is_refused(monkeypatch, tmp_path):
         model_path="owner/target",
         speculative_draft_model_path="owner/drafter",
     )
-    check_recording(arguments, "layers")  # nothing is recorded
+    settings.check_recording(arguments, "layers")  # nothing is recorded
     monkeypatch.setenv("HYPERDFLASH_RECORD", str(tmp_path / "store"))
-    check_recording(arguments, "pre_hc_head")
+    settings.check_recording(arguments, "pre_hc_head")
     with pytest.raises(HyperDFlashError, match="layers"):
-        check_recording(arguments, "layers")
+        settings.check_recording(arguments, "layers")
     for name, value, said in (
         ("model_path", str(tmp_path), "the target"),
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
     ):
         with monkeypatch.context() as patch, pytest.raises(HyperDFlashError, match=said):
             patch.setattr(arguments, name, value)
-            check_recording(arguments, "pre_hc_head")
+            settings.check_recording(arguments, "pre_hc_head")

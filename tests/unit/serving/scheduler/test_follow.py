@@ -16,13 +16,7 @@ from safetensors.torch import load_file, save_file
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler import follow
-from sglang_hyperdflash.serving.scheduler.follow import (
-    LOADING,
-    READY,
-    Follower,
-    ServeVersion,
-    add_own_request,
-)
+from sglang_hyperdflash.serving.scheduler.follow import Follower, add_own_request
 from sglang_hyperdflash.serving.scheduler.guard import REQUESTS, ROUNDS, Guard, Sample, worse
 from tests.conftest import EXAMPLE
 
@@ -202,7 +196,9 @@ class Ranks(list):
 
     def ask(self) -> list[int]:
         """The version that each drafts with afterwards."""
-        self.before = [one.refused.get(1, READY if one.ready else LOADING) for one in self]
+        self.before = [
+            one.refused.get(1, follow.READY if one.ready else follow.LOADING) for one in self
+        ]
         ask(*self)
         return [rank.serving.number for rank in self]
 
@@ -232,6 +228,6 @@ def test_rank_0_alone_adds_its_request_to_those_it_received(monkeypatch, folder)
     assert add_own_request([1], None) == [1]
     monkeypatch.setattr(follow, "_follower", one)
     assert add_own_request(None, None) is None, "a rank that receives nothing"
-    assert add_own_request([1], None) == [1, ServeVersion(1)]
+    assert add_own_request([1], None) == [1, follow.ServeVersion(1)]
     one.leads, one._next = False, 0.0
     assert add_own_request([1], None) == [1]

@@ -7,11 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.serving.scheduler.weight_updates import (
-    keep_graphs,
-    read_what_is_selected,
-    target_by_default,
-)
+from sglang_hyperdflash.serving.scheduler import weight_updates
 
 
 @pytest.mark.parametrize(
@@ -38,10 +34,12 @@ def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_
         return [(role, None) for role in ("target", "draft") if name in ("all", role)]
 
     def check(_, request) -> list[str]:
-        return [role for role, _ in target_by_default(select, updates, request.selector)]
+        return [
+            role for role, _ in weight_updates.target_by_default(select, updates, request.selector)
+        ]
 
     request = SimpleNamespace(action=action, selector=selector)
-    assert read_what_is_selected(check, updates, request) == reached
+    assert weight_updates.read_what_is_selected(check, updates, request) == reached
     assert len(stopped) == stops
 
 
@@ -57,7 +55,7 @@ def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm):
 
     def update(recapture: bool) -> bool:
         load = lambda self, *given: asked.append(given) or (True, "done")  # noqa: E731
-        return keep_graphs(load, updater, "folder", "auto", None, recapture)[0]
+        return weight_updates.keep_graphs(load, updater, "folder", "auto", None, recapture)[0]
 
     assert update(True) == (algorithm != ALGORITHM) and update(False)
     runner.decode_cuda_graph_runner = "eager"  # without graphs there is nothing to refuse

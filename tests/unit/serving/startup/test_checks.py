@@ -46,40 +46,32 @@ def refused(arguments, said: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-# A value of an argument or variable; what the refusal names if it is another one.
+# Flags that no server of ours takes, then values of arguments and variables with what the refusal
+# names if it is another one.
+FLAGS = """
+    enable_lora enable_hisparse enable_unified_memory enable_hierarchical_cache speculative_adaptive
+    use_ray enable_return_hidden_states enable_pdmux smg_grpc_mode
+"""
 REFUSED = [
+    *((name, True, None) for name in FLAGS.split()),
+    *((f"speculative_accept_threshold_{name}", 0.9, None) for name in ("single", "acc")),
+    *((f"decrypted_{name}_file", "/config.json", None) for name in ("config", "draft_config")),
+    *(("HYPERDFLASH_DRAFT_TEMPERATURE", text, None) for text in ("sharp", "1.5", "-0.1", "nan")),
     ("pp_size", 2, None),
-    ("enable_lora", True, None),
     ("lora_paths", ["a=b"], None),
-    ("enable_hisparse", True, None),
-    ("enable_unified_memory", True, None),
-    ("enable_hierarchical_cache", True, None),
-    ("speculative_adaptive", True, None),
     ("rl_on_policy_target", "fsdp", None),
-    ("speculative_accept_threshold_single", 0.9, None),
-    ("speculative_accept_threshold_acc", 0.9, None),
     ("speculative_draft_window_size", 64, None),
     ("context_length", 4096, "--context-length 2048"),
-    ("use_ray", True, None),
-    ("enable_return_hidden_states", True, None),
     ("return_hidden_states_mode", "last", None),
     ("grammar_backend", "outlines", None),
-    ("enable_pdmux", True, None),
     ("speculative_draft_load_format", "pt", None),
     ("speculative_num_draft_tokens", 16, None),
     ("speculative_dflash_block_size", 4, None),
-    ("smg_grpc_mode", True, None),
     ("json_model_override_args", '{"num_hidden_layers": 4}', None),
-    ("decrypted_config_file", "/config.json", None),
-    ("decrypted_draft_config_file", "/config.json", None),
     ("speculative_draft_model_path", None, "--speculative-draft-model-path"),
     ("speculative_draft_model_path", "/nowhere/draft", "/nowhere/draft"),
     ("SGLANG_RUST_SERVER", "1", None),
     ("HYPERDFLASH_WIDTH", "8", None),
-    ("HYPERDFLASH_DRAFT_TEMPERATURE", "sharp", None),
-    ("HYPERDFLASH_DRAFT_TEMPERATURE", "1.5", None),
-    ("HYPERDFLASH_DRAFT_TEMPERATURE", "-0.1", None),
-    ("HYPERDFLASH_DRAFT_TEMPERATURE", "nan", None),
     ("enable_memory_saver", True, "--enable-draft-weights-cpu-backup"),
 ]
 FOLLOW = "HYPERDFLASH_FOLLOW"

@@ -44,10 +44,6 @@ def step(number: int, request: int) -> list[float]:
     return HOPELESS if 500 <= number < 2000 else GOOD
 
 
-def one_bad(number: int, request: int) -> list[float]:
-    return HOPELESS if request == 0 else GOOD
-
-
 # Requests of every round, what is accepted of whom, and rounds to settle.
 TRACES = {
     **{f"steady {n}": ([n] * 800, always(a), 0) for n, a in ((1, GOOD), (64, FAIR))},
@@ -57,7 +53,11 @@ TRACES = {
     "bursts": ([64 if number % 200 < 20 else 2 for number in range(2000)], always(FAIR), 0),
     "falls": ([4] * 2000, step, 1000),
     "rises": ([4] * 4000, step, 3000),
-    "one bad request": ([16] * 800, one_bad, 300),
+    "one bad request": (
+        [16] * 800,
+        lambda number, request: HOPELESS if request == 0 else GOOD,
+        300,
+    ),
 }
 
 

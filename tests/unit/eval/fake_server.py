@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
@@ -15,20 +14,15 @@ from eval.__main__ import main
 from tests.unit.commands.native_server import JsonHandler
 
 
-def lengths(tokens: int) -> Callable[[str], list[int]]:
-    """Answers that depend on the prompt alone: its length, again and again."""
-    return lambda text: [len(text)] * tokens
-
-
 @dataclass
 class FakeServer:
     """An OpenAI-compatible server that drafts; ``before`` is called before each answer.
 
     Attributes:
-        answer: token ids of a prompt, or their number; every answer has the ``histogram`` and, by
-            width, the rounds of ``widths``.
+        answer: token ids of a prompt, or how often its length is said; every answer has the
+            ``histogram`` and, by width, the rounds of ``widths``.
         logits: by token, what the target says of the position that it is asked for.
-        die_after: requests that are answered; delay: seconds of each.
+        die_after: requests that are answered.
         refuse: a prompt's last text that is refused, with its code and the refusal's body.
         key: what every request must have.
     """
@@ -39,7 +33,6 @@ class FakeServer:
     dtype: str = "bfloat16"
     device: str = "cpu"
     die_after: int | None = None
-    delay: float = 0.0
     refuse: tuple[str, int, bytes] | None = None
     says_ids: bool = True
     widths: Sequence[int] = ()
@@ -48,8 +41,8 @@ class FakeServer:
 
     def __post_init__(self) -> None:
         if isinstance(self.answer, int):
-            self.answer = lengths(self.answer)
-        self.before = lambda: time.sleep(self.delay)
+            self.answer = lambda text, tokens=self.answer: [len(text)] * tokens
+        self.before = lambda: None
         self.requests, self.generated = list[dict](), list[dict]()
         outer = self
 

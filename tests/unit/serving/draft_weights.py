@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import EXAMPLE
-from tests.unit.other_process import answer, ask, question
+from tests.unit.other_process import answer
 from tests.unit.targets.exposed_models import one_rank
 
 DRAFTER = EXAMPLE / "drafter"
@@ -67,15 +67,10 @@ def examine() -> dict[str, object]:
     }
 
 
-def examined(**environment: str) -> dict[str, object]:
-    return ask(__name__, None, **environment)
-
-
 def main() -> None:
     from sglang_hyperdflash import plugin
 
     plugin.load()
-    question()
     with one_rank(), torch.no_grad():
         answer(examine())
 

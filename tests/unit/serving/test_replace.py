@@ -22,7 +22,7 @@ from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import EXAMPLE
-from tests.unit.serving import draft_weights
+from tests.unit.other_process import ask
 
 pytestmark = pytest.mark.heavy
 
@@ -147,13 +147,13 @@ def test_copies_come_after_the_round_that_runs_and_before_the_next(monkeypatch):
 @pytest.mark.slow
 def test_the_draft_model_s_weights_keep_their_addresses(tmp_path):
     """Captured graphs read them there. Nothing is replaced unless every tensor fits."""
-    told = draft_weights.examined()
+    told = ask("tests.unit.serving.draft_weights", None)
     assert told["doubled"] and told["in place"] and told["unchanged"] and not told["kept"]
     assert 0 < told["partly"] <= 7 and told["contexts"] == ["before", "after"] * 2
     unexpected, shape = told["refusals"]
     assert "other" in unexpected and "norm.weight" in shape
     # A server that follows a folder takes no tensors, and keeps its first.
-    told = draft_weights.examined(HYPERDFLASH_FOLLOW=str(tmp_path))
+    told = ask("tests.unit.serving.draft_weights", None, HYPERDFLASH_FOLLOW=str(tmp_path))
     assert told["kept"] and told["own"]
     assert told["partly"] == 0 and told["contexts"] == ["before", "after"]
     assert all("HYPERDFLASH_FOLLOW" in refusal for refusal in told["refusals"])

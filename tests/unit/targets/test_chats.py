@@ -61,15 +61,12 @@ def folders(target_dir, tmp_path_factory):
 
 def served(folder, chat: Chat) -> list[int]:
     """What SGLang's chat endpoint makes of a request with this conversation."""
-    config = json.loads((folder / "config.json").read_text())
-    fields = {"architectures": config["architectures"], "model_type": config["model_type"]}
+    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
     manager = SimpleNamespace(
         tokenizer=AutoTokenizer.from_pretrained(folder),
         server_args=None,
         config_value=lambda name: None,
-        model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(**fields), get_default_sampling_params=dict
-        ),
+        model_config=SimpleNamespace(hf_config=config, get_default_sampling_params=dict),
         model_path=str(folder),
     )
     template = SimpleNamespace(
@@ -95,9 +92,13 @@ def served(folder, chat: Chat) -> list[int]:
         return serving._process_messages(request, is_multimodal=False).prompt_ids
 
 
-@pytest.mark.parametrize("target", ["v4", "v41", "tiny"])
-@pytest.mark.parametrize("thinking", [False, True])
-def test_a_prompt_is_what_the_server_tokenizes(folders, target, thinking):
+ASKED = [(name, {"thinking": on}) for name in ("v4", "v41", "tiny") for on in (False, True)]
+EFFORTS = [("v4", "max"), ("v4", "none"), ("v41", "high")]
+ASKED += [(name, {"reasoning_effort": effort}) for name, effort in EFFORTS]
+
+
+@pytest.mark.parametrize("target, options", ASKED)
+def test_a_prompt_is_what_the_server_tokenizes(folders, target, options):
     chats = load_chats(str(folders[target]))
     for messages, tools in (
         (USERS[1:2], None),
@@ -108,14 +109,8 @@ def test_a_prompt_is_what_the_server_tokenizes(folders, target, thinking):
         (WITH_TOOLS, None),
         (HURRIED, None),
     ):
-        chat = Chat(messages, tools, {"thinking": thinking})
+        chat = Chat(messages, tools, options)
         assert chats.prompt(chat, "here") == served(folders[target], chat), (messages, tools)
-
-
-@pytest.mark.parametrize("target, effort", [("v4", "max"), ("v4", "none"), ("v41", "high")])
-def test_an_effort_is_what_the_server_makes_of_it(folders, target, effort):
-    chat = Chat(USERS, None, {"reasoning_effort": effort})
-    assert load_chats(str(folders[target])).prompt(chat, "here") == served(folders[target], chat)
 
 
 @pytest.mark.parametrize("target", ["v4", "v41"])

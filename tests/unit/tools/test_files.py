@@ -32,8 +32,7 @@ SETTINGS = settings(
 )
 
 
-def no_space(*_args):
-    raise OSError(errno.ENOSPC, "No space left on device")
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_file_is_replaced_whole_with_the_umask_s_mode(tmp_path):
@@ -60,7 +59,7 @@ def test_a_write_that_fails_leaves_the_old_content_or_nothing(tmp_path, monkeypa
         for place in (path, tmp_path / "b"):
             with pytest.raises(kind), replacing(place, (RuntimeError,)):
                 raise error
-    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=NO_SPACE))
     for place in (path, tmp_path / "b"):
         with pytest.raises(WriteFailed, match=str(place)):
             write_text(place, "new")
@@ -96,7 +95,7 @@ class LinesMachine(RuleBasedStateMachine):
 
         def write(handle, data):
             if not left[0]:
-                no_space()
+                raise NO_SPACE
             part, left[0] = data[: left[0]], left[0] - len(data[: left[0]])
             return plain(handle, part)
 
@@ -269,21 +268,16 @@ except HyperDFlashError as error:
 
 def holder(folder) -> subprocess.Popen:
     command = [sys.executable, "-c", HOLDER, str(folder)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    process = subprocess.Popen(command, start_new_session=True, **options)
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def go_on(process: subprocess.Popen) -> None:
-    process.stdin.write("\n")
-    process.stdin.flush()
 
 
 def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path):
     process = holder(tmp_path)
     try:
-        go_on(process)
+        process.stdin.write("\n")
         assert process.stdout.readline() == "held\n"
         with pytest.raises(InUse, match=f"process {process.pid} "):
             claim(tmp_path, "train", {}).__enter__()
@@ -301,7 +295,7 @@ def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path):
 def test_of_many_runs_that_start_together_one_gets_the_folder(tmp_path):
     every = [holder(tmp_path / "new") for _ in range(5)]
     for process in every:
-        go_on(process)
+        process.stdin.write("\n")
     # Whoever holds the folder does so until all have said what they got.
     said = sorted(process.stdout.readline() for process in every)
     for process in every:

@@ -28,12 +28,10 @@ COLUMNS = {
 }
 STEPS = "Please reason step by step, and put your final answer within \\boxed{}."
 LIVE = "### Answer: (use the provided format with backticks)"
+CODE = "Write a solution to the following problem and make sure that it passes the tests:\n"
 LAST = {
     **{"gsm8k": [f"2 + 2?\n{STEPS}"], "math500": [f"$x$?\n{STEPS}"], "aime25": [f"$b$?\n{STEPS}"]},
-    "humaneval": [
-        "Write a solution to the following problem and make sure that it passes the tests:\n"
-        "```python\ndef f():\n    \n```"
-    ],
+    "humaneval": [f"{CODE}```python\ndef f():\n    \n```"],
     "mbpp": ["Write f."],
     "mt-bench": ["First.", "Second."],
 }

@@ -33,8 +33,7 @@ DERIVED = ["flat_kv_weight_t", "k_norm_weights"]
 
 def layer() -> SimpleNamespace:
     """As far as SGLang's helper and ``rebuild`` read it; more rows than heads, as padding."""
-    rows = (HEADS + 2 * KV_HEADS) * DIM + 5
-    table = torch.zeros(4, DIM)
+    rows, table = (HEADS + 2 * KV_HEADS) * DIM + 5, torch.zeros(4, DIM)
     attention = SimpleNamespace(
         num_kv_heads=KV_HEADS,
         head_dim=DIM,

@@ -141,8 +141,7 @@ def target_bytes(shape: dict, speculative: bool) -> float:
     latent = nope + 2 * rope + 8  # fp8, bf16 rope part, scales
     index = shape["index_head_dim"]
     layers = shape["num_hidden_layers"]
-    c4 = shape["compress_ratios"][:layers].count(4)
-    c128 = shape["compress_ratios"][:layers].count(128)
+    c4, c128 = (shape["compress_ratios"][:layers].count(ratio) for ratio in (4, 128))
     compressed = c4 * (page(latent, 64) + index + 4) / 4 + c128 * page(latent, 2) / 128
     ring = 16 if speculative else 8
     states = 4 * 4 * (shape["head_dim"] + index)  # fp32 (kv, score) with overlap

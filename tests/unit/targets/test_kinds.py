@@ -30,30 +30,18 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "moe_intermediate_size": 16,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 0,
     "eos_token_id": 1,
-}
-MLA = {
-    "intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_topk": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
 }
 
 
 def hy_v4():
     from transformers import HYV4Config, HYV4ForCausalLM
 
-    model = HYV4ForCausalLM(HYV4Config(**SIZES, **MLA, qk_rope_head_dim=8))
+    dense = {"intermediate_size": 32, "mlp_layer_types": ["dense"] * 2}
+    model = HYV4ForCausalLM(HYV4Config(**SIZES, **dense))
     head = model.model.hc_head
     with torch.no_grad():
         head.hc_fn.normal_()

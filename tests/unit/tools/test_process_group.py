@@ -86,8 +86,9 @@ def test_no_server_outlives_its_command(tmp_path, number, code):
             os.kill(pid, signal.SIGKILL)
 
 
-def started(tmp_path) -> Server:
-    """A server with its child running."""
+@pytest.fixture
+def server(tmp_path) -> Server:
+    """One with its child running."""
     server = Server("any", log=tmp_path / "log", launcher=(sys.executable, "-c", SERVER))
     until(lambda: "child" in server.log.read_text(), "no child started")
     return server
@@ -100,9 +101,8 @@ def has_arrived(number: int, pid: int) -> bool:
     return fields["State"].startswith("Z") or not int(fields["ShdPnd"], 16) >> number - 1 & 1
 
 
-def test_a_signal_to_the_guard_leaves_no_process(tmp_path):
+def test_a_signal_to_the_guard_leaves_no_process(server):
     """As SIGTERM of a whole cgroup sends it, too."""
-    server = started(tmp_path)
     guard = server._guard._shell
     guard.terminate()
     until(lambda: has_arrived(signal.SIGTERM, guard.pid), "it never arrived")
@@ -110,8 +110,7 @@ def test_a_signal_to_the_guard_leaves_no_process(tmp_path):
     until(lambda: not members(server.process.pid), "processes were left")
 
 
-def test_a_forked_child_does_not_keep_servers(tmp_path):
-    server = started(tmp_path)
+def test_a_forked_child_does_not_keep_servers(server):
     session, child = server.process.pid, os.fork()
     if child == 0:
         signal.pause()

@@ -154,6 +154,10 @@ class Engine:
     def serve(self, req: Request, cached: int = 0) -> None:
         """All of one request, alone."""
         self.prefill((req, cached, len(req.origin_input_ids)))
+        self.finish(req)
+
+    def finish(self, req: Request) -> None:
+        """The rounds that it still needs, alone."""
         self.process()
         while not req.finished():
             self.round((req, 3))
@@ -173,10 +177,15 @@ class Engine:
         pairs = zip(source.samples, residuals, strict=True)
         return [(sample.tokens.tolist(), sample.spans, residual) for sample, residual in pairs]
 
+    def assert_stored(self, *reqs: Request) -> None:
+        """At its end these requests are stored, whole, and nothing else."""
+        for sample, req in zip(self.close(), reqs, strict=True):
+            assert_whole(sample, req)
 
-def assert_whole(found: tuple[list[int], tuple, torch.Tensor], req: Request, start: int = 0):
+
+def assert_whole(sample: tuple[list[int], tuple, torch.Tensor], req: Request, start: int = 0):
     """A stored sample is the request from ``start`` on; its last row, which no pass read, is 0."""
-    tokens, spans, residual = found
+    tokens, spans, residual = sample
     assert tokens == req.tokens[start:]
     assert spans == ((len(req.origin_input_ids) - start, len(tokens)),)
     assert torch.equal(residual[:-1], rows_of(req.tokens[start:-1], start))

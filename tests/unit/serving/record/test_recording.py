@@ -34,10 +34,8 @@ def test_chunks_rounds_and_mixed_batches_become_whole_samples(engine):
     d = Request("d", 2, 1)
     engine.prefill((d, 0, 2), (a, 13, 14))  # a mixed batch
     engine.round((a, BLOCK), (c, 2))
-    found = {tuple(each[0]): each for each in engine.close()}
-    assert len(found) == 3 and engine.counts() == {"requests": 3}
-    for req in (a, b, d):
-        assert_whole(found[tuple(req.tokens)], req)
+    engine.assert_stored(b, d, a)
+    assert engine.counts() == {"requests": 3}
 
 
 def test_a_retracted_request_is_stored_once_and_without_a_gap(engine):
@@ -50,8 +48,7 @@ def test_a_retracted_request_is_stored_once_and_without_a_gap(engine):
     engine.prefill((req, 8, 6 + len(req.output_ids)))
     engine.round((req, 3))
     engine.round((req, BLOCK))
-    (found,) = engine.close()
-    assert_whole(found, req)
+    engine.assert_stored(req)
 
 
 def test_what_the_prefix_cache_has_and_what_is_too_long_is_left_out(tmp_path):
@@ -62,8 +59,7 @@ def test_what_the_prefix_cache_has_and_what_is_too_long_is_left_out(tmp_path):
     engine.serve(more, cached=7)
     for begin, end in ((0, 15), (15, 24), (24, 30)):
         engine.prefill((long, begin, end))
-    while not long.finished():
-        engine.round((long, 3))
+    engine.finish(long)
     first, (tokens, spans, residual) = engine.close()
     assert_whole(first, half, start=6)
     assert tokens == long.tokens[22:38] and spans == ((8, 16),)
@@ -86,8 +82,7 @@ def test_a_request_without_a_whole_answer_or_with_a_broken_row_is_not_stored(eng
     engine.prefill((broken, 0, 5), broken=2)
     engine.round((broken, BLOCK))
     engine.serve(other)
-    (found,) = engine.close()
-    assert_whole(found, other)
+    engine.assert_stored(other)
     assert engine.counts() == {"requests": 1, "unfinished": 1, "broken": 1}
     assert not list(engine.writer._recordings), "none of their rows are held"
 
@@ -103,10 +98,7 @@ def test_a_writer_that_stands_still_sheds_whole_requests_and_holds_nothing_up(tm
     engine.wait_for_writer()
     last = Request("last", 10, 3)
     engine.serve(last)
-    found = engine.close()
-    assert [tokens for tokens, *_ in found] == [first.tokens, last.tokens]
-    for each, req in zip(found, (first, last), strict=True):
-        assert_whole(each, req)
+    engine.assert_stored(first, last)
     assert engine.counts() == {"behind": 5, "requests": 2}
 
 
@@ -119,8 +111,7 @@ def test_what_is_held_in_memory_has_a_limit(engine, monkeypatch):
     engine.wait_for_writer()
     engine.round((small, 1), (large, 1))
     engine.round((small, 1), (large, 1))
-    (found,) = engine.close()
-    assert_whole(found, small)
+    engine.assert_stored(small)
     assert engine.counts() == {"requests": 1, "memory": 1}
 
 
@@ -148,9 +139,8 @@ def test_a_full_disk_sheds_and_recording_goes_on_when_there_is_room(tmp_path, mo
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for rid in ("a", "lost", "lost too", "b"):
         try:
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE, (64 if "lost" in rid else before[0], before[1])
-            )
+            least = 64 if "lost" in rid else before[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (least, before[1]))
             engine.serve(Request(rid, 5, 5))
             engine.wait_for_writer()
         finally:
@@ -176,12 +166,9 @@ def test_a_recording_that_ends_keeps_what_was_whole(engine):
     engine.prefill((half, 0, 5))
     engine.process()
     engine.recorder.stop("new weights")
-    while not half.finished():
-        engine.round((half, 3))
-        engine.process()
+    engine.finish(half)
     engine.serve(late)
-    (found,) = engine.close()
-    assert_whole(found, whole)
+    engine.assert_stored(whole)
 
 
 def test_servers_of_one_folder_and_a_restarted_one_go_on(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from array import array
+from functools import partial
 
 import pytest
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
@@ -25,6 +26,9 @@ TEXT = "He sat on the mat; it is warm, the cat said.\nIs this the end? The sun i
 def original(req: Req, n: int) -> None:
     """SGLang's own check: another test of this process may have put the hook into its function."""
     inspect.unwrap(Req.update_finish_state)(req, n)
+
+
+ours_check = partial(finish_as_one_by_one, original)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +79,6 @@ def feed(req: Req, tokens: list[int], blocks: list[int], check) -> tuple[dict | 
     assert len(req.output_ids) == kept, "K/V are freed by what was accepted, not what is emitted"
     reason = req.finished_reason.to_json() if req.finished() else None
     return reason, list(req.output_ids_through_stop)
-
-
-def ours_check(req, n):
-    finish_as_one_by_one(original, req, n)
 
 
 def case(draw: random.Random, tokenizer) -> tuple[list[int], dict]:

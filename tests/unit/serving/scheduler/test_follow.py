@@ -38,16 +38,14 @@ class Model:
 
 
 def follower(folder, **options) -> Follower:
-    control = SimpleNamespace(trial=False)
-    worker = SimpleNamespace(device="cpu", draft_model=Model(), width_control=control)
-    return Follower(folder, worker, **options)
+    parts = {"draft_model": Model(), "width_control": SimpleNamespace(trial=False)}
+    return Follower(folder, SimpleNamespace(device="cpu", **parts), **options)
 
 
 def publish_variant(folder, scale: float = 1.0, **config) -> int:
     """Publish a drafter whose final norm is scaled, and whose config has other fields."""
     source = folder.parent / "source"
-    shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(DRAFTER, source)
+    shutil.copytree(DRAFTER, source, dirs_exist_ok=True)
     tensors = load_file(DRAFTER / "model.safetensors")
     tensors["norm.weight"] = tensors["norm.weight"] * scale
     save_file(tensors, source / "model.safetensors")

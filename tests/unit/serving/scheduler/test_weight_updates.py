@@ -25,10 +25,8 @@ def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_
     stopped = []
     spec = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
     recorder = SimpleNamespace(stop=stopped.append) if algorithm == ALGORITHM else None
-    updates = SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=spec),
-        draft_worker=SimpleNamespace(recorder=recorder),
-    )
+    target, draft = SimpleNamespace(model_runner=spec), SimpleNamespace(recorder=recorder)
+    updates = SimpleNamespace(tp_worker=target, draft_worker=draft)
 
     def select(_, name: str) -> list[tuple[str, object]]:
         return [(role, None) for role in ("target", "draft") if name in ("all", role)]
@@ -46,11 +44,8 @@ def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_
 @pytest.mark.parametrize("algorithm", [ALGORITHM, "EAGLE"])
 def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm):
     asked = []
-    runner = SimpleNamespace(
-        spec_algorithm=SimpleNamespace(name=algorithm),
-        decode_cuda_graph_runner="graphs",
-        eager_runner="eager",
-    )
+    runners = {"decode_cuda_graph_runner": "graphs", "eager_runner": "eager"}
+    runner = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm), **runners)
     updater = SimpleNamespace(get_model_runner=lambda: runner)
 
     def update(recapture: bool) -> bool:

@@ -30,9 +30,8 @@ def test_drafts_of_ours_keep_the_dtype_of_their_embeddings(
     monkeypatch.setattr(dflash_seams, "own_dtype", {ALGORITHM})
     spec = SimpleNamespace(name=algorithm)
     runner = SimpleNamespace(is_draft_worker=draft, spec_algorithm=spec, dtype=torch.float32)
-    batch = SimpleNamespace(
-        input_embeds=torch.ones(2, 4), replace_embeds=torch.ones(1) if replaced else None
-    )
+    others = torch.ones(1) if replaced else None
+    batch = SimpleNamespace(input_embeds=torch.ones(2, 4), replace_embeds=others)
     given = {"input_embeds": batch.input_embeds.bfloat16()}  # as SGLang casts them
     found = dflash_seams.keep_draft_embedding_dtype(given, runner, batch)["input_embeds"]
     assert found.dtype == (torch.float32 if kept else torch.bfloat16)
@@ -72,10 +71,8 @@ def test_results_are_processed_before_a_round_with_a_processor(
     algorithm, processors, pending, expected
 ):
     scheduler = SimpleNamespace(result_queue=pending)
-    batch = SimpleNamespace(
-        spec_algorithm=SimpleNamespace(name=algorithm),
-        sampling_info=SimpleNamespace(has_custom_logit_processor=processors),
-    )
+    info = SimpleNamespace(has_custom_logit_processor=processors)
+    batch = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm), sampling_info=info)
     assert process_results_first(False, scheduler, batch, None) is expected
     assert process_results_first(True, scheduler, batch, None) is True
     assert process_results_first(False, scheduler, None, batch) is False

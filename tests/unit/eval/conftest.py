@@ -1,7 +1,5 @@
 """Fixtures of the tests of ``python -m eval``."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

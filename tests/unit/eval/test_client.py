@@ -1,7 +1,5 @@
 """What the client makes of a server's answers, refusals and end."""
 
-from __future__ import annotations
-
 import json
 import time
 from threading import Semaphore

@@ -1,7 +1,5 @@
 """What ``python -m eval`` refuses, and what it reads: prompts, methods, folders of runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

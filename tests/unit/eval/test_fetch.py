@@ -1,7 +1,5 @@
 """``python -m eval fetch``: the seven benchmarks from data sets of the hub's columns."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

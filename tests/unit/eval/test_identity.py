@@ -1,7 +1,5 @@
 """Greedy answers against the baseline's: where they part, and whether that is a tie or a fault."""
 
-from __future__ import annotations
-
 import pytest
 
 from eval.identity import TIE_GAPS, Difference, data_type, first_difference, verdict

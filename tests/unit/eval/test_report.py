@@ -1,7 +1,5 @@
 """The report's numbers: tau, intervals, speedups and verdicts; its tables and chart."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """``python -m eval run``: rows, resume, one owner of a folder, and nothing that is lost."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

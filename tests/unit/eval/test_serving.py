@@ -1,7 +1,5 @@
 """Servers of a run, which of them methods share; the serving study and its load client."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The studies next to a run: widths by load, their replay, prefix reuse, operations of a step."""
 
-from __future__ import annotations
-
 import json
 from xml.etree import ElementTree
 

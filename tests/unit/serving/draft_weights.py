@@ -1,7 +1,5 @@
 """The served draft model and its weights, in a process of its own (it builds rank groups)."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

@@ -1,7 +1,5 @@
 """A target whose next token depends on the last one alone, decoded by rounds of drafts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The draft temperature: learnt, or given."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

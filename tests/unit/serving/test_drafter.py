@@ -1,7 +1,5 @@
 """The draft head in the graph, with a dependency head: static buffers, greedy drafts, ranks."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """Both verifications: their laws, and their identity with target-only decoding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock

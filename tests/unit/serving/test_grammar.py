@@ -1,7 +1,5 @@
 """A matcher that fails at any row of a block ends its own request, and masks no other's rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Lanes: what of the model runners changes with the width, and what each width is built with."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace

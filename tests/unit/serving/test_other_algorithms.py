@@ -1,7 +1,5 @@
 """With our plugin loaded, DeepSeek-V4 starts with SGLang's own algorithms exactly as without it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.serving.v4_shapes import DSPARK, FLASH, V41, target_folder

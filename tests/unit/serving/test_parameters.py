@@ -1,7 +1,5 @@
 """The table of sampling parameters is complete; its tests send what they say."""
 
-from __future__ import annotations
-
 import re
 
 from tests.conftest import ROOT

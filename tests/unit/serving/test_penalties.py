@@ -1,7 +1,5 @@
 """Penalties of a block: of its rows, its drafts and one token at a time."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """What would end a server is refused before it is scheduled, where HYPERDFLASH serves."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

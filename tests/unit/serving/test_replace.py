@@ -1,7 +1,5 @@
 """New weights in place: what is derived from them is rebuilt where captured graphs read it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace

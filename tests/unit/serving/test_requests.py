@@ -1,7 +1,5 @@
 """Seeds, counts and the tensors of a batch, without an engine."""
 
-from __future__ import annotations
-
 from array import array
 from types import SimpleNamespace
 from unittest import mock

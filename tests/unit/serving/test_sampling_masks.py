@@ -1,7 +1,5 @@
 """Sampling masks hold what a token was drawn from, of rounds and of prefills."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

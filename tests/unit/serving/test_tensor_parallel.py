@@ -1,7 +1,5 @@
 """Ranks: their parts of the vocabulary and of the drafter, and what they must agree on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

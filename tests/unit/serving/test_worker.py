@@ -1,7 +1,5 @@
 """The worker's widths, of which none passes a context, and its rehearsal of the largest batch."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

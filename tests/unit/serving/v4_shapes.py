@@ -1,7 +1,5 @@
 """DeepSeek-V4's published dimensions, as the ``config.json`` that SGLang reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SGLang's process-wide state, which its models need on a CPU too."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The folder of a DeepSeek-V4 as it is published, as far as conversations need it: no template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversations against SGLang's own chat endpoint, token by token."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from unittest import mock

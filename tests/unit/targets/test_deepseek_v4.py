@@ -3,8 +3,6 @@
 Bytes are compared with a calculation from the published dimensions alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a target's files say of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

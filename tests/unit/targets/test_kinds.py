@@ -1,7 +1,5 @@
 """The table of targets, and that a gate which counts as exact is the target's own collapse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

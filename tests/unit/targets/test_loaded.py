@@ -3,8 +3,6 @@
 ``tests/engine/test_exposed.py`` does it with SGLang's own HY-V4.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

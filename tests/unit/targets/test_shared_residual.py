@@ -1,7 +1,5 @@
 """Every captured batch leaves its residual in one buffer; nothing is lost where it does not fit."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 

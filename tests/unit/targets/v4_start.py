@@ -3,8 +3,6 @@
 Our CPU platform is left out, so SGLang takes the decisions that it takes on a CUDA device.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict
 from typing import Any

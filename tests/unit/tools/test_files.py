@@ -1,7 +1,5 @@
 """Files that are whole or not there, JSON lines that survive a kill, places with one owner."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

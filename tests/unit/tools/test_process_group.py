@@ -1,7 +1,5 @@
 """No process of a server outlives what started it, however that ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

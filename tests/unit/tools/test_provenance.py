@@ -1,7 +1,5 @@
 """Where a number came from, said so that another machine can read it."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft attention and K/V: the backend, its graph buffers, what a pass reads and writes."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

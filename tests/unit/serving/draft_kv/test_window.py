@@ -1,7 +1,5 @@
 """The ring of draft K/V slots, against a plain Python bookkeeping of who wrote what last."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What passes leave in a store, without an engine: whole requests, or nothing of them."""
 
-from __future__ import annotations
-
 import random
 import resource
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """Which requests are recorded, and what is refused at start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A request ends inside a block where one-by-one decoding would end it."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from array import array

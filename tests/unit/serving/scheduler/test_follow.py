@@ -1,7 +1,5 @@
 """Which published version drafts: taken on all ranks at once, refused, and returned from."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

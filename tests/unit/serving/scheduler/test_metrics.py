@@ -1,7 +1,5 @@
 """What a scheduler counts, and that the dashboard asks for metrics which exist."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

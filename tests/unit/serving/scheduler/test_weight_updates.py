@@ -1,7 +1,5 @@
 """Whose weights an update reaches, in a scheduler of ours and in any other."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

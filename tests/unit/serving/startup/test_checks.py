@@ -1,7 +1,5 @@
 """What HYPERDFLASH refuses before any model is loaded: flags, variables, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The hooks on SGLang's DFLASH path touch drafts of ours and nothing else."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

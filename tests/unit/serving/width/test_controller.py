@@ -1,7 +1,5 @@
 """Widths by environment variable, ranks that agree, and the timing of rounds at the start."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

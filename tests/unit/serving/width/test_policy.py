@@ -1,7 +1,5 @@
 """The width policy on synthetic traces: steady, ramp, burst, drift."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -21,7 +21,7 @@ START, FIRST_POSITION = 0, 40
 
 
 class Markov:
-    """Logits ``table [V, V]`` after each token, and a drafter that is wrong in its own way.
+    """Logits ``table [V, V]`` after each token, and a drafter that is often wrong.
 
     Drafts of a ``linked`` one know the draft before them, through a dependency head.
     """

@@ -32,7 +32,7 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
     both /= both.sum(-1, keepdim=True)
     both[:9, 1, 1] = torch.eye(width)[both[:9, 1, 1].argmax(-1)]  # a point
     choice = torch.randint(0, width, (bs, drafts), generator=g)
-    found, above = temperature.accepted_shares(both, p, choice), 0
+    shares, above = temperature.accepted_shares(both, p, choice), 0
     for i, k in itertools.product(range(2), range(drafts)):
         q, expected = both[:, :, i], torch.zeros(bs, dtype=torch.float64)
         for token in range(width):
@@ -41,10 +41,10 @@ def test_an_accepted_share_is_the_mean_over_the_next_draft_of_the_prefix_s_next_
             path = path.unsqueeze(2)
             weight = weights_along(*(each.gather(2, path).squeeze(2) for each in (p, q)))
             expected += q[:, k, token].double() * weight[:, k + 1] / weight[:, k]
-        torch.testing.assert_close(found[:, k, i], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(shares[:, k, i], expected, rtol=1e-5, atol=1e-6)
         overlap = torch.minimum(p[:, k], q[:, k]).sum(-1)
-        assert (found[:, k, i] >= overlap - 1e-6).all()
-        above += int((found[:, k, i] > overlap + 1e-3).sum())
+        assert (shares[:, k, i] >= overlap - 1e-6).all()
+        above += int((shares[:, k, i] > overlap + 1e-3).sum())
     assert above > bs  # a light prefix is made up for
 
 
@@ -98,6 +98,6 @@ def test_the_draft_temperature_is_learnt_unless_it_is_given(monkeypatch):
         monkeypatch.setenv("HYPERDFLASH_DRAFT_TEMPERATURE", text)
         assert temperature.read_draft_temperature() == expected
     model, given = Markov(5, sure=0.7), DraftTemperature("cpu", fixed=0.3)
-    found, same = (model.decode(one(), SEEDS[:50], False, 24, t) for t in (given, 0.3))
-    assert torch.equal(found[0], same[0]) and found[1] == same[1]
+    fixed, same = (model.decode(one(), SEEDS[:50], False, 24, t) for t in (given, 0.3))
+    assert torch.equal(fixed[0], same[0]) and fixed[1] == same[1]
     assert torch.equal(given.accepted, DraftTemperature("cpu").accepted), "nothing is learnt"

@@ -30,8 +30,8 @@ HEADS, HEAD_DIM, SPLITS = 32, 128, 8
 )
 def test_the_default_needs_no_host_lengths(target, window, generation, expected):
     generations = {name: generation == name for name in ("sm90", "sm100")}
-    found = attention.chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, **generations)
-    assert (found and found[0]) == expected
+    backend = attention.chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, **generations)
+    assert (backend and backend[0]) == expected
 
 
 def test_a_window_is_refused_where_whole_pages_are_read():
@@ -107,11 +107,11 @@ def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> kv.W
     target = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
     runners = {"draft_model_runner": draft, "model_runner": target}
     worker = SimpleNamespace(**runners, draft_window_size=WINDOW, block=BLOCK, device="cpu")
-    found = kv.WindowedDraftKV(worker)
+    made = kv.WindowedDraftKV(worker)
     sizes = {"tokens": 10000, "ring": 4 * WINDOW, "window": WINDOW, "block": BLOCK, "batch": 4}
-    found.window, found.calls = DraftWindow(**sizes, device="cpu"), []
-    worker._append_target_hidden_to_draft_kv_by_loc = lambda **given: found.calls.append(given)
-    return found
+    made.window, made.calls = DraftWindow(**sizes, device="cpu"), []
+    worker._append_target_hidden_to_draft_kv_by_loc = lambda **given: made.calls.append(given)
+    return made
 
 
 def test_a_windows_backend_is_built_for_a_window_and_blocks():
@@ -152,9 +152,9 @@ def test_a_draft_without_a_window_sees_the_whole_context():
     tokens = torch.zeros(2, BLOCK, dtype=torch.int64)
     # Where SGLang knows no host length, what is allocated includes the rows in flight.
     for ends, expected in ((torch.tensor([12, 16]), [12, 16]), (None, [20, 30])):
-        found = kv.DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends))
-        assert found.lengths is batch.seq_lens and found.plan == "plan"
-        assert found.ends_cpu.tolist() == expected
+        context = kv.DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends))
+        assert context.lengths is batch.seq_lens and context.plan == "plan"
+        assert context.ends_cpu.tolist() == expected
 
 
 def test_a_round_writes_its_committed_rows_and_no_others():

@@ -1,7 +1,5 @@
 """Paths shared by all tests."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """What engine tests ask of servers, and how two servers' answers are compared."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice

@@ -4,8 +4,6 @@
 first, since others read what its baseline answers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Untrained drafters whose blocks differ, and the check that compared blocks did."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

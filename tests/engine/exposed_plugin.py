@@ -3,8 +3,6 @@
 The architecture has another name, so that SGLang does not ask for those.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """A server plugin: the tensors that a running server is left with when its K/V pools are made."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

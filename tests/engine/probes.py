@@ -1,7 +1,5 @@
 """A server plugin that writes down what a server does, each part where its variable is set."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Drafts of every method for ``draft.algorithm.decode``, the decoder without an engine."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

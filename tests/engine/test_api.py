@@ -1,7 +1,5 @@
 """What users of a server rely on, with HYPERDFLASH on: formats, stops, streams, limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

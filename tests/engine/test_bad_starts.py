@@ -1,7 +1,5 @@
 """Bad checkpoints and flags: the real command line ends with one clear message."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The commands that start servers, and what ``python -m eval`` measures on them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from functools import partial

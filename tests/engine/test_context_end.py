@@ -1,7 +1,5 @@
 """Answers that fill the context are the baseline's; no row past its end reaches a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

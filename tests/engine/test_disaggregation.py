@@ -3,8 +3,6 @@
 Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count

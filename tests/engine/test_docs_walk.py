@@ -1,7 +1,5 @@
 """The documents' shell commands, typed in order, unless a mark says why not (``documents.py``)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

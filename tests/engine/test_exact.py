@@ -1,7 +1,5 @@
 """Answers are exact: the baseline's by seed, by argmax, by logprobs, whatever is asked for."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """HY-V4's own forward, its residual handed out by our hook, through the whole engine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

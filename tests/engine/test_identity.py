@@ -1,7 +1,5 @@
 """Temperature 0: HYPERDFLASH gives the baseline's tokens, one by one, whatever the scheduling."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One server that records and follows published drafters: each test leaves it to the next."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """A drafter that learns from traffic, while its server and its learner are killed."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -3,8 +3,6 @@
 Not in every run: it needs ``sglang-router`` (``make router-test``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

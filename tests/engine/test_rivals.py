@@ -4,8 +4,6 @@ A comparison with a rival that is served wrongly would be worth nothing. With th
 SGLang's DFLASH runs on a plain target as before.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -4,8 +4,6 @@ Every context ends where the target is nearly certain of one token, the same anc
 draw. The two tokens after it come from verification alone, of a block's first two rows.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

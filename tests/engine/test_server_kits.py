@@ -4,8 +4,6 @@ Kits of what other tests here compare with the baseline (texts, stops, grammars,
 run again.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

@@ -4,8 +4,6 @@
 records every request next to a learner, whose drafters the server follows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

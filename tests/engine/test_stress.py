@@ -1,7 +1,5 @@
 """Random widths, chunked prompts, retractions, processors and failing grammars on one server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Two ranks over gloo: the tokens of one, and half the draft's K/V heads on each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What was trained is what is served: the same drafts, an overfit block, the target's answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """New weights while a server runs: of the target, or of the drafter; answers stay right."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A width that follows load: the baseline's answers, and a start that leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A drafter with a window and a random, strong dependency head: drafts and answers are right."""
 
-from __future__ import annotations
-
 import pytest
 
 from sglang_hyperdflash.draft.algorithm import decode

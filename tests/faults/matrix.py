@@ -1,7 +1,5 @@
 """Runs a command, injects a fault, and runs it again until it ends well."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

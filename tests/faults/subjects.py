@@ -1,7 +1,5 @@
 """The long commands as subjects of the matrix, on the tiny target."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 One test a cell, so that a part can be asked for: ``-k "capture and Ctrl"``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,8 +4,6 @@ Everything up to the first kernel runs: the CUDA branches of SGLang and of the l
 are imported, every hook is installed and compared with its source, arguments are resolved.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import pkgutil

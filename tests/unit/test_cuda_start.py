@@ -1,7 +1,5 @@
 """What SGLang makes of our commands on machines with a GPU, which this one need not have."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

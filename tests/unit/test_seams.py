@@ -1,7 +1,5 @@
 """Every private SGLang name that we use still has the shape we rely on; a lost hook is loud."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util

@@ -4,8 +4,6 @@ Whatever is not plainly the same after a fork is started in the ordinary way. Wh
 ``multiprocessing`` is forked from a copy of the template as it was.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

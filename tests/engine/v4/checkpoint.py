@@ -5,8 +5,6 @@ routing, no compression, ratio 4 with its index, ratio 128. Head sizes are V4's 
 layout depends on them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Torch forms of DeepSeek-V4's compressors (``c4_v2.cuh``, ``c128_v2.cuh``, their fused store)."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.engine.v4.latents import NOPE, rms, rotate_end, store_index, store_latents

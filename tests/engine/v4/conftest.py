@@ -1,7 +1,5 @@
 """The checkpoint, its drafter and what no speculation answers, made once a session."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

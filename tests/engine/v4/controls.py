@@ -3,8 +3,6 @@
 ``V4_FAULT`` names one of them.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

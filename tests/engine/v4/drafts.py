@@ -5,8 +5,6 @@ any length of a known answer, then wrong ones: each acceptance happens everywher
 window ends too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

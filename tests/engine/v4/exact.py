@@ -5,8 +5,6 @@ apart from its vectorised body. The differences are of one step, and fp8 stores 
 a verified block of seven rows would not equal seven single ones. So: fp64, rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -4,8 +4,6 @@ Tests that are run apart add to the same file; ``eval/results/v4_on_cpu`` holds 
 table: ``python -m tests.engine.v4.findings``.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

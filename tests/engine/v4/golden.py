@@ -4,8 +4,6 @@ In fp32 it is the truth. In bf16, with K/V rounded as V4's pages round them, it 
 arithmetic may be from the truth, whoever does it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ power-of-two scales and one byte of padding, which no kernel writes. An index ke
 and one fp32 scale. A page holds its rows' data first, then their scales.
 """
 
-from __future__ import annotations
-
 import scipy.linalg
 import torch
 

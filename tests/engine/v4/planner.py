@@ -6,8 +6,6 @@ and which rows of the step enter the ring. The kernels compute with integers onl
 compiles for the host, with ``host_cuda.hpp`` in the place of threads, barriers and reductions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

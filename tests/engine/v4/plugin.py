@@ -5,8 +5,6 @@ stay SGLang's. Every replacement takes arguments of the function it replaces by 
 writes the same bytes to the same pools.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -12,8 +12,6 @@ request's (a radix hit), one block of which a number of rows is right, and a sec
 right throughout: what it compresses, it finds where the first one left it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

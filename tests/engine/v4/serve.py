@@ -1,7 +1,5 @@
 """Servers of the small V4 checkpoint, and the questions that every test asks them."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """What a HYPERDFLASH server says of one text, row by row, next to another implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Torch forms of DeepSeek-V4's sparse attention: FlashMLA, index scores, top-k, metadata."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Torch forms of DeepSeek-V4's hyper-connections (TileLang) and of its routed experts."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -3,8 +3,6 @@
 Every row is one that a round of speculation committed, or a prefill.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

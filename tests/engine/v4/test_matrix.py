@@ -1,7 +1,5 @@
 """What a server may do to a request on DeepSeek-V4, against no speculation; ``make v4-test``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory as ``hyperdflash plan`` reserves it against the tensors that a running server holds."""
 
-from __future__ import annotations
-
 import json
 import re
 

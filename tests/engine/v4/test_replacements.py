@@ -1,7 +1,5 @@
 """The index's scores against products, no server; ``test_golden`` compares what they choose."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -4,8 +4,6 @@
 SGLang's rings take.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

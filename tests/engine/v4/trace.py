@@ -1,7 +1,5 @@
 """Row by row: what attention was asked and answered, and what the drafter was given."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

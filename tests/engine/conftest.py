@@ -314,7 +314,7 @@ def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
         if not path.is_file():
             server = request.getfixturevalue("target_server")
             # Deterministic inference gives the same whatever the batch.
-            told = case_answers(server, CASES, own_prompts, 32)
+            told = case_answers(server, CASES, own_prompts, 64)
             write_json(path, told | {"own": ids(greedy_all(server, own_prompts, 12))})
     return json.loads(path.read_text())
 

@@ -66,7 +66,7 @@ def test_logprobs_of_prompts_are_the_baselines(
 ):
     options = {"return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": 0}
     ask = partial(greedy, max_new_tokens=new_tokens, **options)
-    both = [greedy_all(s, own_prompts[::3], 2, ask) for s in (target_server, hyper_server)]
+    both = [greedy_all(s, own_prompts[::3], 4, ask) for s in (target_server, hyper_server)]
     for plain, drafted in ([a["meta_info"] for a in pair] for pair in zip(*both, strict=True)):
         for kind in ("output_token_logprobs", "input_token_logprobs"):
             values, others = ([x[0] for x in one[kind]] for one in (plain, drafted))

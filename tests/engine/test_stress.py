@@ -81,7 +81,7 @@ def test_greedy_answers(server, own_prompts, own_reference):
     caps = [sum(column) for column in zip(*map(caps_of, answers), strict=True)]
     assert [width for width, rounds in enumerate(caps) if rounds] == [1, 2, 4, 7], caps
     longer = [p + r[:50] for p, r in zip(own_prompts, own_reference, strict=True)]
-    found = ids(greedy_all(server, longer, 4))
+    found = ids(greedy_all(server, longer, 12))
     assert [a[: NEW_TOKENS - 50] for a in found] == [r[50:] for r in own_reference]
 
 
@@ -163,7 +163,7 @@ def test_metrics_count_the_drafts_of_narrow_rounds(server, own_prompts):
         return torch.tensor([[one[str(k)] for k in range(1, 7)] for one in both])
 
     rounds, before = sum(asking.samples(server, ROUNDS).values()), counted()
-    found = greedy_all(server, own_prompts[:6], 2)
+    found = greedy_all(server, own_prompts[:6], 6)
     accepted, drafted = (counted() - before).tolist()
     histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in found]
     assert accepted == [sum(sum(h[k:]) for h in histograms) for k in range(1, 7)]

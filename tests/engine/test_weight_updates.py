@@ -65,7 +65,7 @@ def test_a_new_drafter_drafts_as_if_the_server_had_started_with_it(
         assert [reply.status_code for reply in replies] == [200] * 3, replies[1].text
     flush(updated)
     target = LocalTarget(target_dir)
-    for prompt in own_prompts[:3]:
+    for prompt in own_prompts[:2]:
         answer = greedy(updated, prompt, COMPARED)
         tokens, expected = decode(target, block_draft(target, draft), prompt, COMPARED, None)
         found = counters(answer["meta_info"])[2]
@@ -111,7 +111,7 @@ def test_answers_follow_the_target_s_new_weights(
         expected, _ = decode(target, lambda tokens: [0] * 6, prompt, 12, None)
         assert greedy(updated, prompt, 12)["output_ids"] == expected
     assert update(updated, target_dir).status_code == 200
-    answers = greedy_all(updated, own_prompts[:6], 3)
+    answers = greedy_all(updated, own_prompts[:6], 6)
     assert ids(answers) == own_reference[:6]
     # The drafter is still the one that knows this target.
     histograms = [a["meta_info"]["spec_correct_drafts_histogram"] for a in answers]

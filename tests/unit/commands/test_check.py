@@ -30,6 +30,7 @@ def test_a_sound_installation_is_told_in_five_lines():
     assert states(ended.stdout) == dict.fromkeys(subjects, "ok")
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_switched_off_is_wrong(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "no-such-plugin")
     ended = run_command("check", timeout=PATIENCE)

@@ -14,7 +14,7 @@ from tests.unit.training.streams import add, learn_arguments, new_drafter, recor
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import run_command, start_command
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:

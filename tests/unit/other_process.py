@@ -10,12 +10,15 @@ from tests.conftest import ROOT
 from tests.warm_start.client import ENVIRONMENT, finish
 
 MARK = "ANSWER "
+# ``python -m`` whose imports no garbage collection interrupts.
+RUN = "import gc, runpy, sys; gc.disable(); "
+RUN += "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
 
 
 def ask(module: str, question: Any, seconds: float = 300, **environment: str) -> Any:
     """What ``python -m module`` answers to a question, with imports of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-c", RUN, module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,10 +1,11 @@
 """Filters without a sort keep exactly what a sorted vocabulary would keep."""
 
-from types import SimpleNamespace
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
 
+from cpu_engine.rivals.eagle_ops import top_k_renorm, top_p_renorm
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
 from sglang_hyperdflash.draft.propose import Draws
 from sglang_hyperdflash.serving.verification import exact
@@ -29,10 +30,9 @@ def random_sampling(generator, vocabulary: int, after_top_k: bool = False) -> Sa
 def oracle(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """SGLang's top-k, top-p and min-p, one token at a time in Python floats."""
     result = torch.zeros(logits.shape)
-    numbers = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
-    for row, temperature, top_k, top_p, min_p in zip(
-        range(len(logits)), *(each.tolist() for each in numbers), strict=True
-    ):
+    columns = (sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps)
+    limits = zip(*(column.tolist() for column in columns), strict=True)
+    for row, (temperature, top_k, top_p, min_p) in enumerate(limits):
         probs = (logits[row].double() / temperature).softmax(0).tolist()
         order = sorted(range(len(probs)), key=lambda i: -probs[i])
         # Joint, top-p is a share of the whole; in a sequential row of what has passed top-k.
@@ -52,18 +52,13 @@ def oracle(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def top_k_kernel(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """In FlashInfer's place; a row of NaN would never end its search of a threshold."""
     assert torch.isfinite(probs).all()
-    k = k.long().clamp(max=probs.shape[-1])
-    kept = probs * (probs >= probs.sort(-1, descending=True).values.gather(1, k[:, None] - 1))
-    return kept / kept.sum(-1, keepdim=True)
+    return top_k_renorm(probs, k)
 
 
 def top_p_kernel(probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """In FlashInfer's place; it stops where its fp32 sum has reached the whole."""
     assert torch.isfinite(probs).all()
-    ordered, order = probs.sort(-1, descending=True)
-    before = (ordered.cumsum(-1) - ordered).float()
-    kept = ordered * (before < p[:, None] - 1e-7)
-    return torch.zeros_like(probs).scatter_(1, order, kept / kept.sum(-1, keepdim=True))
+    return top_p_renorm(probs, p - 1e-7)
 
 
 KERNELS = (top_k_kernel, top_p_kernel)
@@ -105,9 +100,8 @@ def test_a_broken_row_is_seen_and_its_neighbours_are_untouched(needed, renorm):
     logits = torch.randn(5, 50)
     whole = logits.clone()
     logits[1, 7], logits[2], logits[3, 0] = float("nan"), float("-inf"), float("inf")
-    draws = Draws(torch.arange(5), torch.ones(5).bool())
-    positions = torch.zeros(5, 1, dtype=torch.int64)
-    ones = torch.ones(5)
+    ones, positions = torch.ones(5), torch.zeros(5, 1, dtype=torch.int64)
+    draws = Draws(torch.arange(5), ones.bool())
     sampling = Sampling(ones, 9 * ones.long(), 0.9 * ones, 0 * ones, *needed)
     kept, expected = (
         exact.weights_of(t.unsqueeze(1), sampling, renorm).squeeze(1) for t in (logits, whole)
@@ -129,10 +123,8 @@ def test_a_prefills_filters_leave_sglangs_probabilities_alone(renorm):
     probs = (logits / sampling.temperatures.unsqueeze(1)).softmax(-1)
     probs[1] = float("nan")
     before = probs.clone()
-    verifier = object.__new__(Verifier)
-    verifier.renorm = renorm
     draws = Draws(torch.arange(ROWS), torch.ones(ROWS).bool())
-    requests = SimpleNamespace(sampling=sampling, draws=draws)
-    _, weights = verifier.draw_prefill(logits, probs, torch.arange(ROWS), requests)
+    requests, verifier = Namespace(sampling=sampling, draws=draws), Namespace(renorm=renorm)
+    _, weights = Verifier.draw_prefill(verifier, logits, probs, torch.arange(ROWS), requests)
     assert not torch.equal(weights, before)
     assert torch.equal(probs.nan_to_num(nan=-1.0), before.nan_to_num(nan=-1.0))

@@ -25,9 +25,8 @@ def formula(hidden, fn, base, scale, path_norm, hidden_norm):
 
 
 def inputs_of(n, m, d, norms=(True, True)) -> list[torch.Tensor | None]:
-    return [
-        None if t is None else t.cpu() for t in tensors_of(random_arguments(n, m, d, norms=norms))
-    ]
+    tensors = tensors_of(random_arguments(n, m, d, norms=norms))
+    return [None if t is None else t.cpu() for t in tensors]
 
 
 @pytest.mark.parametrize("n, m, d", [(0, 4, 16), (6, 1, 3), (6, 4, 16), (6, 8, 5)])
@@ -87,8 +86,7 @@ def test_a_wrong_kernel_is_seen_before_it_serves(monkeypatch, dtype):
     reducer, norm = HCGateReducer(4, 64, **EPSILONS), torch.ones(64, dtype=dtype)
     check_kernels(reducer, norm)
     check_kernels(FcReducer(256, 64, rms_eps=1e-6), norm)
-    plain = reducer_module.hc_gate_reduce
-    wrong = lambda *args, **kwargs: plain(*args, **kwargs) * 1.02  # noqa: E731
+    wrong = lambda *args, **kwargs: hc_gate_reduce(*args, **kwargs) * 1.02  # noqa: E731
     monkeypatch.setattr(reducer_module, "hc_gate_reduce", wrong)
     with pytest.raises(RuntimeError, match="kernel"):
         check_kernels(reducer, norm)

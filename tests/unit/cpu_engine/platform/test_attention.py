@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from cpu_engine.platform.attention import TorchAttention
@@ -18,18 +18,17 @@ CASES = {"decode": (1, 1, 1), "target_verify": (5, 5, 5), "extend": (3, 7, 1)}
 
 def loop(q, k, v, rows, lengths, layer, sinks):
     """One query and head at a time."""
-    heads, kv_heads, window = layer.tp_q_head_num, layer.tp_k_head_num, layer.sliding_window_size
-    causal, out, queries = layer.attn_type == AttentionType.DECODER, [], iter(q)
+    window, out, queries = layer.sliding_window_size, [], iter(q)
+    causal, group = layer.attn_type == AttentionType.DECODER, q.shape[1] // k.shape[1]
     for row, prefix, n in zip(rows, PREFIXES, lengths, strict=True):
         for position in range(prefix, prefix + n):
             query, last = next(queries), position if causal else prefix + n - 1
-            keys = [int(row[p]) for p in range(last + 1) if window < 0 or p >= position - window]
-            for h in range(heads):
-                scores = (k[keys, h * kv_heads // heads] @ query[h]) * D**-0.5
+            keys = row[0 if window < 0 else max(position - window, 0) : last + 1]
+            for h in range(q.shape[1]):
+                scores = (k[keys, h // group] @ query[h]) * D**-0.5
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1]])
-                weights = scores.softmax(0)[: len(keys)]
-                out.append(weights @ v[keys, h * kv_heads // heads])
+                out.append(scores.softmax(0)[: len(keys)] @ v[keys, h // group])
     return torch.cat(out).view(len(q), -1)
 
 
@@ -44,25 +43,18 @@ def test_matches_the_loop(case, heads, kv_heads, with_sinks, causal, window):
     table = torch.stack([torch.randperm(SLOTS)[:20] for _ in range(4)])
     rows_of = SimpleNamespace(req_to_token=table)
     runner = SimpleNamespace(device="cpu", req_to_token_pool=rows_of, token_to_kv_pool=pool)
-    indices = torch.tensor([2, 0, 3])
-    prefixes = torch.tensor(PREFIXES)
+    indices, new = torch.tensor([2, 0, 3]), torch.tensor(lengths)
     batch = SimpleNamespace(
         forward_mode=ForwardMode[case.upper()],
         batch_size=3,
         req_pool_indices=indices,
-        seq_lens=prefixes + (0 if case == "target_verify" else torch.tensor(lengths)),
-        extend_seq_lens=torch.tensor(lengths),
+        seq_lens=torch.tensor(PREFIXES) + (0 if case == "target_verify" else new),
+        extend_seq_lens=new,
         spec_info=SimpleNamespace(draft_token_num=lengths[0]),
     )
-    layer = SimpleNamespace(
-        tp_q_head_num=heads,
-        tp_k_head_num=kv_heads,
-        qk_head_dim=D,
-        layer_id=0,
-        scaling=D**-0.5,
-        sliding_window_size=window,
-        attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
-    )
+    kind = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
+    sizes = {"sliding_window_size": window, "attn_type": kind}
+    layer = RadixAttention(heads, D, D**-0.5, kv_heads, layer_id=0, **sizes)
     rows = sum(lengths)
     q = torch.randn(rows + 2, heads, D)  # the last two are padding of a larger batch
     sinks = torch.randn(heads) if with_sinks else None

@@ -3,16 +3,15 @@
 Rows are a verified round's, seven a request. ``seeded`` and ``unseeded`` go from logits to what is
 committed, and the learning. Rivals: SGLang's walk of a dependency head's candidates (``selector``,
 of ``propose``; in its draft's graph while serving, so its time is an upper bound), torch's softmax,
-and SGLang's sampler, on as many rows or on one a request. Nothing is in a CUDA graph: launches
-count.
+and SGLang's sampler, on as many rows or on one a request. Launches count: there is no CUDA graph.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,8 +22,6 @@ from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
     Committed,
     Rows,
-    accept,
-    finish,
     read_rows,
     unpack,
     verify_block,
@@ -36,14 +33,14 @@ from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.graph_timing import events_ms, interleaved
 
 VOCABULARY, REQUESTS, BLOCK, CANDIDATES, RANK = 129_280, (1, 8, 64, 256), 7, 64, 256
-FILTERS: dict[str, dict[str, Any]] = {"none": {}, "top-p 0.9": {"top_p": 0.9}}
+FILTERS = {"none": {}, "top-p 0.9": {"top_p": 0.9}}
 FILTERS["top-k 50, top-p 0.9"] = {"top_k": 50, "top_p": 0.9}
 
 
 class Case:
     """One batch of equal requests: logits ``[requests * 7, vocabulary]`` fp32, and its drafts."""
 
-    def __init__(self, requests: int, filters: dict[str, Any]) -> None:
+    def __init__(self, requests: int, filters: dict) -> None:
         self.requests, self.filters, self.renorm = requests, filters, renorm_kernels()
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -96,7 +93,7 @@ class Case:
         draws = self.draws(seeded)
         self.learn(*self.committed(self.rows(draws), draws), draws)
 
-    def selector(self) -> Callable[[], Any]:
+    def selector(self) -> Callable:
         """SGLang's selector on the same candidates, its projection already applied."""
         from sglang.srt.models.dflash import CandidateSelector
 
@@ -111,7 +108,7 @@ class Case:
         path = {"candidate_ids": ids, "temperatures": self.sampling.temperatures}
         path["greedy_mask"] = torch.zeros_like(self.seeds).bool()
 
-        def walk() -> Any:
+        def walk() -> torch.Tensor:
             scores = selector.build_lattice(**lattice)
             return selector.sample_path(scores=scores, uniforms=torch.rand_like(uniforms), **path)
 
@@ -134,36 +131,23 @@ class Case:
             *limits, sampling.min_ps, False, *noise
         )
 
-    def contenders(self) -> dict[str, Callable[[], Any]]:
-        """Calls by name."""
-        seeded, draws = self.draws(True), self.draws(False)
-        rows = self.rows(draws)
-        committed, p = self.committed(rows, draws)
-        target = self.logits, rows.kept, rows.tokens, rows.largest, rows.total, self.block
-        q = self.proposal.ids, self.proposal.q
-        of_requests = self.sampling.temperatures, self.sampling.top_ks, draws.seeded, self.seeds
-        of_requests = *of_requests, self.positions
-        accepting = *target, *q, self.proposal.choice, *of_requests, VOCABULARY
-        finishing = *target, *q, *accept(*accepting)[:2], *of_requests, True, VOCABULARY
-        return {
-            "propose": lambda: self.propose(draws),
-            "selector": self.selector(),
-            "rows": lambda: self.rows(draws),
-            "rows seeded": lambda: self.rows(seeded),
-            "softmax": lambda: torch.softmax(self.logits, dim=-1),
-            "accept": lambda: accept(*accepting),
-            "finish": lambda: finish(*finishing),
-            "learn": lambda: self.learn(committed, p, draws),
-            "seeded": lambda: self.ours(True),
-            "unseeded": lambda: self.ours(False),
-            "sglang": lambda: self.sglang(False),
-            "sglang one row": lambda: self.sglang(False, 1),
-            "sglang seeded": lambda: self.sglang(True),
-        }
-
     def measure(self) -> dict[str, float]:
         """Median milliseconds a call of every contender; rounds are interleaved."""
-        calls = self.contenders()
+        draws, rows = self.draws(False), self.rows(self.draws(False))
+        calls = {
+            "propose": partial(self.propose, draws),
+            "selector": self.selector(),
+            "rows": partial(self.rows, draws),
+            "rows seeded": partial(self.rows, self.draws(True)),
+            "softmax": partial(torch.softmax, self.logits, dim=-1),
+            "accept and finish": partial(self.committed, rows, draws),
+            "learn": partial(self.learn, *self.committed(rows, draws), draws),
+            "seeded": partial(self.ours, True),
+            "unseeded": partial(self.ours, False),
+            "sglang": partial(self.sglang, False),
+            "sglang one row": partial(self.sglang, False, 1),
+            "sglang seeded": partial(self.sglang, True),
+        }
 
         def time_ms(name: str) -> float:
             return events_ms(lambda: [calls[name]() for _ in range(3)]) / 3

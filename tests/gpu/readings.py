@@ -17,8 +17,6 @@ from tests.pool_log import logged_pools
 # Calls of the host that wait for the device. A value that is read back is among them; torch's own
 # names of a read, as aten::item, are recorded of tensors on the host too.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-# How SGLang's profiler names a target's pass over drafts: one a round.
-ROUND = "user_annotation", "step[VERIFY"
 CUDA_POOL = r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB"
 # Of each capture of CUDA graphs: the target's, then the draft's.
 GRAPH = r"[Cc]apture.*graph.*end.*mem usage=([\d.]+) GB"
@@ -51,7 +49,9 @@ def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
 
     The profiler itself waits for the device before it starts and when it stops.
     """
-    passes = [e for e in events if e.get("cat") == ROUND[0] and e["name"].startswith(ROUND[1])]
+    # How SGLang's profiler names a target's pass over drafts: one a round.
+    kind, name = "user_annotation", "step[VERIFY"
+    passes = [e for e in events if e.get("cat") == kind and e["name"].startswith(name)]
     begin = min((e["ts"] for e in passes), default=0)
     end = max((e["ts"] + e["dur"] for e in passes), default=0)
     threads = {(e["pid"], e["tid"]) for e in passes}
@@ -78,13 +78,13 @@ def used_bytes(process_id: int) -> int:
     return sum(p.memory_info().rss for p in (parent, *parent.children(recursive=True)))
 
 
-def most_while(read: Callable[[], int], work: Callable[[], None]) -> tuple[int, int]:
-    """What ``read`` says before ``work``, and the most while it runs; read every 20 ms."""
-    before = most = read()
+def used_while(process_id: int, work: Callable, *arguments, **options) -> tuple[int, int]:
+    """Memory in use before ``work``, and the most while it runs; read every 20 ms."""
+    before = most = used_bytes(process_id)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(work)
+        running = pool.submit(work, *arguments, **options)
         while not running.done():
-            most = max(most, read())
+            most = max(most, used_bytes(process_id))
             time.sleep(0.02)
     running.result()
     return before, most

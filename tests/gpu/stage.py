@@ -30,9 +30,8 @@ def draw(model, *args, **kwargs):
             value.fill_(1.0 if "norm" in name else 0.0 if "base" in name else 0.5)
             continue
         generator = torch.Generator(device=value.device).manual_seed(zlib.crc32(name.encode()))
-        scale = value.shape[-1] ** -0.5
-        drawn = torch.randn(value.shape, generator=generator, device=value.device) * scale
-        value.copy_(drawn.to(value.dtype))
+        drawn = torch.randn(value.shape, generator=generator, device=value.device)
+        value.copy_(drawn * value.shape[-1] ** -0.5)
 
 def load():
     from sglang.srt.model_loader import loader

@@ -118,9 +118,8 @@ def million(v: Visit) -> None:
         _check_graphs(v, log)
         answers = asked(server, stage.prompts(stage.requests), SHORT)
         v.check(all(len(a) == SHORT for a in ids(answers)), "an answer is too short")
-        some = stage.prompts(1, seed=1)[0]
-        long = some * (stage.long_prompt // len(some) + 1)
-        answer = greedy(server, long[: stage.long_prompt], SHORT)
+        (long,) = stage.prompts(1, seed=1, first=stage.long_prompt)
+        answer = greedy(server, long, SHORT)
         v.check(len(answer["output_ids"]) == SHORT, "the long prompt was not answered")
 
 
@@ -147,9 +146,8 @@ def bench(v: Visit) -> None:
 
 def tests(v: Visit) -> None:
     """``make gpu-test``."""
-    paths = sorted(ROOT.glob("tests/unit/triton_ops/test_*_kernel*.py"))
-    for chosen in (["-m", "gpu"], [str(path.relative_to(ROOT)) for path in paths]):
-        _run(v, "pytest", *chosen)
+    _run(v, "pytest", "-m", "gpu")
+    _run(v, "pytest", *map(str, sorted(ROOT.glob("tests/unit/triton_ops/test_*_kernel*.py"))))
 
 
 def _run(v: Visit, module: str, *arguments: str) -> None:
@@ -290,11 +288,8 @@ def sampled(v: Visit) -> None:
     limits = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
     with v.server("sampled", *arguments, draft=v.drafter) as server:
         asked(server, prompts[:2], SHORT, **limits)
-        process = server.process.pid
-        before, most = readings.most_while(
-            lambda: readings.used_bytes(process),
-            lambda: asked(server, prompts, 4 * SHORT, **limits),
-        )
+        work = asked, server, prompts, 4 * SHORT
+        before, most = readings.used_while(server.process.pid, *work, **limits)
     counted = extra_device_memory(v.shape())["verification of sampled requests"]
     v.found |= {"before": before, "peak": most, "counted": counted}
     # The start's rehearsal has left the allocator what it needs, so little may come on top.

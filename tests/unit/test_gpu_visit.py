@@ -6,7 +6,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,8 +47,7 @@ def answer(environment: dict) -> list[int]:
 
 def blocks(path: Path) -> dict:
     """Drafts of rounds of every width, as a server would have written them down."""
-    width = {0: 1, 1: 3, 2: 6}
-    return {("r0", n): (n, [(n + k) % 397 for k in range(width[n % 3])]) for n in range(60)}
+    return {("r0", n): (n, [(n + k) % 397 for k in range((1, 3, 6)[n % 3])]) for n in range(60)}
 
 
 @pytest.fixture
@@ -58,38 +57,36 @@ def walk(tmp_path, monkeypatch):
     def walked(stage, only, text=answer, events=(), drafts=blocks):
         stage, log = replace(stage, requests=4, long_prompt=30), tmp_path / "log"
         log.write_text(LOG)
-        with gzip.open(tmp_path / "decode.json.gz", "wt") as file:
-            json.dump({"traceEvents": [*ROUNDS, *OUTSIDE, *events, {"ph": "M"}]}, file)
+        trace = json.dumps({"traceEvents": [*ROUNDS, *OUTSIDE, *events, {"ph": "M"}]}).encode()
 
         @contextmanager
         def server(self, name, *arguments, draft=None, **environment):
             def generate(input_ids, sampling_params, **_):
                 tokens = text(environment)[: sampling_params["max_new_tokens"]]
-                rounds = {"cap_lens": [0, 3, 3, 0, 3, 0, 0, 3], "correct_drafts": [1] * 7}
-                meta = {f"spec_{name}_histogram": counts for name, counts in rounds.items()}
+                meta = {"spec_cap_lens_histogram": [0, 3, 3, 0, 3, 0, 0, 3]}
+                meta["spec_correct_drafts_histogram"] = [1] * 7
                 one = {"output_ids": tokens, "meta_info": meta}
                 return [one] * len(input_ids) if isinstance(input_ids[0], list) else one
 
-            process = SimpleNamespace(pid=1)
-            yield SimpleNamespace(generate=generate, log=log, process=process, url="http://no")
+            yield Mock(generate=generate, log=log)
 
-        fine = SimpleNamespace(returncode=0, stdout="", stderr="", raise_for_status=lambda: None)
-        commands: list = []
+        def start_profile(url, json, timeout):
+            Path(json["output_dir"], "decode.json.gz").write_bytes(gzip.compress(trace))
+            return Mock()
+
+        run = Mock(return_value=Mock(returncode=0, stdout="", stderr=""))
         monkeypatch.setattr(steps.Visit, "server", server)
         monkeypatch.setattr(type(stage), "write_drafter", lambda *_: tmp_path)
         monkeypatch.setattr(steps, "own_blocks", drafts)
-        monkeypatch.setattr(steps.requests, "post", lambda *_, **__: fine)
-        runs = SimpleNamespace(run=lambda command, **_: commands.append(command[2:]) or fine)
-        monkeypatch.setattr(steps, "subprocess", runs)
+        monkeypatch.setattr(steps.requests, "post", start_profile)
+        monkeypatch.setattr(steps, "subprocess", Mock(run=run))
         monkeypatch.setattr(readings, "used_bytes", lambda process: 1)
-        monkeypatch.setattr(
-            readings, "trace_events", lambda _, t=readings.trace_events: t(tmp_path)
-        )
         places = tmp_path, tmp_path / "out", Path("target"), Path("drafter")
         report = visit.run(steps.Visit(stage, Servers(), *places), only)
         written = json.loads((tmp_path / "out" / "visit.json").read_text())
         assert written == json.loads(json.dumps(report))
-        return {name: step["failed"] for name, step in report["steps"].items()}, commands
+        failed = {name: step["failed"] for name, step in report["steps"].items()}
+        return failed, [call.args[0][2:] for call in run.call_args_list]
 
     return walked
 
@@ -110,8 +107,7 @@ def test_a_step_that_breaks_is_written_down_and_the_next_one_runs(walk, monkeypa
         """One that raises."""
         raise RuntimeError("no such kernel")
 
-    every = {"breaks": breaks, "residual": steps.residual}
-    monkeypatch.setattr(visit, "STEPS", every)
+    monkeypatch.setattr(visit, "STEPS", {"breaks": breaks, "residual": steps.residual})
     assert walk(CPU, None)[0] == {"breaks": ["RuntimeError: no such kernel"], "residual": []}
     monkeypatch.setattr(visit.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):

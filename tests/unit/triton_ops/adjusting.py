@@ -10,16 +10,8 @@ PENALTIES = [(0.3, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 1.3), (0.0, 0.0, 0.6)]
 PENALTIES += [(-0.4, 0.2, 1.1), NEUTRAL]
 
 
-def adjusting(
-    changes: str,
-    start: torch.Tensor,
-    block: int,
-    ends: torch.Tensor,
-    vocabulary: int,
-    g: torch.Generator,
-    bias_dtype: torch.dtype = torch.float32,
-) -> dict[str, torch.Tensor | None]:
-    """The operators' last arguments, None but of ``changes``; some of ``ends`` end an answer.
+def adjusting(changes, start, block, ends, vocabulary, g, bias_dtype):
+    """The operators' last arguments by name, None but of ``changes``; some ``ends`` end an answer.
 
     The first end tokens may come before the block after ``start``, within it and after it.
     """

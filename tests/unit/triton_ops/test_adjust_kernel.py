@@ -5,16 +5,13 @@ import torch
 
 from sglang_hyperdflash.draft.adjust import NEUTRAL, adjust_rows_reference
 from tests.unit.triton_ops.adjusting import EVERYTHING, adjusting
-from tests.unit.triton_ops.gate_help import DEVICE, MANY
+from tests.unit.triton_ops.gate_help import BF16, DEVICE, FP16, FP32, MANY
 from triton_ops import adjust_kernel
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INTEGERS = {FP32: torch.int32, BF16: torch.int16, FP16: torch.int16}
 
 
-def arguments(
-    bs, block, vocabulary, dtype=FP32, changes=EVERYTHING, bias_dtype=FP32
-) -> dict[str, torch.Tensor | None]:
+def arguments(bs, block, vocabulary, dtype=FP32, changes=EVERYTHING, bias_dtype=FP32) -> dict:
     """The operator's arguments in their order; without ``changes`` nothing is adjusted."""
     g = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(bs, block, vocabulary, generator=g) * 4
@@ -29,7 +26,7 @@ def arguments(
     return known | adjusting(changes, start, block, ends, vocabulary, g, bias_dtype)
 
 
-def adjusted(known: dict[str, torch.Tensor | None]) -> torch.Tensor:
+def adjusted(known: dict) -> torch.Tensor:
     """The kernel's logits, after the comparison with the reference's.
 
     They lie as SGLang's, which cuts an LM head's padding off a view.

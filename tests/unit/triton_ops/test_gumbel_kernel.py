@@ -1,7 +1,7 @@
 """Hashed noise: SGLang's, bit for bit; draws follow their weights; kernels have the same."""
 
-import importlib.util
 import os
+import runpy
 from pathlib import Path
 from unittest import mock
 
@@ -13,15 +13,8 @@ from scipy import stats
 
 from tests.unit.statistics_help import chi_square_p_value
 from tests.unit.triton_ops.gate_help import DEVICE
-from triton_ops.gumbel import (
-    BLOCK_STREAM,
-    RESIDUAL_STREAM,
-    block_seeds,
-    coins,
-    gumbel_argmax,
-    gumbel_noise,
-    hash32,
-)
+from triton_ops import gumbel
+from triton_ops.gumbel import RESIDUAL_STREAM, block_seeds, coins, gumbel_argmax, gumbel_noise
 from triton_ops.gumbel_kernel import coin, noise
 
 SEEDS = torch.tensor([0, 1, 42, -1, -(2**63), 2**63 - 1, 2**32, 0x123456789ABCDEF])
@@ -40,16 +33,10 @@ def test_hashes_and_draws_are_those_of_sglangs_seeded_sampler():
     import sglang
     from sglang.srt.layers import sampler
 
-    path = Path(sglang.__path__[0]) / "kernels/ops/sampling/murmur_hash.py"
-    spec = importlib.util.spec_from_file_location("interpreted_murmur_hash", path)
-    module = importlib.util.module_from_spec(spec)
-
     def sglang_hash(seeds, positions, ids):
         hashed = torch.empty(len(seeds), len(ids), dtype=torch.uint32)
-        grid = (len(seeds), -(-len(ids) // 1024))
-        module.murmur_hash32_kernel[grid](
-            seeds.to(torch.uint64), positions, ids, hashed, *hashed.shape, BLOCK_SIZE=1024
-        )
+        given = seeds.to(torch.uint64), positions, ids, hashed, *hashed.shape
+        kernel[len(seeds), -(-len(ids) // 1024)](*given, BLOCK_SIZE=1024)
         return hashed
 
     ids = torch.cat([torch.arange(1500), torch.tensor([129_279, 2**31 - 1])])
@@ -59,11 +46,12 @@ def test_hashes_and_draws_are_those_of_sglangs_seeded_sampler():
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
         mock.patch.object(sampler, "murmur_hash32", sglang_hash),
     ):
-        spec.loader.exec_module(module)
+        path = Path(sglang.__path__[0]) / "kernels/ops/sampling/murmur_hash.py"
+        kernel = runpy.run_path(str(path))["murmur_hash32_kernel"]
         expected = sglang_hash(SEEDS, POSITIONS, ids).long()
         draw = sampler.multinomial_with_seed._torchdynamo_orig_callable
         drawn = draw(probs.log(), SEEDS, POSITIONS).squeeze(1)
-    hashed = hash32(SEEDS, POSITIONS, ids)
+    hashed = gumbel.hash32(SEEDS, POSITIONS, ids)
     assert torch.equal(hashed, expected)
     assert int(hashed.min()) >= 0 and int(hashed.max()) < 2**32
     assert torch.equal(gumbel_argmax(probs, SEEDS, POSITIONS), drawn)
@@ -92,8 +80,8 @@ def test_blocks_of_a_seed_have_noise_of_their_own_unless_it_is_the_clients():
     blocks = block_seeds(seeds, ~seeded, STEP)
     assert len(blocks.unique()) == MANY
     assert torch.equal(block_seeds(seeds, seeded, STEP), seeds)
-    wrapped = (2**63 - 5 + 3 * BLOCK_STREAM + 2**63) % 2**64 - 2**63
-    assert BLOCK_STREAM % 2 == 1 and int(blocks[2]) == wrapped
+    wrapped = (2**63 - 5 + 3 * gumbel.BLOCK_STREAM + 2**63) % 2**64 - 2**63
+    assert gumbel.BLOCK_STREAM % 2 == 1 and int(blocks[2]) == wrapped
     # Two blocks that overlap draw at one position independently.
     earlier = gumbel_argmax(EQUAL, block_seeds(seeds, ~seeded, STEP - 1), STEP + 1)
     assert uniform(4 * gumbel_argmax(EQUAL, blocks, STEP + 1) + earlier, 16)
@@ -122,7 +110,7 @@ def test_noise_is_finite_at_the_hashs_ends_and_the_kernels_as_are_the_coins():
     given = [t.to(DEVICE) for t in (torch.tensor(BEFORE), ids, SEEDS, POSITIONS)]
     _drawn_kernel[(1,)](*given, result, drawn)
     assert torch.equal(drawn.cpu(), coins(SEEDS, POSITIONS))
-    with mock.patch("triton_ops.gumbel.hash32", return_value=HASHES):
+    with mock.patch.object(gumbel, "hash32", return_value=HASHES):
         expected = gumbel_noise(ids, ids, ids)
     torch.testing.assert_close(result.cpu(), expected, rtol=1e-15, atol=1e-15)
     assert expected.isfinite().all() and expected.tolist() == sorted(expected.tolist())

@@ -13,18 +13,15 @@ from tests.unit.triton_ops import (
     test_rows_kernel,
     test_verify_kernels,
 )
+from tests.unit.triton_ops.adjusting import EVERYTHING
 from tests.unit.triton_ops.gate_help import DEVICE, random_arguments, tensors_of
-from triton_ops.hc_gate_op import (
-    hc_gate_reduce_backward_op,
-    hc_gate_reduce_op,
-    reduce_reference,
-)
+from triton_ops.hc_gate_op import hc_gate_reduce_backward_op, hc_gate_reduce_op, reduce_reference
 from triton_ops.verification import accept, finish, row_statistics
 
 
 def cases():
     """An operator and arguments of it, plain and with everything that is optional."""
-    for rank, changes in ((None, ""), (3, "penalties end_ids bias")):
+    for rank, changes in ((None, ""), (3, EVERYTHING)):
         known = test_propose_kernel.arguments(3, 2, 5, rank=rank, changes=changes)
         yield propose_op.default, test_propose_kernel.on_device(known)
         greedy = test_propose_kernel.of_greedy(known)
@@ -32,15 +29,15 @@ def cases():
     known = test_adjust_kernel.arguments(3, 2, 9)
     known["logits"].nan_to_num_()
     yield adjust_rows.default, [t.to(DEVICE) for t in known.values()]
-    inputs = test_rows_kernel.batch(4, 2, 40)
-    for kept in (None, test_rows_kernel.half_kept(inputs)):
-        yield row_statistics.default, [*inputs, kept, True]
+    rows = test_rows_kernel.batch(4, 2, 40)
+    for kept in (None, test_rows_kernel.half_kept(rows)):
+        yield row_statistics.default, [*rows.values(), kept, True]
     correct = torch.arange(3, dtype=torch.int32, device=DEVICE)
     for filtered in (False, True):
         given = test_verify_kernels.make_round(3, 2, 4, 20, filtered=filtered)
-        yield accept.default, given.of_accept()
-        yield finish.default, given.of_finish(correct, torch.ones(3, device=DEVICE).double())
-    yield accept.default, given.without_proposal(known=False).of_accept()
+        yield accept.default, given
+        yield finish.default, test_verify_kernels.of_finish(given, correct, correct.double())
+    yield accept.default, given | test_verify_kernels.BARE
     state = torch.rand(4), torch.rand(2, 4).double(), torch.rand(2)
     round_ = test_learn_kernel.a_round(3, 2, 4).values()
     yield learn_op.default, [*round_, True, True, *(t.to(DEVICE) for t in state), 400, 50.0]
@@ -57,5 +54,6 @@ CASES = list(cases())
 
 @pytest.mark.parametrize(("operator", "arguments"), CASES, ids=[str(op) for op, _ in CASES])
 def test_the_operators_schema_and_fake_are_true(operator, arguments):
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, tuple(arguments), test_utils=checks)
+    named, checks = isinstance(arguments, dict), ("test_schema", "test_faketensor")
+    given = ((), arguments) if named else (tuple(arguments), {})
+    torch.library.opcheck(operator, *given, test_utils=checks)

@@ -1,85 +1,72 @@
 """The kernels of drafts against their torch references: in Triton's interpreter, or on a GPU."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
 from sglang_hyperdflash.draft.propose import propose_greedy_reference, propose_reference
-from tests.unit.triton_ops.adjusting import adjusting
-from tests.unit.triton_ops.gate_help import DEVICE, MANY
+from tests.unit.triton_ops.adjusting import EVERYTHING, adjusting
+from tests.unit.triton_ops.gate_help import BF16, DEVICE, FP16, FP32, MANY
 from triton_ops import propose_kernel
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INFINITE, NAN = float("inf"), float("nan")
 NO_TOP_K = 1 << 30
+ALL = "top_k top_p min_p"
+NO_HEAD = dict.fromkeys(("gates", "predecessor", "successor"))
 
 
 def arguments(
-    bs: int,
-    drafts: int,
-    candidates: int,
-    rank: int | None = None,
-    dtype: torch.dtype = FP32,
-    *,
-    exact: bool = False,
-    filters: str = "top_k top_p min_p",
-    changes: str = "",
-    bias_dtype: torch.dtype = FP32,
-    seed: int = 0,
-) -> dict[str, Any]:
+    bs, drafts, candidates, rank=None, dtype=FP32, exact=False, filters=ALL, changes="", bias=FP32
+):
     """The operator's arguments in their order; a head has a ``rank`` and tables of a ``dtype``.
 
     Blocks and positions are columns of wider tensors. Request 1 of four is greedy if ``filters``
     name top_k; every second one has a seed of its own. ``exact`` scores are the same in any order
-    of sums, and many are equal.
+    of sums, and many are equal. ``bias`` is the dtype of one among the ``changes``.
     """
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(bs)
     request, vocabulary = torch.arange(bs), max(300, 2 * candidates)
 
-    def normal(*shape: int) -> torch.Tensor:
-        if exact:
-            return torch.randint(-8, 9, shape, generator=g) / 4
-        return torch.randn(*shape, generator=g)
+    def normal(*shape):
+        whole = torch.randint(-8, 9, shape, generator=g) / 4
+        return whole if exact else torch.randn(*shape, generator=g)
 
-    def cycle(values: list[float], dtype: torch.dtype = FP32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)[request % len(values)]
+    def cycle(*values):
+        return torch.tensor(values)[request % len(values)]
 
     order = torch.rand(bs, drafts, vocabulary, generator=g).argsort(-1)
     ids = order[..., :candidates].contiguous()
-    gates, *tables = None, None, None
+    known = {"ids": ids, "scores": normal(bs, drafts, candidates) * 2} | NO_HEAD
     if rank is not None:
-        gates = normal(bs, drafts, rank) / 4
-        tables = [normal(vocabulary, rank).to(dtype) for _ in range(2)]
+        known["gates"] = normal(bs, drafts, rank) / 4
+        known["predecessor"] = normal(vocabulary, rank).to(dtype)
+        known["successor"] = normal(vocabulary, rank).to(dtype)
     start = torch.randint(0, 1 << 20, (bs, 1), generator=g)
     wide = torch.randint(0, vocabulary, (bs, drafts + 5), generator=g)
-    known = {"ids": ids, "scores": normal(bs, drafts, candidates) * 2, "gates": gates}
-    known |= {"predecessor": tables[0], "successor": tables[1]}
     known |= {
         "block_tokens": wide[:, 2 : drafts + 3],
         "seeds": torch.randint(-(2**63), 2**63 - 1, (bs,), generator=g),
         "seeded": request % 2 == 1,
         "positions": (start + torch.arange(drafts + 3))[:, : drafts + 1],
-        "temperatures": cycle([0.7, 1.0, 1.3, 0.9, 2.0]),
-        "top_ks": cycle(
-            [NO_TOP_K, *((1, 3, candidates) if "top_k" in filters else ())], torch.int32
-        ),
-        "top_ps": cycle([0.9, 1.0, 0.3, 0.7, 0.99] if "top_p" in filters else [1.0]),
-        "min_ps": cycle([0.0, 0.03, 0.2] if "min_p" in filters else [0.0]),
+        "temperatures": cycle(0.7, 1.0, 1.3, 0.9, 2.0),
+        "top_ks": cycle(NO_TOP_K, *((1, 3, candidates) if "top_k" in filters else ())).int(),
+        "top_ps": cycle(0.9, 1.0, 0.3, 0.7, 0.99) if "top_p" in filters else torch.ones(bs),
+        "min_ps": cycle(0.0, 0.03, 0.2) if "min_p" in filters else torch.zeros(bs),
         "draft_temperatures": torch.tensor([1.0, 0.7]),
+        "filters": bool(filters),
+        "sequential": "sequential" in filters,
     }
-    known |= {"filters": bool(filters), "sequential": "sequential" in filters}
     ends = ids[:, 0, :3] if drafts else ids
-    return known | adjusting(changes, start, drafts, ends, vocabulary, g, bias_dtype)
+    return known | adjusting(changes, start, drafts, ends, vocabulary, g, bias)
 
 
-def on_device(known: dict[str, Any]) -> list[Any]:
+def on_device(known: dict) -> list:
     return [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in known.values()]
 
 
-def check(known: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The kernel's results, after the comparison with the reference's.
+def check(known: dict) -> tuple[torch.Tensor, ...]:
+    """The kernel's results, after the comparison with the reference's; and as if all were greedy.
 
     Sums run in another order. Of these seeds no two scores, nor a sum and a filter's bound, are so
     near that it matters.
@@ -95,23 +82,17 @@ def check(known: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     torch.testing.assert_close(scores, scores_, rtol=close, atol=close, equal_nan=True)
     torch.testing.assert_close(q, q_, rtol=1e-5, atol=1e-6)
     assert (q[q_ > 1e-12] > 0).all() and (q_[q > 1e-12] > 0).all()
-    check_greedy(known)
+    greedy = of_greedy(known)
+    expected = propose_greedy_reference(*greedy.values())
+    drafts = propose_kernel.launch_greedy(*on_device(greedy)).cpu()
+    assert drafts.dtype == expected.dtype and torch.equal(drafts, expected)
     return results
 
 
-def of_greedy(known: dict[str, Any]) -> dict[str, Any]:
+def of_greedy(known: dict) -> dict:
     """The arguments of the operator of greedy requests."""
-    names = ("ids", "scores", "gates", "predecessor", "successor")
+    names = ("ids", "scores", *NO_HEAD)
     return {name: known[name] for name in names} | {"anchors": known["block_tokens"][:, 0]}
-
-
-def check_greedy(known: dict[str, Any]) -> None:
-    """As if every request were greedy."""
-    several = of_greedy(known)
-    expected = propose_greedy_reference(*several.values())
-    drafts = propose_kernel.launch_greedy(*on_device(several)).cpu()
-    assert drafts.dtype == expected.dtype
-    assert torch.equal(drafts, expected)
 
 
 # Requests, drafts, candidates; a head's rank, which is read in pieces of 128 candidates.
@@ -140,7 +121,7 @@ def test_every_filter_with_every_other(exact, filters):
         limits = {"top_ks": top_ks.int(), "top_ps": top_ps, "min_ps": min_ps}
     else:  # a greedy request alone takes its largest
         limits = {"top_ks": torch.where(torch.arange(24) < 2, 1, NO_TOP_K).int()}
-    known = arguments(24, 1, 20, filters=filters, exact=exact, seed=1) | limits
+    known = arguments(24, 1, 20, filters=filters, exact=exact) | limits
     if exact:
         known["scores"][12:] = 1.5
     _, q, choice, scores = check(known)
@@ -162,7 +143,7 @@ def test_many_candidates_are_sorted():
     [((0.0, 0.0), "", None), ((0.5, 0.0), "top_p min_p", None), ((0.0, 1.0), "", 3)],
 )
 def test_temperatures_of_every_size(draft_temperatures, filters, rank):
-    known = arguments(12, 1, 16, rank, filters=filters, exact=rank is not None, seed=3)
+    known = arguments(12, 1, 16, rank, filters=filters, exact=rank is not None)
     known["temperatures"] = torch.tensor([1e-5, 1e-3, 0.1, 0.5, 1.0, 10.0]).repeat(2)
     known["seeded"] = torch.arange(12) >= 6
     known["draft_temperatures"] = torch.tensor(draft_temperatures)
@@ -185,7 +166,7 @@ def test_rows_that_are_no_distribution_draft_what_argmax_takes(filters):
         [3e38, -3e38, 3e38, 0.0],
         [0.0, -0.0, 0.0, -0.0],
     ]
-    known = arguments(18, 1, 4, 2, filters=filters, seed=5)
+    known = arguments(18, 1, 4, 2, filters=filters)
     known["gates"].zero_()
     known["scores"] = torch.tensor(rows * 2).unsqueeze(1)
     known["temperatures"][[7, 16]] = 0.1  # divided by it the scores overflow
@@ -193,7 +174,7 @@ def test_rows_that_are_no_distribution_draft_what_argmax_takes(filters):
     known["draft_temperatures"] = torch.tensor([0.0, 1.0])
     check(known)
     first = [1, 0, 1, 0, 2, 0, None, None, None] * 2
-    choice = check(known | dict.fromkeys(("gates", "predecessor", "successor")))[2][:, 0]
+    choice = check(known | NO_HEAD)[2][:, 0]
     assert all(b in (None, a) for a, b in zip(choice.tolist(), first, strict=True))
 
 
@@ -204,17 +185,17 @@ def test_a_broken_row_leaves_the_drafts_around_it_alone():
 
 
 @pytest.mark.parametrize(
-    ("changes", "rank", "bias_dtype"),
+    ("changes", "rank", "bias"),
     [
         ("penalties", None, FP32),
         ("end_ids", None, FP32),
         ("bias", 4, BF16),
         ("bias", None, FP16),
-        ("penalties end_ids bias", 4, FP32),
+        (EVERYTHING, 4, FP32),
     ],
 )
-def test_every_change_alone_and_together(changes, rank, bias_dtype):
-    known = arguments(6, 3, 9, rank, exact=True, changes=changes, bias_dtype=bias_dtype, seed=6)
+def test_every_change_alone_and_together(changes, rank, bias):
+    known = arguments(6, 3, 9, rank, exact=True, changes=changes, bias=bias)
     # Of all but one request all drafts have the same candidates, one likely: it comes again.
     known["ids"][:5] = known["ids"][:5, :1]
     known["scores"][:5, :, 2] = 20.0

@@ -55,11 +55,8 @@ def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
     begin = min((e["ts"] for e in passes), default=0)
     end = max((e["ts"] + e["dur"] for e in passes), default=0)
     threads = {(e["pid"], e["tid"]) for e in passes}
-    return len(passes), [
-        e
-        for e in events
-        if (e.get("pid"), e.get("tid")) in threads and begin <= e.get("ts", -1) <= end
-    ]
+    within = (e for e in events if begin <= e.get("ts", -1) <= end)
+    return len(passes), [e for e in within if (e.get("pid"), e.get("tid")) in threads]
 
 
 def rounds_by_width(answers: list[dict]) -> dict[int, int]:

@@ -3,12 +3,14 @@
 Run with ``make gpu-test``; without a GPU the same paths are tested on the CPU platform.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.engine.conftest import BF16_TIE, HOT, first_difference_gaps, greedy_all, ids
+from tests.engine.conftest import BF16_TIE, HOT, first_difference_gaps, greedy, greedy_all, ids
 from tests.engine.drafters import with_head
 from tests.engine.test_weight_updates import update
 from tests.gpu.readings import fell_back, rounds_by_width
@@ -35,7 +37,6 @@ def check(target_dir, own_prompts, expected):
 
     def checked(answers: list[dict]) -> None:
         gaps = first_difference_gaps(target_dir, own_prompts, expected, ids(answers))
-        print(f"{len(gaps)} of {len(own_prompts)} prompts differ; logit gaps {gaps}")
         assert all(gap < BF16_TIE for gap in gaps), gaps
         assert sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers) > len(answers)
 
@@ -87,11 +88,7 @@ def test_a_dependency_head_drafts_the_same_inside_the_graph(
 ):
     """Greedy and seeded rounds, from the graph's buffers and without any graph."""
     folder = with_head(drafter_dir, tmp_path / "draft", causal=causal)
-    seeded = {"temperature": HOT, "max_new_tokens": 64, "ignore_eos": True, "sampling_seed": 7}
-
-    def sample(server, prompt):
-        return server.generate(input_ids=prompt, sampling_params=seeded)
-
+    sample = partial(greedy, max_new_tokens=64, sampling={"temperature": HOT, "sampling_seed": 7})
     correct = []
     for graphs in ((), ("--disable-cuda-graph",)):
         name = f"gpu-head-{'eager' if graphs else 'graphs'}"

@@ -34,14 +34,12 @@ def run(visit: Visit, only: list[str] | None) -> dict:
         except Exception as error:
             own.failed.append(f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
-        report["steps"][name] = {
-            "seconds": round(time.monotonic() - begun, 1),
-            "failed": own.failed,
-            "found": own.found,
-        }
+        seconds = round(time.monotonic() - begun, 1)
+        step = {"seconds": seconds, "failed": own.failed, "found": own.found}
+        report["steps"][name] = step
         visit.out.mkdir(parents=True, exist_ok=True)
         (visit.out / "visit.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(json.dumps(report["steps"][name], indent=1), flush=True)
+        print(json.dumps(step, indent=1), flush=True)
     return report
 
 

@@ -108,9 +108,8 @@ def test_missing_and_broken_config_files(tmp_path, content):
     ],
 )
 def test_damaged_weights_are_refused(raw, weights, tmp_path, name, tensor, named):
-    damaged = {**weights, name: tensor}
-    if tensor is MISSING:
-        del damaged[name]
+    tensors = weights | {name: tensor}
+    damaged = {name: t for name, t in tensors.items() if t is not MISSING}
     save_file(damaged, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(HyperDFlashConfigError, match=named):

@@ -21,9 +21,8 @@ def test_a_neighbours_gigabyte_is_not_ours(monkeypatch):
     """The host's free memory falls; what we may take does not, until we take something."""
     real = psutil.virtual_memory()
     before = memory.memory_of_this_process()
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: real._replace(available=real.available - (6 << 30))
-    )
+    less = real._replace(available=real.available - (6 << 30))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: less)
     assert abs(memory.memory_of_this_process() - before) < 64 << 20
     kept = torch.ones(64 << 20)  # 256 MiB
     assert before - memory.memory_of_this_process() > 200 << 20
@@ -38,15 +37,13 @@ def test_a_wrong_limit_is_named(monkeypatch, text):
 
 
 @pytest.mark.parametrize(
-    "max_total_tokens, free, expected",
+    "tokens, free, expected",
     [(None, 13 << 30, 1 << 30), (None, 5 << 20, 5 << 20), (4096, 13 << 30, 13 << 30)],
 )
-def test_the_pool_is_bounded_unless_its_size_was_given(
-    monkeypatch, max_total_tokens, free, expected
-):
+def test_the_pool_is_bounded_unless_its_size_was_given(monkeypatch, tokens, free, expected):
     from sglang.srt import runtime_context
 
-    schedule = SimpleNamespace(max_total_tokens=max_total_tokens)
+    schedule = SimpleNamespace(max_total_tokens=tokens)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
     monkeypatch.delenv(memory.KV_GIB, raising=False)
     assert memory.bound_kv(free, None, None) == expected

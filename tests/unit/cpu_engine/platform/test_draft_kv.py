@@ -15,10 +15,10 @@ LAYERS, HEADS, HEAD_DIM, HIDDEN, TOKENS = 3, 2, 64, 48, 9
 SIZE = HEADS * HEAD_DIM
 
 
-def layer(rope: RotaryEmbedding, eps: float) -> SimpleNamespace:
+def attention(rope: RotaryEmbedding, eps: float) -> SimpleNamespace:
     norm = RMSNorm(HEAD_DIM, eps=eps)
     norm.weight.data.uniform_(0.5, 2.0)
-    attn = SimpleNamespace(
+    return SimpleNamespace(
         num_kv_heads=HEADS,
         head_dim=HEAD_DIM,
         q_size=SIZE,
@@ -27,7 +27,6 @@ def layer(rope: RotaryEmbedding, eps: float) -> SimpleNamespace:
         qkv_proj=SimpleNamespace(weight=torch.randn(3 * SIZE, HIDDEN) * HIDDEN**-0.5),
         k_norm=norm,
     )
-    return SimpleNamespace(self_attn=attn)
 
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, HEAD_DIM // 2])
@@ -35,7 +34,8 @@ def test_each_layer_s_are_those_of_its_own_norm_and_rope(rotary_dim, monkeypatch
     torch.manual_seed(rotary_dim)
     monkeypatch.setattr(fused_kv_materialize, "_fused_norm_rope_stacked", norm_rope_stacked)
     rope = RotaryEmbedding(HEAD_DIM, rotary_dim, 512, 10000.0, True, torch.float32)
-    layers = [layer(rope, eps) for eps in (1e-6, 1e-3, 0.1)]
+    modules = [attention(rope, eps) for eps in (1e-6, 1e-3, 0.1)]
+    layers = [SimpleNamespace(self_attn=module) for module in modules]
     helper = fused_kv_materialize.FusedKVMaterializeHelper(
         layers, rope, HEADS, HEAD_DIM, torch.device("cpu"), 512
     )
@@ -43,8 +43,7 @@ def test_each_layer_s_are_those_of_its_own_norm_and_rope(rotary_dim, monkeypatch
     made = {}
     helper.materialize(hidden, positions, lambda i, k, v: made.update({i: (k.clone(), v.clone())}))
     assert sorted(made) == list(range(LAYERS))
-    for i, one in enumerate(layers):
-        attn = one.self_attn
+    for i, attn in enumerate(modules):
         k, v = F.linear(hidden, attn.qkv_proj.weight[SIZE:]).split(SIZE, -1)
         normed = attn.k_norm.forward_native(k.reshape(-1, HEAD_DIM)).view_as(k)
         _, expected = rope.forward_native(positions, torch.zeros_like(k), normed.clone())

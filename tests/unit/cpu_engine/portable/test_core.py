@@ -16,11 +16,10 @@ def test_cached_steps_equal_one_pass(target_dir):
     target = LocalTarget(target_dir)
     tokens = torch.randint(5, target.config.vocab_size, (2, 40))
     _, whole, _ = target.features(tokens)
-    cache = target.new_cache(2, 40)
-    parts, done = [], 0
-    for n in (1, 7, 12, 1, 19):
-        parts.append(target.step(tokens[:, done : done + n], torch.full((2,), done), cache)[1])
-        done += n
+    cache, parts, done = target.new_cache(2, 40), [], 0
+    for part in tokens.split((1, 7, 12, 1, 19), 1):
+        parts.append(target.step(part, torch.full((2,), done), cache)[1])
+        done += part.shape[1]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-3)
 
 
@@ -102,11 +101,9 @@ def zeroed() -> tuple[DeepseekV4Core, dict[str, torch.Tensor]]:
 )
 def test_damaged_target_checkpoints_are_refused(name, tensor, named):
     core, weights = zeroed()
-    weights[name] = tensor
-    if tensor is None:
-        del weights[name]
+    damaged = weights | {name: tensor}
     with pytest.raises(HyperDFlashConfigError, match=named):
-        load_core(core, weights.items())
+        load_core(core, ((n, t) for n, t in damaged.items() if t is not None))
 
 
 def test_an_update_may_come_in_parts_and_is_checked_all_the_same():

@@ -10,7 +10,6 @@ from tests.launches.rounds import REQUESTS, ROWS, TABLE, counted
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.launches", description=__doc__)
     parser.add_argument("--write", action="store_true", help="make these counts the budgets")
     write = parser.parse_args().write

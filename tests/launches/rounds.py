@@ -77,4 +77,4 @@ def counted(name: str, bs: int) -> Counter:
     """One round of ``bs`` requests."""
     requests, options = ROUNDS[name]
     with FakeCuda() as cuda:
-        return FakeServer(cuda, bs, *requests, **options).round()
+        return FakeServer(cuda, bs, requests, **options).round()

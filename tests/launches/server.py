@@ -6,6 +6,7 @@ the drafter give tensors of their sizes, and FlashInfer's filters count what the
 """
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -90,40 +91,31 @@ class Worker(HyperDFlashWorker):
         self._append_target_hidden_fused = lambda *given, **others: None  # SGLang's, not ours
 
 
+@dataclass
 class FakeServer:
-    """One batch of equal or alternating requests on one server.
+    """One batch of equal or alternating requests on one server."""
 
-    Args:
-        requests: parameters by name, of each request in turn: SGLang's of ``SamplingParams``.
-        width: rows of a block; head: a drafter with a dependency head; window: a windowed one.
-        ranks: tensor-parallel ones; sharded: logits stay in their vocabulary shards.
-        graph: the draft's CUDA graph holds the candidates.
-        recorded: one request in 20 is recorded.
-    """
+    cuda: FakeCuda
+    bs: int
+    requests: tuple[dict[str, Any], ...]  # of each in turn, parameters of ``SamplingParams``
+    width: int = BLOCK  # rows of a block
+    head: bool = True  # the drafter has a dependency head
+    window: bool = False
+    ranks: int = 1
+    sharded: bool = False  # logits stay in their vocabulary shards
+    graph: bool = True  # the draft's CUDA graph holds the candidates
+    recorded: bool = False  # one request in 20 is
 
-    def __init__(
-        self,
-        cuda: FakeCuda,
-        bs: int,
-        *requests: dict[str, Any],
-        width: int = BLOCK,
-        head: bool = True,
-        window: bool = False,
-        ranks: int = 1,
-        sharded: bool = False,
-        graph: bool = True,
-        recorded: bool = False,
-    ) -> None:
-        self.cuda, self.bs, self.width, self.ranks, self.graph = cuda, bs, width, ranks, graph
+    def __post_init__(self) -> None:
         self.logits_processor = SimpleNamespace(
-            is_deferred_shard=lambda logits: sharded,
+            is_deferred_shard=lambda logits: self.sharded,
             deferred_argmax=lambda logits: logits.new_zeros(len(logits), dtype=I64),
             finish_deferred_gather=lambda logits: logits,
         )
         with self.patched():
-            self._build(head, window)
-            self._fill([requests[i % len(requests)] for i in range(bs)])
-            if recorded:
+            self._build()
+            self._fill()
+            if self.recorded:
                 self._record()
 
     def patched(self) -> ExitStack:
@@ -131,7 +123,7 @@ class FakeServer:
         alone = SimpleNamespace(attn_dp_enabled=False, tp_size=1, attn_dcp_size=1)
         speculative, ours = "sglang.kernels.ops.speculative", "sglang_hyperdflash.serving"
         verify_input = "sglang.srt.speculative.dflash_info.DFlashVerifyInput"
-        stack = ExitStack()
+        stack, copying = ExitStack(), ("batch", "draft_kv.draft_kv", "verification.penalties")
         for place, value in {
             f"{speculative}.cache_locs._is_cuda": True,
             f"{verify_input}.prepare_for_verify": lambda *given, **k: (None, None),
@@ -139,9 +131,7 @@ class FakeServer:
             f"{ours}.verification.verifier.get_parallel": lambda: alone,
             f"{ours}.drafting.drafter.enable_num_token_non_padded": lambda: False,
             f"{ours}.drafting.candidates.candidate_topk": lambda *given, **k: (*self.candidates, 0),
-            f"{ours}.batch.async_h2d": self._async_h2d,
-            f"{ours}.draft_kv.draft_kv.async_h2d": self._async_h2d,
-            f"{ours}.verification.penalties.async_h2d": self._async_h2d,
+            **{f"{ours}.{module}.async_h2d": self._async_h2d for module in copying},
         }.items():
             stack.enter_context(mock.patch(place, value))
         return stack
@@ -152,7 +142,7 @@ class FakeServer:
         self.counter.launch("async_h2d", result.nbytes)
         return result
 
-    def _build(self, head: bool, window: bool) -> None:
+    def _build(self) -> None:
         worker = self.worker = Worker(self)
         table = new(SLOTS, CONTEXT, dtype=I32)
         embedding = new(VOCABULARY, WIDTH, dtype=BF16)
@@ -169,14 +159,14 @@ class FakeServer:
         worker.target_worker = SimpleNamespace(
             model_runner=target, forward_batch_generation=self._target_pass
         )
-        draft_table = new(SLOTS, WINDOW + BLOCK, dtype=I32) if window else table
+        draft_table = new(SLOTS, WINDOW + BLOCK, dtype=I32) if self.window else table
         worker.draft_model_runner = self._runner(draft_table, self._draft_pass)
-        worker.draft_model = self._drafter(head)
+        worker.draft_model = self._drafter()
         worker.request_state = RequestState(target, 0, DEVICE)
         worker.drafter, worker.verifier = Drafter(worker), Verifier(worker)
         worker.verifier.renorm = self._top_k, self._top_p
-        worker.draft_kv = (WindowedDraftKV if window else DraftKV)(worker)
-        if window:
+        worker.draft_kv = (WindowedDraftKV if self.window else DraftKV)(worker)
+        if self.window:
             sizes = {"tokens": TOKENS, "ring": TOKENS // 4, "window": WINDOW, "block": BLOCK}
             worker.draft_kv.window = DraftWindow(**sizes, batch=256, device=DEVICE)
             spaces = worker.draft_model_runner.kv_index_translator._spaces
@@ -199,7 +189,7 @@ class FakeServer:
             forward=forward,
         )
 
-    def _drafter(self, head: bool) -> SimpleNamespace:
+    def _drafter(self) -> SimpleNamespace:
         """A drafter's modules that a round runs outside its layers; bf16, the gates fp32."""
         with torch.device(DEVICE):
             dependency = DependencyHead(VOCABULARY, WIDTH, RANK, "residual")
@@ -208,7 +198,7 @@ class FakeServer:
             parameter.data = parameter.data.to(BF16)
         norm = new(WIDTH, dtype=BF16)
         return SimpleNamespace(
-            dependency=dependency if head else None,
+            dependency=dependency if self.head else None,
             hyperdflash_config=SimpleNamespace(candidates=CANDIDATES),
             project_target_hidden=lambda hidden: reducer(hidden, norm),
         )
@@ -224,10 +214,10 @@ class FakeServer:
         for req in self.batch.reqs[::20]:
             req.hyperdflash_recording = Recording(0, 4096, 0)
 
-    def _fill(self, parameters: list[dict[str, Any]]) -> None:
+    def _fill(self) -> None:
         """The batch, and what the passes of both models leave."""
         bs, rows = self.bs, self.bs * self.width
-        reqs = [Request(number, given) for number, given in enumerate(parameters)]
+        reqs = [Request(i, self.requests[i % len(self.requests)]) for i in range(bs)]
         asked = [req.sampling_params for req in reqs]
         info = SamplingBatchInfo(
             temperatures=new(bs, 1),

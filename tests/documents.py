@@ -45,13 +45,8 @@ class Fence:
         """The mark without what follows its colon."""
         return self.mark.partition(":")[0]
 
-    @property
-    def detail(self) -> str:
-        return self.mark.partition(":")[2].strip()
-
 
 def fences(page: Path) -> list[Fence]:
-    """A page's fenced blocks in order."""
     text, blocks = page.read_text(), []
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start("language")) + 1
@@ -60,16 +55,11 @@ def fences(page: Path) -> list[Fence]:
 
 
 def shell_fences(pages: list[Path]) -> list[Fence]:
-    """All blocks of shell commands."""
     return [fence for page in pages for fence in fences(page) if fence.language == "bash"]
 
 
 def commands(fence: Fence) -> Iterator[list[str]]:
-    """The block's commands as words, quotes and continued lines resolved.
-
-    Raises:
-        ValueError: a quote that is not closed.
-    """
+    """The block's commands as words, quotes and continued lines resolved."""
     lines = ""
     for line in fence.text.replace("\\\n", "").splitlines():
         lines += line + "\n"

@@ -16,17 +16,9 @@ import pytest
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
 from sglang_hyperdflash.tools.environment import VARIABLES
+from tests import documents
 from tests.conftest import EXAMPLE, ROOT
-from tests.documents import (
-    GUIDES,
-    PAGES,
-    commands,
-    commands_in_comments,
-    fences,
-    prose,
-    shell_fences,
-    split_environment,
-)
+from tests.documents import PAGES, prose
 
 README = ROOT / "README.md"
 RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -89,27 +81,31 @@ def check(words: list[str]) -> bool:
 
 @pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.parent.name + page.stem)
 def test_every_command_parses(page):
-    shown = [(str(page), "", words) for words in commands_in_comments(page.read_text())]
+    shown = [(str(page), "", words) for words in documents.commands_in_comments(page.read_text())]
     if page in PAGES:
-        shown = [(f.where, f.kind, words) for f in shell_fences([page]) for words in commands(f)]
+        blocks = documents.shell_fences([page])
+        shown = [(f.where, f.kind, words) for f in blocks for words in documents.commands(f)]
     for where, kind, words in shown:
         try:
-            assert check(split_environment(words)[1]) or kind == "untested", "nothing parses it"
+            assert check(documents.split_environment(words)[1]) or kind == "untested", (
+                "nothing parses it"
+            )
         except (SystemExit, Exception) as refusal:
             pytest.fail(f"{where}: {shlex.join(words)}: {refusal!r}")
 
 
 def test_blocks_are_what_their_marks_say():
-    blocks = [fence for page in PAGES for fence in fences(page)]
+    blocks = [fence for page in PAGES for fence in documents.fences(page)]
     assert {"bash", "python"} <= {fence.language for fence in blocks}
     for fence in blocks:
         assert fence.kind in MARKS or fence.kind.startswith("output of"), fence.where
         assert fence.language, f"{fence.where}: name the block's language"
-        assert fence.kind != "untested" or fence.detail, f"{fence.where}: untested, and why?"
+        detail = fence.mark.partition(": ")[2]
+        assert fence.kind != "untested" or detail, f"{fence.where}: untested, and why?"
         if fence.language == "python":
             compile(fence.text, fence.where, "exec")
         if fence.kind in ("elsewhere", "file"):
-            shown = (ROOT / fence.detail).read_text()
+            shown = (ROOT / detail).read_text()
             assert fence.kind == "elsewhere" or fence.text == shown, fence.where
 
 
@@ -159,8 +155,8 @@ def test_options_metrics_variables_and_links_of_the_pages_exist():
     flags |= {flag for script in scripts for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', script)}
     metrics = set(re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector)))
     metrics |= set(FAMILIES)
-    for page in PAGES:
-        text = page.read_text() if page in GUIDES else prose(page)
+    for page in [*PAGES, ROOT / "docs" / "grafana_hyperdflash.json"]:
+        text = page.read_text() if page in documents.GUIDES else prose(page)
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page))) <= flags, page
         samples = re.findall(r"\b(?:sglang|hyperdflash):\w+", text)
         assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in samples} <= metrics, page

@@ -1,8 +1,6 @@
-"""What a scheduler counts, and that the dashboard asks for metrics which exist."""
+"""What a scheduler counts, and the dashboard that shows it."""
 
-import inspect
 import json
-import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from sglang_hyperdflash.serving.width.settings import WidthSetting
 from tests.conftest import ROOT
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
-DASHBOARD = ROOT / "docs" / "grafana_hyperdflash.json"
 
 
 def request(finished: bool = False, retracted: bool = False, top_k: int = 1):
@@ -118,17 +115,11 @@ def test_the_start_s_round_times_and_the_gain_are_exported():
     assert gain == pytest.approx(one.control.predicted_gain()) and gain > 1
 
 
-def test_the_dashboard_asks_for_metrics_that_exist():
-    from sglang.srt.observability import metrics_collector
-
-    dashboard = json.loads(DASHBOARD.read_text())
-    panels, variables = dashboard["panels"], dashboard["templating"]["list"]
+def test_every_panel_of_the_dashboard_asks_the_data_source_that_is_chosen():
+    """``test_docs.py`` looks for the metrics that it asks for."""
+    panels = json.loads((ROOT / "docs" / "grafana_hyperdflash.json").read_text())["panels"]
     targets = [target for panel in panels for target in panel["targets"]]
-    asked = [target["expr"] for target in targets]
-    asked += [variable["definition"] for variable in variables if variable["type"] == "query"]
-    names = re.findall(r"\b(?:sglang|hyperdflash):\w+", " ".join(asked))
-    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}  # of histograms
-    sglangs = re.findall(r'name="(sglang:\w+)"', inspect.getsource(metrics_collector))
-    assert {ROUNDS, ACCEPTED, "sglang:gen_throughput"} <= families <= {*sglangs, *metrics.FAMILIES}
+    asked = " ".join(target["expr"] for target in targets)
+    assert all(name in asked for name in (ROUNDS, ACCEPTED, "sglang:gen_throughput"))
     assert all(each["datasource"]["uid"] == "${datasource}" for each in [*panels, *targets])
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -1,21 +1,15 @@
 """Fixtures of the tests of ``python -m eval``."""
 
 import json
+from collections import namedtuple
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.unit.eval.fake_server import FakeServer, run_command
 
-
-class Finished(NamedTuple):
-    """A finished run's folder, and the two servers that it asked."""
-
-    out: Path
-    target: FakeServer
-    ours: FakeServer
+Finished = namedtuple("Finished", "out target ours")  # a run's folder, the servers that it asked
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
 """A server that answers as SGLang does, for tests of ``python -m eval`` without a model."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 from eval.__main__ import main
 from tests.unit.commands.native_server import JsonHandler
@@ -16,28 +16,19 @@ from tests.unit.commands.native_server import JsonHandler
 
 @dataclass
 class FakeServer:
-    """An OpenAI-compatible server that drafts; ``before`` is called before each answer.
+    """An OpenAI-compatible server that drafts; ``before`` is called before each answer."""
 
-    Attributes:
-        answer: token ids of a prompt, or how often its length is said; every answer has the
-            ``histogram`` and, by width, the rounds of ``widths``.
-        logits: by token, what the target says of the position that it is asked for.
-        die_after: requests that are answered.
-        refuse: a prompt's last text that is refused, with its code and the refusal's body.
-        key: what every request must have.
-    """
-
-    answer: Callable[[str], list[int]] | int
+    answer: Callable[[str], list[int]] | int  # of a prompt, or how often its length is said
     histogram: list[int]
-    logits: dict[int, float] = field(default_factory=dict)
+    logits: dict[int, float] = field(default_factory=dict)  # of a position that is asked for
     dtype: str = "bfloat16"
     device: str = "cpu"
-    die_after: int | None = None
-    refuse: tuple[str, int, bytes] | None = None
+    die_after: int | None = None  # so many answers
+    refuse: tuple[str, int, bytes] | None = None  # a prompt's last text, the code, the body
     says_ids: bool = True
-    widths: Sequence[int] = ()
+    widths: Sequence[int] = ()  # rounds of every answer, by width
     finish: str = "stop"
-    key: str | None = None
+    key: str | None = None  # what every request must have
 
     def __post_init__(self) -> None:
         if isinstance(self.answer, int):
@@ -91,7 +82,7 @@ class FakeServer:
         values = [[self.logits[t] - 30.0, t, None] for t in asked["token_ids_logprob"]]
         return {"meta_info": {"output_token_ids_logprobs": [values]}}
 
-    def __enter__(self) -> FakeServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,10 +105,8 @@ def run_command(data: Path, out: Path, target: FakeServer, ours: FakeServer, *mo
 
 def in_a_process(command: list[str], log: Path) -> None:
     """``python -m eval`` with its output in a file; for a process that a test stops."""
-    with log.open("w") as file:
-        sys.stderr = sys.stdout = file
-        code = main(command)
-    sys.exit(code)
+    with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        sys.exit(main(command))
 
 
 def rows_of(out: Path) -> dict[str, dict]:

@@ -1,6 +1,7 @@
 """``python -m eval fetch``: the seven benchmarks from data sets of the hub's columns."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,9 +97,6 @@ def test_other_columns_empty_turns_and_a_lost_hub_are_named(tmp_path, refused, m
     command = ["fetch", "--out", out, "--copies", copies, "--benchmarks"]
     assert "columns prompt in" in refused(*command, "mbpp")
     assert "mt-bench, record 2" in refused(*command, "mt-bench")
-
-    def load_dataset(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    lost = ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=lost))
     assert "openai/gsm8k" in refused("fetch", "--out", out)

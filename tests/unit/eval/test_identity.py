@@ -6,11 +6,6 @@ from eval.identity import TIE_GAPS, Difference, data_type, first_difference, ver
 from tests.unit.eval.fake_server import rows_of, run_command
 
 
-def parting(text: str) -> list[int]:
-    """Departs from the baseline at the third token of one prompt's first turn."""
-    return [len(text), len(text), 90 if text == "qqqqq" else len(text), len(text)]
-
-
 def test_first_differences_are_of_any_turn_and_of_ends():
     assert first_difference(0, [[1, 2], [3]], [[1, 2], [3]]) is None
     assert first_difference(4, [[1, 2], [3, 4]], [[1, 2], [3, 5]]) == Difference(4, 1, 1, 4, 5)
@@ -39,6 +34,9 @@ def test_a_gap_is_judged_by_the_types_that_the_target_computes_in(
 def test_a_first_difference_is_asked_once_with_the_tokens_before_it(
     data, tmp_path, fake, gap, ties, faults
 ):
+    def parting(text: str) -> list[int]:  # at the third token of one prompt's first turn
+        return [len(text), len(text), 90 if text == "qqqqq" else len(text), len(text)]
+
     target, ours, out = fake(4, []), fake(parting, [1, 1]), tmp_path / "out"
     report = out / "report.md"
     assert run_command(data, out, target, ours) == 0  # the target gives no log probabilities

@@ -46,9 +46,7 @@ def test_speedup_is_over_the_baseline_of_the_same_round():
     assert [d["verdict"] for d in row["differences"]] == ["not measured"]
     missing, counts = row_of(CELL, MTP, [None], [None])
     assert missing["error"] == "not run" and missing["tau"] is None and counts is None
-
-
-def test_what_was_not_written_is_not_compared():
+    # What was not written is not compared.
     nothing, some = unit(1.0, [[], []]), unit(1.0, [[1], [2]], 3, 2)
     row, _ = row_of(CELL, MTP, [some], [nothing])
     assert row["speedup"] is None and row["tau"] == 2.5

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 
@@ -150,14 +151,9 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_an_undisturbed_one(
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     data, tmp_path, finished, refused, monkeypatch
 ):
-    flush, count, out = os.fsync, itertools.count(1), tmp_path / "out"
-
-    def full(handle):
-        if next(count) > 10:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return flush(handle)
-
-    monkeypatch.setattr(atomic.os, "fsync", full)
+    out, full = tmp_path / "out", OSError(errno.ENOSPC, "No space left on device")
+    flush = Mock(side_effect=itertools.chain([None] * 10, itertools.repeat(full)))
+    monkeypatch.setattr(atomic.os, "fsync", flush)
     command = run_options(data, out, finished.target, finished.ours)
     assert "No space left on device" in refused(*command)
     monkeypatch.undo()

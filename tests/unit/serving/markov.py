@@ -1,15 +1,14 @@
 """A target whose next token depends on the last one alone, decoded by rounds of drafts."""
 
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
 from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, Proposal, propose
-from sglang_hyperdflash.serving.batch import BatchRequests, Block, RequestState
+from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, propose
+from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import Committed, weights_of
 from sglang_hyperdflash.serving.verification.verifier import Verifier
@@ -26,9 +25,7 @@ class Markov:
     Drafts of a ``linked`` one know the draft before them, through a dependency head.
     """
 
-    def __init__(
-        self, seed: int = 0, sure: float = 1.5, agreement: float = 1.0, linked: bool = False
-    ) -> None:
+    def __init__(self, seed: int, sure=1.5, agreement=1.0, linked=False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCAB, VOCAB, generator=generator) * sure
         noise = torch.randn(VOCAB, DRAFTS, VOCAB, generator=generator) * 1.5
@@ -42,25 +39,26 @@ class Markov:
 
     def decode(
         self,
-        sampling: Sampling,
-        seeds: torch.Tensor,
+        sampling,
+        seeds,
         seeded: bool,
         tokens: int,
-        draft_temperature: float | DraftTemperature = 1.0,
-        widths: tuple[int, ...] = (DRAFTS + 1,),
-        penalties: tuple[RequestState, BatchRequests] | None = None,
+        t=1.0,
+        widths=(DRAFTS + 1,),
+        penalties=None,
     ) -> tuple[torch.Tensor, float]:
         """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
         Args:
-            sampling: of one request, or of each. widths: of the rounds in turn, again and again.
-            penalties: N requests with penalties, and what counts their tokens.
+            sampling: of one request, or of each. t: the draft temperature, or what learns it.
+            widths: of the rounds in turn, again and again. penalties: what counts the tokens of N
+                requests with penalties, and these.
         """
         count = len(seeds)
         sampling = sampling.repeated(count // len(sampling.top_ks))
         draws = Draws(seeds, torch.full((count,), seeded), not seeded)
-        learner = draft_temperature if isinstance(draft_temperature, DraftTemperature) else None
-        t = learner.current if learner else torch.full((2,), float(draft_temperature))
+        learner = t if isinstance(t, DraftTemperature) else None
+        t = learner.current if learner else torch.full((2,), float(t))
         out = torch.full((count, tokens + DRAFTS + 1), -1)
         out[:, 0] = START
         length = torch.ones(count, dtype=torch.long)  # with the context's token
@@ -104,13 +102,10 @@ class Markov:
         block = torch.cat([anchor, proposal.tokens], 1)
         return self.table[block], block, positions, proposal, sampling, draws
 
-    def weights(
-        self, sampling: Sampling, before: torch.Tensor, change: Callable | None
-    ) -> torch.Tensor:
+    def weights(self, sampling: Sampling, before: torch.Tensor, change) -> torch.Tensor:
         """What N requests that have generated ``before [N, n]`` sample from, ``[N, V]``.
 
-        Args:
-            change: the logits ``[N, V]`` to use instead, given what was generated.
+        ``change`` makes other logits of the target's and of what was generated.
         """
         logits = self.table[before[:, -1]] if before.shape[1] else self.table[[START] * len(before)]
         if change is not None:
@@ -118,9 +113,7 @@ class Markov:
         sampling = sampling.repeated(len(before) // len(sampling.top_ks))
         return weights_of(logits.unsqueeze(1), sampling).squeeze(1)
 
-    def alone(
-        self, sampling: Sampling, seeds: torch.Tensor, tokens: int, change: Callable | None = None
-    ) -> torch.Tensor:
+    def alone(self, sampling: Sampling, seeds, tokens: int, change=None) -> torch.Tensor:
         """``[N, tokens]`` of target-only decoding with the same noise: one token a step."""
         made = seeds.new_empty(len(seeds), 0)
         for step in range(tokens):
@@ -130,9 +123,7 @@ class Markov:
             made = torch.cat([made, token.unsqueeze(1)], 1)
         return made
 
-    def p_values(
-        self, tokens: torch.Tensor, sampling: Sampling, change: Callable | None = None
-    ) -> list[float]:
+    def p_values(self, tokens: torch.Tensor, sampling: Sampling, change=None) -> list[float]:
         """The laws of the first token, of the first two and of the second two."""
         every = torch.arange(VOCAB)
 
@@ -159,14 +150,7 @@ def verifier_of(vocabulary: int) -> Verifier:
     return made
 
 
-def verified(
-    logits: torch.Tensor,
-    block: torch.Tensor,
-    positions: torch.Tensor,
-    proposal: Proposal | None,
-    sampling: Sampling,
-    draws: Draws,
-) -> tuple[Committed, torch.Tensor]:
+def verified(logits, block, positions, proposal, sampling, draws) -> tuple[Committed, torch.Tensor]:
     """What :meth:`Verifier.accept` makes of final ``logits [N, width, V]``."""
     given = {"sampling": sampling, "draws": draws, "all_greedy": bool(sampling.greedy.all())}
     block = Block(block, positions, None, None, proposal)

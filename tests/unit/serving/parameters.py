@@ -3,25 +3,17 @@
 ``docs/reference/sampling_parameters.md`` is made from this; ``test_parameters.py`` checks it.
 """
 
-_FILTER = "exact: the same distribution"
 _SEED = "exact: the same tokens if no request of the batch has top-k, top-p or min-p"
 _SERVED = {
     # Its cases are those of ``asking.py``.
     "test_exact.py::test_answers_are_the_baselines": {
         "temperature": "exact",
-        "top_k": _FILTER,
-        "top_p": _FILTER,
-        "min_p": _FILTER,
+        "top_k top_p min_p": "exact: the same distribution",
         "logit_bias": "exact",
         "sampling_seed": _SEED,
-        "n": "exact",
-        "frequency_penalty": "exact",
-        "presence_penalty": "exact",
-        "repetition_penalty": "exact",
-        "min_new_tokens": "exact",
+        "n frequency_penalty presence_penalty repetition_penalty min_new_tokens": "exact",
         "json_schema": "exact",
-        "regex": "exact: the same mask",
-        "ebnf": "exact: the same mask",
+        "regex ebnf": "exact: the same mask",
         "ignore_eos": "host",
     },
     "test_stress.py::test_a_processor_is_called_once_a_token": {"custom_params": "exact"},
@@ -35,16 +27,12 @@ _SERVED = {
     },
     "test_api.py::test_texts_and_ends_are_the_baselines": {
         "structural_tag": "exact: the same mask",
-        "skip_special_tokens": "host: text only",
-        "spaces_between_special_tokens": "host: text only",
-        "no_stop_trim": "host: text only",
-        "stop": "host",
-        "stop_token_ids": "host",
+        "skip_special_tokens spaces_between_special_tokens no_stop_trim": "host: text only",
+        "stop stop_token_ids": "host",
         "stop_regex": "host: as `stop`",
     },
     "test_api.py::test_openais_chat_parameters_are_the_baselines": {
-        "logprobs": "exact",
-        "top_logprobs": "exact",
+        "logprobs top_logprobs": "exact",
         "max_completion_tokens": "host: `max_new_tokens`",
         "response_format": "exact: the same mask",
     },
@@ -68,6 +56,7 @@ _SERVED = {
 # Parameter to how it is served and the test.
 PARAMETERS = {
     name: (how, f"tests/engine/{test}")
-    for test, names in _SERVED.items()
-    for name, how in names.items()
+    for test, served in _SERVED.items()
+    for names, how in served.items()
+    for name in names.split()
 }

@@ -60,7 +60,8 @@ def test_every_reached_row_counts_once_and_by_the_rule_of_its_request(monkeypatc
     learner = DraftTemperature("cpu")
     gains, rows = torch.zeros(2, len(DRAFT_TEMPERATURES), dtype=torch.float64), [0, 0]
     for b, kind in enumerate(seeded.int().tolist()):
-        q = torch.stack([q_at(proposal.scores[b], t) for t in DRAFT_TEMPERATURES], 1)
+        scores = (proposal.scores[b] / max(t, 1e-6) for t in DRAFT_TEMPERATURES)
+        q = torch.stack([each.softmax(-1) for each in scores], 1)
         (share,) = temperature.accepted_shares(q[None], p[b, None], proposal.choice[b, None])
         for k in range(min(int(committed.accept_lens[b]), DRAFTS)):
             rows[kind] += 1
@@ -75,7 +76,6 @@ def test_every_reached_row_counts_once_and_by_the_rule_of_its_request(monkeypatc
 
 
 def test_seeded_and_unseeded_requests_have_a_temperature_each():
-    """Each the best so far of its own class."""
     learner = DraftTemperature("cpu")
     assert learner.current.tolist() == [1.0, 1.0], "before the first round"
     best = torch.tensor([[4.0, 600, 500, 500], [900, 800, 700, 600]])
@@ -84,13 +84,6 @@ def test_seeded_and_unseeded_requests_have_a_temperature_each():
     assert learner.current.tolist() == [0.5, 0.0]
     learner.reset()
     assert learner.current.tolist() == [1.0, 1.0]
-
-
-def q_at(scores: torch.Tensor, t: float) -> torch.Tensor:
-    """Distributions of rows ``scores [D, K]`` at temperature 1."""
-    if t == 0.0:
-        return torch.eye(scores.shape[-1])[scores.argmax(-1)]
-    return (scores / t).softmax(-1)
 
 
 def test_the_draft_temperature_is_learnt_unless_it_is_given(monkeypatch):

@@ -43,15 +43,11 @@ def head():
     return head
 
 
-def buffers(head, most: int = MOST) -> CandidateBuffers:
-    return CandidateBuffers(BLOCK, K, None, head, most, "cpu")
-
-
 @pytest.mark.parametrize("headless", [False, True])
 def test_drafts_come_out_of_the_graph_and_buffers_stay_where_they_are(head, headless):
     """A replay is the same call on other rows, of fewer requests maybe."""
     used = None if headless else head
-    captured, changed = buffers(used), 0
+    captured, changed = CandidateBuffers(BLOCK, K, None, used, MOST, "cpu"), 0
 
     def places() -> list[int]:
         return [t.data_ptr() for t in vars(captured).values() if isinstance(t, torch.Tensor)]
@@ -125,7 +121,7 @@ def test_eager_rounds_draft_through_the_head_as_graphs_do(head, greedy):
         expected = propose(candidates, head, TOKENS, BLOCKS.positions, *requests).tokens
         assert torch.equal(found.proposal.tokens, expected)
     assert torch.equal(found.tokens[:, 1:], expected) and torch.equal(found.anchors, ANCHORS)
-    captured = buffers(head, 2)
+    captured = CandidateBuffers(BLOCK, K, None, head, 2, "cpu")
     captured(hidden, TOKENS.flatten())
     assert torch.equal(drafted(head, rows, captured=captured).tokens, found.tokens)
 

@@ -1,5 +1,6 @@
 """A matcher that fails at any row of a block ends its own request, and masks no other's rows."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -46,11 +47,10 @@ def masks(batch, tokens) -> torch.Tensor:
 
 def fail(grammar, method: str, call: int) -> None:
     """Let one call fail, and leave the matcher as it was before it."""
-    original, left = getattr(grammar, method), [call]
+    original, calls = getattr(grammar, method), itertools.count(1)
 
     def failing(*args):
-        left[0] -= 1
-        if left[0] == 0:
+        if next(calls) == call:
             raise RuntimeError("planted")
         return original(*args)
 

@@ -6,14 +6,8 @@ from tests.conftest import ROOT
 from tests.unit.serving.parameters import PARAMETERS
 
 # Made of others by SGLang, not sent by clients.
-INTERNAL = {
-    "stop_strs",
-    "stop_regex_strs",
-    "stop_str_max_len",
-    "stop_regex_max_len",
-    "is_normalized",
-    "ebnf_full_assistant",
-}
+INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"}
+INTERNAL |= {"is_normalized", "ebnf_full_assistant"}
 # Of OpenAI's requests: what is said to whom, and how the answer is sent.
 NOT_SAMPLING = {"model", "prompt", "messages", "stream_options", "user"}
 # SGLang's extensions of requests that change how they are served.

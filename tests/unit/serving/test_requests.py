@@ -106,7 +106,6 @@ def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None
 
 @pytest.fixture
 def tracked(deterministic):
-    """The requests of a server of eight slots."""
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=30))
     state = RequestState(runner, 7, "cpu")
     state.counts = GeneratedCounts(8, 30, "cpu")

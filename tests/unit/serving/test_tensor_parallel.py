@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
+from sglang.srt.server_args import ServerArgs
 
 from cpu_engine.portable.weights import shard_rows
 from sglang_hyperdflash.serving.startup.checks import check_ranks
@@ -36,17 +39,6 @@ def test_ranks_rows_make_up_the_vocabulary(embed, head):
 DRAFT = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
 
 
-def handed_over(**layout):
-    """What SGLang hands to a check of arguments: it rewrites both spellings of attention DP."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(model_path="target", **layout)
-    handle_deprecated_dp_attention(arguments)
-    return resolving_view(arguments)
-
-
 @pytest.mark.parametrize(
     "layout, change, refused",
     [
@@ -61,7 +53,9 @@ def handed_over(**layout):
     ],
 )
 def test_ranks_split_or_replicate_the_draft_s_heads_or_are_refused(layout, change, refused):
-    arguments = handed_over(**layout)
+    arguments = ServerArgs(model_path="target", **layout)
+    handle_deprecated_dp_attention(arguments)  # rewrites both spellings, before SGLang checks
+    arguments = resolving_view(arguments)
     if not refused:
         return check_ranks(arguments, DRAFT | change)
     with pytest.raises(HyperDFlashConfigError, match="--tp-size"):

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,10 +106,7 @@ def test_the_largest_batch_that_is_served_is_rehearsed(monkeypatch):
             max_running_requests=running, max_decode_logits_rows=lambda rows=7 * captured: rows
         )
         assert worker._prewarm_batch_size(7) == expected
-
-    def full(self):
-        raise torch.OutOfMemoryError
-
+    full = Mock(side_effect=torch.OutOfMemoryError)
     monkeypatch.setattr(DFlashWorkerV2, "prewarm_sampling", full)
     worker._prefills_only = False
     with pytest.raises(HyperDFlashConfigError, match="--max-running"):

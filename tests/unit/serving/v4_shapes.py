@@ -14,9 +14,8 @@ from tests.conftest import ROOT
 def sample(name: str) -> dict:
     """Of the samples that ``hyperdflash plan`` comes with."""
     path = ROOT / "examples" / "deepseek_v4_flash_config" / name / "config.json"
-    return {
-        field: value for field, value in json.loads(path.read_text()).items() if field != "_note"
-    }
+    fields = json.loads(path.read_text())
+    return {name: value for name, value in fields.items() if name != "_note"}
 
 
 FLASH = sample("target")

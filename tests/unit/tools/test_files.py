@@ -28,8 +28,6 @@ from sglang_hyperdflash.tools.ownership import InUse, NotOurs, claim, lock
 SETTINGS = settings(
     deadline=None, derandomize=True, database=None, max_examples=40, stateful_step_count=20
 )
-
-
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -76,7 +74,7 @@ class LinesMachine(RuleBasedStateMachine):
     def begin(self):
         self.folder = Path(tempfile.mkdtemp())
         self.path, self.records, self.torn = self.folder / "new" / "f", [], False
-        self.reopen()
+        self.writer = ResumableWriter(self.path, print)
 
     def teardown(self):
         self.writer.close()
@@ -102,8 +100,7 @@ class LinesMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self):
-        if hasattr(self, "writer"):
-            self.writer.close()
+        self.writer.close()
         seen = []
         self.writer = ResumableWriter(self.path, seen.append)
         assert seen == self.records and (self.writer.torn is not None) == self.torn
@@ -139,9 +136,8 @@ class LinesMachine(RuleBasedStateMachine):
 
     @invariant()
     def readers_see_whole_lines(self):
-        if hasattr(self, "writer"):
-            places = [f"{self.path}:{n}" for n in range(1, len(self.records) + 1)]
-            assert list(read_lines(self.path)) == list(zip(places, self.records, strict=True))
+        places = [f"{self.path}:{n}" for n in range(1, len(self.records) + 1)]
+        assert list(read_lines(self.path)) == list(zip(places, self.records, strict=True))
 
 
 LinesMachine.TestCase.settings = SETTINGS

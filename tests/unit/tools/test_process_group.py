@@ -86,7 +86,6 @@ def test_no_server_outlives_its_command(tmp_path, number, code):
 
 @pytest.fixture
 def server(tmp_path) -> Server:
-    """One with its child running."""
     server = Server("any", log=tmp_path / "log", launcher=(sys.executable, "-c", SERVER))
     until(lambda: "child" in server.log.read_text(), "no child started")
     return server

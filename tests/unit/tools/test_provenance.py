@@ -9,6 +9,7 @@ from tests.conftest import ROOT
 
 # Folders of one machine, or next to the checkout; a URL, a host or a relative path is none.
 MACHINE = r"(^|[^A-Za-z0-9_./])/(work|tmp|root|home|Users)/|\.\./shared"
+PLAIN = "build/a-b", "org/Model-1", "m=http://127.0.0.1:1/v1", "a / b"
 
 
 @pytest.mark.parametrize(
@@ -20,10 +21,7 @@ MACHINE = r"(^|[^A-Za-z0-9_./])/(work|tmp|root|home|Users)/|\.\./shared"
         ("/a/one.jsonl,/b/two.jsonl", ".../one.jsonl,.../two.jsonl"),
         ('{"path": "/a/b", "n": 1}', '{"path": ".../b", "n": 1}'),
         ("--log /var/log/x.log --tp 8", "--log .../x.log --tp 8"),
-        *(
-            (text, text)
-            for text in ("build/a-b", "org/Model-1", "m=http://127.0.0.1:1/v1", "a / b")
-        ),
+        *((text, text) for text in PLAIN),
     ],
 )
 def test_a_path_says_nothing_of_the_machine(text, shown):

@@ -62,7 +62,6 @@ def backend_of(name: str):
 
 
 def counted(backend: str, widths=(BLOCK,), window=None) -> int:
-    """Bytes that are planned for a backend."""
     sizes = {"requests": BATCH, "context": CONTEXT, "page": 256, "block": BLOCK, "captured": []}
     sizes |= {"heads": HEADS, "head_dim": HEAD_DIM, "splits": SPLITS, "window": window}
     return graph_bytes(Shape(residual=64, vocabulary=1000, widths=widths, **sizes))[backend]

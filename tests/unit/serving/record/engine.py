@@ -4,14 +4,12 @@ Commits come from SGLang's own ``SchedulerBatchResultProcessor``. A row of the r
 token at which position it is of.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -55,17 +53,13 @@ class Request(Req):
         return (self.answer + [REJECTED] * BLOCK)[begin : begin + count]
 
     def emit(self, count: int) -> None:
-        """Commit so many tokens."""
         self.output_ids.extend(self.drafts(len(self.output_ids), count))
         self.update_finish_state(count)
 
 
 def rows_of(tokens: list[int], start: int) -> torch.Tensor:
     """``[n, m*d]``: tokens and their positions."""
-    positions = range(start, start + len(tokens))
-    return torch.tensor(
-        [[t] * (ROW - 1) + [p] for t, p in zip(tokens, positions, strict=True)]
-    ).float()
+    return torch.tensor([[t] * (ROW - 1) + [p] for p, t in enumerate(tokens, start)]).float()
 
 
 class Engine:
@@ -83,7 +77,7 @@ class Engine:
         self.writer = Writer(self.recorder, self.store, held)
         self._unprocessed: tuple[Any, Any, list[int]] | None = None
 
-    def start(self) -> Engine:
+    def start(self) -> Self:
         self.writer.start()
         return self
 

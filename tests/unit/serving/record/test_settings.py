@@ -35,14 +35,12 @@ def test_a_request_decides_for_itself_with_true_or_false(share):
     for params in (["hyperdflash_record"], {}, None, {"hyperdflash_record": 1 - share}):
         req.sampling_params.custom_params = params
         assert setting(share).wants(req) == bool(share), params
-
-
-def test_only_prompts_of_tokens_with_an_answer_are_recorded():
+    # Prompts of tokens with an answer are recorded, no others.
     for name in ("multimodal_inputs", "input_embeds", "positional_embed_overrides"):
         req = Request("a", 3, 3)
         setattr(req, name, object())
-        assert not setting(1.0).wants(req)
-    assert not setting(1.0).wants(Request("a", 3, 0))
+        assert not setting(share).wants(req)
+    assert not setting(share).wants(Request("a", 3, 0))
 
 
 def test_variables_are_read_and_refused_by_name(monkeypatch, tmp_path):

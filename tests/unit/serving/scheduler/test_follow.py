@@ -164,7 +164,6 @@ def test_what_does_not_fit_is_refused_with_one_line(folder, caplog, name):
 
 
 def test_trouble_is_said_once_and_following_goes_on(folder, caplog):
-    """No memory for a version, for one."""
     publish_variant(folder)
     one, pauses = follower(folder), [None] * 5 + [KeyboardInterrupt]
     with (

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,10 +35,6 @@ def test_the_environment_names_the_widths():
             read_setting(7, True, {name: value})
 
 
-def one_request(sampled: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SimpleNamespace(top_k=50 if sampled else 1))
-
-
 def timed(setting: WidthSetting, seconds) -> WidthController:
     control = WidthController(setting, 7)
     control.policy.costs = policy_of(seconds, setting.widths).costs
@@ -47,13 +44,15 @@ def timed(setting: WidthSetting, seconds) -> WidthController:
 def test_ranks_choose_the_same_widths():
     """By the same table or draw: batches of every size and kind, chance, probes."""
     ranks = [timed(SET, lambda n, w: 1 + 0.3 * w + 0.01 * n * w) for _ in range(2)]
+    params = SimpleNamespace(top_k=1), SimpleNamespace(top_k=50)
+    greedy, sampled = (SimpleNamespace(sampling_params=each) for each in params)
     draw, chosen = random.Random(1), set()
     for _ in range(500):
         kinds = [draw.random() < 0.5 for _ in range(draw.randint(1, 40))]
         first, second = (rank.next(kinds.count(False), kinds.count(True)) for rank in ranks)
         assert first == second
         chosen.add(first)
-        live = [(one_request(kind), draw.randint(0, first - 1) // 2) for kind in kinds]
+        live = [(sampled if kind else greedy, draw.randint(0, first - 1) // 2) for kind in kinds]
         for rank in ranks:
             rank.learn(first, live)
     assert len(chosen) > 1
@@ -134,10 +133,7 @@ def test_timing_stops_before_it_takes_too_long_and_ranks_stop_together(monkeypat
 
 
 def test_a_batch_that_does_not_fit_ends_the_start(monkeypatch):
-    def seconds(requests, width, sampled):
-        raise torch.OutOfMemoryError
-
-    worker = Worker(monkeypatch, seconds, most=8)
+    worker = Worker(monkeypatch, Mock(side_effect=torch.OutOfMemoryError), most=8)
     with pytest.raises(HyperDFlashConfigError, match="--max-running-requests"):
         time_rounds(worker, worker.control)
     assert worker.control.forced is None

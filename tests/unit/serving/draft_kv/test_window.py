@@ -18,8 +18,7 @@ class Plain:
     """How many tokens had entered before each one did; the last ``RING`` of them are there."""
 
     def __init__(self) -> None:
-        self.entered: dict[int, int] = {}
-        self.count = 0
+        self.entered, self.count = dict[int, int](), 0
 
     def forget(self, tokens: list[int]) -> None:
         for token in tokens:

@@ -52,8 +52,6 @@ def publish_variant(folder, scale: float = 1.0, **config) -> int:
 
 
 class Req:
-    """As SGLang's."""
-
     rounds = 0
 
     def finished(self) -> bool:

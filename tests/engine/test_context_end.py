@@ -101,7 +101,10 @@ def test_prompts_at_the_context_limit(
             sampling = {"temperature": temperature, "sampling_seed": left, "ignore_eos": True}
             sampling["max_new_tokens"] = None
             asked.append({"input_ids": base[: context - left], "sampling_params": sampling})
-    both = [answers(server, asked, 4) for server in (target_server, hyper_server)]
+    both = [  # what the first computes, the others have cached
+        answers(server, asked[:1], 1) + answers(server, asked[1:], 7)
+        for server in (target_server, hyper_server)
+    ]
     assert both[0] == both[1] and max(map(len, both[0])) == 2
     for name, ends in json.loads((probe_folder / "positions.json").read_text()).items():
         assert ends[0] < context and ends[1] <= context, (name, ends)

@@ -18,9 +18,13 @@ GPUS = {"sm_80": ((8, 0), None), "sm_90": ((9, 0), "fa3"), "sm_100": ((10, 0), "
 GPUS |= {"sm_120": ((12, 0), "triton")}
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """What every GPU resolves, and its hooks."""
+@pytest.fixture(
+    scope="module",
+    params=[("sm_90", "sm_100"), pytest.param(("sm_80", "sm_120"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def started(request, tmp_path_factory):
+    """What each GPU resolves, and its hooks."""
     folder = tmp_path_factory.mktemp("drafter")
     config = json.loads((V4 / "drafter" / "config.json").read_text())
     config["hyperdflash_config"]["window"] = None
@@ -32,22 +36,22 @@ def started(tmp_path_factory):
     }
     machines = [
         (capability, tiny_arguments() | (v4 if attention else {}), attention is not None)
-        for capability, attention in GPUS.values()
+        for capability, attention in map(GPUS.get, request.param)
     ]
     cache = str(tmp_path_factory.mktemp("triton"))
     options = {"seconds": 3600, "TRITON_CACHE_DIR": cache}
-    return dict(zip(GPUS, ask("tests.unit.cuda_start", machines, **options), strict=True))
+    answers = ask("tests.unit.cuda_start", machines, **options)
+    return dict(zip(request.param, answers, strict=True))
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-def test_a_gpu_serves_the_tiny_target_in_bf16_and_starts_v4_with_every_hook(started, gpu):
+def test_gpus_serve_the_tiny_target_in_bf16_and_start_v4_with_every_hook(started):
     """Other backends than Triton lack fp32 or sinks; SGLang's auto makes fp16 of fp32."""
-    cases, hooks = started[gpu]
-    assert cases["readme"] == ["triton", "triton", 1, "auto", "bfloat16"]
-    for name in ("demo", "deterministic", "fp32"):
-        assert cases[name] == ["triton", None, 1, "auto", "bfloat16"], name
-    assert cases["named"] == ["flashinfer", None, 1, "auto", "float32"]
-    if attention := GPUS[gpu][1]:
-        assert cases["v4"] == ["dsv4", attention, 256, "fp8_e4m3", "bfloat16"]
-        assert cases["v4 windowed"] == ["dsv4", "triton", 256, "fp8_e4m3", "bfloat16"]
-        assert hooks == sorted(seam.target for seam in SERVING_SEAMS if seam.only_with is None)
+    for gpu, (cases, hooks) in started.items():
+        assert cases["readme"] == ["triton", "triton", 1, "auto", "bfloat16"], gpu
+        for name in ("demo", "deterministic", "fp32"):
+            assert cases[name] == ["triton", None, 1, "auto", "bfloat16"], (gpu, name)
+        assert cases["named"] == ["flashinfer", None, 1, "auto", "float32"], gpu
+        if attention := GPUS[gpu][1]:
+            assert cases["v4"] == ["dsv4", attention, 256, "fp8_e4m3", "bfloat16"], gpu
+            assert cases["v4 windowed"] == ["dsv4", "triton", 256, "fp8_e4m3", "bfloat16"], gpu
+            assert hooks == sorted(seam.target for seam in SERVING_SEAMS if not seam.only_with)

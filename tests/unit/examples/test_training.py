@@ -15,6 +15,7 @@ from tests.conftest import EXAMPLE
 pytestmark = pytest.mark.heavy
 
 
+@pytest.mark.slow
 def test_a_target_s_training_resumes_from_its_state(script, target_dir, tmp_path, monkeypatch):
     pretrain = script("pretrain")
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
@@ -29,6 +30,7 @@ def test_a_target_s_training_resumes_from_its_state(script, target_dir, tmp_path
     assert resumed.step(1.0) == expected and resumed.state["step"] == 2
 
 
+@pytest.mark.slow
 def test_answers_are_kept_and_other_prompts_are_refused(script, monkeypatch, tmp_path):
     corpus, own_answers = script("corpus"), script("own_answers")
     monkeypatch.setattr(corpus, "PER_FAMILY", {"train": 4, "held_out": 2})

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-gc.disable()  # until all is imported and collected, most of which stays
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"
 
@@ -41,6 +40,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # of this repository.
 DATA = os.environ.get("HYPERDFLASH_TEST_DATA")
 BENCHMARKS = Path(DATA) / "benchmarks" if DATA else None
+
+
+def pytest_configure(config) -> None:
+    if not config.getoption("numprocesses", None):  # a process that collects
+        gc.disable()  # until all is imported, most of which stays
 
 
 def pytest_collection_finish() -> None:

@@ -35,11 +35,24 @@ def main() -> None:
 
     from docs.reference import generate
 
+    originals = {
+        id(inspect.unwrap(pkgutil.resolve_name(seam.target))): seam.target
+        for seam in plugin.SERVING_SEAMS
+        if "." not in seam.target.partition(":")[2]
+    }
+    stale = [
+        f"{module.__name__}.{name} is {originals[id(value)]}"
+        for module in list(sys.modules.values())
+        if inspect.ismodule(module)
+        for name, value in list(vars(module).items())
+        if id(value) in originals
+    ]
     hook = inspect.getclosurevars(deepseek_v4_hook.apply_deepseek_v4_defaults).nonlocals["hook"]
     serving = {seam.target for seam in plugin.SERVING_SEAMS}
     answer(
         {
             "early": early,
+            "stale": stale,
             "patched": sorted(seams.in_place & serving),
             "called": hook.__name__,
             "models": [name for name in MODELS if name in ModelRegistry.models],

@@ -6,6 +6,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -68,7 +69,7 @@ def walk(tmp_path, monkeypatch):
                 one = {"output_ids": tokens, "meta_info": meta}
                 return [one] * len(input_ids) if isinstance(input_ids[0], list) else one
 
-            yield Mock(generate=generate, log=log)
+            yield SimpleNamespace(generate=generate, log=log, url="", process=Mock(pid=1))
 
         def start_profile(url, json, timeout):
             Path(json["output_dir"], "decode.json.gz").write_bytes(gzip.compress(trace))

@@ -90,6 +90,7 @@ def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read(loaded):
     assert loaded["early"] == [], "loading the plugin imports what only a scheduler needs"
     expected = {seam.target for seam in plugin.SERVING_SEAMS if not seam.only_with}
     assert set(loaded["patched"]) == expected
+    assert loaded["stale"] == [], "a module that took a name keeps what is not hooked"
     assert loaded["called"] == "pass_admission", "a name that another module took is hooked too"
     assert loaded["models"] == list(MODELS)
 

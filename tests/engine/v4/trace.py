@@ -77,6 +77,8 @@ def record_residuals(path: str) -> None:
         if commit_lens is not None:
             width = rest["cache_loc_2d"].shape[1]
             kept = (torch.arange(width) < commit_lens[:, None]).reshape(-1)
+        if commit_lens is None and int(positions.min()) == 0:
+            rows.clear()  # of an earlier request, or of the start
         rows.update(zip(positions[kept].tolist(), target_hidden[kept].clone(), strict=True))
         torch.save(rows, path)
         given = {"target_hidden": target_hidden, "positions": positions}

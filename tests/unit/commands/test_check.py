@@ -38,7 +38,7 @@ def test_a_plugin_that_is_switched_off_is_wrong(monkeypatch):
     assert [name for name, state in states(ended.stdout).items() if state == "WRONG"] == ["seams"]
 
 
-def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch):
+def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch, capsys):
     def wrong(*args, **kwargs):
         return hc_gate_op.hc_gate_reduce_reference(*args, **kwargs) * 1.01
 
@@ -46,6 +46,8 @@ def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch):
     checks = {"sglang": check.sglang_version, "kernels": check.kernels}
     monkeypatch.setattr(check, "CHECKS", checks)
     version, kernels, _ = check.examine()
+    assert check.run(None) == 2
+    assert list(states(capsys.readouterr().out).values()) == ["WRONG", "ok", "ok"]
     assert not version.ok and "0.6.0" in version.found and kernels.ok
     with pytest.raises(SeamError):
         check.sglang_version()

@@ -1,12 +1,15 @@
-"""``hyperdflash learn`` as a process: it waits, resumes after a kill, and refuses a second one."""
+"""``hyperdflash learn``: it waits, resumes after a kill, and refuses a second one."""
 
+import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.unit.shards import split
@@ -14,7 +17,8 @@ from tests.unit.training.streams import add, learn_arguments, new_drafter, recor
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import run_command, start_command
 
-pytestmark = [pytest.mark.heavy, pytest.mark.slow]
+pytestmark = pytest.mark.heavy
+SMALL = "--batch 4 --every 2 --judges 4 --threads 1 --device cpu"
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
@@ -22,6 +26,27 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
     assert process.poll() is None
 
 
+def test_a_second_learner_is_refused_while_one_waits_for_samples(
+    target_dir, tmp_path, monkeypatch, capsys
+):
+    target, codes, options = LocalTarget(target_dir), [], f"{SMALL} --passes 1"
+    new_drafter(target).save(tmp_path / "draft")
+    with writer(tmp_path / "store", target) as opened:
+        add(opened, recorded(target, 30))
+
+    def waits(_seconds: float) -> None:
+        codes.append(main(learn_arguments(target_dir, tmp_path, tmp_path / "other", options)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(time, "sleep", waits)
+    with pytest.raises(SystemExit) as ended:
+        main(learn_arguments(target_dir, tmp_path, tmp_path, options))
+    assert (codes, ended.value.code) == ([2], 143)
+    assert f"{tmp_path / 'store' / 'learner'} is in use" in capsys.readouterr().err
+    assert saved_states(tmp_path / "work")
+
+
+@pytest.mark.slow
 def test_a_learner_waits_is_alone_and_resumes(target_dir, tmp_path):
     """By paths from its working folder, of which only the draft's is there at first, in shards."""
     target, here, log = LocalTarget(target_dir), Path(), tmp_path / "log"
@@ -29,8 +54,7 @@ def test_a_learner_waits_is_alone_and_resumes(target_dir, tmp_path):
     split(tmp_path / "draft")
 
     def line(made: Path = here) -> list[str]:
-        small = "--batch 4 --every 2 --judges 4 --threads 1 --device cpu"
-        return learn_arguments(target_dir, here, made, small)
+        return learn_arguments(target_dir, here, made, SMALL)
 
     with log.open("wb") as sink:
         streams = {"stdout": sink, "stderr": subprocess.STDOUT}

@@ -1,5 +1,7 @@
 """The operators of a round: schema, fake and dispatch of each."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.unit.triton_ops import (
 )
 from tests.unit.triton_ops.adjusting import EVERYTHING
 from tests.unit.triton_ops.gate_help import DEVICE, random_arguments, tensors_of
+from triton_ops import accept_kernel, finish_kernel, rows_kernel
 from triton_ops.hc_gate_op import hc_gate_reduce_backward_op, hc_gate_reduce_op, reduce_reference
 from triton_ops.verification import accept, finish, row_statistics
 
@@ -57,3 +60,13 @@ def test_the_operators_schema_and_fake_are_true(operator, arguments):
     named, checks = isinstance(arguments, dict), ("test_schema", "test_faketensor")
     given = ((), arguments) if named else (tuple(arguments), {})
     torch.library.opcheck(operator, *given, test_utils=checks)
+
+
+KERNELS = [(row_statistics, rows_kernel), (accept, accept_kernel), (finish, finish_kernel)]
+
+
+@pytest.mark.parametrize("operator, kernel", KERNELS, ids=["rows", "accept", "finish"])
+def test_a_launch_takes_the_schema_s_arguments_in_their_order(operator, kernel):
+    """By position, as an operator calls it; the kernels' tests call it by name."""
+    expected = [argument.name for argument in operator.default._schema.arguments]
+    assert list(inspect.signature(kernel.launch).parameters) == expected

@@ -22,12 +22,14 @@ MODELS += ("PortableDeepSeekV4ForCausalLMNextN",)
 
 def main() -> None:
     """Load the plugins, then import what a scheduler does."""
+    import sglang.srt.managers.scheduler  # noqa: F401, before plugins, as where one is spawned
     from sglang.srt.plugins import load_plugins
 
     from sglang_hyperdflash import plugin, seams
 
+    before = set(sys.modules)
     load_plugins()
-    early = [name for name in HEAVY if name in sys.modules]
+    early = [name for name in HEAVY if name in sys.modules and name not in before]
     for seam in plugin.SERVING_SEAMS:
         pkgutil.resolve_name(seam.target)
     from sglang.srt.arg_groups import deepseek_v4_hook
@@ -37,7 +39,7 @@ def main() -> None:
 
     originals = {
         id(inspect.unwrap(pkgutil.resolve_name(seam.target))): seam.target
-        for seam in plugin.SERVING_SEAMS
+        for seam in seams.recorded
         if "." not in seam.target.partition(":")[2]
     }
     stale = [

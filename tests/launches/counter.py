@@ -1,15 +1,10 @@
 """Counts what code would do on CUDA, on a machine without it.
 
 :class:`FakeCuda` gives fake tensors that say they are on CUDA and hold nothing. Inside of
-:meth:`FakeCuda.count` every operation on them is counted, and refused where it
-
-- waits for the device: ``.item()``, ``nonzero``, indexing by a mask, a copy that blocks;
-- mixes tensors of the host and of the device;
-- is an operator of ours whose CUDA implementation returns other shapes, dtypes or devices than the
-  fake that is registered for it.
-
-Operators of ours run their CUDA implementation, with Triton's launches caught on the way: a kernel
-then counts as one launch and does nothing. SGLang's own kernels are caught the same way.
+:meth:`FakeCuda.count` every operation on them is counted, and refused where it waits for a device,
+mixes tensors of host and device, or is an operator of ours whose CUDA implementation returns other
+shapes, dtypes or devices than its fake. A launch of Triton, by ours or by SGLang, is caught: it
+counts as one and does nothing.
 """
 
 import sys

@@ -24,9 +24,6 @@ pytestmark = pytest.mark.heavy
 SEAM = plugin.ALL_SEAMS[0]
 
 
-# --- hooks
-
-
 def test_every_seam_fits_and_is_listed_once():
     for seam in plugin.ALL_SEAMS:
         seams.check_seam(seam)
@@ -164,9 +161,6 @@ def test_a_changed_statement_is_noticed_and_text_that_does_not_run_is_not(
     monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "newer"))
     monkeypatch.setattr(ast.FunctionDef, "newer", [], raising=False)
     assert (hash_of("after", PATCHED.replace(old, new)) == before) is same
-
-
-# --- everything else
 
 
 def test_the_algorithm_answers_everything_the_enum_does():

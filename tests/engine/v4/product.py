@@ -1,15 +1,12 @@
 """Every verify width, every offset of the compress ratios, every accepted length, module by module.
 
-Runs inside a server, once its runners are built and before it serves. Of SGLang, as it is: the
-model's own ``Compressor`` and ``C4Indexer`` modules with the checkpoint's weights, the attention
-backend of each width (the one that a round of that width uses), its metadata, the planner of the
-rings, the pools and their addresses. In torch, because their kernels need a GPU: the kernels that
-use the planner's plans (``compressor.py``), the index's scores and top-k (``sparse.py``).
+Runs inside a server before it serves, with SGLang's own modules, metadata, planner and pools. Only
+the kernels that use the planner's plans (``compressor.py``), and the index's scores and top-k
+(``sparse.py``), are torch's.
 
 Hidden states are drawn, other ones for every request and position, so a state in a wrong place is a
-wrong state. A case is a request whose prompt was prefilled in chunks, or is in part another
-request's (a radix hit), one block of which a number of rows is right, and a second block that is
-right throughout: what it compresses, it finds where the first one left it.
+wrong state. A case is a request whose prompt came in chunks, or is in part another's (a radix hit),
+a block of which some rows are right, and a second block that finds what the first one left.
 """
 
 import json

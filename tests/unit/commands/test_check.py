@@ -46,6 +46,7 @@ def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch, capsys):
     checks = {"sglang": check.sglang_version, "kernels": check.kernels}
     monkeypatch.setattr(check, "CHECKS", checks)
     version, kernels, _ = check.examine()
+    monkeypatch.setattr(check.logging, "disable", lambda level: None)  # of the whole process
     assert check.run(None) == 2
     assert list(states(capsys.readouterr().out).values()) == ["WRONG", "ok", "ok"]
     assert not version.ok and "0.6.0" in version.found and kernels.ok

@@ -14,7 +14,7 @@ from tests.waiting import PATIENCE
 # The tiny target is sure of itself: at temperature 1 nearly every draw is its argmax. Here it has
 # about two nats a token.
 HOT = 2.5
-TOKENS, PROMPTS = 32, 8
+TOKENS, PROMPTS = 32, 6
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ FP32 = ("--dtype", "float32", *comparable_arguments(32768, "info"), *COMMON[3:])
 TOOL_CALLS = ("--tool-call-parser", "pythonic")
 # ``/health`` says what SGLang knows, and does not wait a second for a token of its own.
 AT_ONCE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-NEW_TOKENS = 128
+NEW_TOKENS = 64
 # Two runs batch otherwise, and each rounds in its own way.
 BF16_TIE = TIE_GAPS["bfloat16"]
 
@@ -64,10 +65,11 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     waiting = {group_of(item) for item in items if "baseline" in item.fixturenames}
 
-    def place(item) -> tuple[bool, ...]:
-        """Engine tests first: the baseline's group, then those that need not wait for it."""
-        group = group_of(item)
-        return "tests/engine" not in str(item.path), group != PAIR, group in waiting
+    def place(item) -> int:
+        """The baseline's group, what takes as long as its start, what waits for it, the rest."""
+        path, group = str(item.path), group_of(item)
+        cold = "tests/unit/test_" in path or "tests/engine" in path
+        return 0 if group == PAIR else 2 if group in waiting else 1 if cold else 3
 
     items.sort(key=place)
 
@@ -301,7 +303,7 @@ def ids(answers: list[dict]) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
-    """What the baseline answers to every case, and its greedy tokens of the demo prompts ("own").
+    """What the baseline answers to every case, and to the demo prompts: "own", and 96 tokens.
 
     The worker of the group ``pair`` asks; the others wait for what it writes.
     """
@@ -315,7 +317,9 @@ def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
             server = request.getfixturevalue("target_server")
             # Deterministic inference gives the same whatever the batch.
             told = case_answers(server, CASES, own_prompts, 64)
-            write_json(path, told | {"own": ids(greedy_all(server, own_prompts, 12))})
+            long = ids(greedy_all(server, own_prompts, 12, partial(greedy, max_new_tokens=96)))
+            told |= {"long": long, "own": [tokens[:NEW_TOKENS] for tokens in long]}
+            write_json(path, told)
     return json.loads(path.read_text())
 
 

@@ -88,7 +88,7 @@ def test_a_stream_interval_holds_back_tokens_and_changes_no_text(
 ):
     texts, counts = {}, {}
     for interval in (1, 17):
-        sampling = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
         sampling |= {"stream_interval": interval}
         chunks = streamed(hyper_server, input_ids=own_prompts[0], sampling_params=sampling)
         texts[interval] = chunks[-1]["text"]

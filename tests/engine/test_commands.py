@@ -107,7 +107,8 @@ def test_generate_goes_on_where_it_was_cut(
 ENGINE = {"chunked_prefill_size": 64, "max_total_tokens": 8192, "mem_fraction_static": 0.2}
 
 
-@pytest.mark.parametrize("shares", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [1, 2])
 def test_captured_states_are_the_targets_own(
     monkeypatch, target_dir, drafter_dir, tmp_path, shares
 ):

@@ -19,7 +19,6 @@ from sglang_hyperdflash.training.trainer import read_state, saved_states
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import Subject
 from tests.unit.training import streams
-from tests.warm_start import client
 
 TARGET = str(EXAMPLE / "target")
 STEPS = PROMPTS = SHARDS = 8
@@ -103,12 +102,6 @@ class TrainingOfTwo(Training):
     def kill_helper(self, process: subprocess.Popen) -> None:
         with suppress(psutil.NoSuchProcess, IndexError):
             psutil.Process(process.pid).children()[-1].kill()
-
-
-class TrainingWarm(Training):
-    """Forked from a process that has done the imports: what every run of the tests can afford."""
-
-    start = staticmethod(client.start)
 
 
 class Learning(Subject):

@@ -1,8 +1,6 @@
-"""The matrix. Every run: one kill of ``train``, without an engine. ``make fault-test``: all.
+"""The matrix; one test a cell, so that a part can be asked for: ``-k "capture and Ctrl"``."""
 
-One test a cell, so that a part can be asked for: ``-k "capture and Ctrl"``.
-"""
-
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -16,12 +14,9 @@ SUBJECTS: dict[str, type[Subject]] = {
     "train-of-two": subjects.TrainingOfTwo,
     "generate": subjects.Generating,
     "capture": subjects.Capturing,
-    "train-warm": subjects.TrainingWarm,
 }
 CANNOT = {(name, "helper dies") for name in ("train", "learn")}  # one process has none
-SHORT = [("train-warm", "kill -9 at 50%")]
-EVERY = [(name, fault) for name in SUBJECTS if name != "train-warm" for fault in FAULTS]
-CELLS = [pytest.param(*cell, marks=pytest.mark.faults) for cell in EVERY if cell not in CANNOT]
+CELLS = [cell for cell in itertools.product(SUBJECTS, FAULTS) if cell not in CANNOT]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +35,9 @@ def undisturbed(tmp_path_factory) -> Callable[[str], tuple[Subject, list]]:
     return made
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name, fault", SHORT + CELLS)
+@pytest.mark.parametrize("name, fault", CELLS)
 def test_a_re_run_gives_what_an_undisturbed_run_gives(undisturbed, tmp_path, name, fault):
     subject, expected = undisturbed(name)
     runs = Runs(subject, tmp_path / "run")

@@ -20,7 +20,7 @@ GPUS |= {"sm_120": ((12, 0), "triton")}
 
 @pytest.fixture(
     scope="module",
-    params=[("sm_90", "sm_100"), pytest.param(("sm_80", "sm_120"), marks=pytest.mark.slow)],
+    params=[("sm_90",), pytest.param(("sm_80", "sm_100", "sm_120"), marks=pytest.mark.slow)],
     ids=" ".join,
 )
 def started(request, tmp_path_factory):

@@ -106,8 +106,9 @@ def test_drafts_of_any_scores_are_the_references(sizes):
     check(arguments(*sizes))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("sizes", HEADS)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), zip(HEADS, (BF16, FP16, FP32, BF16, FP16), strict=True)
+)
 def test_drafts_that_follow_each_other_through_a_head_have_the_references_bits(sizes, dtype):
     check(arguments(*sizes, dtype, exact=True))
 

@@ -130,7 +130,9 @@ TOOLS = [
 CHOICES = {"required": {"order", "cancel"}, "cancel": {"cancel"}, "auto": set()}
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "choice", [pytest.param("required", marks=pytest.mark.slow), "cancel", "auto"]
+)
 def test_tool_calls_are_the_baselines(clients, choice):
     """Whole and streamed; the tiny target calls a tool only where it must."""
     named = {"type": "function", "function": {"name": choice}}

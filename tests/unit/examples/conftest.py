@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 from tests.conftest import EXAMPLE
 
@@ -19,6 +20,7 @@ def call(script, monkeypatch):
     """Run a script's ``main`` with these arguments."""
 
     def run(name: str, *arguments: object):
+        monkeypatch.setattr(torch, "set_num_threads", int)  # the process is other tests', too
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         return script(name).main()
 

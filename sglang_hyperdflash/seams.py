@@ -108,7 +108,7 @@ def _hook(*seams: Seam) -> None:
     A failure is recorded and stops HYPERDFLASH servers only. Seam: ``HookRegistry._apply_target``,
     without the registry's list (``apply_hooks`` would import the modules of all plugins' hooks now,
     and skip what another plugin registers later), and with one walk through every module's names
-    where it has one of 50 to 150 ms for each target.
+    where it has one of 50 to 150 ms for each target. The walk runs no code and so raises nothing.
     """
     from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
@@ -129,11 +129,13 @@ def _hook(*seams: Seam) -> None:
             wrong = f"SGLang seam {seam.target} could not be hooked: {error!r}"
             _failures.append(error if isinstance(error, SeamError) else SeamError(wrong))
             logger.warning("%s", _failures[-1])
+    names_of = ModuleType.__dict__["__dict__"].__get__  # runs no code of a lazy module
     for module in list(sys.modules.values()) if wrappers else ():
-        if inspect.ismodule(module):
-            for name, value in list(vars(module).items()):
+        if issubclass(type(module), ModuleType):
+            names = names_of(module)
+            for name, value in names.copy().items():
                 if id(value) in wrappers:
-                    vars(module)[name] = wrappers[id(value)]
+                    names[name] = wrappers[id(value)]
 
 
 def check_version() -> None:

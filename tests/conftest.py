@@ -4,11 +4,11 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_deepseek_v4"
@@ -20,16 +20,21 @@ def import_kernels() -> None:
         importlib.import_module(f"triton_ops.{path.stem}")
 
 
-if torch.cuda.is_available():
-    import_kernels()
-else:
-    # Without a GPU our kernels run in Triton's interpreter. Triton reads the variable while it is
-    # imported and while it decorates a kernel; servers that tests start must not inherit it.
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        # A launch would import it, too late.
-        import triton.experimental.gluon  # noqa: F401
+# The process that only says which of several workers runs what imports nothing.
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
+    gc.disable()  # until all is imported, most of which stays
+    import torch
 
+    if torch.cuda.is_available():
         import_kernels()
+    else:
+        # Without a GPU our kernels run in Triton's interpreter. Triton reads the variable while it
+        # is imported and decorates a kernel; servers that tests start must not inherit it.
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+            # A launch would import it, too late.
+            import triton.experimental.gluon  # noqa: F401
+
+            import_kernels()
 
 # A shell that runs the tests in its background, or nohup, has children that ignore Ctrl-C or a lost
 # terminal; tests send both.
@@ -40,11 +45,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # of this repository.
 DATA = os.environ.get("HYPERDFLASH_TEST_DATA")
 BENCHMARKS = Path(DATA) / "benchmarks" if DATA else None
-
-
-def pytest_configure(config) -> None:
-    if not config.getoption("numprocesses", None):  # a process that collects
-        gc.disable()  # until all is imported, most of which stays
 
 
 def pytest_collection_finish() -> None:

@@ -43,6 +43,7 @@ class Kept(Server):
         pass
 
 
+@pytest.mark.slow
 @pair
 def test_demo(tmp_path, monkeypatch, capsys, target_server, hyper_server):
     """On the servers that run already; ``make demo`` starts its own."""

@@ -20,7 +20,6 @@ from tests.engine.conftest import FP32, flush, greedy, greedy_all, ids
 from tests.engine.drafters import with_idle_head
 from tests.engine.reference_decoder import block_draft
 
-pytestmark = pytest.mark.slow
 COMPARED = 36
 
 

@@ -95,11 +95,10 @@ def install(seams: Iterable[Seam]) -> None:
     check_version()
     enabled = [seam for seam in seams if seam.only_with is None or os.environ.get(seam.only_with)]
     recorded.extend(enabled)
-    imported = [seam for seam in enabled if seam.module in sys.modules]
-    for seam in enabled:
-        if seam not in imported:
-            when_imported(seam.module, partial(_hook, seam))
-    _hook(*imported)
+    imported = {seam.module for seam in enabled} & sys.modules.keys()
+    for module in {seam.module for seam in enabled} - imported:
+        when_imported(module, partial(_hook, *(one for one in enabled if one.module == module)))
+    _hook(*(seam for seam in enabled if seam.module in imported))
 
 
 def _hook(*seams: Seam) -> None:

@@ -25,8 +25,8 @@ quick: setup lint
 demo: setup
 	$(BIN)/hyperdflash demo
 
-# Two files at a time, engine tests first, by the servers they share (xdist_group). A test
-# that takes an hour hangs; none is judged by how long it takes.
+# Two groups of tests at a time, by the servers they share (tests/engine/conftest.py orders them).
+# A test that takes an hour hangs; none is judged by how long it takes.
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(FAST)" -n 2 --dist loadgroup --no-loadscope-reorder --timeout 3600 --durations=30
 

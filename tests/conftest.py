@@ -20,8 +20,8 @@ def import_kernels() -> None:
         importlib.import_module(f"triton_ops.{path.stem}")
 
 
-# The process that only says which of several workers runs what imports nothing.
-if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
+# The process that only says which of several workers runs what imports nothing; -n 0 has none.
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv or "0" in sys.argv:
     gc.disable()  # until all is imported, most of which stays
     import torch
 

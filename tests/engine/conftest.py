@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items) -> None:
     waiting = {group_of(item) for item in items if "baseline" in item.fixturenames}
 
     def place(item) -> int:
-        """The baseline's group, what takes as long as its start, what waits for it, the rest."""
+        """The baseline's group, what starts cold, what waits for the baseline, the rest."""
         path, group = str(item.path), group_of(item)
         cold = "tests/unit/test_" in path or "tests/engine" in path
         return 0 if group == PAIR else 2 if group in waiting else 1 if cold else 3
@@ -303,7 +303,7 @@ def ids(answers: list[dict]) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
-    """What the baseline answers to every case, and to the demo prompts: "own", and 96 tokens.
+    """What the baseline answers to every case, and to the demo prompts: "own"; "long", 96 tokens.
 
     The worker of the group ``pair`` asks; the others wait for what it writes.
     """

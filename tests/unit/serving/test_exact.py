@@ -18,7 +18,7 @@ from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, one, verified
 from triton_ops import verification
 from triton_ops.gumbel import block_seeds
 
-SEEDS = torch.arange(8_000) * 7919 + 13
+SEEDS = torch.arange(20_000) * 7919 + 13
 SETTINGS = {
     "temperature 1": {},
     "temperature 0.6, top-p": {"temperature": 0.6, "top_p": 0.8},
@@ -43,7 +43,7 @@ CASES = {
 def test_tokens_without_a_seed_follow_the_targets_law(name):
     (model, t, widths), values = CASES[name], []
     for setting in SETTINGS.values():
-        seeds = SEEDS if setting == {} else SEEDS[:4000]
+        seeds = SEEDS if setting == {} else SEEDS[:8000]
         tokens, accepted = model.decode(one(**setting), seeds, False, 3, t, widths)
         values += model.p_values(tokens, one(**setting))
         assert accepted > 0.05, "no draft is accepted: the test says nothing"
@@ -98,7 +98,7 @@ def test_penalised_tokens_follow_the_penalised_law(name, widths):
         assert accepted > (0.1 if seeded else 0.05)
         return result
 
-    values = model.p_values(decoded(SEEDS[:4000], False, 3), sampling, penalised)
+    values = model.p_values(decoded(SEEDS[:8000], False, 3), sampling, penalised)
     assert min(values) > 0.0005, values
     tokens = decoded(SEEDS[:200], True, 30)
     assert torch.equal(tokens, model.alone(sampling, SEEDS[:200], 30, penalised))
@@ -211,5 +211,5 @@ def test_a_drafter_that_gives_nan_changes_no_law(broken):
         model.head.predecessor[::2] = float("nan")
     else:
         model.drafter[broken] = float("nan")
-    tokens, _ = model.decode(one(), SEEDS[:4000], False, 3)
+    tokens, _ = model.decode(one(), SEEDS[:8000], False, 3)
     assert min(model.p_values(tokens, one())) > 1e-4

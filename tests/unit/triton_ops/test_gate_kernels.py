@@ -30,7 +30,7 @@ CASES = pytest.mark.parametrize(
     [
         (1, 4, 64, BF16, (True, True)),
         (70, 4, 192, BF16, (True, False)),
-        (130, 2, 192, FP16, (False, True)),
+        (130, 2, 320, FP16, (False, True)),
         (3, 8, 64, BF16, (True, True)),
         (65, 1, 128, FP32, (False, False)),
         (33, 4, 192, FP32, (True, True)),

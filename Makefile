@@ -37,12 +37,12 @@ lint: setup
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
 
-# Every long command, killed, interrupted, starved of disk, run twice, damaged; prints the table.
+# Every long command, killed, interrupted, starved of disk, run twice, damaged.
 fault-test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m faults tests/faults tests/engine
 
 # Thirty minutes of mixed traffic, and as many with learning; HYPERDFLASH_SOAK_MINUTES changes that.
-# Every run adds its report to build/soak.json and build/soak_learning.json.
+# Every run adds its report to build/soak.json.
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/engine/test_soak.py
 

@@ -1,4 +1,4 @@
-"""Paths shared by all tests."""
+"""What all tests share: paths, and kernels that run in Triton's interpreter without a GPU."""
 
 import gc
 import importlib

@@ -3,7 +3,8 @@
 import re
 from typing import NamedTuple
 
-POOL_LINE = "Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d"  # cpu/kv_pool.py
+# Of cpu_engine/platform/kv_pool.py.
+POOL_LINE = "Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d"
 
 
 class LoggedPool(NamedTuple):

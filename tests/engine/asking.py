@@ -90,7 +90,7 @@ PROCESSED = {
 }
 UNPROCESSED = (*SETTINGS, *GREEDY, *ASKED, "mixed")
 CASES = (*UNPROCESSED, *PROCESSED)
-# One of each kind.
+# What a server is asked whose other answers are no different.
 FEW = ("unfiltered", "top-p 0.8", "penalties", "greedy json", "greedy all at once")
 
 
@@ -154,14 +154,14 @@ def assert_equal(found: list[list[dict]], expected: list[list[dict]]) -> None:
 
 
 def case_answers(server: Server, names, prompts, concurrency: int) -> dict[str, list]:
-    """What a server answers to every request of some cases, asked at once."""
+    """What a server answers to every request of some cases, so many in flight at a time."""
     asked = {name: payloads(name, prompts) for name in names}
     found = iter(answers(server, list(chain.from_iterable(asked.values())), concurrency))
     return {name: list(islice(found, len(each))) for name, each in asked.items()}
 
 
 def assert_cases(server: Server, names, prompts, expected: dict[str, list], concurrency: int = 32):
-    """Every answer to the named cases, asked at once, is the ``expected`` one of the baseline."""
+    """Every answer to the named cases is the ``expected`` one of the baseline."""
     different = {}
     for name, each in case_answers(server, names, prompts, concurrency).items():
         try:

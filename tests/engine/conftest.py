@@ -27,17 +27,16 @@ from sglang_hyperdflash.tools.server_process import (
 )
 from tests.conftest import BENCHMARKS, EXAMPLE, ROOT
 from tests.engine import probes
-from tests.engine.asking import CASES, HOT, case_answers
+from tests.engine.asking import CASES, case_answers
 from tests.waiting import PATIENCE, until
 from tests.warm_start.client import start
 
-__all__ = ["HOT"]
 # Too little K/V for eight requests: some go back to the queue.
 SMALL_POOL = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01")
-COMMON = ("--sleep-on-idle", "--log-level", "info")
 # A tiny model left free would fill a JSON answer with white space up to its length limit.
-COMMON += ("--constrained-json-disable-any-whitespace",)
-FP32 = ("--dtype", "float32", *comparable_arguments(32768, "info"), *COMMON[3:])
+SHORT_JSON = "--constrained-json-disable-any-whitespace"
+COMMON = ("--sleep-on-idle", "--log-level", "info", SHORT_JSON)
+FP32 = ("--dtype", "float32", *comparable_arguments(32768, "info"), SHORT_JSON)
 # Of a kind that constrains a call from its first token; the tiny target never begins one itself.
 TOOL_CALLS = ("--tool-call-parser", "pythonic")
 # ``/health`` says what SGLang knows, and does not wait a second for a token of its own.
@@ -59,8 +58,6 @@ def group_of(item) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
     for item in items:
-        if "tests/engine" in str(item.path):
-            item.add_marker(pytest.mark.engine)
         if item.get_closest_marker("xdist_group") is None:  # as --dist loadfile
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     waiting = {group_of(item) for item in items if "baseline" in item.fixturenames}
@@ -305,7 +302,7 @@ def ids(answers: list[dict]) -> list[list[int]]:
 def baseline(request, own_prompts, tmp_path_factory) -> dict[str, list]:
     """What the baseline answers to every case, and to the demo prompts: "own"; "long", 96 tokens.
 
-    The worker of the group ``pair`` asks; the others wait for what it writes.
+    The worker of the group ``pair`` asks, if it runs; the others wait for what it writes.
     """
     root, several = tmp_path_factory.getbasetemp(), "PYTEST_XDIST_WORKER" in os.environ
     path = (root.parent if several else root) / "baseline.json"

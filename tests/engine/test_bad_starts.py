@@ -15,6 +15,7 @@ from tests.engine.conftest import FP32
 from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, finish, start
 
+pytestmark = pytest.mark.slow
 RESOLVE = """
 import json, sys
 from sglang.srt.plugins import load_plugins
@@ -39,7 +40,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 def test_flags_and_targets_through_sglangs_own_resolution(tmp_path, target_dir, drafter_dir):
     plain = shutil.copytree(target_dir, tmp_path / "plain")
     fields = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -59,7 +59,6 @@ def test_flags_and_targets_through_sglangs_own_resolution(tmp_path, target_dir, 
         assert name in text
 
 
-@pytest.mark.slow
 def test_a_damaged_drafter_through_a_real_server(tmp_path, target_dir, drafter_dir):
     folder, log = shutil.copytree(drafter_dir, tmp_path / "copy"), tmp_path / "server.log"
     weights, name = load_file(folder / "model.safetensors"), "layers.0.mlp.up_proj.weight"

@@ -16,7 +16,7 @@ from tests.engine.asking import HOT, post
 from tests.engine.conftest import FP32, VOCABULARY_ORDER, greedy, install_plugin, probed
 from tests.engine.drafters import with_config, with_window
 
-# The target's own limit: one position more and its rotary table has no row.
+# Of ``short_target``: one position more and its rotary table has no row.
 CONTEXT = 160
 # More letters than fit: an answer under this grammar never ends by itself.
 ENDLESS = "[a-z ]{1500}"

@@ -23,7 +23,7 @@ def test_the_baseline_tells_seeds_and_settings_apart(baseline):
 
 @pytest.mark.parametrize("concurrency", [32, pytest.param(3, marks=pytest.mark.slow)])
 def test_answers_are_the_baselines(hyper_server, own_prompts, baseline, concurrency):
-    """Of every case at once: each neighbour in a batch asks for something else, some unseeded."""
+    """Every case but the processors': neighbours in a batch differ, and some have no seed."""
     unseeded = {"temperature": HOT, "max_new_tokens": 8, "ignore_eos": True, "n": 8}
     with ThreadPoolExecutor(1) as pool:
         more = {"input_ids": own_prompts[0], "sampling_params": unseeded}

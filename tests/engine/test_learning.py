@@ -32,7 +32,7 @@ from tests.engine.conftest import greedy, greedy_all, greedy_together, ids, retr
 from tests.engine.drafters import poisoned, with_config, with_idle_head
 from tests.waiting import until
 
-pytestmark = pytest.mark.xdist_group("learning")
+pytestmark = pytest.mark.slow
 CHUNK, SHORT, NEW = 16, 24, 32
 # A short trial.
 SHORT_TRIAL = f"""
@@ -84,7 +84,6 @@ def assert_samples(target_dir: Path, source: StoreReader, asked: list[tuple[list
     return starts
 
 
-@pytest.mark.slow
 def test_a_sample_is_what_a_capture_of_the_request_would_be(
     server, target_dir, own_prompts, own_reference, folder
 ):
@@ -122,7 +121,6 @@ def test_a_sample_is_what_a_capture_of_the_request_would_be(
     assert 0.9 * size < total(server, RECORDED_BYTES) <= size
 
 
-@pytest.mark.slow
 def test_a_published_drafter_is_taken_and_a_poisoned_one_left(
     server, drafter_dir, own_prompts, own_reference, folder, tmp_path
 ):

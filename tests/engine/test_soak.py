@@ -27,7 +27,6 @@ from tests.conftest import ROOT
 from tests.engine import asking
 from tests.engine.asking import UNPROCESSED
 from tests.engine.conftest import COMMON, NEW_TOKENS, flush, greedy
-from tests.engine.test_context_end import CONTEXT
 from tests.engine.test_learning_faults import Learning
 from tests.waiting import until
 
@@ -35,6 +34,7 @@ MINUTES = float(os.environ.get("HYPERDFLASH_SOAK_MINUTES", "30"))
 CONCURRENCY = 16
 GROWTH = {"memory_mib": 200, "handles": 16, "threads": 8}
 STORE_GIB = 0.5
+CONTEXT = 2048  # the tiny target's
 SHAPE = "--layers 3 --heads 4 --kv-heads 2 --head-dim 64 --intermediate-size 768 --window 0"
 LEARN = "--lr 2e-3 --batch 16 --anchors 8 --every 50 --judges 32 --passes 100"
 

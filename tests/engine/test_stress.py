@@ -17,7 +17,6 @@ from tests.engine.conftest import NEW_TOKENS, greedy, greedy_all, greedy_togethe
 from tests.engine.test_train_and_serve import compare_drafts
 from tests.waiting import until
 
-pytestmark = pytest.mark.xdist_group("stress")
 # ``fail:METHOD:N`` in a grammar: its N-th call of METHOD fails.
 FAILING = """
 import re

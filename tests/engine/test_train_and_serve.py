@@ -91,11 +91,11 @@ def test_a_random_drafter_proposes_the_same_tokens_and_loses_nothing(
         assert main(["init", *options]) == 0
         rescale_folder(draft)
     arguments, environment = hyperdflash_arguments(draft), probed(tmp_path, probes.BLOCKS)
-    server = servers.get("random", target_dir, *FP32, *arguments, environment=environment)
+    server = servers.get(kind, target_dir, *FP32, *arguments, environment=environment)
     compare_drafts(server, log, target_dir, draft, own_prompts[:4], 64, least=60, share=0.1)
     assert ids(greedy_all(server, own_prompts, 8)) == baseline["own"]
     assert_cases(server, UNPROCESSED, own_prompts, baseline)
-    servers.stop("random")
+    servers.stop(kind)
 
 
 @pytest.mark.slow

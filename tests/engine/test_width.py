@@ -15,14 +15,13 @@ from tests.engine.asking import FEW, UNPROCESSED, assert_cases, by_label, sample
 from tests.engine.conftest import FP32, TOOL_CALLS, greedy_all, ids, probed
 from tests.engine.drafters import poisoned, with_window
 
-pytestmark = pytest.mark.xdist_group("pair")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pair")]
 contexts = test_sampling.contexts  # a fixture
 EVERY = {WIDTHS: "1,2,4,7"}
 # As of ``hyper_server``, whose state is compared.
 ARGUMENTS = (*FP32, *TOOL_CALLS, "--enable-metrics", "--random-seed", "7")
 
 
-@pytest.mark.slow
 def test_a_server_that_times_its_rounds(
     servers, hyper_server, target_dir, drafter_dir, own_prompts, baseline, probe_folder, tmp_path
 ):
@@ -42,7 +41,6 @@ def test_a_server_that_times_its_rounds(
     servers.stop("adaptive")
 
 
-@pytest.mark.slow
 def test_timing_a_window_leaves_nothing(servers, target_dir, drafter_dir, tmp_path):
     draft, states = with_window(drafter_dir, tmp_path / "narrow", 32), []
     for width in (ADAPTIVE, FULL):
@@ -87,7 +85,6 @@ def changed(drafter: Path, folder: Path, change: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_other_ways_to_serve(
     servers, contexts, target_dir, drafter_dir, own_prompts, baseline, tmp_path, form
@@ -95,7 +92,7 @@ def test_other_ways_to_serve(
     change, arguments, environment = FORMS[form]
     draft = changed(drafter_dir, tmp_path / "draft", change)
     arguments = (*FP32, "--enable-metrics", *arguments, *hyperdflash_arguments(draft))
-    server = servers.get("width", target_dir, *arguments, environment=environment)
+    server = servers.get(form, target_dir, *arguments, environment=environment)
     for names in (UNPROCESSED, ["mixed"]):
         assert_cases(server, names, own_prompts, baseline)
         found = greedy_all(server, own_prompts, 8)
@@ -107,4 +104,4 @@ def test_other_ways_to_serve(
         test_sampling.assert_the_distribution_holds(contexts, server, 1)
     if form == "default":
         assert sorted(by_label(server, WIDTH_ROUNDS, "width")) == ["1", "7"]
-    servers.stop("width")
+    servers.stop(form)

@@ -12,7 +12,7 @@ from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, greedy_t
 from tests.engine.drafters import assert_lengths_vary, with_head, with_window
 from tests.engine.reference_decoder import block_draft
 
-pytestmark = pytest.mark.xdist_group("window")
+pytestmark = pytest.mark.slow
 # A pool of the blocks of 8 requests and about five windows: most contexts of eight lose tokens.
 TIGHT, WINDOW = "0.0068", 32
 # New tokens that the plain decoder finds too: past the window, so that it slides.
@@ -32,7 +32,6 @@ def server(servers, target_dir, draft):
     servers.stop("window")
 
 
-@pytest.mark.slow
 def test_rounds_are_the_plain_decoders(server, target_dir, draft, drafter_dir, own_prompts):
     """A window that slides, draft K/V of a cached prompt, and a head that changes the drafts."""
     target, found, without = LocalTarget(target_dir), [], []
@@ -50,7 +49,6 @@ def test_rounds_are_the_plain_decoders(server, target_dir, draft, drafter_dir, o
     assert sum(map(sum, found[::2])) > sum(map(sum, without)), "the head changes nothing"
 
 
-@pytest.mark.slow
 def test_a_pool_that_loses_tokens_costs_acceptance_only(server, own_prompts, own_reference):
     # Two at a time have the five windows to themselves.
     alone, shared = greedy_all(server, own_prompts, 2), greedy_together(server, own_prompts)
@@ -63,7 +61,6 @@ def test_a_pool_that_loses_tokens_costs_acceptance_only(server, own_prompts, own
     assert len(greedy(server, long)["output_ids"]) == NEW_TOKENS
 
 
-@pytest.mark.slow
 def test_answers_are_the_baselines(server, own_prompts, baseline):
     """Every drafter gives the same tokens, whatever it drafts."""
     assert_cases(server, FEW, own_prompts, baseline)

@@ -108,13 +108,14 @@ class Runs:
         """Remove the file or line that an error names."""
         if named := re.search(r": (\S+):(\d+): .* remove this line", advice):
             place, number = Path(named[1]), int(named[2])
+            assert self.folder in place.parents, advice
             lines = place.read_bytes().splitlines(keepends=True)
             place.write_bytes(b"".join(lines[: number - 1] + lines[number:]))
         else:
             name = re.search(r"emove (\S+) and run", advice)[1]
             place = Path(advice.split(": ")[1].split(" is damaged")[0] if name == "it" else name)
+            assert self.folder in place.parents, advice
             shutil.rmtree(place) if place.is_dir() else place.unlink()
-        assert self.folder in place.parents, advice
 
 
 def everyone(process: subprocess.Popen) -> list[psutil.Process]:

@@ -10,7 +10,8 @@ import torch
 
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
-from tests.engine.conftest import BF16_TIE, HOT, first_difference_gaps, greedy, greedy_all, ids
+from tests.engine.asking import HOT
+from tests.engine.conftest import BF16_TIE, first_difference_gaps, greedy, greedy_all, ids
 from tests.engine.drafters import with_head
 from tests.engine.test_weight_updates import update
 from tests.gpu.readings import fell_back, rounds_by_width

@@ -172,6 +172,7 @@ def test_only_what_is_surely_another_model_is_refused(target_dir, tmp_path, monk
     Served("http://localhost:1", str(other), 9).check("/here/v4", {})
 
 
+@pytest.mark.heavy
 def test_an_interrupt_does_not_wait_for_answers(server, target_dir, data, tmp_path):
     server.hold = threading.Event()
     command = regenerate([server], target_dir, data, tmp_path / "out.jsonl")

@@ -159,13 +159,11 @@ def become(fds, argv, numbers, environment, session) -> Callable[[], None]:
         os.close(fd)
     os.environ.clear()
     os.environ.update(written | environment)
-    folders = filter(None, environment.get("PYTHONPATH", "").split(":"))
-    sys.path[1:1] = map(os.path.abspath, folders)
+    sys.path[1:1] = map(os.path.abspath, environment.get("PYTHONPATH", ".").split(":"))
     importlib.invalidate_caches()
-    option, program, *sys.argv[1:] = argv[1:]
-    sys.argv[0] = option
+    sys.argv[0], program, *sys.argv[1:] = argv[1:]
     sys.modules["__main__"] = main = types.ModuleType("__main__")
-    if option == "-m":
+    if sys.argv[0] == "-m":
         return functools.partial(runpy._run_module_as_main, program)
     return functools.partial(exec, compile(program, "<string>", "exec"), main.__dict__)
 

@@ -20,6 +20,7 @@ def test_it_runs_only_in_a_checkout(tmp_path, monkeypatch, refused):
     assert str(tmp_path / "examples") in refused("demo", "--out", tmp_path / "demo.json")
 
 
+@pytest.mark.heavy
 def test_the_command_finds_eval_from_any_folder(tmp_path):
     """As the console script starts it: neither the checkout nor ``eval`` is on the path."""
     source = "from sglang_hyperdflash.commands import demo; demo.find_example(); import eval.client"

@@ -18,6 +18,7 @@ HEADLESS = json.loads(json.dumps(RAW))
 del HEADLESS["hyperdflash_config"]["dependency"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("raw", [RAW, HEADLESS], ids=["head", "no head"])
 @pytest.mark.parametrize("fields", [{"loss": "ce_kl"}, {"loss": "acceptance"}, {"alpha": 0.0}])
 def test_products_are_those_of_a_counted_step(raw, fields):

@@ -216,6 +216,7 @@ def test_a_cut_run_is_resumed_without_asking_twice(servers, run):
     assert run(40) == list(range(40)), "a finished output needs no server"
 
 
+@pytest.mark.heavy
 def test_neither_prompts_nor_answers_stay_in_memory(tmp_path):
     count = 400
     rows = ({"turns": [f"Number {i} " * 400]} for i in range(count))

@@ -36,6 +36,7 @@ from tests.unit.targets.test_kinds import deepseek_v41
 from tests.unit.training.conftest import answers
 from tests.unit.training.store.small import flip
 
+pytestmark = pytest.mark.heavy
 SAMPLES = answers(20, 33, 28)
 
 

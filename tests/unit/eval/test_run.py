@@ -113,6 +113,7 @@ def test_a_server_that_dies_costs_its_cells_only_and_they_are_tried_again(data, 
     assert "error" not in rows["hyperdflash6"] and rows["hyperdflash6"]["rounds"] == 2
 
 
+@pytest.mark.heavy
 def test_a_run_that_is_stopped_again_and_again_ends_as_an_undisturbed_one(
     data, tmp_path, fake, finished
 ):

@@ -66,6 +66,7 @@ class Hub(SimpleHTTPRequestHandler):
         super().do_GET()
 
 
+@pytest.mark.heavy
 def test_the_processes_of_a_node_read_a_table_of_the_hub_once(tmp_path, target_dir):
     target, whole = shutil.copytree(target_dir, tmp_path / "target"), []
     shards, handler = split(target), partial(Hub, whole, directory=target)

@@ -90,6 +90,7 @@ def test_only_our_target_is_exposed(monkeypatch):
     assert exposed(spec_algorithm=None)
 
 
+@pytest.mark.heavy
 def test_the_classes_are_sglangs():
     from sglang.srt.models.registry import ModelRegistry
 

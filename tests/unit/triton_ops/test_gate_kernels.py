@@ -156,6 +156,7 @@ def check_backward(a: GateArguments) -> None:
         assert relative_error(ours, wanted) < limit, place
 
 
+@pytest.mark.heavy
 @CASES
 def test_backward_is_autograds(n, m, d, dtype, norms):
     check_backward(random_arguments(n, m, d, dtype=dtype, norms=norms))

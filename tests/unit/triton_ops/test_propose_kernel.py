@@ -131,6 +131,7 @@ def test_every_filter_with_every_other(exact, filters):
     assert filters or (q[2:].amax(-1) < 1).all()
 
 
+@pytest.mark.heavy
 def test_many_candidates_are_sorted():
     known = arguments(1, 1, 600, filters="top_p min_p sequential")
     known["top_ks"][0], known["min_ps"][0], known["top_ps"][0] = 100, 0.01, 0.8
@@ -184,6 +185,7 @@ def test_a_broken_row_leaves_the_drafts_around_it_alone():
     check(known)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("changes", "rank", "bias"),
     [

@@ -104,6 +104,7 @@ CORNERS = [
 ]
 
 
+@pytest.mark.heavy
 def test_ties_broken_rows_and_forbidden_tokens_of_every_kind_of_request():
     given = batch(3 * len(CORNERS), 1, 2100)
     given["temperatures"].fill_(1.0)

@@ -146,6 +146,12 @@ class Learner(Trainer):
     def _content(self) -> dict[str, Any]:
         return super()._content() | {"average": self.average.state_dict()}
 
+    def _resume(self) -> None:
+        super()._resume()
+        if not self.state["step"]:
+            # A run killed after its first version, before its first checkpoint, begins here again.
+            self.world.on_main(self._save_state)
+
     def _restore(self, saved: dict[str, Any]) -> None:
         super()._restore(saved)
         self.average.load_state_dict(saved["average"])

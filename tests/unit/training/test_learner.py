@@ -204,7 +204,7 @@ def test_it_waits_for_new_samples(target, content, tmp_path, monkeypatch, count,
     with pytest.raises(SystemExit) as ended:
         learner.run(learner.published)
     assert ended.value.code == 143 and said in learner.lines[-1]
-    assert [path.name for path in saved_states(tmp_path / "work")] == ["state-1.pt"]
+    assert [path.name for path in saved_states(tmp_path / "work")] == ["state-0.pt", "state-1.pt"]
 
 
 def histograms(requests: int, tau: float, seed: int = 0) -> torch.Tensor:

@@ -55,7 +55,8 @@ def server(servers, target_dir, drafter_dir, folder) -> Iterator[Server]:
     environment |= {f"{RECORD}_SHARE": "1", f"{RECORD}_CONTEXT": "0.5"}
     for name, source in (("optimistic", conftest.OPTIMISTIC), ("short_trial", SHORT_TRIAL)):
         environment |= conftest.install_plugin(folder, name, source)
-    arguments = (*conftest.FP32, *conftest.SMALL_POOL, "--enable-metrics")
+    arguments = (*conftest.FP32, "--enable-metrics", *conftest.SMALL_POOL)
+    arguments += ("--max-total-tokens", "520")
     arguments += ("--chunked-prefill-size", str(CHUNK), *hyperdflash_arguments(drafter_dir))
     yield servers.get("learning", target_dir, *arguments, environment=environment)
     servers.stop("learning")
@@ -98,11 +99,11 @@ def test_a_sample_is_what_a_capture_of_the_request_would_be(
     out = greedy(server, own_prompts[11], sampling={"custom_params": {"hyperdflash_record": False}})
     assert out["output_ids"] == own_reference[11]
     seeded = {"temperature": 1.0, "sampling_seed": 7}
-    # Conversations of which most is cached, and a little less than half.
-    first = own_prompts[0] + own_reference[0]
-    turns = [first + own_prompts[1][:20], first[:30] + own_prompts[6]]
     asked = list(zip(prompts, answers, strict=True))
     asked += [(p, greedy(server, p, 48, sampling=seeded)) for p in own_prompts[8:11]]
+    # Conversations of which most is cached, and a little less than half.
+    first = own_prompts[10] + asked[-1][1]["output_ids"]
+    turns = [first + own_prompts[1][:20], first[:30] + own_prompts[6]]
     asked += list(zip(turns, greedy_all(server, turns, 1), strict=True))
     launched = 1  # the launch's own request
     until(lambda: total(server, RECORDED) + total(server, SHED) >= len(asked) + launched)

@@ -44,8 +44,6 @@ AT_ONCE = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 NEW_TOKENS = 64
 # Two runs batch otherwise, and each rounds in its own way.
 BF16_TIE = TIE_GAPS["bfloat16"]
-
-
 PAIR = "pair"
 GROUP = pytest.StashKey[str]()
 

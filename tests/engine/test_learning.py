@@ -34,7 +34,6 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 CHUNK, SHORT, NEW = 16, 24, 32
-# A short trial.
 SHORT_TRIAL = f"""
 def load():
     from sglang_hyperdflash.serving.scheduler import guard

@@ -19,7 +19,7 @@ from tests.waiting import until
 
 # ``fail:METHOD:N`` in a grammar: its N-th call of METHOD fails.
 FAILING = """
-import re
+import re, sys
 
 def load():
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
@@ -35,7 +35,8 @@ def wrap(kind, method):
     def call(self, *args):
         text = getattr(self, "key_string", None) or self.serialized_grammar
         planted = re.search(f"fail:{method}:([0-9]+)", text)
-        if planted:
+        # In SGLang's pass over a mixed batch an error ends the server.
+        if planted and sys._getframe(1).f_code.co_name != "fill_vocab_mask_batched":
             self.calls = getattr(self, "calls", 0) + 1
             if self.calls == int(planted[1]):
                 raise ValueError("planted")

@@ -24,7 +24,7 @@ from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import generator_seed
 from sglang_hyperdflash.training.store.stream import StreamReader
-from sglang_hyperdflash.training.trainer import Trainer
+from sglang_hyperdflash.training.trainer import Trainer, saved_states
 
 # Steps that the average of weights reaches back.
 MEMORY = 500
@@ -137,6 +137,17 @@ class Learner(Trainer):
         """0: there is no end, and so no decay of the learning rate."""
         return 0.0
 
+    def run(self, out: Path, display=None) -> None:
+        """See :meth:`Trainer.run`."""
+        if not self.state["step"]:
+            self.world.on_main(self._begin)
+        super().run(out, display)
+
+    def _begin(self) -> None:
+        # Where a run goes on that is killed between its first version and its first checkpoint.
+        if not saved_states(self.folder):
+            self._save_state()
+
     def step(self) -> dict[str, Any]:
         """See :meth:`Trainer.step`."""
         report = super().step()
@@ -145,12 +156,6 @@ class Learner(Trainer):
 
     def _content(self) -> dict[str, Any]:
         return super()._content() | {"average": self.average.state_dict()}
-
-    def _resume(self) -> None:
-        super()._resume()
-        if not self.state["step"]:
-            # A run killed after its first version, before its first checkpoint, begins here again.
-            self.world.on_main(self._save_state)
 
     def _restore(self, saved: dict[str, Any]) -> None:
         super()._restore(saved)

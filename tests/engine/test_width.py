@@ -56,8 +56,7 @@ def test_timing_a_window_leaves_nothing(servers, target_dir, drafter_dir, tmp_pa
 
 FEW_REQUESTS = ("--max-running-requests", "8")
 NARROW, RANDOMLY = {POOL_RATIO: "0.0068"}, {WIDTH: RANDOM, **EVERY}
-RANKS = ("--tp-size", "2")
-SYNCHRONOUS = ("--disable-overlap-schedule",)
+RANKS, SYNCHRONOUS = ("--tp-size", "2"), ("--disable-overlap-schedule",)
 # How the committed drafter is changed, arguments and environment.
 FORMS = {
     **{f"width {width}": ("", (), {WIDTH: str(width)}) for width in (1, 2, 4)},
@@ -92,7 +91,7 @@ def test_other_ways_to_serve(
     change, arguments, environment = FORMS[form]
     draft = changed(drafter_dir, tmp_path / "draft", change)
     arguments = (*FP32, "--enable-metrics", *arguments, *hyperdflash_arguments(draft))
-    server = servers.get(form, target_dir, *arguments, environment=environment)
+    server = servers.get(f"width {form}", target_dir, *arguments, environment=environment)
     for names in (UNPROCESSED, ["mixed"]):
         assert_cases(server, names, own_prompts, baseline)
         found = greedy_all(server, own_prompts, 8)
@@ -104,4 +103,4 @@ def test_other_ways_to_serve(
         test_sampling.assert_the_distribution_holds(contexts, server, 1)
     if form == "default":
         assert sorted(by_label(server, WIDTH_ROUNDS, "width")) == ["1", "7"]
-    servers.stop(form)
+    servers.stop(f"width {form}")

@@ -1,13 +1,11 @@
 """The documents: commands parse, named options and files exist, numbers are the committed ones."""
 
 import argparse
-import importlib.metadata
 import importlib.util
 import inspect
 import json
 import re
 import shlex
-import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -124,14 +122,6 @@ def test_the_examples_data_are_what_the_commands_read():
         assert schedule.stage, path
         for stage in schedule.stage:
             stage.resolve(12, schedule.objective)
-
-
-def test_python_is_asked_for_as_sglang_asks_for_it():
-    needed = importlib.metadata.metadata("sglang")["Requires-Python"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == needed
-    pages = README.read_text() + (ROOT / "docs" / "install.md").read_text()
-    assert set(re.findall(r"(3\.\d+) or newer", pages)) == {needed.removeprefix(">=")}
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:

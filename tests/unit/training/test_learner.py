@@ -122,6 +122,19 @@ def test_a_full_disk_at_publishing_costs_one_interval(target, store, tmp_path, m
     assert judged[0] == judged[1]
 
 
+def test_a_kill_after_its_first_version_repeats_its_steps(target, store, tmp_path, monkeypatch):
+    """It does not begin with that version, of which only the weights are left."""
+    monkeypatch.setattr(learner_module, "is_better", lambda *_: True)
+    first = new_learner(target, store, tmp_path, every=1, lr=5e-3)
+    first.records = ()  # fails between version and checkpoint
+    with pytest.raises(AttributeError):
+        first.run(first.published)
+    begin, version = streams.new_drafter(target).state_dict(), current(first.published)
+    monkeypatch.setattr(streams, "new_drafter", lambda _: Drafter.load(version.path))
+    again = new_learner(target, store, tmp_path, draft=first.draft).drafter.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in begin.items())
+
+
 def test_half_of_a_batch_is_new_and_what_is_held_out_is_never_drawn(target, store):
     stream = refreshed(store, target.config.vocab_size)
     draws = Draws(stream, Policy(newest=60), batch=8, seed=0)

@@ -95,10 +95,10 @@ def install(seams: Iterable[Seam]) -> None:
     check_version()
     enabled = [seam for seam in seams if seam.only_with is None or os.environ.get(seam.only_with)]
     recorded.extend(enabled)
-    imported = {seam.module for seam in enabled} & sys.modules.keys()
-    for module in {seam.module for seam in enabled} - imported:
+    waiting = {seam.module for seam in enabled} - sys.modules.keys()
+    for module in waiting:
         when_imported(module, partial(_hook, *(one for one in enabled if one.module == module)))
-    _hook(*(seam for seam in enabled if seam.module in imported))
+    _hook(*(seam for seam in enabled if seam.module not in waiting))
 
 
 def _hook(*seams: Seam) -> None:

@@ -137,13 +137,7 @@ class Learner(Trainer):
         """0: there is no end, and so no decay of the learning rate."""
         return 0.0
 
-    def run(self, out: Path, display=None) -> None:
-        """See :meth:`Trainer.run`."""
-        if not self.state["step"]:
-            self.world.on_main(self._begin)
-        super().run(out, display)
-
-    def _begin(self) -> None:
+    def _begin(self, out: Path) -> None:
         # Where a run goes on that is killed between its first version and its first checkpoint.
         if not saved_states(self.folder):
             self._save_state()

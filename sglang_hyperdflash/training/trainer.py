@@ -225,7 +225,7 @@ class Trainer:
             SystemExit: of code 143, after a SIGTERM to any process: the step was completed and its
                 state saved.
         """
-        self.world.on_main(lambda: self._write_best(out))  # a kill may have come before it
+        self.world.on_main(lambda: self._begin(out))
         with sigterm_noted(self._stop):
             while True:
                 done = self.progress() >= 1.0
@@ -308,8 +308,8 @@ class Trainer:
         for old in saved_states(self.folder)[: -self.recipe.keep]:
             old.unlink(missing_ok=True)
 
-    def _write_best(self, out: Path) -> None:
-        if "weights" in self.best:
+    def _begin(self, out: Path) -> None:
+        if "weights" in self.best:  # a kill may have come before it was written
             served = self.drafter.served_tensors(self.best["weights"])
             write_drafter(out, self.drafter.raw, served)
 

@@ -190,11 +190,11 @@ def ask(server, prompt: list[int], **sampling) -> requests.Response:
 def test_a_matcher_in_error_ends_its_request_and_no_other(server, own_prompts, own_reference):
     """At every position of a block, in the rounds after it, and where no token is possible."""
     constrained = ask(server, own_prompts[0], regex=TEXT).json()["output_ids"]
-    numbers = {"fill_vocab_mask": (1, 12), "accept_token": (2, 12), "rollback": (2, 4)}
+    calls = {"fill_vocab_mask": range(1, 12), "accept_token": range(2, 12), "rollback": range(2, 4)}
     bad = [
         {"regex": f"{TEXT}|fail:{method}:{number}"}
-        for method, ends in numbers.items()
-        for number in range(*ends)
+        for method, numbers in calls.items()
+        for number in numbers
     ]
     # The end is all that this grammar allows, and min_new_tokens forbids it.
     bad += [{"regex": "yes|no", "min_new_tokens": 3, "ignore_eos": False}] * 3

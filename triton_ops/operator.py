@@ -2,17 +2,81 @@
 
 The reference is the specification; kernels are tested against it in Triton's interpreter. The
 module of a kernel is imported by its first call: Triton itself needs seconds.
+``HYPERDFLASH_OPERATORS`` names operators that run their reference on CUDA as well; a server adds
+those whose kernel its start shows to be wrong (``triton_ops.comparison``).
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+OPERATORS_VARIABLE = "HYPERDFLASH_OPERATORS"
+ALL, NONE = "torch", "triton"
 _LIBRARY = torch.library.Library("hyperdflash", "FRAGMENT")
+
+
+def named_in_torch() -> set[str]:
+    """What ``HYPERDFLASH_OPERATORS`` says: names of operators, or ``torch``, which is all."""
+    words = os.environ.get(OPERATORS_VARIABLE, "").split(",")
+    return {word.strip() for word in words} - {"", NONE}
+
+
+# Names of the operators that run their reference on CUDA.
+in_torch = named_in_torch()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operation; ``reference`` and ``kernel`` take the same arguments by position.
+
+    Attributes:
+        kernel: ``module:function`` that launches.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    kernel: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Results of the implementation that the arguments' device and ``in_torch`` ask for."""
+        if comparing is not None:
+            return comparing(self, arguments)
+        on_gpu = next(a.is_cuda for a in arguments if isinstance(a, torch.Tensor))
+        return (self.launch if on_gpu and not self.is_in_torch else self.reference)(*arguments)
+
+    @property
+    def is_in_torch(self) -> bool:
+        """Whether the reference runs on CUDA."""
+        return bool(in_torch & {self.name, ALL})
+
+    def launch(self, *arguments: Any) -> Any:
+        """Results of the kernel."""
+        module, _, function = self.kernel.partition(":")
+        with on_device(next(a for a in arguments if isinstance(a, torch.Tensor))):
+            return getattr(importlib.import_module(module), function)(*arguments)
+
+
+OPERATORS: dict[str, Operator] = {}
+# Called in place of every operator, while kernels are compared with their references.
+comparing: Callable[[Operator, tuple], Any] | None = None
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager:
+    """While this lasts, kernels are launched on the tensor's GPU, if it is on one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def register(name: str, reference: Callable, kernel: str) -> Operator:
+    """An operator that is called as it is; :func:`define` makes one that torch knows, too."""
+    OPERATORS[name] = Operator(name, reference, kernel)
+    return OPERATORS[name]
 
 
 def define(schema: str, reference: Callable, kernel: str, fake: Callable) -> Callable[..., Any]:
@@ -23,15 +87,9 @@ def define(schema: str, reference: Callable, kernel: str, fake: Callable) -> Cal
         fake: makes empty results from the same arguments, for tracing.
     """
     name = schema.partition("(")[0]
-    module, _, function = kernel.partition(":")
-
-    def launch(*arguments: Any) -> Any:
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
-        with torch.cuda.device(device):
-            return getattr(importlib.import_module(module), function)(*arguments)
-
+    operator = register(name, reference, kernel)
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, reference, "CPU")
-    _LIBRARY.impl(name, launch, "CUDA")
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, operator, device)
     torch.library.register_fake(f"hyperdflash::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.hyperdflash, name)

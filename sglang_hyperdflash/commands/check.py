@@ -8,13 +8,16 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from sglang_hyperdflash import SGLANG_VERSION, __version__, seams
-from sglang_hyperdflash.draft.reducer import HCGateReducer, check_kernels
+from sglang_hyperdflash.draft.reducer import HCGateReducer
+from sglang_hyperdflash.serving.startup.operators import rehearse_reducer
 from sglang_hyperdflash.tools.errors import HyperDFlashError
+from triton_ops.comparison import Comparison
 
 # The reducer of DeepSeek-V4-Flash, and one of the tiny target's size.
 REDUCERS = ((4, 4096), (4, 256))
@@ -58,20 +61,21 @@ def platform() -> str:
 
 
 def kernels() -> str:
-    """Compare the served reducer with the fp32 reference.
+    """Compare the served reducer's kernels with their reference.
 
     Raises:
         RuntimeError: they differ by more than rounding.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for m, d in REDUCERS:
-        reducer = HCGateReducer(m, d, rms_eps=1e-6, hc_eps=1e-6).to(device)
-        reducer.randomise()
-        check_kernels(reducer, torch.ones(d, device=device, dtype=dtype))
-    sizes = ", ".join(f"{m} x {d}" for m, d in REDUCERS)
-    kind = "triton" if device == "cuda" else "torch"
-    return f"{kind} reducer agrees with the reference ({sizes})"
+    if not torch.cuda.is_available():
+        return "no CUDA device: operators run their torch references"
+    with Comparison() as comparison:
+        for m, d in REDUCERS:
+            reducer = HCGateReducer(m, d, rms_eps=1e-6, hc_eps=1e-6).cuda()
+            reducer.randomise()
+            rehearse_reducer(reducer, torch.ones(d, device="cuda", dtype=torch.bfloat16))
+    for name, difference in comparison.wrong.items():
+        raise RuntimeError(f"the kernel of {name} is wrong: {difference}")
+    return f"the reducer agrees with the reference, {REDUCERS}; --gpu checks the others"
 
 
 CHECKS: dict[str, Callable[[], str]] = {
@@ -95,10 +99,14 @@ def examine() -> list[Finding]:
     return [*findings, Finding("environment", given or "no HYPERDFLASH variable is set", True)]
 
 
-def run(_args: argparse.Namespace) -> int:
-    """Print the findings; 2 when one of them is wrong."""
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 2 when one of them is wrong. With ``--gpu`` those of the kernels; 1."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    if args.gpu:
+        from sglang_hyperdflash.commands import check_gpu
+
+        return check_gpu.run_gpu(args.all, args.json)
     findings = examine()
     for finding in findings:
         print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.found}")
@@ -112,4 +120,11 @@ def add_parser(commands) -> None:
         help="check whether this installation can serve",
         description=__doc__.splitlines()[0],
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="compile every kernel, compare it with its reference on this GPU, and time it",
+    )
+    parser.add_argument("--all", action="store_true", help="--gpu: FlashInfer's attention, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="--gpu: write the report there")
     parser.set_defaults(run=run)

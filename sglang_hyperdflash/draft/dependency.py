@@ -11,11 +11,14 @@ K likeliest tokens of ``u_k``: K dot products of length r a draft.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sglang_hyperdflash.draft.config import HyperDFlashConfig
+if TYPE_CHECKING:  # kernels are checked where pydantic is absent
+    from sglang_hyperdflash.draft.config import HyperDFlashConfig
 
 START = 0.02
 

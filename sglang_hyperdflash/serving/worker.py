@@ -29,15 +29,17 @@ from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftK
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
 from sglang_hyperdflash.serving.drafting.replace import replacing
 from sglang_hyperdflash.serving.record.start import start_recording
+from sglang_hyperdflash.serving.startup.operators import check_operators
 from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
     check_processors,
     check_ranks_agree,
+    log_ready,
 )
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.serving.verification.exact import Committed
 from sglang_hyperdflash.serving.verification.grammar import pass_by_failed
-from sglang_hyperdflash.serving.verification.rehearsal import compile_kernels, verification_peak
+from sglang_hyperdflash.serving.verification.rehearsal import verification_peak
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lanes
 from sglang_hyperdflash.serving.width.policy import WidthController
@@ -100,7 +102,22 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.recorder = start_recording(self)
         # The target's graphs are captured later.
         runner.capture_tail_hooks.append(SharedResidual())
+        if is_cuda():  # before a graph holds a kernel
+            self._check_operators()
+        log_ready(self)
         logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
+
+    def _check_operators(self) -> None:
+        # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
+        widths = {1, *self.width_control.setting.built(self.block)}
+        group = get_parallel().tp_group
+        check_operators(
+            self.draft_model,
+            self.drafter.candidates,
+            self.verifier.vocabulary,
+            () if self._prefills_only else widths,
+            group.all_gather_object if group.world_size > 1 else None,
+        )
 
     # A forward pass.
 
@@ -318,15 +335,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         return verification_peak(renorm, k, len(candidates), target_logits)
 
     def prewarm_sampling(self):
-        """Build the kernels; ``HyperDFlashConfigError`` where the largest batch does not fit."""
-        if is_cuda() and not self._prefills_only:
-            # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
-            drafter, widths = self.drafter, {1, *self.width_control.setting.built(self.block)}
-            vocabulary = self.verifier.vocabulary
-            told = "HYPERDFLASH builds kernels for widths %s; only a first start takes minutes"
-            logger.info(told, sorted(widths))
-            with torch.inference_mode():
-                compile_kernels(drafter.head, drafter.candidates, vocabulary, widths, self.device)
+        """As SGLang's; ``HyperDFlashConfigError`` where the largest batch does not fit."""
         try:
             return super().prewarm_sampling()
         except torch.OutOfMemoryError as error:

@@ -40,6 +40,13 @@ VARIABLES = (
         "number from 0 (argmax drafts) to 1; it never changes the output distribution",
     ),
     Variable(
+        "HYPERDFLASH_OPERATORS",
+        "triton",
+        "every command on a GPU",
+        "operators that run their torch reference on a GPU, slower: `torch` for all, names "
+        "separated by commas for some; a server adds those whose kernel it finds wrong at start",
+    ),
+    Variable(
         "HYPERDFLASH_FOLLOW",
         "unset",
         "a HYPERDFLASH server",

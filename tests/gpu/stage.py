@@ -17,6 +17,8 @@ from tests.unit.serving.v4_shapes import FLASH, target_folder
 SHAPE = FLASH | {"num_hidden_layers": 6, "n_routed_experts": 16}
 SHAPE["compress_ratios"] = [*FLASH["compress_ratios"][:6], 0]
 ARGUMENTS = ("--load-format", "dummy", "--skip-tokenizer-init", "--log-level", "info")
+# Its weights are bf16: SGLang resolves an MoE backend for quantized ones.
+ARGUMENTS += ("--moe-runner-backend", "triton")
 # SGLang's dummy weights are of one size everywhere, norms too: every logit would be a tie.
 WEIGHTS = """
 import zlib
@@ -51,8 +53,9 @@ class Stage:
     write_target: Callable[[Path], Path]
     draft: DrafterShape
     mask_token: int = 128815
-    context: int = 1 << 20
-    requests: int = 256  # at once
+    context: int = 16_384
+    requests: int = 16  # at once
+    most: tuple[int, int] = (1 << 20, 256)  # context and requests of the largest server
     long_prompt: int = 200_000
     window: int = 128  # of the windowed drafter, so small that an answer slides it
     tokens: int = 160  # of an answer
@@ -61,6 +64,17 @@ class Stage:
     arguments: tuple[str, ...] = ARGUMENTS
     source: str = WEIGHTS
     gpu: bool = True  # whether kernels, graphs and traces are there
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """A server's context and requests, as arguments; on a GPU the batches that are captured."""
+        most = str(self.requests)
+        captured = ("--cuda-graph-max-bs-decode", most) if self.gpu else ()
+        return "--context-length", str(self.context), "--max-running-requests", most, *captured
+
+    def largest(self) -> "Stage":
+        """The stage whose servers have the longest context and the most requests."""
+        return replace(self, context=self.most[0], requests=self.most[1])
 
     def write_drafter(self, folder: Path, window: int | None = None) -> Path:
         """An untrained drafter for the target."""
@@ -88,6 +102,7 @@ CPU = Stage(
     mask_token=checkpoint.MASK_TOKEN,
     context=4096,
     requests=4,
+    most=(4096, 4),
     long_prompt=300,
     window=16,
     tokens=32,

@@ -1,52 +1,44 @@
-"""The steps of a visit, in their order. Each finds numbers and checks them; none stops another."""
+"""The steps of a visit that start servers. Each finds numbers and checks them."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import requests
 
 from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
 from sglang_hyperdflash.serving.width.settings import FULL, RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
-from tests.conftest import ROOT
 from tests.engine.conftest import Servers, greedy, ids, install_plugin
 from tests.engine.v4 import controls
 from tests.engine.v4.drafts import OWN_DRAFTS
 from tests.engine.v4.serve import accepted, known, own_blocks
-from tests.gpu import readings
-from tests.gpu.stage import Stage
+from tests.gpu import readings, visit
+from tests.gpu.kernels import run
+from tests.gpu.stage import CPU, GPU, Stage
+from tests.gpu.visit import Notes
 
 BLOCK, SHORT = 7, 16
 EVERY_WIDTH = (1, 2, 4, 7)
+# Draft attention that reads slots, as the CPU platform's does; ``widths`` has the GPU's default.
+BISECTING = ("--speculative-draft-attention-backend", "triton")
 # With CUDA graphs and without.
 GRAPHS = {"graphs": (), "eager": ("--disable-cuda-graph",)}
 # Memory of the allocator and of kernels besides the counted buffers, GiB.
 SLACK_GIB = 1.5
 
 
-@dataclass
-class Visit:
-    """What every step is given, and where it writes what it finds."""
+@dataclass(kw_only=True)
+class Visit(Notes):
+    """What a step with servers is given."""
 
     stage: Stage
     servers: Servers
     folder: Path  # for files of the visit
-    out: Path  # for results that stay
     target: Path
     drafter: Path
-    found: dict[str, Any] = field(default_factory=dict)  # numbers by name
-    failed: list[str] = field(default_factory=list)  # checks that did not hold, as sentences
-
-    def check(self, holds: bool, sentence: str) -> None:
-        if not holds:
-            self.failed.append(sentence)
 
     @contextmanager
     def server(self, name: str, *arguments: str, draft: Path | None = None, **environment):
@@ -58,7 +50,7 @@ class Visit:
         # Two runs that are compared have rounds of the same widths.
         environment = {WIDTH: FULL} | environment | stage.environment
         environment |= install_plugin(place, "visit", stage.source)
-        given = f"visit-{name}", self.target, *stage.arguments, *arguments
+        given = f"visit-{name}", self.target, *stage.arguments, *stage.sizes, *arguments
         threads = None if stage.gpu else 1
         try:
             yield self.servers.get(*given, environment=environment, threads=threads)
@@ -79,7 +71,7 @@ class Visit:
         return results, own_blocks(path)
 
     def shape(self) -> Shape:
-        """What sizes the buffers of the stage's server."""
+        """What sizes the buffers of a server of the stage."""
         stage = self.stage
         return Shape(
             requests=stage.requests,
@@ -100,14 +92,13 @@ def asked(server: Server, prompts: list[list[int]], tokens: int, **sampling) -> 
     """Answers of prompts that are in flight together; request ids are ``r0``, ``r1``, ..."""
     params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
     rids = [f"r{i}" for i in range(len(prompts))]
-    return server.generate(timeout=1800, input_ids=prompts, sampling_params=params, rid=rids)
+    return server.generate(timeout=600, input_ids=prompts, sampling_params=params, rid=rids)
 
 
 def million(v: Visit) -> None:
     """A server of 1M context and 256 requests: it starts, its bytes are as counted, it answers."""
-    stage = v.stage
-    sizes = ("--context-length", str(stage.context), "--max-running-requests", str(stage.requests))
-    with v.server("million", *sizes, draft=v.drafter) as server:
+    v.stage = stage = v.stage.largest()
+    with v.server("million", draft=v.drafter) as server:
         log = server.log.read_text(errors="replace")
         slots, size = readings.draft_pool(log)
         shape = stage.draft
@@ -138,46 +129,24 @@ def _check_graphs(v: Visit, log: str) -> None:
     v.check(ready in log, f"the log does not say: {ready}")
 
 
-def bench(v: Visit) -> None:
-    """``make bench``: the reducer and the operators of a sampled round against their rivals."""
-    for module in ("triton_ops.bench", "tests.gpu.bench_verify"):
-        _run(v, module, "--out", str(v.out / "kernels"))
-
-
-def tests(v: Visit) -> None:
-    """``make gpu-test``."""
-    _run(v, "pytest", "-m", "gpu")
-    _run(v, "pytest", *map(str, sorted(ROOT.glob("tests/unit/triton_ops/test_*_kernel*.py"))))
-
-
-def _run(v: Visit, module: str, *arguments: str) -> None:
-    """A command of the Makefile, which must succeed; all of them need a GPU."""
-    if not v.stage.gpu:
-        v.found["not here"] = "it needs a GPU"
-        return
-    command = [sys.executable, "-m", module, *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    name = f"{module} {arguments[0]}"
-    v.found[f"last lines, {name}"] = ended.stdout.splitlines()[-16:]
-    v.check(ended.returncode == 0, f"{name} failed: {ended.stderr[-500:]}")
+def tiny(v: Visit) -> None:
+    """The tiny pair: graphs, rounds without them, every width with new weights; training."""
+    # SGLang's Triton attention needs no compiler; FlashInfer's would take minutes.
+    chosen = ("graphs1-triton", "graphs0-triton", "new_weights and random", "losses_and_gradients")
+    for part in chosen:
+        run(v, part, "-m", "pytest", "-q", "tests/gpu", "-k", part)
 
 
 def windowed(v: Visit) -> None:
     """A windowed drafter proposes the same blocks with CUDA graphs and without."""
     draft = v.stage.write_drafter(v.folder / "windowed", v.stage.window)
     prompts = v.stage.prompts(4)
-    expected = v.plain("windowed-none", prompts, v.stage.tokens)
-    backends = {"": ()}
-    if v.stage.gpu:  # not the default for a window, and planned by host lengths
-        backends["-flashinfer"] = ("--speculative-draft-attention-backend", "flashinfer")
-    for backend, named in backends.items():
-        blocks = []
-        for graphs, options in GRAPHS.items():
-            name, arguments = f"windowed-{graphs}{backend}", (*named, *options)
-            results, drafts = v.drafted(draft, name, prompts, expected, *arguments)
-            v.found[f"rounds by accepted drafts, {name}"] = accepted(results)
-            blocks.append(drafts)
-        _check_same_drafts(v, *blocks, kind=backend)
+    expected, blocks = v.plain("windowed-none", prompts, v.stage.tokens), []
+    for graphs, options in GRAPHS.items():
+        results, drafts = v.drafted(draft, f"windowed-{graphs}", prompts, expected, *options)
+        v.found[f"rounds by accepted drafts, {graphs}"] = accepted(results)
+        blocks.append(drafts)
+    _check_same_drafts(v, *blocks)
 
 
 def _check_varied(v: Visit, blocks: list[list[int]], kind: str = "") -> None:
@@ -213,7 +182,7 @@ def residual(v: Visit) -> None:
     """Tokens of no speculation at every length of acceptance, until a tie of one bf16 step."""
     prompts = v.stage.prompts(8 if v.stage.gpu else 2)
     expected = v.plain("plain", prompts, v.stage.tokens)
-    results, blocks = v.drafted(v.drafter, "oracle", prompts, expected)
+    results, blocks = v.drafted(v.drafter, "oracle", prompts, expected, *BISECTING)
     _check_varied(v, [block for _, block in blocks.values()])
     _check_tokens(v, ids(results), expected, "")
     v.found["rounds by drafts"] = accepted(results)
@@ -283,10 +252,9 @@ def trace(v: Visit) -> None:
 def sampled(v: Visit) -> None:
     """Peak memory of a full sampled batch against what is counted for its verification."""
     stage = v.stage
-    arguments = ("--max-running-requests", str(stage.requests))
     prompts = [prompt[:32] for prompt in stage.prompts(stage.requests)]
     limits = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
-    with v.server("sampled", *arguments, draft=v.drafter) as server:
+    with v.server("sampled", draft=v.drafter) as server:
         asked(server, prompts[:2], SHORT, **limits)
         work = asked, server, prompts, 4 * SHORT
         before, most = readings.used_while(server.process.pid, *work, **limits)
@@ -296,5 +264,19 @@ def sampled(v: Visit) -> None:
     v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")
 
 
-IN_ORDER = (million, bench, windowed, residual, widths, poison, trace, sampled, tests)
-STEPS: dict[str, Callable[[Visit], None]] = {step.__name__: step for step in IN_ORDER}
+def walk(names: list[str], folder: Path, out: Path, small: bool, minutes: float) -> dict:
+    """Steps with servers, and others; every server that they started ends."""
+    stage, servers = CPU if small else GPU, Servers()
+    target, drafter = stage.write_target(folder / "target"), stage.write_drafter(folder / "drafter")
+    given = {"stage": stage, "servers": servers, "folder": folder, "out": out, "gpu": stage.gpu}
+
+    def notes(_: str) -> Visit:
+        for running in list(servers.running):  # of a step that was ended
+            servers.stop(running)
+        return Visit(**given, target=target, drafter=drafter)
+
+    try:
+        return visit.run(names, notes, out, small, minutes)
+    finally:
+        for running in list(servers.running):
+            servers.stop(running)

@@ -1,46 +1,164 @@
-"""The first visit to a GPU in one command: ``make gpu-visit``, or ``python -m tests.gpu.visit``.
+"""A visit to a GPU, a step a command: ``python -m tests.gpu.visit --only STEP``; ``--plan`` first.
 
-Every step is tried; after each, ``visit.json`` holds what was found so far. The command fails when
-a check did. ``--small`` walks the same steps on a CPU with the tests' small DeepSeek-V4.
+Steps come in the order of what they tell for their minutes. Each ends by itself at its limit; then
+``visit.json`` has what it found, added to that of the other steps of the same commit. Nothing is
+installed. The command fails when a check did. ``--small`` walks the same steps on a CPU with the
+tests' small DeepSeek-V4.
 """
 
 import argparse
+import importlib
 import json
+import signal
+import sys
 import tempfile
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_hyperdflash.tools.provenance import provenance
-from tests.conftest import ROOT
-from tests.engine.conftest import Servers
-from tests.gpu.stage import CPU, GPU
-from tests.gpu.steps import STEPS, Visit
 
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "eval" / "results" / "gpu"
+MINUTES = 30
+V4 = "FP8 or FP4 weights, more than one GPU, attention data parallelism, prefix hits"
 
 
-def run(visit: Visit, only: list[str] | None) -> dict:
-    """Walk the steps; ``visit.json`` is written after each."""
-    report = {"provenance": provenance(), "small": not visit.stage.gpu, "steps": {}}
-    for name in only or STEPS:
-        begun, own = time.monotonic(), replace(visit, found={}, failed=[])
-        print(f"{name}: {STEPS[name].__doc__.splitlines()[0]}", flush=True)
+class Step(NamedTuple):
+    """A function of the same name in ``module``, and what a reader of its result must know.
+
+    Attributes:
+        seconds: after which it is ended. unseen: what it says nothing of.
+    """
+
+    module: str
+    seconds: int
+    unseen: str
+
+
+# The first two need torch and Triton alone, no server and no SGLang.
+STEPS = {
+    "kernels": Step("tests.gpu.kernels", 300, "whole rounds, and other GPUs than this"),
+    "bench": Step("tests.gpu.kernels", 300, "times inside a served round"),
+    "tiny": Step("tests.gpu.steps", 470, "DeepSeek-V4, and FA3 at more than full width"),
+    "residual": Step("tests.gpu.steps", 470, f"FA3, {V4}"),
+    "windowed": Step("tests.gpu.steps", 470, V4),
+    "widths": Step("tests.gpu.steps", 470, V4),
+    "poison": Step("tests.gpu.steps", 470, V4),
+    "trace": Step("tests.gpu.steps", 300, V4),
+    "sampled": Step("tests.gpu.steps", 300, V4),
+    "million": Step("tests.gpu.steps", 470, f"right answers at that length, {V4}"),
+}
+WITHOUT_SERVERS = tuple(name for name, step in STEPS.items() if step.module != "tests.gpu.steps")
+
+
+@dataclass
+class Notes:
+    """What a step writes down."""
+
+    out: Path  # for results that stay
+    gpu: bool = True  # whether kernels, graphs and traces are there
+    found: dict[str, Any] = field(default_factory=dict)  # numbers by name
+    failed: list[str] = field(default_factory=list)  # checks that did not hold, as sentences
+
+    def check(self, holds: bool, sentence: str) -> None:
+        if not holds:
+            self.failed.append(sentence)
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in this block after so many seconds, whatever it waits for."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def function_of(name: str) -> Callable[[Any], None]:
+    """A step's function; what it needs is imported now."""
+    return getattr(importlib.import_module(STEPS[name].module), name)
+
+
+def earlier(path: Path, report: dict) -> dict:
+    """The steps that a file has of the same commit and the same stage."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    same = found["small"] == report["small"]
+    return (
+        found["steps"]
+        if same and found["provenance"]["commit"] == (report["provenance"]["commit"])
+        else {}
+    )
+
+
+def run(
+    names: list[str],
+    notes_of: Callable[[str], Notes],
+    out: Path,
+    small: bool = False,
+    minutes: float = MINUTES,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict:
+    """Walk steps; ``visit.json`` is written after each. One that might not end in time is left out.
+
+    Returns:
+        The report, with what was there before.
+    """
+    report: dict[str, Any] = {"provenance": provenance(), "small": small}
+    path, end = out / "visit.json", clock() + 60 * minutes
+    report["steps"] = earlier(path, report)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        step, begun = STEPS[name], clock()
+        if begun + step.seconds > end:
+            print(f"{name}: not run, {end - begun:.0f} s are left of its {step.seconds}")
+            report["steps"].setdefault(name, {"not run": "no time was left"})
+            continue
+        notes = notes_of(name)
         try:
-            STEPS[name](own)
+            with at_most(step.seconds):
+                function = function_of(name)
+                print(f"{name}: {function.__doc__.splitlines()[0]}", flush=True)
+                function(notes)
         except Exception as error:
-            own.failed.append(f"{type(error).__name__}: {error}"[:2000])
+            notes.failed.append(f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
-        seconds = round(time.monotonic() - begun, 1)
-        step = {"seconds": seconds, "failed": own.failed, "found": own.found}
-        report["steps"][name] = step
-        visit.out.mkdir(parents=True, exist_ok=True)
-        (visit.out / "visit.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(json.dumps(step, indent=1), flush=True)
+        took = {"seconds": round(clock() - begun, 1), "says nothing of": step.unseen}
+        report["steps"][name] = took | {"failed": notes.failed, "found": notes.found}
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps(report["steps"][name], indent=1), flush=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def commands(out: Path) -> list[str]:
+    """The command of every call, in order: without servers at first, then a step each."""
+    calls = [WITHOUT_SERVERS, *((name,) for name in STEPS if name not in WITHOUT_SERVERS)]
+    return [f"python3 -m tests.gpu.visit --out {out} --only {' '.join(names)}" for names in calls]
+
+
+def plan(out: Path) -> Iterator[str]:
+    """Lines that say what to call, for how long, and what it does not tell."""
+    for command in commands(out):
+        names = command.partition(" --only ")[2].split()
+        yield f"{command}"
+        for name in names:
+            yield f"    {name}: at most {STEPS[name].seconds} s; not {STEPS[name].unseen}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,22 +166,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.visit", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--only", nargs="+", choices=STEPS, help="some of the steps")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of the whole command")
+    parser.add_argument("--plan", action="store_true", help="print the commands of a visit")
     parser.add_argument("--small", action="store_true", help="on a CPU, with a small target")
     args = parser.parse_args(arguments)
+    if args.plan:
+        print("\n".join(plan(args.out)))
+        return 0
     if not args.small and not torch.cuda.is_available():
         parser.exit(2, "no CUDA device is visible; --small walks the same steps on a CPU.\n")
-    stage = CPU if args.small else GPU
     with tempfile.TemporaryDirectory() as name:
-        folder, servers = Path(name), Servers()
-        try:
-            target = stage.write_target(folder / "target")
-            drafter = stage.write_drafter(folder / "drafter")
-            report = run(Visit(stage, servers, folder, args.out, target, drafter), args.only)
-        finally:
-            for running in list(servers.running):
-                servers.stop(running)
-    return int(any(step["failed"] for step in report["steps"].values()))
+        names, folder = args.only or list(STEPS), Path(name)
+        if set(names) <= set(WITHOUT_SERVERS):
+            given = names, lambda _: Notes(args.out, not args.small)
+            report = run(*given, args.out, args.small, args.minutes)
+        else:
+            from tests.gpu.steps import walk
+
+            report = walk(names, folder, args.out, args.small, args.minutes)
+    return int(any(step.get("failed") for step in report["steps"].values()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from sglang_hyperdflash.tools.server_process import comparable_arguments
 from tests.conftest import EXAMPLE, ROOT
@@ -100,11 +101,29 @@ def hooked() -> list[str]:
     return sorted(seams.in_place)
 
 
+def attention() -> list[str]:
+    """Libraries' attention that takes what ``check --gpu`` gives it."""
+    import flashinfer
+    import torch
+    from sgl_kernel import flash_attn
+    from sglang.kernels.ops.attention import flash_attention_v4
+
+    from sglang_hyperdflash.commands.check_attention import BACKENDS, new_batch
+
+    kernel, wrapper = "flash_attn_with_kvcache", "BatchPrefillWithPagedKVCacheWrapper"
+    places = {"fa3": (flash_attn, kernel), "fa4": (flash_attention_v4, kernel)}
+    places["flashinfer"] = flashinfer, wrapper
+    for name, (module, function) in places.items():
+        with mock.patch.object(module, function, autospec=True):
+            BACKENDS[name](new_batch("page 1", "cpu", torch.float32), True)
+    return sorted(places)
+
+
 def served(capability: list[int], cases: dict[str, list[str]], hooks: bool) -> list[Any]:
     """What a server of that GPU resolves in every case, and its hooks if they are asked for."""
     pretend(tuple(capability))
     values = {name: resolved(case) for name, case in cases.items()}
-    return [values, hooked() if hooks else []]
+    return [values, hooked() if hooks else [], attention() if hooks else []]
 
 
 def main() -> None:

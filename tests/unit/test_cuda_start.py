@@ -46,12 +46,13 @@ def started(request, tmp_path_factory):
 
 def test_gpus_serve_the_tiny_target_in_bf16_and_start_v4_with_every_hook(started):
     """Other backends than Triton lack fp32 or sinks; SGLang's auto makes fp16 of fp32."""
-    for gpu, (cases, hooks) in started.items():
+    for gpu, (cases, hooks, attention) in started.items():
         assert cases["readme"] == ["triton", "triton", 1, "auto", "bfloat16"], gpu
         for name in ("demo", "deterministic", "fp32"):
             assert cases[name] == ["triton", None, 1, "auto", "bfloat16"], (gpu, name)
         assert cases["named"] == ["flashinfer", None, 1, "auto", "float32"], gpu
-        if attention := GPUS[gpu][1]:
-            assert cases["v4"] == ["dsv4", attention, 256, "fp8_e4m3", "bfloat16"], gpu
+        if chosen := GPUS[gpu][1]:
+            assert attention == ["fa3", "fa4", "flashinfer"]
+            assert cases["v4"] == ["dsv4", chosen, 256, "fp8_e4m3", "bfloat16"], gpu
             assert cases["v4 windowed"] == ["dsv4", "triton", 256, "fp8_e4m3", "bfloat16"], gpu
             assert hooks == sorted(seam.target for seam in SERVING_SEAMS if not seam.only_with)

@@ -3,19 +3,22 @@
 import gzip
 import json
 import re
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.engine.conftest import Servers
 from tests.engine.v4 import controls
-from tests.gpu import readings, steps, visit
+from tests.gpu import kernels, readings, steps, visit
 from tests.gpu.stage import CPU, GPU, WEIGHTS
+from tests.waiting import PATIENCE
 
 LOG = """
 KV Cache is allocated. dtype: fp8, #tokens: 900, K size: 9.00 GB, V size: 9.00 GB
@@ -56,7 +59,8 @@ def walk(tmp_path, monkeypatch):
     """Walks steps; ``text`` is what servers answer to their environment, ``events`` a trace."""
 
     def walked(stage, only, text=answer, events=(), drafts=blocks):
-        stage, log = replace(stage, requests=4, long_prompt=30), tmp_path / "log"
+        most = (stage.most[0], 4)
+        stage, log = replace(stage, requests=4, most=most, long_prompt=30), tmp_path / "log"
         log.write_text(LOG)
         trace = json.dumps({"traceEvents": [*ROUNDS, *OUTSIDE, *events, {"ph": "M"}]}).encode()
 
@@ -75,44 +79,113 @@ def walk(tmp_path, monkeypatch):
             Path(json["output_dir"], "decode.json.gz").write_bytes(gzip.compress(trace))
             return Mock()
 
-        run = Mock(return_value=Mock(returncode=0, stdout="", stderr=""))
+        launch = Mock(return_value=Mock(returncode=0, stdout="", stderr=""))
         monkeypatch.setattr(steps.Visit, "server", server)
+        stage = replace(stage, write_target=lambda _: tmp_path)
         monkeypatch.setattr(type(stage), "write_drafter", lambda *_: tmp_path)
         monkeypatch.setattr(steps, "own_blocks", drafts)
         monkeypatch.setattr(steps.requests, "post", start_profile)
-        monkeypatch.setattr(steps, "subprocess", Mock(run=run))
+        monkeypatch.setattr(kernels, "subprocess", Mock(run=launch))
         monkeypatch.setattr(readings, "used_bytes", lambda process: 1)
-        places = tmp_path, tmp_path / "out", Path("target"), Path("drafter")
-        report = visit.run(steps.Visit(stage, Servers(), *places), only)
+        monkeypatch.setattr(steps, "GPU" if stage.gpu else "CPU", stage)
+        places = tmp_path, tmp_path / "out"
+        report = steps.walk(only or list(visit.STEPS), *places, not stage.gpu, 10_000)
         written = json.loads((tmp_path / "out" / "visit.json").read_text())
         assert written == json.loads(json.dumps(report))
         failed = {name: step["failed"] for name, step in report["steps"].items()}
-        return failed, [call.args[0][2:] for call in run.call_args_list]
+        return failed, [call.args[0][1:] for call in launch.call_args_list]
 
     return walked
 
 
 @pytest.mark.parametrize("stage", [GPU, CPU], ids=["gpu", "small"])
 def test_every_step_runs_and_the_makefiles_commands_are_among_them(walk, stage):
-    failed, commands = walk(stage, None)
-    assert list(failed) == [step.__name__ for step in steps.IN_ORDER]
+    failed, launched = walk(stage, None)
+    assert list(failed) == list(visit.STEPS)
     assert not any(failed.values()), failed
-    makefile = (ROOT / "Makefile").read_text()
-    recipes = re.findall(r"^(?:bench|gpu-test): setup\n((?:\t.*\n)+)", makefile, re.M)
-    named = re.findall(r"python -m (\S+)", "".join(recipes))
-    assert sorted(command[0] for command in commands) == (sorted(named) if stage.gpu else [])
+    recipe = re.search(r"^bench: setup\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    named = set(re.findall(r"python -m (\S+)", recipe[1]))
+    assert named <= {command[1] for command in launched} if stage.gpu else not launched
 
 
-def test_a_step_that_breaks_is_written_down_and_the_next_one_runs(walk, monkeypatch):
+@pytest.fixture
+def steps_of(tmp_path, monkeypatch):
+    """Walks steps that are these functions, with the limits of as many real ones."""
+
+    def walked(functions: dict, **options):
+        limits = dict(zip(functions, visit.STEPS.values(), strict=False))
+        for name, seconds in options.pop("limits", {}).items():
+            limits[name] = limits[name]._replace(seconds=seconds)
+        monkeypatch.setattr(visit, "STEPS", limits)
+        monkeypatch.setattr(visit, "function_of", functions.get)
+        folder = tmp_path / "out"
+        return visit.run(list(functions), lambda _: visit.Notes(folder), folder, **options)["steps"]
+
+    return walked
+
+
+def fine(v):
+    """A step that finds something."""
+    v.found["number"] = 1
+
+
+def test_a_step_that_breaks_or_waits_is_written_down_and_the_next_one_runs(steps_of, monkeypatch):
     def breaks(v):
         """One that raises."""
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(visit, "STEPS", {"breaks": breaks, "residual": steps.residual})
-    assert walk(CPU, None)[0] == {"breaks": ["RuntimeError: no such kernel"], "residual": []}
+    def waits(v):
+        """One that waits for what never comes."""
+        Event().wait()
+
+    walked = steps_of({"breaks": breaks, "waits": waits, "fine": fine}, limits={"waits": 0.1})
+    assert walked["breaks"]["failed"] == ["RuntimeError: no such kernel"]
+    assert "TimeoutError" in walked["waits"]["failed"][0] and not walked["fine"]["failed"]
+    assert all(step["says nothing of"] for step in walked.values())
     monkeypatch.setattr(visit.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         visit.main([])
+
+
+def test_calls_add_to_one_report_of_their_commit(steps_of, monkeypatch):
+    assert list(steps_of({"one": fine})) == ["one"]
+    assert list(steps_of({"two": fine})) == ["one", "two"]
+    assert list(steps_of({"small": fine}, small=True)) == ["small"]
+    assert list(steps_of({"one": fine})) == ["one"]
+    monkeypatch.setattr(visit, "provenance", lambda: {"commit": "another"})
+    assert list(steps_of({"three": fine})) == ["three"]
+
+
+def test_half_an_hour_holds_what_its_limits_allow_in_their_order(steps_of):
+    """Every step takes as long as it may; what would not end in time is left out."""
+    now = [0.0]
+
+    def slow(name):
+        def step(v):
+            """A step that uses its limit."""
+            now[0] += visit.STEPS[name].seconds
+
+        return step
+
+    names = list(visit.STEPS)
+    walked = steps_of({name: slow(name) for name in names}, clock=lambda: now[0])
+    ran = [name for name, step in walked.items() if "not run" not in step]
+    assert ran[:4] == names[:4] == ["kernels", "bench", "tiny", "residual"] and ran != names
+    assert now[0] <= 60 * visit.MINUTES and list(walked) == names and names[-1] == "million"
+
+
+def test_the_plan_s_commands_are_short_name_every_step_once_and_begin_without_sglang(capsys):
+    assert visit.main(["--plan", "--out", "$OUT"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python3")]
+    assert lines == visit.commands(Path("$OUT"))
+    named = [line.partition("--only ")[2].split() for line in lines]
+    assert [name for names in named for name in names] == list(visit.STEPS)
+    assert all(len(line) < 2000 for line in lines)
+    assert all(step.seconds < 480 for step in visit.STEPS.values())
+    absent = "import sys; sys.modules |= dict.fromkeys(('sglang', 'pydantic', 'transformers'));"
+    absent += "from tests.gpu import kernels, visit; from sglang_hyperdflash.commands import"
+    absent += f" check_gpu; list(map(visit.function_of, {named[0]}))"
+    subprocess.run([sys.executable, "-c", absent], cwd=ROOT, check=True, timeout=PATIENCE)
 
 
 def eager_drafts_differ(path):

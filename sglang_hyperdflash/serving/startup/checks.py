@@ -27,6 +27,7 @@ from sglang_hyperdflash.serving.draft_kv.size import pool_ratio
 from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
 from sglang_hyperdflash.serving.record.settings import check_recording
 from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.serving.startup.operators import check_operator_names
 from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.targets.files import hc_head_in
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
@@ -118,6 +119,7 @@ def validate_server_args(server_args) -> None:
     # The variables, before any load.
     widths = read_setting(config.block_size, causal=True).widths
     read_draft_temperature()
+    check_operator_names()
     if os.environ.get(FOLLOW):
         _check_follow(server_args, Path(os.environ[FOLLOW]), widths)
     check_recording(server_args, config.source)

@@ -8,19 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_hyperdflash.draft.config import check_fingerprint
-from sglang_hyperdflash.draft.reducer import check_kernels
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.drafting.temperature import DRAFT_TEMPERATURE
 from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.serving.startup.operators import kernels_in_use
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.loaded import target_hc_head
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from triton_ops.operator import OPERATORS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 # What makes a rank's rounds, or the requests that it takes, others than its peers'. Where a rank
 # records is its own affair.
-SHARED = (WIDTH, WIDTHS, DRAFT_TEMPERATURE, POOL_RATIO, FOLLOW)
+SHARED = (WIDTH, WIDTHS, DRAFT_TEMPERATURE, POOL_RATIO, FOLLOW, OPERATORS_VARIABLE)
 
 
 def check_pair(worker: Any) -> None:
@@ -28,14 +29,16 @@ def check_pair(worker: Any) -> None:
 
     Raises:
         HyperDFlashConfigError: expected, found and what to do.
-        RuntimeError: the reducer's kernels differ from their reference.
     """
-    draft, config = worker.draft_model, worker.draft_model.hyperdflash_config
+    config = worker.draft_model.hyperdflash_config
     hc_head = target_hc_head(worker.target_worker.model_runner.model)
     check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
-    hidden_norm = draft.hidden_norm.weight
-    check_kernels(draft.reducer_module, hidden_norm)
-    kernels = "triton" if hidden_norm.is_cuda else "torch"
+
+
+def log_ready(worker: Any) -> None:
+    """One line of what the pair runs on."""
+    draft, config = worker.draft_model, worker.draft_model.hyperdflash_config
+    kernels = kernels_in_use(draft.hidden_norm.weight.is_cuda)
     # SGLang drops its fused write, with a warning, where it cannot set it up.
     fused_kv = worker._fused_kv_helper is not None
     drafter = worker.drafter

@@ -1,16 +1,19 @@
-"""Verification rehearsed at start: its memory, as large as it will be, and its kernels."""
+"""Rounds rehearsed at start: their memory, as large as it will be, and their kernels."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 
-from sglang_hyperdflash.draft.adjust import Adjustments, adjust_rows
+from sglang_hyperdflash.draft.adjust import NEUTRAL, Adjustments, adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
-from sglang_hyperdflash.draft.propose import Candidates, Draws, propose
+from sglang_hyperdflash.draft.propose import Candidates, Draws, propose, propose_greedy
 from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
     Rows,
@@ -19,6 +22,14 @@ from sglang_hyperdflash.serving.verification.exact import (
     verify_block,
     weights_of,
 )
+
+logger = logging.getLogger(__name__)
+
+# Kinds of rehearsed numbers: any; with many equal ones; with NaN, infinities, and rows of nothing
+# possible.
+RANDOM, TIES, BROKEN = "random", "ties", "NaN"
+NAN, INF, NO_TOP_K = float("nan"), float("inf"), 1 << 30
+REQUESTS = 4
 
 
 def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tensor) -> int:
@@ -52,51 +63,154 @@ def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tenso
     return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before
 
 
-def compile_kernels(
-    head: Any, candidates: int, vocabulary: int, widths: Iterable[int], device: torch.device | str
+@dataclass(frozen=True)
+class Numbers:
+    """The inputs of rehearsed rounds, the same in every process.
+
+    Attributes:
+        vocabulary, candidates: V and K. width: rows of a block.
+    """
+
+    kind: str
+    vocabulary: int
+    candidates: int
+    width: int
+    device: torch.device | str
+    generator: torch.Generator
+
+    def integers(self, low: int, high: int, *shape: int, dtype=torch.int64) -> torch.Tensor:
+        """From ``low`` to below ``high``."""
+        drawn = torch.randint(low, high, shape, generator=self.generator, dtype=dtype)
+        return drawn.to(self.device)
+
+    def cycle(self, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A value for each request, in turn."""
+        each = [values[b % len(values)] for b in range(REQUESTS)]
+        return torch.tensor(each, dtype=dtype).to(self.device)
+
+    def scores(self, *shape: int) -> torch.Tensor:
+        """Logits ``[..., n]`` fp32 of the kind."""
+        drawn = torch.randn(shape, generator=self.generator) * 4
+        drawn = drawn.round().clamp(max=10.0) if self.kind == TIES else drawn
+        return self.broken(drawn.to(self.device))
+
+    def broken(self, scores: torch.Tensor) -> torch.Tensor:
+        """With NaN in some rows, infinities, and nothing possible, if that is the kind."""
+        if self.kind == BROKEN:
+            rows = scores.view(-1, scores.shape[-1])
+            rows[1::5, rows.shape[1] // 2], rows[2::5, -1], rows[3::5] = NAN, INF, -INF
+        return scores
+
+    def rows(self, candidates: Candidates | None) -> torch.Tensor:
+        """A target's logits ``[bs * width, V]``, which has most of its mass on the candidates."""
+        shape = REQUESTS, self.width, self.vocabulary
+        logits = replace(self, kind=RANDOM).scores(*shape)
+        if candidates is not None:
+            likely = candidates.scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            logits[:, :-1].scatter_(2, candidates.ids, likely + 12.0)
+        logits = logits.round() if self.kind == TIES else logits
+        return self.broken(logits.flatten(0, 1))
+
+    def candidates_of_drafts(self, head: Any) -> Candidates:
+        """K different ids of each draft, and what a dependency ``head`` reads, or None."""
+        shape = REQUESTS, self.width - 1, self.candidates
+        step = self.vocabulary // self.candidates
+        ids = self.integers(0, step, *shape[:2], 1) + self.integers(0, 1, shape[2])
+        ids += torch.arange(shape[2], device=self.device) * step
+        gates = None
+        if head is not None:
+            gates = self.scores(*shape[:2], head.gate.out_features).nan_to_num(nan=0.0) / 16
+        return Candidates(ids, self.scores(*shape), gates)
+
+    def kept(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        """What any filter might keep of ``logits [N, V]``: half of each row, and its largest."""
+        temperatures = sampling.temperatures.repeat_interleave(self.width).unsqueeze(-1)
+        probs = torch.softmax(logits / temperatures, -1)
+        half = self.integers(0, 2, *probs.shape).bool()
+        return probs * (half | (probs == probs.amax(-1, keepdim=True)))
+
+    def changes(self, candidates: Candidates | None) -> list[Adjustments]:
+        """Nothing that changes logits, then each part and all together; one request has none."""
+        vocabulary = self.vocabulary
+        counts = self.integers(0, 3, REQUESTS, vocabulary, dtype=torch.int32)
+        some = NEUTRAL, (0.3, 0.0, 1.0), (0.0, 0.7, 1.3)
+        penalties = torch.tensor([some[b % 3] for b in range(REQUESTS)]).to(self.device)
+        ends = self.integers(0, vocabulary, REQUESTS, 2)
+        if candidates is not None and self.width > 1:
+            ends[:, 0] = candidates.ids[:, 0, 0]
+        slots, bias = torch.arange(REQUESTS).to(self.device), self.scores(REQUESTS, vocabulary)
+        known = (
+            {"counts": counts, "slots": slots, "penalties": penalties},
+            {"end_ids": ends, "earliest": self.integers(1, 8, REQUESTS)},
+            {"bias": bias.nan_to_num(nan=0.0, posinf=1.0, neginf=-INF)},
+        )
+        return [
+            Adjustments(**{name: tensor for part in chosen for name, tensor in part.items()})
+            for n in range(4)
+            for chosen in combinations(known, n)
+        ]
+
+
+def rehearse(
+    head: Any,
+    candidates: int,
+    vocabulary: int,
+    widths: Iterable[int],
+    device: torch.device | str,
+    kind: str = RANDOM,
 ) -> None:
     """Run each operator of a round once for every kind of batch: none compiles while serving.
 
     Args:
         head: the dependency head, or None; candidates: K of each draft; widths: of rounds.
     """
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    seeds, one = new(1, dtype=torch.int64), torch.ones(1, device=device)
-    top_ks = torch.full((1,), 1 << 30, dtype=torch.int32, device=device)
-    counts, penalties = new(1, vocabulary, dtype=torch.int32), new(1, 3)
-    parts = (
-        {"counts": counts, "slots": seeds, "penalties": penalties},
-        {"end_ids": seeds.view(1, 1), "earliest": seeds},
-        {"bias": new(1, vocabulary)},
-    )
-    changes = [
-        Adjustments(**{name: tensor for part in chosen for name, tensor in part.items()})
-        for n in range(4)
-        for chosen in combinations(parts, n)
-    ]
     learner = DraftTemperature(device)
-    for width, (filters, joint) in product(widths, ((False, False), (True, False), (True, True))):
-        sampling = Sampling(one, top_ks, one, 0.0 * one, filters, filters, filters, joint)
-        logits, at = new(width, vocabulary), new(1, width, dtype=torch.int64)
-        kept = torch.ones_like(logits) if filters else None
-        ids = torch.arange(candidates, device=device).repeat(1, width - 1, 1)
-        gates = None if head is None else new(1, width - 1, head.gate.out_features)
-        found, proposal = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32), gates), None
-        for draws in (Draws(seeds, seeds == 0, False), Draws(seeds, seeds != 0)):
-            for change in changes if width > 1 else ():
-                given = sampling, draws, learner.current, change
-                proposal = propose(found, head, at, at, *given)
-            rows = read_rows(logits, kept, sampling, draws, at, all_draw=proposal is None)
-            packed, p = verify_block(rows, at, at, proposal, sampling, draws, vocabulary)
-            verify_block(Rows(rows.tokens), at, at, None, sampling, draws, vocabulary)
-            if proposal is not None:
-                learner.reset()  # every first round is learnt from
-                committed = unpack(packed, 1, width)
-                learner.learn(proposal, p, committed, at, sampling, draws, vocabulary)
-        # Batches without drafts, of greedy requests with penalties among others.
-        read_rows(logits, None, sampling, draws, at, all_draw=True)
-        for change in changes[1:]:
-            adjust_rows(logits.unsqueeze(0), at, at, *change.tensors)
+    for width in widths:
+        begun, generator = time.monotonic(), torch.Generator().manual_seed(width)
+        numbers = Numbers(kind, vocabulary, candidates, width, device, generator)
+        for filters, joint in ((False, False), (True, False), (True, True)):
+            _rehearse_width(numbers, head, learner, filters, joint)
+        logger.info("HYPERDFLASH: kernels of width %d: %.0f s", width, time.monotonic() - begun)
+
+
+def _rehearse_width(
+    numbers: Numbers, head: Any, learner: DraftTemperature, filters: bool, joint: bool
+) -> None:
+    """Rounds of one width: with and without seeds, with all that may change their logits."""
+    width, vocabulary, cycle = numbers.width, numbers.vocabulary, numbers.cycle
+    drafted = numbers.candidates_of_drafts(head) if width > 1 else None
+    logits, changes = numbers.rows(drafted), numbers.changes(drafted)
+    block = numbers.integers(0, vocabulary, REQUESTS, width)
+    positions = numbers.integers(0, 9, REQUESTS, 1)
+    positions = positions + torch.arange(width, device=numbers.device)
+    seeds, all_requests = numbers.integers(0, 1 << 60, REQUESTS), torch.arange(REQUESTS)
+    top_ks = cycle(NO_TOP_K, 1, 20 if filters else NO_TOP_K, dtype=torch.int32)
+    limits = top_ks, cycle(0.9, 1.0, 0.7), cycle(0.0, 0.05)
+    sampling = Sampling(cycle(1.0, 0.7, 1.3), *limits, filters, filters, filters, joint)
+    kept = numbers.kept(logits, sampling) if filters else None
+    for seeded in (True, False):
+        draws = Draws(seeds, torch.full_like(seeds, seeded).bool(), not seeded)
+        asked, proposal, tokens = (sampling, draws), None, block
+        rows = read_rows(logits, kept, *asked, positions, all_draw=drafted is None)
+        if drafted is not None:
+            propose_greedy(drafted, block[:, 0], head)
+            for change in changes:
+                given = drafted, head, block, positions, *asked, learner.current, change
+                proposal = propose(*given)
+            # Greedy and seeded requests follow the target for as many drafts as their number.
+            follow = (all_requests.unsqueeze(1) > torch.arange(width - 1)).to(numbers.device)
+            follow = follow & (seeded | (top_ks == 1).unsqueeze(1))
+            target = rows.tokens.view(REQUESTS, width)[:, :-1]
+            drafts = torch.where(follow, target, proposal.tokens)
+            tokens = torch.cat([block[:, :1], drafts], 1)
+        packed, p = verify_block(rows, tokens, positions, proposal, *asked, vocabulary)
+        verify_block(Rows(rows.tokens), tokens, positions, None, *asked, vocabulary)
+        if proposal is not None:
+            learner.reset()  # every first round is learnt from
+            committed = unpack(packed, REQUESTS, width)
+            learner.learn(proposal, p, committed, positions, *asked, vocabulary)
+    # Batches without drafts, of greedy requests with penalties among others.
+    read_rows(logits, None, *asked, positions, all_draw=True)
+    for change in changes[1:]:
+        by_block = logits.view(REQUESTS, width, vocabulary).clone()
+        adjust_rows(by_block, block, positions, *change.tensors)

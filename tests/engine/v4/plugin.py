@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_hyperdflash.seams import when_imported
 from tests.engine.v4 import (  # fmt: skip
     compressor,
     controls,
@@ -140,6 +141,28 @@ def model() -> None:
     configurator.reject_out_of_tree_path = lambda *args, **kwargs: None
 
 
+def whole_pages() -> None:
+    """End a server whose drafter has no whole pages: FA3 finds them by their first slots."""
+    from sglang_hyperdflash.serving.drafting.drafter import Drafter
+
+    draft = Drafter.draft
+
+    def drafted(self, batch, block, context, *rest):
+        runner = self.worker.draft_model_runner
+        windowed = self.worker.draft_window_size is not None  # in a pool of single slots
+        page, table = 1 if windowed else runner.page_size, runner.req_to_token_pool.req_to_token
+        ends = (context.lengths + block.width).tolist()
+        for request, end in zip(batch.req_pool_indices.tolist(), ends, strict=True):
+            slots = table[request, :end]
+            first = slots[::page]
+            assert not (first % page).any(), "a page's first token is in no page's first slot"
+            inside = torch.arange(end) % page
+            assert windowed or torch.equal(slots, first.repeat_interleave(page)[:end] + inside)
+        return draft(self, batch, block, context, *rest)
+
+    Drafter.draft = drafted
+
+
 def load() -> None:
     """SGLang's plugin entry point."""
     kernels()
@@ -150,6 +173,7 @@ def load() -> None:
         from cpu_engine.platform.attention import TorchAttention
 
         TorchAttention.needs_cpu_seq_lens = False
+    when_imported("sglang_hyperdflash.serving.drafting.drafter", whole_pages)
     for part in (controls, trace, product):
         part.install()
     drafts.install_if_asked()

@@ -1,0 +1,35 @@
+"""The steps of a visit that need no server: torch, Triton and pytest are enough."""
+
+import importlib.util
+import subprocess
+import sys
+
+from tests.gpu.visit import ROOT, Notes
+
+CHECK = "import sys; from pathlib import Path; from sglang_hyperdflash.commands import check_gpu;"
+CHECK += " sys.exit(check_gpu.run_gpu(False, Path(sys.argv[1])))"
+
+
+def kernels(v: Notes) -> None:
+    """``check --gpu``, then the kernels' own tests."""
+    run(v, "check --gpu", "-c", CHECK, str(v.out / "check_gpu.json"))
+    options = ("-n", "8") if importlib.util.find_spec("xdist") else ()
+    files = sorted(ROOT.glob("tests/unit/triton_ops/test_*_kernel*.py"))
+    run(v, "tests", "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *map(str, files))
+
+
+def bench(v: Notes) -> None:
+    """``make bench``: the reducer and the operators of a sampled round against their rivals."""
+    run(v, "the reducer", "-m", "triton_ops.bench", "--out", str(v.out))
+    if importlib.util.find_spec("sglang"):
+        run(v, "a sampled round", "-m", "tests.gpu.bench_verify", "--out", str(v.out))
+
+
+def run(v: Notes, name: str, *arguments: str) -> None:
+    """A command that needs a GPU, and must succeed."""
+    if not v.gpu:
+        v.found["not here"] = "it needs a GPU"
+        return
+    ended = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    v.found[f"last lines, {name}"] = ended.stdout.splitlines()[-24:]
+    v.check(ended.returncode == 0, f"{name} failed: {ended.stderr[-500:]}")

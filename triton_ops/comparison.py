@@ -1,0 +1,149 @@
+"""Kernels compared with their references, on whatever calls them while a :class:`Comparison` lasts.
+
+Two implementations round differently, and a near-tie may then fall to the other token. An entry
+that differs counts only if the reference keeps it when its inputs change by 2e-6 of their size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from triton_ops import operator
+from triton_ops.operator import Operator
+
+# Relative to an entry, and to the largest of its tensor. Larger numbers stand for impossible.
+RELATIVE, ABSOLUTE, HUGE = 1e-4, 1e-5, 1e20
+NUDGE, NUDGES = 2e-6, 4
+Results = dict[str, torch.Tensor]
+
+
+class Comparison:
+    """Every operator runs both implementations; its caller gets the reference's results.
+
+    Attributes:
+        batches: calls of each operator. wrong: the first difference of each that has one.
+        exact: whether inputs hold ties on purpose: then no difference is a near-tie's.
+    """
+
+    def __init__(self) -> None:
+        self.batches: Counter[str] = Counter()
+        self.wrong: dict[str, str] = {}
+        self.exact = False
+
+    def __enter__(self) -> Comparison:
+        operator.comparing = self.compare
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        operator.comparing = None
+
+    def compare(self, op: Operator, arguments: tuple) -> Any:
+        """Run both; the kernel gets the arguments as they lie in memory."""
+        if op.is_in_torch:
+            return op.reference(*arguments)
+        self.batches[op.name] += 1
+        before, changed = copied(arguments), copied(arguments)
+        expected = op.reference(*changed)
+        try:
+            difference = self.difference(op, arguments, before, named(expected, changed))
+        except Exception as error:  # a compiler's or a launch's, of any kind
+            difference = f"{type(error).__name__}: {str(error)[:500]}"
+        if difference is not None:
+            self.wrong.setdefault(op.name, difference)
+            for given, right in zip(tensors(arguments), tensors(changed), strict=True):
+                if not torch.equal(given, right):
+                    given.copy_(right)
+        return expected
+
+    def difference(
+        self, op: Operator, arguments: tuple, before: tuple, expected: Results
+    ) -> str | None:
+        """Launch the kernel, which may change ``arguments``; the first result that differs.
+
+        Args:
+            before: copies of the arguments, from which the reference can run again.
+        """
+        results = named(op.launch(*arguments), arguments)
+        for name, result in results.items():
+            right = expected[name]
+            if (result.shape, result.dtype) != (right.shape, right.dtype):
+                return f"{name} is {result.dtype} {tuple(result.shape)}, expected " + (
+                    f"{right.dtype} {tuple(right.shape)}"
+                )
+        wrong = differing(op, before, results, expected)
+        for turn in range(0 if self.exact or not any(map(torch.any, wrong.values())) else NUDGES):
+            again = nudged(before, turn)
+            for name, result in named(op.reference(*again), again).items():
+                wrong[name] &= ~far(result, expected[name])
+        for name, entries in wrong.items():
+            if entries.any():
+                return described(name, results[name], expected[name], entries)
+        return None
+
+
+def differing(op: Operator, before: tuple, results: Results, expected: Results) -> Results:
+    """Which entries of each result count as different, of an operator that was given ``before``."""
+    wrong = {name: far(result, expected[name]) for name, result in results.items()}
+    if op.name == "row_statistics":  # sums of greedy requests are arbitrary
+        greedy = (before[2] <= 1).repeat_interleave(before[5].shape[1])
+        for name in ("result 1", "result 2"):
+            wrong[name] &= ~greedy | expected[name].isnan()
+    return wrong
+
+
+def far(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Which entries differ by more than rounding; NaN equals NaN."""
+    if not expected.is_floating_point():
+        return result != expected
+    sizes = expected.double().abs()
+    counted = sizes[sizes < HUGE]
+    limit = max(RELATIVE, 1.5 * torch.finfo(expected.dtype).eps) * sizes
+    if counted.numel():
+        limit += ABSOLUTE * counted.max()
+    near = (result.double() - expected.double()).abs() <= limit
+    return ~(near | (result == expected) | (result.isnan() & expected.isnan()))
+
+
+def described(name: str, result: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> str:
+    """The largest difference among the ``wrong`` entries, and where it is."""
+    sizes = (result.double() - expected.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    flat = int(sizes.masked_fill(~wrong, -1.0).argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(flat), result.shape)]
+    values = result.flatten()[flat].item(), expected.flatten()[flat].item()
+    share = f"{int(wrong.sum())} of {wrong.numel()} entries differ"
+    return f"{name}{place} is {values[0]:.9g}, expected {values[1]:.9g}; {share}"
+
+
+def named(results: Any, arguments: tuple) -> Results:
+    """Results by their number, and the tensors that an operator was given: it may write them."""
+    several = results if isinstance(results, tuple) else (results,)
+    known = {f"result {i}": t for i, t in enumerate(several) if t is not None}
+    return known | {f"argument {i}": t for i, t in enumerate(tensors(arguments))}
+
+
+def tensors(arguments: tuple) -> list[torch.Tensor]:
+    """The tensors among some arguments."""
+    return [a for a in arguments if isinstance(a, torch.Tensor)]
+
+
+def copied(arguments: tuple) -> tuple:
+    """The same, in memory of their own."""
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+
+
+def nudged(arguments: tuple, turn: int) -> tuple:
+    """Copies whose numbers are a little larger or smaller, each in its own way."""
+    generator = torch.Generator().manual_seed(turn)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_floating_point():
+            return value.clone()
+        noise = torch.rand(value.shape, generator=generator).to(value.device) * 2 - 1
+        return (value.double() * (1 + NUDGE * noise)).to(value.dtype)
+
+    return tuple(map(moved, arguments))

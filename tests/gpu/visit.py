@@ -34,7 +34,7 @@ class Step(NamedTuple):
     """A function of the same name in ``module``, and what a reader of its result must know.
 
     Attributes:
-        seconds: after which it is ended. unseen: what it says nothing of.
+        seconds: after which it is ended. unseen: what it shows nothing of.
     """
 
     module: str
@@ -44,16 +44,16 @@ class Step(NamedTuple):
 
 # The first two need torch and Triton alone, no server and no SGLang.
 STEPS = {
-    "kernels": Step("tests.gpu.kernels", 300, "whole rounds, and other GPUs than this"),
-    "bench": Step("tests.gpu.kernels", 300, "times inside a served round"),
-    "tiny": Step("tests.gpu.steps", 470, "DeepSeek-V4, and FA3 at more than full width"),
+    "kernels": Step("tests.gpu.kernels", 300, "whole rounds"),
+    "bench": Step("tests.gpu.kernels", 300, "a served round's time"),
+    "tiny": Step("tests.gpu.steps", 470, "DeepSeek-V4"),
     "residual": Step("tests.gpu.steps", 470, f"FA3, {V4}"),
     "windowed": Step("tests.gpu.steps", 470, V4),
     "widths": Step("tests.gpu.steps", 470, V4),
     "poison": Step("tests.gpu.steps", 470, V4),
     "trace": Step("tests.gpu.steps", 300, V4),
     "sampled": Step("tests.gpu.steps", 300, V4),
-    "million": Step("tests.gpu.steps", 470, f"right answers at that length, {V4}"),
+    "million": Step("tests.gpu.steps", 470, f"whether answers at that length are right, {V4}"),
 }
 WITHOUT_SERVERS = tuple(name for name, step in STEPS.items() if step.module != "tests.gpu.steps")
 
@@ -138,7 +138,7 @@ def run(
         except Exception as error:
             notes.failed.append(f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
-        took = {"seconds": round(clock() - begun, 1), "says nothing of": step.unseen}
+        took = {"seconds": round(clock() - begun, 1), "shows nothing of": step.unseen}
         report["steps"][name] = took | {"failed": notes.failed, "found": notes.found}
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report["steps"][name], indent=1), flush=True)
@@ -146,19 +146,15 @@ def run(
     return report
 
 
-def commands(out: Path) -> list[str]:
-    """The command of every call, in order: without servers at first, then a step each."""
-    calls = [WITHOUT_SERVERS, *((name,) for name in STEPS if name not in WITHOUT_SERVERS)]
-    return [f"python3 -m tests.gpu.visit --out {out} --only {' '.join(names)}" for names in calls]
+def command(name: str, out: Path) -> str:
+    """The command of one call."""
+    return f"python3 -m tests.gpu.visit --out {out} --only {name}"
 
 
 def plan(out: Path) -> Iterator[str]:
-    """Lines that say what to call, for how long, and what it does not tell."""
-    for command in commands(out):
-        names = command.partition(" --only ")[2].split()
-        yield f"{command}"
-        for name in names:
-            yield f"    {name}: at most {STEPS[name].seconds} s; not {STEPS[name].unseen}"
+    """What to call, one line a call: for how long, and what it does not show."""
+    for name, step in STEPS.items():
+        yield f"{command(name, out)}    # at most {step.seconds} s; shows nothing of {step.unseen}"
 
 
 def main(arguments: list[str] | None = None) -> int:

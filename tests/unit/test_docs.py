@@ -139,7 +139,7 @@ def test_options_metrics_variables_and_links_of_the_pages_exist():
 
     from sglang_hyperdflash.serving.scheduler.metrics import FAMILIES
 
-    folders = ("examples", "triton_ops", "eval")
+    folders = ("examples", "triton_ops", "eval", "tests/gpu")
     scripts = [path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")]
     flags = options(server_parser()) | options(build_parser()) | options(eval_parser())
     flags |= {flag for script in scripts for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', script)}

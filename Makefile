@@ -64,7 +64,7 @@ gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest tests/unit/triton_ops/test_*_kernel*.py
 
-# The first visit to a GPU: 1M context x 256 requests first, the GPU tests last; one JSON.
+# A visit to a GPU, half an hour in the order of its --plan: kernels first, 1M context last; one JSON.
 gpu-visit: setup
 	$(BIN)/python -m tests.gpu.visit
 

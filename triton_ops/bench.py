@@ -5,9 +5,10 @@ fresh inputs; then each contender is captured in a CUDA graph of several calls o
 and replayed in rounds that interleave all contenders with a plain copy of as many bytes. A time is
 the median of the rounds, per call.
 
-Contenders: ``triton`` (what is served); ``eager`` and ``compile`` (the torch reference);
-``fused_hc_head`` (SGLang's kernel alone, no norms); ``fused_hc_head+norms`` (the same between the
-per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a norm).
+Contenders: ``triton`` (what is served: one of ``row`` and ``tile``); ``eager`` and ``compile`` (the
+torch reference); ``fused_hc_head`` (SGLang's kernel alone, no norms); ``fused_hc_head+norms`` (the
+same between the per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a
+norm).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.bench_report import plot, table
 from triton_ops.graph_timing import Call, capture, interleaved, replay_us
 from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
-from triton_ops.hc_gate_op import reduce_cuda
+from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS, reduce_cuda
 
-TOKENS = (1, 7, 28, 112, 448, 2048, 8192, 32768)
+TOKENS = (1, 7, 28, 112, 256, 448, 2048, 8192, 32768)
 SIZES = ("4x4096", "4x7168")
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 L2_BYTES = 128 << 20
@@ -80,8 +82,8 @@ class Case:
         weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
         return hc_gate_reduce_reference(hidden, *weights, **EPSILONS)
 
-    def triton(self, i: int) -> torch.Tensor:
-        return reduce_cuda(self.arguments(i), save_stats=False)[0]
+    def triton(self, i: int, most_rows: int = ROW_KERNEL_TOKENS) -> torch.Tensor:
+        return reduce_cuda(self.arguments(i), False, most_rows)[0]
 
     def sglang(self, i: int) -> torch.Tensor:
         paths = self.hidden[i % self.sets].view(self.n, self.m, self.d)
@@ -108,6 +110,8 @@ class Case:
         compiled = torch.compile(self.reference, dynamic=False, fullgraph=True)
         calls = {
             "triton": self.triton,
+            "row": partial(self.triton, most_rows=self.n),
+            "tile": partial(self.triton, most_rows=0),
             "eager": lambda i: self.reference(self.hidden[i % self.sets]),
             "compile": lambda i: compiled(self.hidden[i % self.sets]),
         }

@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-CONTENDERS = ("triton", "eager", "compile", "fused_hc_head", "fused_hc_head+norms", "fc", "copy")
+CONTENDERS = (
+    "triton",
+    "row",
+    "tile",
+    "eager",
+    "compile",
+    "fused_hc_head",
+    "fused_hc_head+norms",
+    "fc",
+    "copy",
+)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -22,9 +22,9 @@ _EPSILONS = "float rms_eps, float hc_eps"
 
 
 def reduce_cuda(
-    arguments: GateArguments, save_stats: bool
+    arguments: GateArguments, save_stats: bool, most_rows: int = ROW_KERNEL_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the forward kernel for this number of tokens.
+    """Launch the forward kernel for this number of tokens: of rows up to ``most_rows``.
 
     Returns:
         ``c [N, d]`` in the residual's dtype and, if asked for, ``stats [2m + 1, N]`` fp32.
@@ -39,7 +39,7 @@ def reduce_cuda(
     if n == 0:
         return out, stats
     with on_device(out):
-        if n <= ROW_KERNEL_TOKENS:
+        if n <= most_rows:
             hc_gate_row.launch(arguments, out, stats)
         else:
             shape = hc_gate_tiles.TileShape.for_sizes(arguments.m, out.dtype)

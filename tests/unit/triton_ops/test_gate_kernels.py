@@ -76,7 +76,8 @@ def check_forward(kernel: str, a: GateArguments) -> torch.Tensor:
     wanted, wanted_stats = reduce_reference(exact)
     assert relative_error(out, wanted) < TOLERANCE[a.hidden.dtype]
     # The gate products of 16-bit inputs go through two 16-bit terms of each weight.
-    limit = 1e-6 if a.hidden.dtype == FP32 else 5e-5
+    # On a GPU those of fp32 go through three TF32 products.
+    limit = {"cpu": 1e-6, "cuda": 1e-5}[DEVICE] if a.hidden.dtype == FP32 else 5e-5
     for rows in (slice(0, a.m), slice(a.m, 2 * a.m), slice(2 * a.m, None)):
         assert relative_error(stats[rows], wanted_stats[rows]) < limit
     return out

@@ -238,16 +238,19 @@ async def capture_shards(
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             # Of all of them: asyncio prints a traceback of an error that nothing asked for.
             for error in filter(None, [task.exception() for task in done]):
-                for task in pending:
-                    task.cancel()
                 raise error
 
     async with prefill.pool:
-        with tqdm(total=len(waiting), unit="shard") as bar:
-            for start, end in waiting:
-                await until(SHARDS_IN_MEMORY - 1)
-                pending.add(asyncio.create_task(one(start, end)))
-            await until(0)
+        try:
+            with tqdm(total=len(waiting), unit="shard") as bar:
+                for start, end in waiting:
+                    await until(SHARDS_IN_MEMORY - 1)
+                    pending.add(asyncio.create_task(one(start, end)))
+                await until(0)
+        finally:  # an interrupt leaves some, whose session closes
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
 
 
 def check_fits(loaded: Loaded, limit: int) -> None:

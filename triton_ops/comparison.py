@@ -16,7 +16,7 @@ from triton_ops.operator import Operator
 
 # Relative to an entry, and to the largest of its tensor. Larger numbers stand for impossible.
 RELATIVE, ABSOLUTE, HUGE = 1e-4, 1e-5, 1e20
-NUDGE, NUDGES = 2e-6, 4
+PERTURBED_BY, PERTURBATIONS = 2e-6, 4
 Results = dict[str, torch.Tensor]
 
 
@@ -34,28 +34,30 @@ class Comparison:
         self.exact = False
 
     def __enter__(self) -> Comparison:
-        operator.comparing = self.compare
+        operator.interceptor = self.compare
         return self
 
     def __exit__(self, *_: Any) -> None:
-        operator.comparing = None
+        operator.interceptor = None
 
     def compare(self, op: Operator, arguments: tuple) -> Any:
         """Run both; the kernel gets the arguments as they lie in memory."""
-        if op.is_in_torch:
+        if op.uses_reference:
             return op.reference(*arguments)
         self.batches[op.name] += 1
-        before, changed = copied(arguments), copied(arguments)
+        before, changed = cloned(arguments), cloned(arguments)
         expected = op.reference(*changed)
+        right = results_by_name(expected, changed)
         try:
-            difference = self.difference(op, arguments, before, named(expected, changed))
+            difference = self.difference(op, arguments, before, right)
         except Exception as error:  # a compiler's or a launch's, of any kind
             difference = f"{type(error).__name__}: {str(error)[:500]}"
         if difference is not None:
             self.wrong.setdefault(op.name, difference)
-            for given, right in zip(tensors(arguments), tensors(changed), strict=True):
-                if not torch.equal(given, right):
-                    given.copy_(right)
+            pairs = zip(tensor_arguments(arguments), tensor_arguments(changed), strict=True)
+            for argument, value in pairs:
+                if not torch.equal(argument, value):
+                    argument.copy_(value)
         return expected
 
     def difference(
@@ -66,7 +68,7 @@ class Comparison:
         Args:
             before: copies of the arguments, from which the reference can run again.
         """
-        results = named(op.launch(*arguments), arguments)
+        results = results_by_name(op.launch(*arguments), arguments)
         for name, result in results.items():
             right = expected[name]
             if (result.shape, result.dtype) != (right.shape, right.dtype):
@@ -74,19 +76,20 @@ class Comparison:
                     f"{right.dtype} {tuple(right.shape)}"
                 )
         wrong = differing(op, before, results, expected)
-        for turn in range(0 if self.exact or not any(map(torch.any, wrong.values())) else NUDGES):
-            again = nudged(before, turn)
-            for name, result in named(op.reference(*again), again).items():
-                wrong[name] &= ~far(result, expected[name])
+        near_ties = not self.exact and any(map(torch.any, wrong.values()))
+        for turn in range(PERTURBATIONS if near_ties else 0):
+            again = perturbed(before, turn)
+            for name, result in results_by_name(op.reference(*again), again).items():
+                wrong[name] &= ~mismatches(result, expected[name])
         for name, entries in wrong.items():
             if entries.any():
-                return described(name, results[name], expected[name], entries)
+                return largest_difference(name, results[name], expected[name], entries)
         return None
 
 
 def differing(op: Operator, before: tuple, results: Results, expected: Results) -> Results:
     """Which entries of each result count as different, of an operator that was given ``before``."""
-    wrong = {name: far(result, expected[name]) for name, result in results.items()}
+    wrong = {name: mismatches(result, expected[name]) for name, result in results.items()}
     if op.name == "row_statistics":  # sums of greedy requests are arbitrary
         greedy = (before[2] <= 1).repeat_interleave(before[5].shape[1])
         for name in ("result 1", "result 2"):
@@ -94,7 +97,7 @@ def differing(op: Operator, before: tuple, results: Results, expected: Results) 
     return wrong
 
 
-def far(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def mismatches(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Which entries differ by more than rounding; NaN equals NaN."""
     if not expected.is_floating_point():
         return result != expected
@@ -107,7 +110,9 @@ def far(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return ~(near | (result == expected) | (result.isnan() & expected.isnan()))
 
 
-def described(name: str, result: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> str:
+def largest_difference(
+    name: str, result: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor
+) -> str:
     """The largest difference among the ``wrong`` entries, and where it is."""
     sizes = (result.double() - expected.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     flat = int(sizes.masked_fill(~wrong, -1.0).argmax())
@@ -117,24 +122,24 @@ def described(name: str, result: torch.Tensor, expected: torch.Tensor, wrong: to
     return f"{name}{place} is {values[0]:.9g}, expected {values[1]:.9g}; {share}"
 
 
-def named(results: Any, arguments: tuple) -> Results:
+def results_by_name(results: Any, arguments: tuple) -> Results:
     """Results by their number, and the tensors that an operator was given: it may write them."""
     several = results if isinstance(results, tuple) else (results,)
     known = {f"result {i}": t for i, t in enumerate(several) if t is not None}
-    return known | {f"argument {i}": t for i, t in enumerate(tensors(arguments))}
+    return known | {f"argument {i}": t for i, t in enumerate(tensor_arguments(arguments))}
 
 
-def tensors(arguments: tuple) -> list[torch.Tensor]:
+def tensor_arguments(arguments: tuple) -> list[torch.Tensor]:
     """The tensors among some arguments."""
     return [a for a in arguments if isinstance(a, torch.Tensor)]
 
 
-def copied(arguments: tuple) -> tuple:
+def cloned(arguments: tuple) -> tuple:
     """The same, in memory of their own."""
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
 
 
-def nudged(arguments: tuple, turn: int) -> tuple:
+def perturbed(arguments: tuple, turn: int) -> tuple:
     """Copies whose numbers are a little larger or smaller, each in its own way."""
     generator = torch.Generator().manual_seed(turn)
 
@@ -144,6 +149,6 @@ def nudged(arguments: tuple, turn: int) -> tuple:
         if not value.is_floating_point():
             return value.clone()
         noise = torch.rand(value.shape, generator=generator).to(value.device) * 2 - 1
-        return (value.double() * (1 + NUDGE * noise)).to(value.dtype)
+        return (value.double() * (1 + PERTURBED_BY * noise)).to(value.dtype)
 
     return tuple(map(moved, arguments))

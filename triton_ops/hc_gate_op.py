@@ -76,7 +76,7 @@ def hc_gate_reduce_op(hidden, fn, base, scale, path_norm, hidden_norm, rms_eps, 
 @hc_gate_reduce_op.register_kernel("cuda")
 def _forward_cuda(hidden, fn, base, scale, path_norm, hidden_norm, rms_eps, hc_eps):
     arguments = GateArguments(hidden, fn, base, scale, path_norm, hidden_norm, rms_eps, hc_eps)
-    if _reduce.is_in_torch:
+    if _reduce.uses_reference:
         return reduce_reference(arguments.check())
     return reduce_cuda(arguments.check(), save_stats=True)
 
@@ -116,7 +116,7 @@ def _backward_cuda(
     from triton_ops.hc_gate_backward import backward_reference, backward_triton
 
     arguments = GateArguments(hidden, fn, base, scale, path_norm, hidden_norm, rms_eps, hc_eps)
-    if _reduce.is_in_torch:
+    if _reduce.uses_reference:
         return backward_reference(arguments, grad, stats, need_hidden)
     with on_device(hidden):
         return backward_triton(arguments, grad.contiguous(), stats, need_hidden)

@@ -22,14 +22,14 @@ ALL, NONE = "torch", "triton"
 _LIBRARY = torch.library.Library("hyperdflash", "FRAGMENT")
 
 
-def named_in_torch() -> set[str]:
+def reference_operators_from_environment() -> set[str]:
     """What ``HYPERDFLASH_OPERATORS`` says: names of operators, or ``torch``, which is all."""
     words = os.environ.get(OPERATORS_VARIABLE, "").split(",")
     return {word.strip() for word in words} - {"", NONE}
 
 
 # Names of the operators that run their reference on CUDA.
-in_torch = named_in_torch()
+reference_operators = reference_operators_from_environment()
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Operator:
     kernel: str
 
     def __call__(self, *arguments: Any) -> Any:
-        """Results of the implementation that the arguments' device and ``in_torch`` ask for."""
-        if comparing is not None:
-            return comparing(self, arguments)
+        """The kernel's results on a GPU, unless ``reference_operators`` has the name."""
+        if interceptor is not None:
+            return interceptor(self, arguments)
         on_gpu = next(a.is_cuda for a in arguments if isinstance(a, torch.Tensor))
-        return (self.launch if on_gpu and not self.is_in_torch else self.reference)(*arguments)
+        return (self.launch if on_gpu and not self.uses_reference else self.reference)(*arguments)
 
     @property
-    def is_in_torch(self) -> bool:
+    def uses_reference(self) -> bool:
         """Whether the reference runs on CUDA."""
-        return bool(in_torch & {self.name, ALL})
+        return bool(reference_operators & {self.name, ALL})
 
     def launch(self, *arguments: Any) -> Any:
         """Results of the kernel."""
@@ -65,7 +65,7 @@ class Operator:
 
 OPERATORS: dict[str, Operator] = {}
 # Called in place of every operator, while kernels are compared with their references.
-comparing: Callable[[Operator, tuple], Any] | None = None
+interceptor: Callable[[Operator, tuple], Any] | None = None
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:

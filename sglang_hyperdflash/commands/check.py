@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_hyperdflash import SGLANG_VERSION, __version__, seams
-from sglang_hyperdflash.draft.reducer import HCGateReducer
-from sglang_hyperdflash.serving.startup.operators import rehearse_reducer
 from sglang_hyperdflash.tools.errors import HyperDFlashError
-from triton_ops.comparison import Comparison
-
-# The reducer of DeepSeek-V4-Flash, and one of the tiny target's size.
-REDUCERS = ((4, 4096), (4, 256))
 
 
 class Finding(NamedTuple):
@@ -60,29 +54,10 @@ def platform() -> str:
     return f"{current_platform!r}: {cuda}"
 
 
-def kernels() -> str:
-    """Compare the served reducer's kernels with their reference.
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
-    """
-    if not torch.cuda.is_available():
-        return "no CUDA device: operators run their torch references"
-    with Comparison() as comparison:
-        for m, d in REDUCERS:
-            reducer = HCGateReducer(m, d, rms_eps=1e-6, hc_eps=1e-6).cuda()
-            reducer.randomise()
-            rehearse_reducer(reducer, torch.ones(d, device="cuda", dtype=torch.bfloat16))
-    for name, difference in comparison.wrong.items():
-        raise RuntimeError(f"the kernel of {name} is wrong: {difference}")
-    return f"the reducer agrees with the reference, {REDUCERS}; --gpu checks the others"
-
-
 CHECKS: dict[str, Callable[[], str]] = {
     "sglang": sglang_version,
     "seams": hooks,
     "platform": platform,
-    "kernels": kernels,
 }
 
 
@@ -100,7 +75,13 @@ def examine() -> list[Finding]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 2 when one of them is wrong. With ``--gpu`` those of the kernels; 1."""
+    """Print the findings; the exit code is 2 if one is wrong, with ``--gpu`` 1.
+
+    Raises:
+        HyperDFlashError: an option of ``--gpu`` without it.
+    """
+    if not args.gpu and (args.all or args.json):
+        raise HyperDFlashError("--all and --json are options of check --gpu; add it.")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if args.gpu:

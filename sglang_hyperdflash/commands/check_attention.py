@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from triton_ops.comparison import described
+from triton_ops.comparison import largest_difference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 7
 LENGTHS = (1, 255, 256, 1000)
-# Names of layouts, tokens a page, and whether slots are scattered in a ring.
+# Tokens a page of each layout; a window's slots are single ones, of a ring.
 LAYOUTS = {"page 1": 1, "page 256": 256, "window": 1}
 # ||result - expected|| / ||expected|| of bf16, and for one row: a wrong page is far above.
 TOLERANCE = 1e-2
@@ -167,18 +167,33 @@ PAGED = ("fa3", "fa4")
 
 
 def backends(capability: tuple[int, int]) -> list[str]:
-    """What a draft may use on a GPU: the server's own choice, Triton, and FlashInfer."""
-    own = {9: ["fa3"], 10: ["fa4"]}.get(capability[0], [])
-    return [*own, "triton", "flashinfer"]
+    """What a draft may use on a GPU without compiling for minutes: the default, and Triton."""
+    paged = {9: ["fa3"], 10: ["fa4"]}.get(capability[0], [])
+    return [*paged, "triton"]
 
 
-def flashinfer_is_built() -> bool:
-    """Whether its prefill kernel is there; else the first call compiles it for minutes."""
-    from flashinfer.jit import env
+def uncompiled_flashinfer_modules() -> list[str]:
+    """FlashInfer's modules that their first use compiles, for minutes; all where it is missing."""
+    try:
+        from flashinfer.jit.attention.modules import _gen_batch_prefill_primary_module
+        from flashinfer.jit.sampling import gen_sampling_module
+        from flashinfer.jit.topk import gen_topk_module
+    except (ImportError, RuntimeError):
+        return ["attention", "topk", "sampling"]
 
-    name = f"batch_prefill_with_kv_cache*q_bf16*head_dim_qk_{HEAD_DIM}*"
-    folders = env.FLASHINFER_JIT_DIR, *env.FLASHINFER_AOT_DIRS
-    return any(path.glob(f"{name}/*.so") for path in folders for path in path.glob(name))
+    dtypes = *(torch.bfloat16,) * 3, torch.int32
+    sizes = HEAD_DIM, HEAD_DIM, 0, False, False, False
+    modules = {
+        "attention": _gen_batch_prefill_primary_module("fa2", *dtypes, *sizes),
+        "topk": gen_topk_module(),
+        "sampling": gen_sampling_module(),
+    }
+    return [name for name, module in modules.items() if not module.is_compiled]
+
+
+def layouts(name: str) -> list[str]:
+    """Those whose slots a backend can name: whole pages, or single slots."""
+    return [layout for layout in LAYOUTS if layout != "window" or name not in PAGED]
 
 
 def difference(attention: Callable, batch: Batch, causal: bool) -> str | None:
@@ -189,4 +204,4 @@ def difference(attention: Callable, batch: Batch, causal: bool) -> str | None:
     wrong = ~(errors <= TOLERANCE * sizes)
     if not wrong.any():
         return None
-    return described("output", result, expected, wrong.view(-1, 1, 1).expand_as(result))
+    return largest_difference("output", result, expected, wrong.view(-1, 1, 1).expand_as(result))

@@ -28,32 +28,33 @@ from triton_ops import hc_gate_reduce
 from triton_ops.comparison import (
     Comparison,
     Results,
-    copied,
-    described,
+    cloned,
     differing,
-    far,
-    named,
-    tensors,
+    largest_difference,
+    mismatches,
+    results_by_name,
+    tensor_arguments,
 )
 from triton_ops.graph_timing import capture, events_ms, interleaved, replay_us
 from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
-from triton_ops.operator import OPERATORS, Operator
+from triton_ops.operator import OPERATORS, OPERATORS_VARIABLE, Operator, reference_operators
 
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 CALLS, ROUNDS = 10, 10
 
 
-# Kinds of numbers, without and with a dependency head.
 CASES = tuple(product((RANDOM, TIES, BROKEN), (False, True)))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is checked: DeepSeek-V4-Flash's, and the width of DeepSeek-V4-Pro.
+    """Sizes of DeepSeek-V4-Flash, and the hidden size of DeepSeek-V4-Pro.
 
     Attributes:
-        reducers: paths and width of one. tokens: that it reduces at once; both kernels.
-        heads: of attention, of its K/V, and their width; lengths: of contexts.
+        candidates: K of each draft. rank: of the dependency head. widths: of rounds.
+        reducers: paths and hidden size. tokens: reduced in one call, few and many.
+        heads: of the queries, of K/V, and their width. lengths: tokens of contexts.
+        cases: kinds of numbers, without and with a dependency head.
     """
 
     device: str = "cuda"
@@ -112,43 +113,43 @@ class GraphComparison(Comparison):
     def difference(
         self, op: Operator, arguments: tuple, before: tuple, expected: Results
     ) -> str | None:
-        found = super().difference(op, arguments, before, expected)
-        if found is not None or not self.on_gpu:
-            return found
+        finding = super().difference(op, arguments, before, expected)
+        if finding is not None or not self.on_gpu:
+            return finding
         if not self.exact and not _broken(before):
-            self.last[op.name] = op, copied(before)
-        found = _in_graph(op, before)
-        return found and f"in a CUDA graph, {found}"
+            self.last[op.name] = op, cloned(before)
+        finding = _graph_mismatch(op, before)
+        return finding and f"in a CUDA graph, {finding}"
 
 
 def _broken(arguments: tuple) -> bool:
-    return any(bool(t.isnan().any()) for t in tensors(arguments) if t.is_floating_point())
+    return any(bool(t.isnan().any()) for t in tensor_arguments(arguments) if t.is_floating_point())
 
 
-def _in_graph(op: Operator, before: tuple) -> str | None:
+def _graph_mismatch(op: Operator, before: tuple) -> str | None:
     """What differs between a launch and the replay of a captured one, from the same arguments."""
-    given, static, graph = copied(before), copied(before), torch.cuda.CUDAGraph()
-    expected = named(op.launch(*given), given)
+    given, static, graph = cloned(before), cloned(before), torch.cuda.CUDAGraph()
+    expected = results_by_name(op.launch(*given), given)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         outputs = op.launch(*static)
-    results = named(outputs, static)
+    results = results_by_name(outputs, static)
     for name, result in results.items():
         if name.startswith("result"):
             result.fill_(-7)
-    for argument, value in zip(tensors(static), tensors(before), strict=True):
+    for argument, value in zip(tensor_arguments(static), tensor_arguments(before), strict=True):
         argument.copy_(value)
     graph.replay()
     for name, wrong in differing(op, before, results, expected).items():
         if wrong.any():
-            return described(name, results[name], expected[name], wrong)
+            return largest_difference(name, results[name], expected[name], wrong)
     return None
 
 
 def operators(sizes: Sizes) -> list[Finding]:
-    """Every operator of a round, and the reducer, on every kind of batch and of numbers."""
-    comparison = GraphComparison(sizes.on_gpu)
-    with torch.inference_mode(), comparison:
+    """Every operator of a round on every kind of batch and number; the reducer on random ones."""
+    comparison, broken = GraphComparison(sizes.on_gpu), Finding("the operators")
+    with torch.inference_mode(), comparison, _caught(broken):  # an illegal access ends all others
         for kind, headed in sizes.cases:
             comparison.exact = kind == TIES
             head = _head(sizes) if headed else None
@@ -158,13 +159,15 @@ def operators(sizes: Sizes) -> list[Finding]:
         for m, d in sizes.reducers:
             for tokens in sizes.tokens:
                 hc_gate_reduce(*_reduction(sizes, tokens, m, d), **EPSILONS)
-    findings = []
+    findings = [broken] if broken.wrong else []
     for name in OPERATORS:
-        found = Finding(name, comparison.wrong.get(name), comparison.batches[name])
-        if name in comparison.last and found.wrong is None:
-            with torch.inference_mode():
-                found.microseconds = _times(*comparison.last[name])
-        findings.append(found)
+        finding = Finding(name, comparison.wrong.get(name), comparison.batches[name])
+        if name in comparison.last and finding.wrong is None:
+            op, arguments = comparison.last[name]
+            finding.note = f"of {list(tensor_arguments(arguments)[0].shape)}"
+            with torch.inference_mode(), _caught(finding):
+                finding.microseconds = _times(op, arguments)
+        findings.append(finding)
     return findings
 
 
@@ -192,7 +195,7 @@ def _reduction(sizes: Sizes, tokens: int, m: int, d: int, norms: bool = True) ->
 def _times(op: Operator, arguments: tuple) -> dict[str, float]:
     """Median microseconds of a call: the kernel in a graph, torch and SGLang's own without."""
     calls = {"torch": partial(op.reference, *arguments)}
-    if own := SGLANGS.get(op.name):
+    if own := SGLANG_BASELINES.get(op.name):
         with suppress(Exception):  # another release's, or none
             rival = own(*arguments)
             rival()
@@ -222,101 +225,77 @@ def _sampler(logits, temperatures, *rest) -> Callable[[], Any]:
 
 
 # SGLang's own for the same work: its reducer without norms, its sampler without a seed.
-SGLANGS = {"hc_gate_reduce": _fused_hc_head, "row_statistics": _sampler}
+SGLANG_BASELINES = {"hc_gate_reduce": _fused_hc_head, "row_statistics": _sampler}
 
 
 def sglangs_hc_head(sizes: Sizes) -> Finding:
     """The reducer without norms against the kernel of SGLang's ``hc_head``, which it inherits."""
-    found = Finding("hc_gate_reduce as hc_head")
-    with torch.inference_mode(), _caught(found):
+    finding = Finding("hc_gate_reduce as hc_head")
+    with torch.inference_mode(), _caught(finding):
         for m, d in sizes.reducers:
             for tokens in sizes.tokens:
                 arguments = _reduction(sizes, tokens, m, d, norms=False)
                 expected = _fused_hc_head(*arguments)()
                 result = OPERATORS["hc_gate_reduce"].launch(*arguments, *EPSILONS.values())
-                wrong = far(result, expected)
+                wrong = mismatches(result, expected)
                 if wrong.any():
-                    found.wrong = described(f"{tokens} tokens", result, expected, wrong)
-                    return found
-                found.batches += 1
-    return found
+                    finding.wrong = largest_difference(f"{tokens} tokens", result, expected, wrong)
+                    return finding
+                finding.batches += 1
+    return finding
 
 
-def attention(sizes: Sizes, name: str, build: bool) -> Finding:
-    """One backend of a draft on every layout of slots that it can read, causal and not.
-
-    Args:
-        build: whether FlashInfer may compile its kernel first, for minutes.
-    """
-    found = Finding(f"draft attention, {name}")
-    with torch.inference_mode(), _caught(found):
-        if name == "flashinfer" and not build and not check_attention.flashinfer_is_built():
-            found.note = "not compiled here; --all compiles and checks it, for minutes"
-            return found
-        for layout in check_attention.LAYOUTS:
-            if layout == "window" and name in check_attention.PAGED:
-                continue
-            batch = check_attention.new_batch(
-                layout, sizes.device, sizes.dtype, sizes.heads, sizes.lengths
-            )
-            kernel = check_attention.BACKENDS[name]
+def attention(sizes: Sizes, name: str) -> Finding:
+    """One backend of a draft on every layout of slots that it can read, causal and not."""
+    finding, kernel = Finding(f"draft attention, {name}"), check_attention.BACKENDS[name]
+    with torch.inference_mode(), _caught(finding):
+        for layout in check_attention.layouts(name):
+            given = layout, sizes.device, sizes.dtype, sizes.heads, sizes.lengths
+            batch = check_attention.new_batch(*given)
             for causal in (False, True):
                 difference = check_attention.difference(kernel, batch, causal)
                 if difference is not None:
                     rows = "causal" if causal else "whole block"
-                    found.wrong = f"{layout}, {rows}: {difference}"
-                    return found
-                found.batches += 1
-        if sizes.on_gpu:
-            call = partial(check_attention.BACKENDS[name], batch, True)
-            times = interleaved([name], lambda _: events_ms(call) * 1000, ROUNDS)
-            found.microseconds = {f"with its launches, {layout}": statistics.median(times[name])}
-    return found
+                    finding.wrong = f"{layout}, {rows}: {difference}"
+                    return finding
+                finding.batches += 1
+            if sizes.on_gpu:
+                call = partial(kernel, batch, True)
+                times = interleaved([""], lambda _, call=call: events_ms(call), ROUNDS)
+                finding.microseconds[layout] = statistics.median(times[""]) * 1000
+    return finding
 
 
 @contextmanager
-def _caught(found: Finding) -> Iterator[None]:
+def _caught(finding: Finding) -> Iterator[None]:
     """What is not installed is absent; anything else that is raised is wrong."""
     try:
         yield
     except ImportError as error:
-        found.note = f"not here: {error}".splitlines()[0]
-        found.batches = 0
+        finding.note = f"not here: {error}".splitlines()[0]
+        finding.batches = 0
     except Exception as error:  # a compiler's or a launch's, of any kind
-        found.wrong = f"{type(error).__name__}: {str(error)[:500]}"
+        finding.wrong = f"{type(error).__name__}: {str(error)[:500]}"
 
 
-def flashinfers_kernels() -> Finding:
-    """Which of FlashInfer's kernels a first start compiles, silently, for minutes."""
-    found = Finding("FlashInfer's topk, sampling", note="whether they are compiled is unknown")
-    with suppress(Exception):  # it looks for a GPU, too
-        from flashinfer.jit.sampling import gen_sampling_module
-        from flashinfer.jit.topk import gen_topk_module
-
-        modules = {"topk": gen_topk_module, "sampling": gen_sampling_module}
-        missing = [name for name, spec in modules.items() if not spec().is_compiled]
-        found.note = "compiled"
-        if missing:
-            found.note = f"the first start compiles {' and '.join(missing)}, for minutes"
-    return found
+def flashinfer(missing: list[str]) -> Finding:
+    """Which of FlashInfer's modules are not compiled: a first start compiles two, silently."""
+    finding = Finding("FlashInfer's modules", note="compiled")
+    if slow := ", ".join(name for name in missing if name != "attention"):
+        finding.note = f"the first start compiles {slow}, for minutes"
+    if "attention" in missing:
+        finding.note += "; --all compiles attention and checks it, for minutes"
+    return finding
 
 
-def examine_gpu(
-    sizes: Sizes, backends: list[str], build: bool, show: Callable[[str], Any]
-) -> list[Finding]:
+def examine_gpu(sizes: Sizes, backends: list[str], show: Callable[[str], Any]) -> list[Finding]:
     """Every finding, each shown as soon as it is there."""
     findings: list[Finding] = []
-    parts: list[Callable[[], list[Finding] | Finding]] = [
-        partial(operators, sizes),
-        partial(sglangs_hc_head, sizes),
-        *(partial(attention, sizes, name, build) for name in backends),
-        flashinfers_kernels,
-    ]
-    for part in parts:
-        several = part()
-        for found in several if isinstance(several, list) else [several]:
-            findings.append(found)
-            show(found.line())
+    attentions = (lambda name=name: [attention(sizes, name)] for name in backends)
+    for part in (lambda: operators(sizes), lambda: [sglangs_hc_head(sizes)], *attentions):
+        for finding in part():
+            findings.append(finding)
+            show(finding.line())
     return findings
 
 
@@ -328,20 +307,25 @@ def run_gpu(build: bool, report: Path | None) -> int:
     """
     if not torch.cuda.is_available():
         raise HyperDFlashError("check --gpu needs a CUDA device; torch found none.")
+    reference_operators.clear()  # every kernel is checked, whatever serves
     capability = torch.cuda.get_device_capability()
     print(f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}; compiling...")
     torch.cuda.reset_peak_memory_stats()
+    missing = check_attention.uncompiled_flashinfer_modules()
     backends = check_attention.backends(capability)
-    findings = examine_gpu(Sizes(), backends, build, partial(print, flush=True))
+    if "attention" not in missing or build:
+        backends.append("flashinfer")
+    findings = examine_gpu(Sizes(), backends, partial(print, flush=True))
+    print(flashinfer(missing).line())
     peak = torch.cuda.max_memory_allocated()
-    wrong = [found.subject for found in findings if found.wrong is not None]
+    wrong = [finding.subject for finding in findings if finding.wrong is not None]
     print(f"peak memory: {peak / 2**30:.1f} GiB; wrong: {', '.join(wrong) or 'nothing'}")
-    if any(subject in OPERATORS for subject in wrong):
-        print("A server runs the torch references of these operators instead, and says so.")
+    if operators_wrong := [subject for subject in wrong if subject in OPERATORS]:
+        print(f"Their torch references serve with {OPERATORS_VARIABLE}={','.join(operators_wrong)}")
     if any(subject.startswith("draft attention") for subject in wrong):
         print("Serve with --speculative-draft-attention-backend triton, or another that is right.")
     if report is not None:
-        results = {"findings": [asdict(found) for found in findings], "peak_bytes": peak}
+        results = {"findings": [asdict(finding) for finding in findings], "peak_bytes": peak}
         results |= {"capability": list(capability), "cuda": torch.version.cuda}
         write_json(report, results | {"provenance": provenance()}, indent=1)
     return int(bool(wrong))

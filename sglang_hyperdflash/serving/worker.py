@@ -109,13 +109,13 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     def _check_operators(self) -> None:
         # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
-        widths = {1, *self.width_control.setting.built(self.block)}
+        widths = {1} if self._prefills_only else {1, *self.width_control.setting.built(self.block)}
         group = get_parallel().tp_group
         check_operators(
             self.draft_model,
             self.drafter.candidates,
             self.verifier.vocabulary,
-            () if self._prefills_only else widths,
+            sorted(widths),
             group.all_gather_object if group.world_size > 1 else None,
         )
 

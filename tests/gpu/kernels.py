@@ -21,15 +21,17 @@ def kernels(v: Notes) -> None:
 def bench(v: Notes) -> None:
     """``make bench``: the reducer and the operators of a sampled round against their rivals."""
     run(v, "the reducer", "-m", "triton_ops.bench", "--out", str(v.out))
-    if importlib.util.find_spec("sglang"):
-        run(v, "a sampled round", "-m", "tests.gpu.bench_verify", "--out", str(v.out))
+    if importlib.util.find_spec("sglang") is None:
+        v.measured["a sampled round"] = "not here: SGLang is not installed"
+        return
+    run(v, "a sampled round", "-m", "tests.gpu.bench_verify", "--out", str(v.out))
 
 
 def run(v: Notes, name: str, *arguments: str) -> None:
     """A command that needs a GPU, and must succeed."""
     if not v.gpu:
-        v.found["not here"] = "it needs a GPU"
+        v.measured["not here"] = "it needs a GPU"
         return
     ended = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-    v.found[f"last lines, {name}"] = ended.stdout.splitlines()[-24:]
+    v.measured[f"last lines, {name}"] = ended.stdout.splitlines()[-24:]
     v.check(ended.returncode == 0, f"{name} failed: {ended.stderr[-500:]}")

@@ -78,10 +78,11 @@ def used_bytes(process_id: int) -> int:
 def used_while(process_id: int, work: Callable, *arguments, **options) -> tuple[int, int]:
     """Memory in use before ``work``, and the most while it runs; read every 20 ms."""
     before = most = used_bytes(process_id)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(work, *arguments, **options)
-        while not running.done():
-            most = max(most, used_bytes(process_id))
-            time.sleep(0.02)
+    pool = ThreadPoolExecutor(1)
+    running = pool.submit(work, *arguments, **options)
+    pool.shutdown(wait=False)  # a step that is ended does not wait for its answers
+    while not running.done():
+        most = max(most, used_bytes(process_id))
+        time.sleep(0.02)
     running.result()
     return before, most

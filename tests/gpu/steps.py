@@ -23,7 +23,7 @@ from tests.gpu.visit import Notes
 BLOCK, SHORT = 7, 16
 EVERY_WIDTH = (1, 2, 4, 7)
 # Draft attention that reads slots, as the CPU platform's does; ``widths`` has the GPU's default.
-BISECTING = ("--speculative-draft-attention-backend", "triton")
+TRITON_DRAFT_ATTENTION = ("--speculative-draft-attention-backend", "triton")
 # With CUDA graphs and without.
 GRAPHS = {"graphs": (), "eager": ("--disable-cuda-graph",)}
 # Memory of the allocator and of kernels besides the counted buffers, GiB.
@@ -103,9 +103,9 @@ def million(v: Visit) -> None:
         slots, size = readings.draft_pool(log)
         shape = stage.draft
         counted = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * slots
-        v.found |= {"draft slots": slots, "draft K/V bytes": size, "counted": counted}
+        v.measured |= {"draft slots": slots, "draft K/V bytes": size, "counted": counted}
         v.check(abs(size - counted) <= 0.02 * counted + 2**24, "draft K/V bytes are not as counted")
-        v.found["draft attention"] = re.findall(r"HYPERDFLASH: (draft attention is .*)", log)
+        v.measured["draft attention"] = re.findall(r"HYPERDFLASH: (draft attention is .*)", log)
         _check_graphs(v, log)
         answers = asked(server, stage.prompts(stage.requests), SHORT)
         v.check(all(len(a) == SHORT for a in ids(answers)), "an answer is too short")
@@ -117,8 +117,8 @@ def million(v: Visit) -> None:
 def _check_graphs(v: Visit, log: str) -> None:
     """The graphs' memory against what ``hyperdflash plan`` counts of them."""
     taken, buffers = list(map(float, re.findall(readings.GRAPH, log))), graph_bytes(v.shape())
-    v.found |= {"graphs GiB": taken, "draft attention counted": buffers}
-    v.found["extra device memory"] = extra_device_memory(v.shape())
+    v.measured |= {"graphs GiB": taken, "draft attention counted": buffers}
+    v.measured["extra device memory"] = extra_device_memory(v.shape())
     if not v.stage.gpu:
         return
     v.check(len(taken) >= 2, "the log names no graphs of target and draft")
@@ -144,7 +144,7 @@ def windowed(v: Visit) -> None:
     expected, blocks = v.plain("windowed-none", prompts, v.stage.tokens), []
     for graphs, options in GRAPHS.items():
         results, drafts = v.drafted(draft, f"windowed-{graphs}", prompts, expected, *options)
-        v.found[f"rounds by accepted drafts, {graphs}"] = accepted(results)
+        v.measured[f"rounds by accepted drafts, {graphs}"] = accepted(results)
         blocks.append(drafts)
     _check_same_drafts(v, *blocks)
 
@@ -162,7 +162,7 @@ def _check_same_drafts(v: Visit, one: dict, other: dict, drafts=BLOCK - 1, kind:
     )
     both = one.keys() & other.keys()
     same = sum(one[key] == other[key] for key in both)
-    v.found[f"blocks{kind}"] = {"compared": len(both), "equal": same}
+    v.measured[f"blocks{kind}"] = {"compared": len(both), "equal": same}
     v.check(len(both) >= 10, f"too few blocks of the same text to compare{kind}")
     _check_varied(v, list(one.values()), kind)
     # bf16 rounds by the number of rows, so a near-tie may differ; garbage differs everywhere.
@@ -173,7 +173,7 @@ def _check_tokens(v: Visit, tokens: list[list[int]], expected: list[list[int]], 
     """Answers are the expected ones, on a GPU until a tie of one bf16 step."""
     pairs = [list(zip(x, y, strict=False)) for x, y in zip(tokens, expected, strict=True)]
     same = [next((i for i, (a, b) in enumerate(p) if a != b), len(p)) for p in pairs]
-    v.found[f"tokens until the first difference{kind}"] = same
+    v.measured[f"tokens until the first difference{kind}"] = same
     needed = 8 if v.stage.gpu else min(len(answer) for answer in expected)
     v.check(sorted(same)[len(same) // 2] >= needed, f"answers leave the target's at once{kind}")
 
@@ -182,10 +182,10 @@ def residual(v: Visit) -> None:
     """Tokens of no speculation at every length of acceptance, until a tie of one bf16 step."""
     prompts = v.stage.prompts(8 if v.stage.gpu else 2)
     expected = v.plain("plain", prompts, v.stage.tokens)
-    results, blocks = v.drafted(v.drafter, "oracle", prompts, expected, *BISECTING)
+    results, blocks = v.drafted(v.drafter, "oracle", prompts, expected, *TRITON_DRAFT_ATTENTION)
     _check_varied(v, [block for _, block in blocks.values()])
     _check_tokens(v, ids(results), expected, "")
-    v.found["rounds by drafts"] = accepted(results)
+    v.measured["rounds by drafts"] = accepted(results)
     # Then most blocks are the drafter's own: the oracle no longer knows the text.
     v.check(sum(map(bool, accepted(results))) >= 3, "too few lengths of acceptance")
 
@@ -200,7 +200,7 @@ def widths(v: Visit) -> None:
         results, drafts = v.drafted(*given, **drawn)
         _check_tokens(v, ids(results), expected, f", {name}")
         rounds = readings.rounds_by_width(results)
-        v.found[f"rounds by width, {name}"] = rounds
+        v.measured[f"rounds by width, {name}"] = rounds
         v.check(set(rounds) == set(EVERY_WIDTH), f"not every width ran, {name}")
         blocks.append(drafts)
     for width in EVERY_WIDTH[1:]:
@@ -213,7 +213,7 @@ def poison(v: Visit) -> None:
     expected = v.plain("poison-none", prompts, tokens)
     fault = {controls.FAULT: controls.poison_rejected_states.__name__}
     results, _ = v.drafted(v.drafter, "poison-rejected", prompts, expected, **fault)
-    v.found["rounds by drafts"] = accepted(results)
+    v.measured["rounds by drafts"] = accepted(results)
     v.check(all(len(answer) == tokens for answer in ids(results)), "an answer was cut short")
     _check_tokens(v, ids(results), expected, "")
     # The control: what a boundary does read, set to NaN too, must be seen.
@@ -223,7 +223,7 @@ def poison(v: Visit) -> None:
         seen = ids(answers) != ids(results)
     except requests.RequestException:
         seen = True
-    v.found["an accepted state set to NaN is seen"] = seen
+    v.measured["an accepted state set to NaN is seen"] = seen
     v.check(seen, "NaN in a state that is read changed nothing: the poison reaches no state")
 
 
@@ -242,7 +242,7 @@ def trace(v: Visit) -> None:
         asked(server, v.stage.prompts(4), v.stage.tokens)
     seen, events = readings.rounds_of(readings.trace_events(folder))
     waits = Counter(e["name"] for e in events if e.get("name") in readings.WAITS)
-    v.found |= {"rounds": seen, "events": len(events), "waits": dict(waits)}
+    v.measured |= {"rounds": seen, "events": len(events), "waits": dict(waits)}
     v.check(rounds - 1 <= seen <= rounds + 1, f"the trace has not {rounds} rounds")
     # The scheduler itself waits once a round, for the tokens of the round before.
     waits -= Counter(cudaEventSynchronize=seen)
@@ -259,7 +259,7 @@ def sampled(v: Visit) -> None:
         work = asked, server, prompts, 4 * SHORT
         before, most = readings.used_while(server.process.pid, *work, **limits)
     counted = extra_device_memory(v.shape())["verification of sampled requests"]
-    v.found |= {"before": before, "peak": most, "counted": counted}
+    v.measured |= {"before": before, "peak": most, "counted": counted}
     # The start's rehearsal has left the allocator what it needs, so little may come on top.
     v.check(most - before <= counted + SLACK_GIB * 2**30, "a sampled batch takes more than counted")
 

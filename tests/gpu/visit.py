@@ -34,12 +34,12 @@ class Step(NamedTuple):
     """A function of the same name in ``module``, and what a reader of its result must know.
 
     Attributes:
-        seconds: after which it is ended. unseen: what it shows nothing of.
+        seconds: after which it is ended. not_covered: what it does not cover.
     """
 
     module: str
     seconds: int
-    unseen: str
+    not_covered: str
 
 
 # The first two need torch and Triton alone, no server and no SGLang.
@@ -64,7 +64,7 @@ class Notes:
 
     out: Path  # for results that stay
     gpu: bool = True  # whether kernels, graphs and traces are there
-    found: dict[str, Any] = field(default_factory=dict)  # numbers by name
+    measured: dict[str, Any] = field(default_factory=dict)  # by name
     failed: list[str] = field(default_factory=list)  # checks that did not hold, as sentences
 
     def check(self, holds: bool, sentence: str) -> None:
@@ -72,12 +72,16 @@ class Notes:
             self.failed.append(sentence)
 
 
+class OutOfTime(BaseException):
+    """A step's limit; no handler of errors may take it for one of its own."""
+
+
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in this block after so many seconds, whatever it waits for."""
+    """Raise ``OutOfTime`` in this block after so many seconds, whatever it waits for."""
 
     def end(*_: Any) -> None:
-        raise TimeoutError(f"not done after {seconds:.0f} s")
+        raise OutOfTime(f"not done after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -94,16 +98,15 @@ def function_of(name: str) -> Callable[[Any], None]:
 
 
 def earlier(path: Path, report: dict) -> dict:
-    """The steps that a file has of the same commit and the same stage."""
+    """The steps that a file has of the same commit, device and stage."""
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text())
-    same = found["small"] == report["small"]
-    return (
-        found["steps"]
-        if same and found["provenance"]["commit"] == (report["provenance"]["commit"])
-        else {}
-    )
+    before = json.loads(path.read_text())
+
+    def kind(of: dict) -> tuple:
+        return of["small"], of["provenance"]["commit"], of["provenance"]["device"]
+
+    return before["steps"] if kind(before) == kind(report) else {}
 
 
 def run(
@@ -135,11 +138,11 @@ def run(
                 function = function_of(name)
                 print(f"{name}: {function.__doc__.splitlines()[0]}", flush=True)
                 function(notes)
-        except Exception as error:
+        except (Exception, OutOfTime) as error:
             notes.failed.append(f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
-        took = {"seconds": round(clock() - begun, 1), "shows nothing of": step.unseen}
-        report["steps"][name] = took | {"failed": notes.failed, "found": notes.found}
+        took = {"seconds": round(clock() - begun, 1), "does not cover": step.not_covered}
+        report["steps"][name] = took | {"failed": notes.failed, "measured": notes.measured}
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report["steps"][name], indent=1), flush=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -154,7 +157,8 @@ def command(name: str, out: Path) -> str:
 def plan(out: Path) -> Iterator[str]:
     """What to call, one line a call: for how long, and what it does not show."""
     for name, step in STEPS.items():
-        yield f"{command(name, out)}    # at most {step.seconds} s; shows nothing of {step.unseen}"
+        limits = f"at most {step.seconds} s; does not cover {step.not_covered}"
+        yield f"{command(name, out)}    # {limits}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -180,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             from tests.gpu.steps import walk
 
             report = walk(names, folder, args.out, args.small, args.minutes)
-    return int(any(step.get("failed") for step in report["steps"].values()))
+    return int(any(report["steps"][name].get("failed") for name in names))
 
 
 if __name__ == "__main__":

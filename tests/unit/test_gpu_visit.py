@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -127,7 +127,7 @@ def steps_of(tmp_path, monkeypatch):
 
 def fine(v):
     """A step that finds something."""
-    v.found["number"] = 1
+    v.measured["number"] = 1
 
 
 def test_a_step_that_breaks_or_waits_is_written_down_and_the_next_one_runs(steps_of, monkeypatch):
@@ -136,13 +136,14 @@ def test_a_step_that_breaks_or_waits_is_written_down_and_the_next_one_runs(steps
         raise RuntimeError("no such kernel")
 
     def waits(v):
-        """One that waits for what never comes."""
-        Event().wait()
+        """One that waits for what never comes, and takes what ends it for another's error."""
+        with suppress(Exception):
+            Event().wait()
 
     walked = steps_of({"breaks": breaks, "waits": waits, "fine": fine}, limits={"waits": 0.1})
     assert walked["breaks"]["failed"] == ["RuntimeError: no such kernel"]
-    assert "TimeoutError" in walked["waits"]["failed"][0] and not walked["fine"]["failed"]
-    assert all(step["shows nothing of"] for step in walked.values())
+    assert "OutOfTime" in walked["waits"]["failed"][0] and not walked["fine"]["failed"]
+    assert all(step["does not cover"] for step in walked.values())
     monkeypatch.setattr(visit.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         visit.main([])
@@ -153,7 +154,7 @@ def test_calls_add_to_one_report_of_their_commit(steps_of, monkeypatch):
     assert list(steps_of({"two": fine})) == ["one", "two"]
     assert list(steps_of({"small": fine}, small=True)) == ["small"]
     assert list(steps_of({"one": fine})) == ["one"]
-    monkeypatch.setattr(visit, "provenance", lambda: {"commit": "another"})
+    monkeypatch.setattr(visit, "provenance", lambda: {"commit": "another", "device": ""})
     assert list(steps_of({"three": fine})) == ["three"]
 
 

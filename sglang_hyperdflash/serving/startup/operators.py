@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sglang_hyperdflash.draft.reducer import HCGateReducer
-from sglang_hyperdflash.serving.verification.rehearsal import rehearse
+from sglang_hyperdflash.serving.verification.rehearsal import BROKEN, RANDOM, TIES, rehearse
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from triton_ops import operator
 from triton_ops.comparison import Comparison
@@ -24,7 +24,8 @@ def check_operator_names() -> None:
     Raises:
         HyperDFlashConfigError: expected, found and what to do.
     """
-    unknown = operator.named_in_torch() - operator.OPERATORS.keys() - {operator.ALL}
+    known = {operator.ALL, *operator.OPERATORS}
+    unknown = operator.reference_operators_from_environment() - known
     if unknown:
         raise HyperDFlashConfigError(
             f"{operator.OPERATORS_VARIABLE}: expected {operator.NONE}, {operator.ALL}, or some of "
@@ -51,25 +52,27 @@ def check_operators(
     draft: Any,
     candidates: int,
     vocabulary: int,
-    widths: Iterable[int],
+    widths: Sequence[int],
     gather: Callable[[dict[str, str]], Iterable[dict[str, str]]] | None = None,
 ) -> None:
     """Build every kernel that rounds need; those that are wrong here run their reference instead.
 
     Args:
-        draft: the loaded drafter. widths: of rounds; a node that verifies nothing has none.
+        draft: the loaded drafter. widths: of rounds, ascending.
         gather: all ranks' differences; they replace the same operators. None for one rank.
     """
-    if operator.ALL in operator.in_torch:
+    if operator.ALL in operator.reference_operators:
         return
     norm, begun = draft.hidden_norm.weight, "HYPERDFLASH builds its kernels and checks them, widths"
-    logger.info("%s %s; only a first start takes minutes", begun, sorted(widths))
+    logger.info("%s %s; only a first start takes minutes", begun, widths)
     with torch.inference_mode(), Comparison() as comparison:
         rehearse_reducer(draft.reducer_module, norm)
-        rehearse(draft.dependency, candidates, vocabulary, widths, norm.device)
+        for kind, some in ((RANDOM, widths), (TIES, [max(widths)]), (BROKEN, [max(widths)])):
+            comparison.exact = kind == TIES and draft.dependency is None  # of a head's sums none is
+            rehearse(draft.dependency, candidates, vocabulary, some, norm.device, kind)
     found = [comparison.wrong] if gather is None else gather(comparison.wrong)
     for name, difference in {k: v for wrong in found for k, v in wrong.items()}.items():
-        operator.in_torch.add(name)
+        operator.reference_operators.add(name)
         logger.warning(
             "HYPERDFLASH: the kernel of %s is wrong on this machine (%s). Its torch reference "
             "replaces it: the answers stay right, rounds take longer. If few drafts are accepted, "
@@ -77,13 +80,12 @@ def check_operators(
             "the output of: hyperdflash check --gpu",
             *(name, difference),
         )
-    if norm.is_cuda:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def kernels_in_use(on_gpu: bool) -> str:
     """What the line at start says of the operators."""
-    replaced = operator.in_torch
+    replaced = operator.reference_operators
     if not on_gpu or operator.ALL in replaced:
         return "torch"
     return "triton" + (f" (torch: {', '.join(sorted(replaced))})" if replaced else "")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_hyperdflash.tools.errors import HyperDFlashError
 from triton_ops import operator
 from triton_ops.operator import Operator
 
@@ -43,15 +44,18 @@ class Comparison:
     def compare(self, op: Operator, arguments: tuple) -> Any:
         """Run both; the kernel gets the arguments as they lie in memory."""
         if op.uses_reference:
-            return op.reference(*arguments)
+            return op.exactly(*arguments)
         self.batches[op.name] += 1
         before, changed = cloned(arguments), cloned(arguments)
-        expected = op.reference(*changed)
+        expected = op.exactly(*changed)
         right = results_by_name(expected, changed)
         try:
             difference = self.difference(op, arguments, before, right)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # a compiler's or a launch's, of any kind
             difference = f"{type(error).__name__}: {str(error)[:500]}"
+            refuse_lost_device(op, difference)
         if difference is not None:
             self.wrong.setdefault(op.name, difference)
             pairs = zip(tensor_arguments(arguments), tensor_arguments(changed), strict=True)
@@ -79,12 +83,28 @@ class Comparison:
         near_ties = not self.exact and any(map(torch.any, wrong.values()))
         for turn in range(PERTURBATIONS if near_ties else 0):
             again = perturbed(before, turn)
-            for name, result in results_by_name(op.reference(*again), again).items():
+            for name, result in results_by_name(op.exactly(*again), again).items():
                 wrong[name] &= ~mismatches(result, expected[name])
         for name, entries in wrong.items():
             if entries.any():
                 return largest_difference(name, results[name], expected[name], entries)
         return None
+
+
+def refuse_lost_device(op: Operator, difference: str) -> None:
+    """Nothing runs on a GPU after an illegal access: its process must end.
+
+    Raises:
+        HyperDFlashError: the operator, and how to start without its kernel.
+    """
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise HyperDFlashError(
+            f"the kernel of {op.name} ends the use of this GPU ({difference}). Start again with "
+            f"{operator.OPERATORS_VARIABLE}={op.name}, and report it."
+        ) from error
 
 
 def differing(op: Operator, before: tuple, results: Results, expected: Results) -> Results:
@@ -99,7 +119,7 @@ def differing(op: Operator, before: tuple, results: Results, expected: Results) 
 
 def mismatches(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Which entries differ by more than rounding; NaN equals NaN."""
-    if not expected.is_floating_point():
+    if not expected.is_floating_point() or torch.equal(result, expected):
         return result != expected
     sizes = expected.double().abs()
     counted = sizes[sizes < HUGE]

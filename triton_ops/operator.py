@@ -49,7 +49,18 @@ class Operator:
         if interceptor is not None:
             return interceptor(self, arguments)
         on_gpu = next(a.is_cuda for a in arguments if isinstance(a, torch.Tensor))
-        return (self.launch if on_gpu and not self.uses_reference else self.reference)(*arguments)
+        if not on_gpu:
+            return self.reference(*arguments)
+        return (self.exactly if self.uses_reference else self.launch)(*arguments)
+
+    def exactly(self, *arguments: Any) -> Any:
+        """Results of the reference, whose products are no TF32's, whatever the process allows."""
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            return self.reference(*arguments)
+        finally:
+            torch.set_float32_matmul_precision(precision)
 
     @property
     def uses_reference(self) -> bool:

@@ -138,6 +138,7 @@ def triton(batch: Batch, causal: bool) -> torch.Tensor:
         *(batch.q, batch.k[block], batch.v[block], out, batch.k, batch.v),
         *(batch.starts, ends, context, None, causal, None, batch.block, 1.0, 1.0),
         sm_scale=batch.q.shape[-1] ** -0.5,
+        page_size=batch.page,
     )
     return out
 

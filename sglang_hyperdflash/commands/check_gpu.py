@@ -12,15 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_hyperdflash.commands import check_attention
-from sglang_hyperdflash.serving.verification.rehearsal import BROKEN, RANDOM, TIES, rehearse
+from sglang_hyperdflash.serving.verification.rehearsal import (
+    BROKEN,
+    RANDOM,
+    REQUESTS,
+    TIES,
+    rehearse,
+)
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.provenance import provenance
@@ -43,7 +49,20 @@ EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 CALLS, ROUNDS = 10, 10
 
 
-CASES = tuple(product((RANDOM, TIES, BROKEN), (False, True)))
+class Case(NamedTuple):
+    """Rounds of one kind of numbers, with a dependency head or without; None: as in ``Sizes``."""
+
+    kind: str
+    head: bool
+    requests: int = REQUESTS
+    vocabulary: int | None = None
+    widths: tuple[int, ...] | None = None
+
+
+CASES = tuple(starmap(Case, product((RANDOM, TIES), (False, True))))
+# Then rows that several programs share, and requests that one program adds up in turns.
+CASES += (Case(BROKEN, True), Case(RANDOM, False, 65, None, (7,)))
+CASES += (Case(RANDOM, True, 257, 5003, (7,)),)
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,6 @@ class Sizes:
         candidates: K of each draft. rank: of the dependency head. widths: of rounds.
         reducers: paths and hidden size. tokens: reduced in one call, few and many.
         heads: of the queries, of K/V, and their width. lengths: tokens of contexts.
-        cases: kinds of numbers, without and with a dependency head.
     """
 
     device: str = "cuda"
@@ -62,11 +80,11 @@ class Sizes:
     vocabulary: int = 129_280
     candidates: int = 64
     rank: int = 256
-    widths: tuple[int, ...] = (1, 7)
+    widths: tuple[int, ...] = (7, 1)
     reducers: tuple[tuple[int, int], ...] = ((4, 4096), (4, 7168))
-    tokens: tuple[int, ...] = (1, 7, ROW_KERNEL_TOKENS, ROW_KERNEL_TOKENS + 1, 2048)
+    tokens: tuple[int, ...] = (7, 1, ROW_KERNEL_TOKENS, ROW_KERNEL_TOKENS + 1, 2048)
     heads: tuple[int, int, int] = (32, 8, 128)
-    cases: tuple[tuple[str, bool], ...] = CASES
+    cases: tuple[Case, ...] = CASES
     lengths: tuple[int, ...] = check_attention.LENGTHS
 
     @property
@@ -93,37 +111,33 @@ class Finding:
     def line(self) -> str:
         """As it is printed."""
         if self.wrong is not None:
-            return f"{self.subject:<32} WRONG  {self.wrong}"
+            return f"{self.subject:<38} WRONG  {self.wrong}"
         times = ", ".join(f"{name} {us:,.0f} us" for name, us in self.microseconds.items())
         counted = f"{self.batches} batches" if self.batches else ""
         state = "right" if self.batches else "  -  "
-        return f"{self.subject:<32} {state}  " + "; ".join(
+        return f"{self.subject:<38} {state}  " + "; ".join(
             filter(None, (counted, times, self.note))
         )
 
 
 class GraphComparison(Comparison):
-    """Compares each batch a second time, replayed from a CUDA graph; keeps one of each to time."""
+    """Compares each batch a second time, replayed from a CUDA graph; keeps the first to time."""
 
     def __init__(self, on_gpu: bool) -> None:
         super().__init__()
         self.on_gpu = on_gpu
-        self.last: dict[str, tuple[Operator, tuple]] = {}
+        self.timed: dict[str, tuple[Operator, tuple]] = {}
 
     def difference(
         self, op: Operator, arguments: tuple, before: tuple, expected: Results
     ) -> str | None:
-        finding = super().difference(op, arguments, before, expected)
-        if finding is not None or not self.on_gpu:
-            return finding
-        if not self.exact and not _broken(before):
-            self.last[op.name] = op, cloned(before)
-        finding = _graph_mismatch(op, before)
-        return finding and f"in a CUDA graph, {finding}"
-
-
-def _broken(arguments: tuple) -> bool:
-    return any(bool(t.isnan().any()) for t in tensor_arguments(arguments) if t.is_floating_point())
+        difference = super().difference(op, arguments, before, expected)
+        if difference is not None or not self.on_gpu:
+            return difference
+        if op.name not in self.timed:
+            self.timed[op.name] = op, cloned(before)
+        difference = _graph_mismatch(op, before)
+        return difference and f"in a CUDA graph, {difference}"
 
 
 def _graph_mismatch(op: Operator, before: tuple) -> str | None:
@@ -147,23 +161,28 @@ def _graph_mismatch(op: Operator, before: tuple) -> str | None:
 
 
 def operators(sizes: Sizes) -> list[Finding]:
-    """Every operator of a round on every kind of batch and number; the reducer on random ones."""
-    comparison, broken = GraphComparison(sizes.on_gpu), Finding("the operators")
-    with torch.inference_mode(), comparison, _caught(broken):  # an illegal access ends all others
-        for kind, headed in sizes.cases:
-            comparison.exact = kind == TIES
-            head = _head(sizes) if headed else None
-            given = sizes.candidates, sizes.vocabulary, sizes.widths, sizes.device
-            rehearse(head, *given, kind)
+    """Every operator of a round on every kind of batch and number; the reducer on random ones.
+
+    Raises:
+        HyperDFlashError: a kernel ended the use of the GPU.
+    """
+    comparison = GraphComparison(sizes.on_gpu)
+    with torch.inference_mode(), comparison:
+        for case in sizes.cases:
+            comparison.exact = case.kind == TIES
+            vocabulary = case.vocabulary or sizes.vocabulary
+            head = _head(sizes, vocabulary) if case.head else None
+            given = sizes.candidates, vocabulary, case.widths or sizes.widths, sizes.device
+            rehearse(head, *given, case.kind, case.requests)
         comparison.exact = False
         for m, d in sizes.reducers:
             for tokens in sizes.tokens:
                 hc_gate_reduce(*_reduction(sizes, tokens, m, d), **EPSILONS)
-    findings = [broken] if broken.wrong else []
+    findings = []
     for name in OPERATORS:
         finding = Finding(name, comparison.wrong.get(name), comparison.batches[name])
-        if name in comparison.last and finding.wrong is None:
-            op, arguments = comparison.last[name]
+        if name in comparison.timed and finding.wrong is None:
+            op, arguments = comparison.timed[name]
             finding.note = f"of {list(tensor_arguments(arguments)[0].shape)}"
             with torch.inference_mode(), _caught(finding):
                 finding.microseconds = _times(op, arguments)
@@ -171,9 +190,9 @@ def operators(sizes: Sizes) -> list[Finding]:
     return findings
 
 
-def _head(sizes: Sizes) -> Any:
+def _head(sizes: Sizes, vocabulary: int) -> Any:
     """What the operators read of a dependency head; sums of its numbers are exact in any order."""
-    generator, shape = torch.Generator().manual_seed(1), (sizes.vocabulary, sizes.rank)
+    generator, shape = torch.Generator().manual_seed(1), (vocabulary, sizes.rank)
     tables = (torch.randint(-2, 3, shape, generator=generator) / 8 for _ in range(2))
     predecessor, successor = (table.to(sizes.device, sizes.dtype) for table in tables)
     gate = SimpleNamespace(out_features=sizes.rank)
@@ -195,11 +214,11 @@ def _reduction(sizes: Sizes, tokens: int, m: int, d: int, norms: bool = True) ->
 def _times(op: Operator, arguments: tuple) -> dict[str, float]:
     """Median microseconds of a call: the kernel in a graph, torch and SGLang's own without."""
     calls = {"torch": partial(op.reference, *arguments)}
-    if own := SGLANG_BASELINES.get(op.name):
+    if baseline := SGLANG_BASELINES.get(op.name):
         with suppress(Exception):  # another release's, or none
-            rival = own(*arguments)
-            rival()
-            calls["SGLang"] = rival
+            call = baseline(*arguments)
+            call()
+            calls["SGLang"] = call
     graph = capture(lambda _: op.launch(*arguments), CALLS)
 
     def time_us(name: str) -> float:
@@ -232,7 +251,7 @@ def sglangs_hc_head(sizes: Sizes) -> Finding:
     """The reducer without norms against the kernel of SGLang's ``hc_head``, which it inherits."""
     finding = Finding("hc_gate_reduce as hc_head")
     with torch.inference_mode(), _caught(finding):
-        for m, d in sizes.reducers:
+        for m, d in sizes.reducers[:1]:  # without norms they are kernels of their own
             for tokens in sizes.tokens:
                 arguments = _reduction(sizes, tokens, m, d, norms=False)
                 expected = _fused_hc_head(*arguments)()
@@ -245,24 +264,22 @@ def sglangs_hc_head(sizes: Sizes) -> Finding:
     return finding
 
 
-def attention(sizes: Sizes, name: str) -> Finding:
-    """One backend of a draft on every layout of slots that it can read, causal and not."""
-    finding, kernel = Finding(f"draft attention, {name}"), check_attention.BACKENDS[name]
+def attention(sizes: Sizes, name: str, layout: str) -> Finding:
+    """One backend of a draft on one layout of slots, causal and not."""
+    finding, kernel = Finding(f"draft attention, {name}, {layout}"), check_attention.BACKENDS[name]
     with torch.inference_mode(), _caught(finding):
-        for layout in check_attention.layouts(name):
-            given = layout, sizes.device, sizes.dtype, sizes.heads, sizes.lengths
-            batch = check_attention.new_batch(*given)
-            for causal in (False, True):
-                difference = check_attention.difference(kernel, batch, causal)
-                if difference is not None:
-                    rows = "causal" if causal else "whole block"
-                    finding.wrong = f"{layout}, {rows}: {difference}"
-                    return finding
-                finding.batches += 1
-            if sizes.on_gpu:
-                call = partial(kernel, batch, True)
-                times = interleaved([""], lambda _, call=call: events_ms(call), ROUNDS)
-                finding.microseconds[layout] = statistics.median(times[""]) * 1000
+        given = layout, sizes.device, sizes.dtype, sizes.heads, sizes.lengths
+        batch = check_attention.new_batch(*given)
+        for causal in (False, True):
+            difference = check_attention.difference(kernel, batch, causal)
+            if difference is not None:
+                finding.wrong = f"{'causal' if causal else 'whole block'}: {difference}"
+                return finding
+            finding.batches += 1
+        if sizes.on_gpu:
+            call = partial(kernel, batch, True)
+            times = interleaved([name], lambda _: events_ms(call), ROUNDS)
+            finding.microseconds[name] = statistics.median(times[name]) * 1000
     return finding
 
 
@@ -288,44 +305,57 @@ def flashinfer(missing: list[str]) -> Finding:
     return finding
 
 
-def examine_gpu(sizes: Sizes, backends: list[str], show: Callable[[str], Any]) -> list[Finding]:
-    """Every finding, each shown as soon as it is there."""
-    findings: list[Finding] = []
-    attentions = (lambda name=name: [attention(sizes, name)] for name in backends)
-    for part in (lambda: operators(sizes), lambda: [sglangs_hc_head(sizes)], *attentions):
-        for finding in part():
-            findings.append(finding)
-            show(finding.line())
-    return findings
+def examine_gpu(sizes: Sizes, backends: list[str]) -> Iterator[Finding]:
+    """Every finding as soon as it is there; raises as :func:`operators`."""
+    yield from operators(sizes)
+    yield sglangs_hc_head(sizes)
+    for name in backends:
+        for layout in check_attention.layouts(name):
+            yield attention(sizes, name, layout)
 
 
 def run_gpu(build: bool, report: Path | None) -> int:
-    """Print the findings, write them as JSON; 1 if one is wrong.
+    """Print the findings, and write them as JSON, each as soon as it is there; 1 if one is wrong.
+
+    Args:
+        build: whether FlashInfer may compile its attention first, for minutes.
 
     Raises:
-        HyperDFlashError: there is no GPU.
+        HyperDFlashError: there is no GPU, or not enough of its memory is free.
     """
     if not torch.cuda.is_available():
         raise HyperDFlashError("check --gpu needs a CUDA device; torch found none.")
     reference_operators.clear()  # every kernel is checked, whatever serves
-    capability = torch.cuda.get_device_capability()
-    print(f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}; compiling...")
-    torch.cuda.reset_peak_memory_stats()
+    capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    print(f"{name}, sm_{capability[0]}{capability[1]}: kernels are compiled, about a minute")
     missing = check_attention.uncompiled_flashinfer_modules()
     backends = check_attention.backends(capability)
     if "attention" not in missing or build:
         backends.append("flashinfer")
-    findings = examine_gpu(Sizes(), backends, partial(print, flush=True))
-    print(flashinfer(missing).line())
-    peak = torch.cuda.max_memory_allocated()
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        print(finding.line(), flush=True)
+        if report is not None:
+            results = {"findings": [asdict(each) for each in findings], "capability": capability}
+            results["peak_bytes"] = torch.cuda.max_memory_allocated()
+            write_json(report, results | {"provenance": provenance()}, indent=1)
+
+    try:
+        for finding in examine_gpu(Sizes(), backends):
+            add(finding)
+    except torch.OutOfMemoryError as error:
+        raise HyperDFlashError(
+            f"check --gpu needs some 10 GiB of free GPU memory: {error}"
+        ) from error
+    except HyperDFlashError as error:
+        add(Finding("this GPU", str(error)))
+    add(flashinfer(missing))
+    print(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     wrong = [finding.subject for finding in findings if finding.wrong is not None]
-    print(f"peak memory: {peak / 2**30:.1f} GiB; wrong: {', '.join(wrong) or 'nothing'}")
     if operators_wrong := [subject for subject in wrong if subject in OPERATORS]:
         print(f"Their torch references serve with {OPERATORS_VARIABLE}={','.join(operators_wrong)}")
     if any(subject.startswith("draft attention") for subject in wrong):
         print("Serve with --speculative-draft-attention-backend triton, or another that is right.")
-    if report is not None:
-        results = {"findings": [asdict(finding) for finding in findings], "peak_bytes": peak}
-        results |= {"capability": list(capability), "cuda": torch.version.cuda}
-        write_json(report, results | {"provenance": provenance()}, indent=1)
     return int(bool(wrong))

@@ -133,8 +133,8 @@ def tiny(v: Visit) -> None:
     """The tiny pair: graphs, rounds without them, every width with new weights; training."""
     # SGLang's Triton attention needs no compiler; FlashInfer's would take minutes.
     chosen = ("graphs1-triton", "graphs0-triton", "new_weights and random", "losses_and_gradients")
-    for part in chosen:
-        run(v, part, "-m", "pytest", "-q", "tests/gpu", "-k", part)
+    for number, part in enumerate(chosen):
+        run(v, f"tiny_{number}", "-m", "pytest", "-q", "tests/gpu", "-k", part)
 
 
 def windowed(v: Visit) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +43,10 @@ class Step(NamedTuple):
     not_covered: str
 
 
-# The first two need torch and Triton alone, no server and no SGLang.
+# The first three need torch and Triton alone, no server and no SGLang.
 STEPS = {
-    "kernels": Step("tests.gpu.kernels", 300, "whole rounds"),
+    "kernels": Step("tests.gpu.kernels", 240, "whole rounds"),
+    "kernel_tests": Step("tests.gpu.kernels", 180, "whole rounds"),
     "bench": Step("tests.gpu.kernels", 300, "a served round's time"),
     "tiny": Step("tests.gpu.steps", 470, "DeepSeek-V4"),
     "residual": Step("tests.gpu.steps", 470, f"FA3, {V4}"),
@@ -143,9 +145,9 @@ def run(
             traceback.print_exc()
         took = {"seconds": round(clock() - begun, 1), "does not cover": step.not_covered}
         report["steps"][name] = took | {"failed": notes.failed, "measured": notes.measured}
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(path, report, indent=1)
         print(json.dumps(report["steps"][name], indent=1), flush=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(path, report, indent=1)
     return report
 
 

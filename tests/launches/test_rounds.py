@@ -45,7 +45,7 @@ def test_the_reducers_operator_runs_its_kernels(tokens):
     assert kernels == (["_row_kernel"] if tokens == 1 else ["zeros", "_tile_kernel"])
 
 
-def rehearsed(head: bool, vocabulary: int = VOCABULARY) -> Counter:
+def rehearsed(head: bool, vocabulary: int, *widths: int) -> Counter:
     """What a start runs; it may wait."""
     with FakeCuda() as cuda:
         made = rehearsal.DraftTemperature("cuda")  # copies its values to the device
@@ -56,8 +56,7 @@ def rehearsed(head: bool, vocabulary: int = VOCABULARY) -> Counter:
             mock.patch.object(rehearsal, "DraftTemperature", lambda device: made),
             cuda.count(may_wait=True) as counter,
         ):
-            sizes = CANDIDATES, vocabulary, (1, 2, BLOCK)
-            rehearsal.rehearse(given if head else None, *sizes, "cuda")
+            rehearsal.rehearse(given if head else None, CANDIDATES, vocabulary, widths, "cuda")
     return counter
 
 
@@ -72,13 +71,13 @@ def test_every_operator_can_run_its_reference_on_a_gpu(condition, monkeypatch):
     monkeypatch.setattr(operator, "reference_operators", {operator.ALL})
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: condition)
     monkeypatch.setattr(torch.Tensor, "nonzero", nonzero)
-    counter = rehearsed(head=True, vocabulary=300)
+    counter = rehearsed(True, 300, 3)
     assert counter.launches and not counter.kinds
 
 
 @pytest.mark.parametrize("head", [False, True])
 def test_a_start_compiles_every_kernel_that_a_round_needs(head):
-    counter = rehearsed(head)
+    counter = rehearsed(head, VOCABULARY, 1, 2, BLOCK)
     these = [name for name in ROUNDS if ("head" in name) == head]
     needed = set().union(*(counted(name, bs).kinds for name in these for bs in REQUESTS))
     assert len(needed) > 8

@@ -106,7 +106,8 @@ def test_every_step_runs_and_the_makefiles_commands_are_among_them(walk, stage):
     assert not any(failed.values()), failed
     recipe = re.search(r"^bench: setup\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     named = set(re.findall(r"python -m (\S+)", recipe[1]))
-    assert named <= {command[1] for command in launched} if stage.gpu else not launched
+    words = {word for command in launched for word in command}
+    assert named and (named <= words if stage.gpu else not words)
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_half_an_hour_holds_what_its_limits_allow_in_their_order(steps_of):
     names = list(visit.STEPS)
     walked = steps_of({name: slow(name) for name in names}, clock=lambda: now[0])
     ran = [name for name, step in walked.items() if "not run" not in step]
-    assert ran[:4] == names[:4] == ["kernels", "bench", "tiny", "residual"] and ran != names
+    assert ran == names[: len(ran)] and "residual" in ran and ran != names
     assert now[0] <= 60 * visit.MINUTES and list(walked) == names and names[-1] == "million"
 
 

@@ -75,9 +75,9 @@ def check_operators(
         operator.reference_operators.add(name)
         logger.warning(
             "HYPERDFLASH: the kernel of %s is wrong on this machine (%s). Its torch reference "
-            "replaces it: the answers stay right, rounds take longer. If few drafts are accepted, "
-            "try --speculative-draft-attention-backend triton as well. Please report this with "
-            "the output of: hyperdflash check --gpu",
+            "replaces it: answers stay right, rounds take longer and more memory. If few drafts "
+            "are accepted, try --speculative-draft-attention-backend triton as well. Please report "
+            "this with the output of: hyperdflash check --gpu",
             *(name, difference),
         )
     torch.cuda.empty_cache()

@@ -77,6 +77,7 @@ class Numbers:
     width: int
     device: torch.device | str
     generator: torch.Generator
+    requests: int = REQUESTS
 
     def integers(self, low: int, high: int, *shape: int, dtype=torch.int64) -> torch.Tensor:
         """From ``low`` to below ``high``."""
@@ -85,7 +86,7 @@ class Numbers:
 
     def cycle(self, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A value for each request, in turn."""
-        each = [values[b % len(values)] for b in range(REQUESTS)]
+        each = [values[b % len(values)] for b in range(self.requests)]
         return torch.tensor(each, dtype=dtype).to(self.device)
 
     def scores(self, *shape: int) -> torch.Tensor:
@@ -103,7 +104,7 @@ class Numbers:
 
     def rows(self, candidates: Candidates | None) -> torch.Tensor:
         """A target's logits ``[bs * width, V]``, which has most of its mass on the candidates."""
-        shape = REQUESTS, self.width, self.vocabulary
+        shape = self.requests, self.width, self.vocabulary
         logits = replace(self, kind=RANDOM).scores(*shape)
         if candidates is not None:
             likely = candidates.scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -113,7 +114,7 @@ class Numbers:
 
     def candidates_of_drafts(self, head: Any) -> Candidates:
         """K different ids of each draft, and what a dependency ``head`` reads, or None."""
-        shape = REQUESTS, self.width - 1, self.candidates
+        shape = self.requests, self.width - 1, self.candidates
         step = self.vocabulary // self.candidates
         ids = self.integers(0, step, *shape[:2], 1) + self.integers(0, 1, shape[2])
         ids += torch.arange(shape[2], device=self.device) * step
@@ -132,16 +133,19 @@ class Numbers:
     def changes(self, candidates: Candidates | None) -> list[Adjustments]:
         """Nothing that changes logits, then each part and all together; one request has none."""
         vocabulary = self.vocabulary
-        counts = self.integers(0, 3, REQUESTS, vocabulary, dtype=torch.int32)
+        counts = self.integers(0, 3, self.requests, vocabulary, dtype=torch.int32)
         some = NEUTRAL, (0.3, 0.0, 1.0), (0.0, 0.7, 1.3)
-        penalties = torch.tensor([some[b % 3] for b in range(REQUESTS)]).to(self.device)
-        ends = self.integers(0, vocabulary, REQUESTS, 2)
+        penalties = torch.tensor([some[b % 3] for b in range(self.requests)]).to(self.device)
+        ends = self.integers(0, vocabulary, self.requests, 2)
         if candidates is not None and self.width > 1:
             ends[:, 0] = candidates.ids[:, 0, 0]
-        slots, bias = torch.arange(REQUESTS).to(self.device), self.scores(REQUESTS, vocabulary)
+        slots, bias = (
+            torch.arange(self.requests).to(self.device),
+            self.scores(self.requests, vocabulary),
+        )
         known = (
             {"counts": counts, "slots": slots, "penalties": penalties},
-            {"end_ids": ends, "earliest": self.integers(1, 8, REQUESTS)},
+            {"end_ids": ends, "earliest": self.integers(1, 8, self.requests)},
             {"bias": bias.nan_to_num(nan=0.0, posinf=1.0, neginf=-INF)},
         )
         return [
@@ -158,16 +162,18 @@ def rehearse(
     widths: Iterable[int],
     device: torch.device | str,
     kind: str = RANDOM,
+    requests: int = REQUESTS,
 ) -> None:
     """Run each operator of a round once for every kind of batch: none compiles while serving.
 
     Args:
         head: the dependency head, or None; candidates: K of each draft; widths: of rounds.
+        kind: of numbers.
     """
     learner = DraftTemperature(device)
     for width in widths:
         begun, generator = time.monotonic(), torch.Generator().manual_seed(width)
-        numbers = Numbers(kind, vocabulary, candidates, width, device, generator)
+        numbers = Numbers(kind, vocabulary, candidates, width, device, generator, requests)
         for filters, joint in ((False, False), (True, False), (True, True)):
             _rehearse_width(numbers, head, learner, filters, joint)
         logger.info("HYPERDFLASH: kernels of width %d: %.0f s", width, time.monotonic() - begun)
@@ -178,12 +184,13 @@ def _rehearse_width(
 ) -> None:
     """Rounds of one width: with and without seeds, with all that may change their logits."""
     width, vocabulary, cycle = numbers.width, numbers.vocabulary, numbers.cycle
+    requests = numbers.requests
     drafted = numbers.candidates_of_drafts(head) if width > 1 else None
     logits, changes = numbers.rows(drafted), numbers.changes(drafted)
-    block = numbers.integers(0, vocabulary, REQUESTS, width)
-    positions = numbers.integers(0, 9, REQUESTS, 1)
+    block = numbers.integers(0, vocabulary, requests, width)
+    positions = numbers.integers(0, 9, requests, 1)
     positions = positions + torch.arange(width, device=numbers.device)
-    seeds, all_requests = numbers.integers(0, 1 << 60, REQUESTS), torch.arange(REQUESTS)
+    seeds, all_requests = numbers.integers(0, 1 << 60, requests), torch.arange(requests)
     top_ks = cycle(NO_TOP_K, 1, 20 if filters else NO_TOP_K, dtype=torch.int32)
     limits = top_ks, cycle(0.9, 1.0, 0.7), cycle(0.0, 0.05)
     sampling = Sampling(cycle(1.0, 0.7, 1.3), *limits, filters, filters, filters, joint)
@@ -200,17 +207,17 @@ def _rehearse_width(
             # Greedy and seeded requests follow the target for as many drafts as their number.
             follow = (all_requests.unsqueeze(1) > torch.arange(width - 1)).to(numbers.device)
             follow = follow & (seeded | (top_ks == 1).unsqueeze(1))
-            target = rows.tokens.view(REQUESTS, width)[:, :-1]
+            target = rows.tokens.view(requests, width)[:, :-1]
             drafts = torch.where(follow, target, proposal.tokens)
             tokens = torch.cat([block[:, :1], drafts], 1)
         packed, p = verify_block(rows, tokens, positions, proposal, *asked, vocabulary)
         verify_block(Rows(rows.tokens), tokens, positions, None, *asked, vocabulary)
         if proposal is not None:
             learner.reset()  # every first round is learnt from
-            committed = unpack(packed, REQUESTS, width)
+            committed = unpack(packed, requests, width)
             learner.learn(proposal, p, committed, positions, *asked, vocabulary)
     # Batches without drafts, of greedy requests with penalties among others.
     read_rows(logits, None, *asked, positions, all_draw=True)
     for change in changes[1:]:
-        by_block = logits.view(REQUESTS, width, vocabulary).clone()
+        by_block = logits.view(requests, width, vocabulary).clone()
         adjust_rows(by_block, block, positions, *change.tensors)

@@ -17,6 +17,7 @@ import torch
 
 from sglang_hyperdflash import cli
 from sglang_hyperdflash.commands import check, check_attention, check_gpu
+from sglang_hyperdflash.commands.check_gpu import Case
 from sglang_hyperdflash.draft.reducer import HCGateReducer
 from sglang_hyperdflash.serving.startup import operators
 from sglang_hyperdflash.serving.verification.rehearsal import BROKEN, RANDOM, TIES, Numbers
@@ -30,7 +31,7 @@ SMALL = check_gpu.Sizes(
     **{"device": "cpu", "dtype": torch.float32, "vocabulary": 23, "candidates": 3, "rank": 4},
     **{"widths": (3,), "reducers": ((2, 64),), "tokens": (1, 3)},
     **{"heads": (4, 2, 32), "lengths": (1, 17, 40)},
-    cases=((RANDOM, True), (TIES, False), (BROKEN, True)),
+    cases=(Case(RANDOM, True), Case(TIES, False), Case(BROKEN, True, 1)),
 )
 SGLANG = Path(sglang.__path__[0]) / "kernels" / "ops"
 
@@ -59,15 +60,26 @@ def plant(monkeypatch, name: str) -> None:
     monkeypatch.setattr(f"{module}.{function}", wrong)
 
 
+def pretend_gpu(monkeypatch) -> None:
+    """What the command asks of a GPU; and no message is switched off in the whole process."""
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", (12, 0)),
+        ("get_device_name", "a GPU"),
+        ("max_memory_allocated", 1 << 30),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(check.logging, "disable", lambda level: None)
+
+
 @pytest.mark.heavy
 def test_right_kernels_are_right_on_every_kind_of_numbers(monkeypatch):
     interpreted(monkeypatch, "layernorm.mhc_head")
-    lines: list[str] = []
-    findings = check_gpu.examine_gpu(SMALL, [], lines.append)
+    findings = list(check_gpu.examine_gpu(SMALL, []))
     assert [found.wrong for found in findings] == [None] * len(findings)
     counted = [found.subject for found in findings if found.batches]
     assert counted == [*operator.OPERATORS, "hc_gate_reduce as hc_head"]
-    assert len(lines) == len(findings) and operator.interceptor is None
+    assert operator.interceptor is None
 
 
 @pytest.mark.heavy
@@ -76,18 +88,10 @@ def test_wrong_kernels_are_named_and_make_the_command_fail(monkeypatch, capsys, 
     interpreted(monkeypatch, "attention.extend_attention")
     for name in operator.OPERATORS:
         plant(monkeypatch, name)
-    small = dataclasses.replace(SMALL, cases=((RANDOM, True),))
+    small = dataclasses.replace(SMALL, cases=(Case(RANDOM, True),))
     monkeypatch.setattr(check_gpu, "Sizes", lambda: small)
     monkeypatch.setattr(check_attention, "uncompiled_flashinfer_modules", lambda: ["attention"])
-    for name, value in (
-        ("is_available", True),
-        ("get_device_capability", (12, 0)),
-        ("get_device_name", "a GPU"),
-        ("reset_peak_memory_stats", None),
-        ("max_memory_allocated", 1 << 30),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(check.logging, "disable", lambda level: None)  # of the whole process
+    pretend_gpu(monkeypatch)
     report = tmp_path / "report.json"
     assert cli.main(["check", "--gpu", "--json", str(report)]) == 1
     said = capsys.readouterr().out
@@ -95,7 +99,7 @@ def test_wrong_kernels_are_named_and_make_the_command_fail(monkeypatch, capsys, 
     wrong = {name for name, found in findings.items() if found["wrong"]}
     assert wrong == {*operator.OPERATORS, "hc_gate_reduce as hc_head"}
     assert all(findings[name]["wrong"] in said for name in wrong)
-    assert findings["draft attention, triton"]["batches"] and "--all" in said
+    assert findings["draft attention, triton, page 256"]["batches"] and "--all" in said
 
 
 @pytest.mark.heavy
@@ -142,7 +146,7 @@ def test_a_captured_launch_is_replayed_from_the_same_arguments(monkeypatch, repl
     for name in ("capture", "replay_us", "events_ms"):
         work = (lambda call, *_: call()) if name == "events_ms" else (lambda *_: 1.0)
         monkeypatch.setattr(check_gpu, name, lambda *given, work=work: work(*given) is None or 1.0)
-    times = check_gpu._times(*comparison.last["row_statistics"])
+    times = check_gpu._times(*comparison.timed["row_statistics"])
     assert times.keys() == {"kernel", "torch", "SGLang"}
 
 
@@ -199,17 +203,35 @@ def test_a_draft_s_attention_reads_its_slots(name, monkeypatch):
     infer = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", infer)
     right = check_attention.BACKENDS[name]
-    found = check_gpu.attention(SMALL, name)
-    assert (found.wrong, found.batches) == (None, 2 * len(check_attention.layouts(name)))
+    findings = [
+        check_gpu.attention(SMALL, name, layout) for layout in check_attention.layouts(name)
+    ]
+    assert all(found.wrong is None and found.batches == 2 for found in findings)
 
     def lost_page(batch, causal):
         slots = batch.slots.clone()
         slots[-1] = slots[0]
         return right(dataclasses.replace(batch, slots=slots), causal)
 
-    for wrong, said in ((lost_page, "page 1"), (lambda batch, _: right(batch, False), "causal")):
+    for wrong, rows in ((lost_page, "whole"), (lambda batch, _: right(batch, False), "causal")):
         monkeypatch.setitem(check_attention.BACKENDS, name, wrong)
-        assert said in check_gpu.attention(SMALL, name).wrong
+        assert rows in check_gpu.attention(SMALL, name, "page 256").wrong
     monkeypatch.setitem(check_attention.BACKENDS, name, lambda *_: importlib.import_module("no.x"))
-    found = check_gpu.attention(SMALL, name)
-    assert found.wrong is None and "not here" in found.line()
+    found = check_gpu.attention(SMALL, name, "page 1")
+    assert found.wrong is None and not found.batches and found.note
+
+
+def test_a_kernel_that_ends_the_gpu_is_named_and_ends_the_command(monkeypatch, capsys):
+    """No reference can replace it: nothing runs in that process any more."""
+
+    def lost(*_):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr("triton_ops.propose_kernel.launch_greedy", lost)
+    monkeypatch.setattr(check_gpu, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(check_attention, "uncompiled_flashinfer_modules", list)
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    assert cli.main(["check", "--gpu"]) == 1
+    assert "HYPERDFLASH_OPERATORS=propose_greedy" in capsys.readouterr().out

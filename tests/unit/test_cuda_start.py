@@ -18,12 +18,8 @@ GPUS = {"sm_80": ((8, 0), None), "sm_90": ((9, 0), "fa3"), "sm_100": ((10, 0), "
 GPUS |= {"sm_120": ((12, 0), "triton")}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("sm_90",), pytest.param(("sm_80", "sm_100", "sm_120"), marks=pytest.mark.slow)],
-    ids=" ".join,
-)
-def started(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
     """What each GPU resolves, and its hooks."""
     folder = tmp_path_factory.mktemp("drafter")
     config = json.loads((V4 / "drafter" / "config.json").read_text())
@@ -36,12 +32,12 @@ def started(request, tmp_path_factory):
     }
     machines = [
         (capability, tiny_arguments() | (v4 if attention else {}), attention is not None)
-        for capability, attention in map(GPUS.get, request.param)
+        for capability, attention in GPUS.values()
     ]
     cache = str(tmp_path_factory.mktemp("triton"))
     options = {"seconds": 3600, "TRITON_CACHE_DIR": cache}
     answers = ask("tests.unit.cuda_start", machines, **options)
-    return dict(zip(request.param, answers, strict=True))
+    return dict(zip(GPUS, answers, strict=True))
 
 
 def test_gpus_serve_the_tiny_target_in_bf16_and_start_v4_with_every_hook(started):

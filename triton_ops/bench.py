@@ -5,7 +5,7 @@ fresh inputs; then each contender is captured in a CUDA graph of several calls o
 and replayed in rounds that interleave all contenders with a plain copy of as many bytes. A time is
 the median of the rounds, per call.
 
-Contenders: ``triton`` (what is served: one of ``row`` and ``tile``); ``eager`` and ``compile`` (the
+Contenders: ``triton`` (what is served); ``eager`` and ``compile`` (the
 torch reference); ``fused_hc_head`` (SGLang's kernel alone, no norms); ``fused_hc_head+norms`` (the
 same between the per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a
 norm).
@@ -19,7 +19,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ import torch.nn.functional as F
 from sglang_hyperdflash.tools.provenance import provenance
 from triton_ops.bench_report import plot, table
 from triton_ops.graph_timing import Call, capture, interleaved, replay_us
-from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
-from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS, reduce_cuda
+from triton_ops.hc_gate import hc_gate_reduce_reference
+from triton_ops.hc_gate_op import launch
 
 TOKENS = (1, 7, 28, 112, 256, 448, 2048, 8192, 32768)
 SIZES = ("4x4096", "4x7168")
@@ -73,17 +72,13 @@ class Case:
         self.fused = fused
         self.fc = torch.randn(d, m * d, **new).bfloat16() * (m * d) ** -0.5
 
-    def arguments(self, i: int) -> GateArguments:
-        hidden = self.hidden[i % self.sets]
-        weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
-        return GateArguments(hidden, *weights, **EPSILONS)
-
     def reference(self, hidden: torch.Tensor) -> torch.Tensor:
         weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
         return hc_gate_reduce_reference(hidden, *weights, **EPSILONS)
 
-    def triton(self, i: int, most_rows: int = ROW_KERNEL_TOKENS) -> torch.Tensor:
-        return reduce_cuda(self.arguments(i), False, most_rows)[0]
+    def triton(self, i: int) -> torch.Tensor:
+        weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
+        return launch(self.hidden[i % self.sets], *weights, *EPSILONS.values())
 
     def sglang(self, i: int) -> torch.Tensor:
         paths = self.hidden[i % self.sets].view(self.n, self.m, self.d)
@@ -110,8 +105,6 @@ class Case:
         compiled = torch.compile(self.reference, dynamic=False, fullgraph=True)
         calls = {
             "triton": self.triton,
-            "row": partial(self.triton, most_rows=self.n),
-            "tile": partial(self.triton, most_rows=0),
             "eager": lambda i: self.reference(self.hidden[i % self.sets]),
             "compile": lambda i: compiled(self.hidden[i % self.sets]),
         }
@@ -121,9 +114,8 @@ class Case:
 
     def error(self) -> float:
         """Relative error of the served kernel against the fp32 reference on the first inputs."""
-        a = self.arguments(0)
         rows = slice(0, min(self.n, 4096))
-        exact = self.reference(a.hidden[rows].float())
+        exact = self.reference(self.hidden[0][rows].float())
         found = torch.full_like(exact, float("nan")).copy_(self.triton(0)[rows].float())
         return ((found - exact).norm() / exact.norm()).item()
 

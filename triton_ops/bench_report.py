@@ -7,8 +7,6 @@ from typing import Any
 
 CONTENDERS = (
     "triton",
-    "row",
-    "tile",
     "eager",
     "compile",
     "fused_hc_head",

@@ -30,14 +30,11 @@ from triton_ops import (
     accept_kernel,
     adjust_kernel,
     finish_kernel,
-    hc_gate_row,
-    hc_gate_tiles,
+    hc_gate_op,
     learn_kernel,
     propose_kernel,
     rows_kernel,
 )
-from triton_ops import hc_gate_backward_kernels as back
-from triton_ops.hc_gate import GateArguments
 
 # Threads, shared bytes and programs of a multiprocessor; each has 65,536 registers.
 # Source: CUDA C++ Programming Guide, compute capabilities.
@@ -49,8 +46,6 @@ ARCHITECTURES = {
 }
 REGISTERS, RESERVED = 65_536, 1024
 V, K, RANK, DRAFTS, REQUESTS = 129_280, 64, 256, 6, 64
-_POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-_SCALAR = {"rms_eps": "fp32", "hc_eps": "fp32", "x_stride": "i64"}
 # In PTX; a predicate or a width may come before or after.
 MIX = {
     "fp64": r"\.f64\b",
@@ -191,51 +186,16 @@ def round_report(architecture: int) -> list[Usage]:
     return found
 
 
-def gate_arguments(m: int, d: int, dtype: torch.dtype) -> GateArguments:
-    """Arguments of the reducer of the given sizes; both norms present, weights as served."""
-    hidden, hidden_norm = new(1024, m * d, dtype=dtype), new(d, dtype=dtype)
-    return GateArguments(hidden, new(m, m * d), new(m), new(1), new(m, d), hidden_norm, 1e-6, 1e-6)
-
-
-def _type_of(name: str, dtype: torch.dtype) -> str:
-    if name in _SCALAR:
-        return _SCALAR[name]
-    if not name.endswith("_ptr"):
-        return "i32"
-    if name in ("arrived_ptr", "ready_ptr"):
-        return "*i32"
-    activations = ("x_ptr", "out_ptr", "grad_ptr", "dx_ptr", "norm_ptr")
-    return _POINTER[dtype] if name in activations else "*fp32"
-
-
 def gate_report(m: int, d: int, dtype: torch.dtype, architecture: int) -> list[Usage]:
-    """Resources of the reducer's kernels, forward and backward."""
-    a = gate_arguments(m, d, dtype)
-    shape = hc_gate_tiles.TileShape.for_sizes(m, dtype)
-    tile = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    warps = {"num_warps": back.WARPS}
-    cases: list[tuple[str, Any, dict, dict]] = [
-        ("row", hc_gate_row._row_kernel, hc_gate_row.constants(a, False), {"num_warps": 16}),
-        ("tile", hc_gate_tiles._tile_kernel, hc_gate_tiles.constants(a, shape, False), tile),
-        ("token gradients", back._token_kernel, back.token_constants(a), warps),
-        ("column gradients", back._column_kernel, back.column_constants(a, True), warps),
-        ("gate gradients", back._gate_kernel, back.gate_constants(a), {"num_warps": 4}),
+    """Resources of the reducer's kernel; both norms present, weights as served."""
+    weights = new(m, m * d), new(m), new(1), new(m, d), new(d, dtype=dtype)
+    with recorded() as launches:
+        hc_gate_op.launch(new(1024, m * d, dtype=dtype), *weights, 1e-6, 1e-6)
+    called = f"gate {m} x {d} {str(dtype).removeprefix('torch.')}"
+    return [
+        usage_of(called, compile_launch(*launch, architecture), 512, architecture)
+        for launch in launches
     ]
-    found = []
-    for name, kernel, constants, options in cases:
-        names = kernel.arg_names
-        types = {n: _type_of(n, dtype) for n in names} | dict.fromkeys(constants, "constexpr")
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, n in enumerate(names)
-            if n.endswith("_ptr") or n == "x_stride"
-        }
-        source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
-        target = GPUTarget("cuda", architecture, 32)
-        compiled = triton.compile(source, target=target, options=options)
-        called = f"gate {m} x {d} {str(dtype).removeprefix('torch.')}: {name}"
-        found.append(usage_of(called, compiled, 32 * options["num_warps"], architecture))
-    return found
 
 
 def table(rows: list[Usage]) -> str:

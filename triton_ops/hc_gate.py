@@ -16,10 +16,8 @@
 
 All arithmetic is fp32. On CUDA, m is 1, 2, 4 or 8 and d a multiple of 64 up to 32768.
 
-``hc_gate_op.hc_gate_reduce`` checks its arguments and dispatches. CPU tensors run
-:func:`hc_gate_reduce_reference`; CUDA tensors run Triton (``hc_gate_row`` up to
-``ROW_KERNEL_TOKENS`` tokens, ``hc_gate_tiles`` above, ``hc_gate_backward``). Both are the
-operator ``torch.ops.hyperdflash.hc_gate_reduce``, which torch.compile and CUDA graphs see whole.
+``hc_gate_op.hc_gate_reduce`` checks its arguments and dispatches: CUDA tensors run the kernel
+(``hc_gate_kernel``), CPU tensors and training :func:`hc_gate_reduce_reference`.
 """
 
 from __future__ import annotations
@@ -62,31 +60,17 @@ def hc_gate_reduce_reference(
     Returns:
         ``[N, d]`` in ``hidden.dtype``; differentiable in every tensor argument.
     """
-    y, _ = gated_sum(hidden, fn, base, scale, path_norm, rms_eps, hc_eps)
-    if hidden_norm is not None:
-        y = rms_norm(y, hidden_norm, rms_eps)
-    return y.to(hidden.dtype)
-
-
-def gated_sum(
-    hidden: torch.Tensor,
-    fn: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    path_norm: torch.Tensor | None,
-    rms_eps: float,
-    hc_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y [N, d]`` before the hidden norm, and the gate products ``x @ fn.T [N, m]``, fp32."""
-    m = fn.shape[0]
-    x = wide(hidden)
+    m, x = fn.shape[0], wide(hidden)
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
-    z = x @ wide(fn).T
-    gates = torch.sigmoid(z * inverse_rms * wide(scale) + wide(base)) + hc_eps
+    products = x @ wide(fn).T
+    gates = torch.sigmoid(products * inverse_rms * wide(scale) + wide(base)) + hc_eps
     paths = x.view(*x.shape[:-1], m, x.shape[-1] // m)
     if path_norm is not None:
         paths = rms_norm(paths, path_norm, rms_eps)
-    return (gates.unsqueeze(-1) * paths).sum(-2), z
+    y = (gates.unsqueeze(-1) * paths).sum(-2)
+    if hidden_norm is not None:
+        y = rms_norm(y, hidden_norm, rms_eps)
+    return y.to(hidden.dtype)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from triton_ops.comparison import (
     tensor_arguments,
 )
 from triton_ops.graph_timing import capture, events_ms, interleaved, replay_us
-from triton_ops.hc_gate_op import ROW_KERNEL_TOKENS
 from triton_ops.operator import OPERATORS, OPERATORS_VARIABLE, Operator, reference_operators
 
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
@@ -82,7 +81,7 @@ class Sizes:
     rank: int = 256
     widths: tuple[int, ...] = (7, 1)
     reducers: tuple[tuple[int, int], ...] = ((4, 4096), (4, 7168))
-    tokens: tuple[int, ...] = (7, 1, ROW_KERNEL_TOKENS, ROW_KERNEL_TOKENS + 1, 2048)
+    tokens: tuple[int, ...] = (7, 1, 2048)
     heads: tuple[int, int, int] = (32, 8, 128)
     cases: tuple[Case, ...] = CASES
     lengths: tuple[int, ...] = check_attention.LENGTHS

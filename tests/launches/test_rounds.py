@@ -7,11 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_hyperdflash.draft.reducer import HCGateReducer
 from sglang_hyperdflash.serving.verification import rehearsal
 from tests.launches.counter import Counter, FakeCuda
 from tests.launches.rounds import REQUESTS, ROUNDS, ROWS, TABLE, counted
-from tests.launches.server import BLOCK, CANDIDATES, PATHS, RANK, VOCABULARY, WIDTH
+from tests.launches.server import BLOCK, CANDIDATES, RANK, VOCABULARY
 from triton_ops import operator
 
 # Below this share of its budget a count has fallen: the budget is stale.
@@ -29,20 +28,6 @@ def test_no_more_launches_and_bytes_than_the_budget(row):
         message = f"{bs} requests: {launches} launches, {moved} bytes\n"
         message += "\n".join(f"{launch}" for launch in round_.launches if launch.phase in phases)
         assert launches == most and STALE * most_moved <= moved <= most_moved, message
-
-
-@pytest.mark.parametrize("tokens", [1, 257])
-def test_the_reducers_operator_runs_its_kernels(tokens):
-    """Serving calls the kernels without the operator; torch.compile and training call this one."""
-    with FakeCuda() as cuda:
-        with torch.device("cuda"):
-            reducer = HCGateReducer(PATHS, WIDTH, rms_eps=1e-6, hc_eps=1e-6)
-            hidden = torch.empty(tokens, PATHS * WIDTH, dtype=torch.bfloat16)
-        with cuda.count() as counter:
-            operands, epsilons = reducer.operands(hidden, None), reducer.epsilons
-            torch.ops.hyperdflash.hc_gate_reduce(*operands, *epsilons.values())
-    kernels = [x.name.rpartition(".")[2] for x in counter.launches]
-    assert kernels == (["_row_kernel"] if tokens == 1 else ["zeros", "_tile_kernel"])
 
 
 def rehearsed(head: bool, vocabulary: int, *widths: int) -> Counter:

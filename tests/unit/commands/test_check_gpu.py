@@ -106,7 +106,6 @@ def test_wrong_kernels_are_named_and_make_the_command_fail(monkeypatch, capsys, 
 def test_a_start_replaces_a_wrong_kernel_on_all_ranks_and_goes_on(monkeypatch, caplog):
     plant(monkeypatch, "accept")
     monkeypatch.setattr(operator, "reference_operators", set())
-    monkeypatch.setattr(operators, "ROW_KERNEL_TOKENS", 2)
     norm, reducer = torch.ones(64), HCGateReducer(2, 64, rms_eps=1e-6, hc_eps=1e-6)
     norms = SimpleNamespace(weight=norm)
     draft = SimpleNamespace(hidden_norm=norms, reducer_module=reducer, dependency=None)

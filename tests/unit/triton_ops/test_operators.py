@@ -16,9 +16,8 @@ from tests.unit.triton_ops import (
     test_verify_kernels,
 )
 from tests.unit.triton_ops.adjusting import EVERYTHING
-from tests.unit.triton_ops.gate_help import DEVICE, random_arguments, tensors_of
+from tests.unit.triton_ops.gate_help import DEVICE
 from triton_ops import accept_kernel, finish_kernel, rows_kernel
-from triton_ops.hc_gate_op import hc_gate_reduce_backward_op, hc_gate_reduce_op, reduce_reference
 from triton_ops.verification import accept, finish, row_statistics
 
 
@@ -44,12 +43,6 @@ def cases():
     state = torch.rand(4), torch.rand(2, 4).double(), torch.rand(2)
     round_ = test_learn_kernel.a_round(3, 2, 4).values()
     yield learn_op.default, [*round_, True, True, *(t.to(DEVICE) for t in state), 400, 50.0]
-    for norms, dtype in (((True, True), torch.bfloat16), ((False, False), torch.float32)):
-        a = random_arguments(5, 2, 64, dtype=dtype, norms=norms)
-        yield hc_gate_reduce_op._opoverload, (*tensors_of(a), 1e-6, 1e-6)
-        given = (a.hidden[:, :64].contiguous(), *tensors_of(a), reduce_reference(a)[1], 1e-6, 1e-6)
-        for need_hidden in (True, False):
-            yield hc_gate_reduce_backward_op._opoverload, (*given, need_hidden)
 
 
 CASES = list(cases())

@@ -3,8 +3,9 @@
 __version__ = "0.1.0"
 SGLANG_VERSION = "0.5.23"
 ALGORITHM = "HYPERDFLASH"
+CPU_PLATFORM = "HYPERDFLASH_CPU"
 
-__all__ = ["ALGORITHM", "SGLANG_VERSION", "__version__"]
+__all__ = ["ALGORITHM", "CPU_PLATFORM", "SGLANG_VERSION", "__version__"]
 
 
 def is_ours(algorithm: object) -> bool:

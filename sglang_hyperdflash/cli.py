@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
+from sglang_hyperdflash import CPU_PLATFORM
 from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.process_group import exit_on_signals
@@ -32,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; user errors print one line on stderr and give exit code 2."""
     args = build_parser().parse_args(argv)
+    os.environ.setdefault(CPU_PLATFORM, "1")
     try:
         return int(args.run(args) or 0)
     except (HyperDFlashError, OSError, FloatingPointError) as error:

@@ -78,12 +78,12 @@ def _register_models() -> None:
 
 
 def load() -> None:
-    """Register the algorithm, the models, the hooks and, without an accelerator, the CPU platform.
+    """Register the algorithm, the models, the hooks and, where it is asked for, the CPU platform.
 
     SGLang calls this once in every process it starts. The hooks of ``SERVING_SEAMS`` act on
-    HYPERDFLASH alone. A server of another algorithm differs on a host without an accelerator only:
-    it runs on the CPU platform, unless ``SGLANG_USE_CPU_ENGINE=1``. That sets ``OMP_NUM_THREADS``
-    and ``OMP_WAIT_POLICY`` unless they are set, and installs ``CPU_SEAMS`` for all algorithms.
+    HYPERDFLASH alone. With ``HYPERDFLASH_CPU=1`` and no accelerator servers of all algorithms run
+    on the CPU platform, which sets ``OMP_NUM_THREADS`` and ``OMP_WAIT_POLICY`` unless they are set,
+    and installs ``CPU_SEAMS``.
     """
     _register_algorithm()
     _register_resolution()

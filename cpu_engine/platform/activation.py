@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from sglang_hyperdflash import CPU_PLATFORM
+
 PLATFORM = "cpu_engine.platform.torch_cpu:TorchCpuPlatform"
 ATTENTION_BACKEND = "torch_reference"
 
@@ -11,10 +13,10 @@ ATTENTION_BACKEND = "torch_reference"
 def is_active() -> bool:
     """Whether our CPU platform serves this process.
 
-    Only where torch finds no accelerator of any kind (CUDA, ROCm, XPU, MPS, NPU, MUSA, ...), and
-    when SGLang's own CPU engine is not selected: out-of-tree platforms come before SGLang's own.
+    Only where ``HYPERDFLASH_CPU`` is 1, and torch finds no accelerator of any kind (CUDA, ROCm,
+    XPU, MPS, NPU, MUSA, ...).
     """
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+    if os.environ.get(CPU_PLATFORM) != "1":
         return False
     import torch
 

@@ -19,7 +19,7 @@ SUPPORTED_ALGORITHMS = (ALGORITHM, "DFLASH", "EAGLE")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Active without an accelerator (``cpu.activation``); no Triton, no graphs."""
+    """Active where it is asked for (``platform.activation``); no Triton, no graphs."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"

@@ -94,6 +94,12 @@ VARIABLES = (
         "not recorded; what comes from there is not stored",
     ),
     Variable(
+        "HYPERDFLASH_CPU",
+        "0; 1 for servers that commands of this package start",
+        "any SGLang process",
+        "1 registers the CPU platform where there is no accelerator, for servers of any algorithm",
+    ),
+    Variable(
         "HYPERDFLASH_CPU_KV_GIB",
         "1",
         "a server on the CPU platform without `--max-total-tokens`",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import requests
 
+from sglang_hyperdflash import CPU_PLATFORM
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.process_group import GroupGuard, signals_deferred
 
@@ -69,6 +70,7 @@ class Server:
             this process's standard error.
         launcher: the launch command; ``("sglang", "serve")`` is the alternative.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
+        environment: variables of its own. Without an accelerator it runs on the CPU platform.
         port: its port; None for any free one.
         start: starts the process, called as ``subprocess.Popen`` is. Tests start many servers and
             fork them from a process that has done the imports.
@@ -91,7 +93,7 @@ class Server:
         self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
         _bypass_proxies()
-        env = {**os.environ, **(environment or {})}
+        env = {CPU_PLATFORM: "1", **os.environ, **(environment or {})}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         with ExitStack() as stack:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hyperdflash import CPU_PLATFORM
 from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
 from tests.documents import PAGES, Fence, commands, fences, shell_fences, split_environment
@@ -57,14 +58,15 @@ class Reader:
     def serve(self, fence: Fence) -> None:
         """Start the block's server on a free port, instead of the last one."""
         self.stop()
-        (words,) = commands(fence)
+        ((variables, words),) = map(split_environment, commands(fence))
         start = ["python", "-m", "sglang.launch_server", "--model-path"]
-        assert words[:4] == start, fence.where
+        assert words[:4] == start and CPU_PLATFORM in variables, fence.where
         # The server runs elsewhere: a relative path of the checkout becomes an absolute one.
         places = {word: self.folder / word for word in words[4:]}
         model, *arguments = [str(p) if p.exists() else word for word, p in places.items()]
         log = self.folder / "build" / f"server-{fence.line}.log"
-        self.server = Server(model, *arguments, log=log, environment=self.environment)
+        environment = self.environment | variables
+        self.server = Server(model, *arguments, log=log, environment=environment)
         self.server.wait(START_SECONDS)
 
     def run(self, words: list[str], fence: Fence, variables: dict[str, str] | None = None) -> None:
@@ -72,7 +74,9 @@ class Reader:
         if self.server is not None:
             address = self.server.url.removeprefix("http://")
             words = [word.replace(PRINTED_ADDRESS, address) for word in words]
-        environment = {**os.environ, **self.environment, **(variables or {})}
+        environment = {**os.environ, **self.environment}
+        del environment[CPU_PLATFORM]  # of the tests; a command asks for it where it must
+        environment |= variables or {}
         options = {"capture_output": True, "text": True, "timeout": SECONDS}
         ended = subprocess.run(words, cwd=self.folder, env=environment, **options)
         said = f"{fence.where}: {shlex.join(words)}\n{(ended.stdout + ended.stderr)[-3000:]}"

@@ -18,7 +18,7 @@ from unittest import mock
 
 from sglang_hyperdflash.tools.server_process import comparable_arguments
 from tests.conftest import EXAMPLE, ROOT
-from tests.documents import commands, shell_fences
+from tests.documents import commands, shell_fences, split_environment
 from tests.unit.other_process import answer, question
 
 # Functions of the driver that are looked up while libraries are imported; each answers "no device".
@@ -38,7 +38,7 @@ FIELDS += ("kv_cache_dtype",)
 def tiny_arguments() -> dict[str, list[str]]:
     """Server arguments: README's, the demo's baseline, and a user's choices."""
     (readme,) = (f for f in shell_fences([ROOT / "README.md"]) if f.kind == "background")
-    (words,) = commands(readme)
+    (words,) = (split_environment(words)[1] for words in commands(readme))
     target = ("--model-path", str(EXAMPLE / "target"))
     return {
         "readme": words[3:],

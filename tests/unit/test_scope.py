@@ -13,27 +13,28 @@ from sglang.srt.speculative import spec_registry  # noqa: F401
 from sglang_hyperdflash import plugin
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+ASKED = {"HYPERDFLASH_CPU": "1"}
 ON_CPU = (*plugin.SERVING_SEAMS, *plugin.CPU_SEAMS)
 
 
 @pytest.mark.parametrize(
     "accelerator, given, added, installed",
     [
-        (True, {}, {}, plugin.SERVING_SEAMS),
-        (False, {}, THREADS, ON_CPU),
-        (False, {"OMP_NUM_THREADS": "5"}, {"OMP_WAIT_POLICY": "PASSIVE"}, ON_CPU),
-        (False, {"SGLANG_USE_CPU_ENGINE": "1"}, {}, plugin.SERVING_SEAMS),
+        (True, ASKED, {}, plugin.SERVING_SEAMS),
+        (False, {}, {}, plugin.SERVING_SEAMS),
+        (False, ASKED, THREADS, ON_CPU),
+        (False, ASKED | {"OMP_NUM_THREADS": "5"}, {"OMP_WAIT_POLICY": "PASSIVE"}, ON_CPU),
     ],
-    ids=["accelerator", "none", "a user's threads", "SGLang's CPU engine"],
+    ids=["accelerator", "not asked for", "asked for", "a user's threads"],
 )
-def test_only_a_host_without_an_accelerator_changes_for_others(
+def test_only_a_host_without_an_accelerator_changes_for_others_where_it_is_asked_for(
     monkeypatch, accelerator, given, added, installed
 ):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
     seams = []
     monkeypatch.setattr(plugin.seams, "install", seams.extend)
     with mock.patch.dict(os.environ):
-        for name in (*THREADS, "SGLANG_USE_CPU_ENGINE"):
+        for name in (*THREADS, *ASKED):
             os.environ.pop(name, None)
         os.environ.update(given)
         before = dict(os.environ)

@@ -84,7 +84,7 @@ def test_nodes_of_different_settings_are_refused_on_every_rank(monkeypatch, name
 
 
 def test_every_setting_of_a_server_is_compared_unless_it_is_a_rank_s_own():
-    no_server = ("_API_KEY", "_CPU_KV_GIB", "_CAPTURE_FOLDER", "_SOAK", "_TEST")
+    no_server = ("_API_KEY", "_CPU", "_CAPTURE_FOLDER", "_SOAK", "_TEST")
     ranks_own = tuple(f"HYPERDFLASH{part}" for part in ("_RECORD", *no_server))
     names = {variable.name for variable in VARIABLES}
     assert {name for name in names if not name.startswith(ranks_own)} == set(OTHER_SETTINGS)

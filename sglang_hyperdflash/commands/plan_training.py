@@ -83,10 +83,11 @@ def products(raw: dict[str, Any], tokens: int, blocks: int, drafts: int, taught:
     network = 3 * layers * layer  # the backward pass has two products for each of the forward's
     # Logits are computed again in the backward pass; the LM head is frozen, and so is the teacher.
     head = 2 * d * raw["vocab_size"] * (3 * drafts + 2 * taught)
-    collapse = 2 * raw["hyperdflash_config"]["hc_mult"] ** 2 * d * taught
+    # Gates: the frozen target's, and the reducer's, which are computed again, too.
+    gates = 2 * raw["hyperdflash_config"]["hc_mult"] ** 2 * d * (taught + 3 * tokens)
     dependency = raw["hyperdflash_config"].get("dependency")
     rank = 0 if dependency is None else dependency["rank"]
-    return network + head + collapse + 4 * 2 * rank * own * (d + raw["vocab_size"])
+    return network + head + gates + 4 * 2 * rank * own * (d + raw["vocab_size"])
 
 
 def visible_keys(conversation: Conversation, block: int, window: int | None) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cpu_engine import registration
-from cpu_engine.platform import activation
-from cpu_engine.portable import PORTABLE_TARGET, choose_arguments
 from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.commands import capture_rows
+from sglang_hyperdflash.cpu import registration
+from sglang_hyperdflash.cpu.platform import activation
+from sglang_hyperdflash.cpu.portable import PORTABLE_TARGET, choose_arguments
 from sglang_hyperdflash.serving import refusals
 from sglang_hyperdflash.serving.draft_kv import size
 from sglang_hyperdflash.serving.scheduler import finish, follow, metrics, weight_updates
@@ -68,7 +68,7 @@ def _register_models() -> None:
     def add() -> None:
         from sglang.srt.models.registry import ModelRegistry
 
-        from cpu_engine.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
+        from sglang_hyperdflash.cpu.portable.deepseek_v4 import PortableDeepSeekV4ForCausalLM
         from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 
         models = HyperDFlashDraftModel, PortableDeepSeekV4ForCausalLM

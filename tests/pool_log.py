@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-# Of cpu_engine/platform/kv_pool.py.
+# Of sglang_hyperdflash/cpu/platform/kv_pool.py.
 POOL_LINE = "Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d"
 
 

@@ -20,11 +20,11 @@ from sglang_hyperdflash import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = "sglang_hyperdflash"
-CPU = "cpu_engine"
+CPU = f"{PRODUCT}/cpu"
 # Where code runs inside SGLang and touches its objects.
 OURS = ("serving", "targets", "commands/capture_rows.py", "plugin.py", "seams.py")
 INSIDE = (*(f"{PRODUCT}/{one}" for one in OURS), CPU)
-NOT_INSIDE = "cpu_engine/portable/core.py"
+NOT_INSIDE = "sglang_hyperdflash/cpu/portable/core.py"
 
 
 class Use(NamedTuple):

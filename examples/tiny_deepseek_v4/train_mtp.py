@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from cpu_engine.portable.weights import NEXTN_PREFIX
-from cpu_engine.rivals.nextn_core import NextNCore
+from sglang_hyperdflash.cpu.portable.weights import NEXTN_PREFIX
+from sglang_hyperdflash.cpu.rivals.nextn_core import NextNCore
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from cpu_engine.portable.core import DeepseekV4Core, softmax_with_sinks
-from cpu_engine.portable.weights import load_core
+from sglang_hyperdflash.cpu.portable.core import DeepseekV4Core, softmax_with_sinks
+from sglang_hyperdflash.cpu.portable.weights import load_core
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles
 from sglang_hyperdflash.targets.final_state import FinalState

@@ -17,7 +17,7 @@ from tests.documents import PAGES, Fence, commands, fences, shell_fences, split_
 
 pytestmark = pytest.mark.slow
 
-COPIED = ("sglang_hyperdflash", "triton_ops", "cpu_engine", "eval", "examples", "docs")
+COPIED = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "docs")
 PRINTED_ADDRESS = "127.0.0.1:30000"
 READ = ("README.md", "docs/install.md", "docs/serving.md", "docs/training.md")
 READ += ("docs/benchmarking.md", "docs/troubleshooting.md")

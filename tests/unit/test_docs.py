@@ -158,7 +158,7 @@ def test_options_metrics_variables_and_links_of_the_pages_exist():
 def test_every_variable_and_every_refused_argument_is_documented():
     from sglang_hyperdflash.serving.startup.checks import UNSUPPORTED
 
-    folders = ("sglang_hyperdflash", "triton_ops", "cpu_engine", "eval", "examples", "tests")
+    folders = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "tests")
     files = {file for name in folders for file in (ROOT / name).rglob("*.py")}
     files |= {ROOT / "Makefile", ROOT / ".ci" / "run"}
     files -= {ROOT / "sglang_hyperdflash" / "tools" / "environment.py"}

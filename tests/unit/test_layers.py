@@ -10,26 +10,26 @@ from tests.conftest import ROOT
 PRODUCT = "sglang_hyperdflash"
 # Packages of one tuple do not import each other.
 LAYERS = (
-    (PRODUCT, "cpu_engine"),
+    (PRODUCT,),
     (f"{PRODUCT}.tools",),
     (f"{PRODUCT}.seams",),
     ("triton_ops",),
     (f"{PRODUCT}.draft",),
     (f"{PRODUCT}.targets",),
-    ("cpu_engine.portable",),
+    (f"{PRODUCT}.cpu.portable",),
     (f"{PRODUCT}.training",),
     # A server records into a store.
     (f"{PRODUCT}.serving",),
     ("eval",),
-    ("cpu_engine.platform", f"{PRODUCT}.commands"),
-    ("cpu_engine.rivals",),
-    ("cpu_engine.registration",),
+    (f"{PRODUCT}.cpu.platform", f"{PRODUCT}.commands"),
+    (f"{PRODUCT}.cpu.rivals",),
+    (f"{PRODUCT}.cpu.registration",),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for folder in (PRODUCT, "triton_ops", "cpu_engine", "eval")
+    for folder in (PRODUCT, "triton_ops", "eval")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
@@ -37,7 +37,7 @@ MODULES = {
 def layer(module: str) -> str:
     """The package of the table that a module belongs to."""
     parts = module.split(".")
-    return next(name for n in (2, 1) if (name := ".".join(parts[:n])) in LEVEL)
+    return next(name for n in (3, 2, 1) if (name := ".".join(parts[:n])) in LEVEL)
 
 
 def imports(path: Path, lazy: bool = True) -> Iterator[str]:

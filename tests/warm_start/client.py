@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 
 # The last is every model that SGLang has.
-MODULES = ("sglang.srt.entrypoints.http_server", "cpu_engine.portable.mhc")
+MODULES = ("sglang.srt.entrypoints.http_server", "sglang_hyperdflash.cpu.portable.mhc")
 MODULES += ("sglang.srt.model_executor.model_runner", "sglang.srt.models.registry")
 COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
 STARTS = ([sys.executable, "-m", "sglang.launch_server"], COMMAND, [sys.executable, "-c"])

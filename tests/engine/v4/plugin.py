@@ -170,7 +170,7 @@ def load() -> None:
     backend()
     model()
     if DEVICE_LENGTHS in os.environ:  # the draft's lengths too
-        from cpu_engine.platform.attention import TorchAttention
+        from sglang_hyperdflash.cpu.platform.attention import TorchAttention
 
         TorchAttention.needs_cpu_seq_lens = False
     when_imported("sglang_hyperdflash.serving.drafting.drafter", whole_pages)

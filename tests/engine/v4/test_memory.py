@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cpu_engine.platform.memory import KV_GIB
+from sglang_hyperdflash.cpu.platform.memory import KV_GIB
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.held import HELD
 from tests.engine.v4.checkpoint import CONFIG, DRAFT, write_drafter

@@ -8,7 +8,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
 from sglang.srt.server_args import ServerArgs
 
-from cpu_engine.portable.weights import shard_rows
+from sglang_hyperdflash.cpu.portable.weights import shard_rows
 from sglang_hyperdflash.serving.startup.checks import check_ranks
 from sglang_hyperdflash.serving.startup.dflash_seams import refuse_unequal_nodes
 from sglang_hyperdflash.serving.startup.pair import check_ranks_agree

@@ -42,7 +42,7 @@ def _answer(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the cases on stdin."""
-    from cpu_engine.platform import activation
+    from sglang_hyperdflash.cpu.platform import activation
 
     activation.is_active = lambda: False
     answer({name: _answer(case) for name, case in question().items()})

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpu_engine.portable.mhc import HyperConnection
+from sglang_hyperdflash.cpu.portable.mhc import HyperConnection
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 

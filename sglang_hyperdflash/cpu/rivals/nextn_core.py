@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpu_engine.portable.core import (
+from sglang_hyperdflash.cpu.portable.core import (
     Attend,
     DecoderLayer,
     RotaryTable,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from cpu_engine.platform.activation import ATTENTION_BACKEND
-from cpu_engine.portable import PORTABLE_NEXTN, PORTABLE_TARGET
-from cpu_engine.rivals import eagle_ops
+from sglang_hyperdflash.cpu.platform.activation import ATTENTION_BACKEND
+from sglang_hyperdflash.cpu.portable import PORTABLE_NEXTN, PORTABLE_TARGET
+from sglang_hyperdflash.cpu.rivals import eagle_ops
 from sglang_hyperdflash.seams import after, around, replace, when_imported
 
 OPS = "sglang.kernels.ops.speculative"
@@ -21,7 +21,7 @@ class DraftDecodeBackends:
     """The chain's attention backends, one for every draft step but the last."""
 
     def __init__(self, runner, steps: int) -> None:
-        from cpu_engine.platform.attention import TorchAttention
+        from sglang_hyperdflash.cpu.platform.attention import TorchAttention
 
         self.attn_backends = [TorchAttention(runner, ahead=i + 1) for i in range(steps)]
 
@@ -65,7 +65,7 @@ def draft_extend_backend(original, self):
     """The plain torch backend on the draft's pool."""
     if not _takes_torch_attention(self, 0):
         return original(self)
-    from cpu_engine.platform.attention import TorchAttention
+    from sglang_hyperdflash.cpu.platform.attention import TorchAttention
 
     return _stamped(TorchAttention(self.draft_model_runner))
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import DeepseekV4Config
 
-from cpu_engine.portable.core import DeepseekV4Core, check_config
-from cpu_engine.portable.mhc import sinkhorn
-from cpu_engine.portable.weights import load_core, sent_in_parts
+from sglang_hyperdflash.cpu.portable.core import DeepseekV4Core, check_config
+from sglang_hyperdflash.cpu.portable.mhc import sinkhorn
+from sglang_hyperdflash.cpu.portable.weights import load_core, sent_in_parts
 from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.local_target import LocalTarget

@@ -11,9 +11,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from cpu_engine.platform.activation import ATTENTION_BACKEND
-from cpu_engine.platform.torch_ops import extend_cache_locs
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.cpu.platform.activation import ATTENTION_BACKEND
+from sglang_hyperdflash.cpu.platform.torch_ops import extend_cache_locs
 
 SUPPORTED_ALGORITHMS = (ALGORITHM, "DFLASH", "EAGLE")
 
@@ -56,7 +56,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if kind != "mha":
             return None
         # SGLang resolves the platform while its own utils are still importing.
-        from cpu_engine.platform.kv_pool import TorchKVPool
+        from sglang_hyperdflash.cpu.platform.kv_pool import TorchKVPool
 
         return TorchKVPool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpu_engine.platform import (
+from sglang_hyperdflash.cpu.platform import (
     activation,
     dflash_seams,
     memory,
@@ -10,8 +10,8 @@ from cpu_engine.platform import (
     seeded_seams,
     torch_ops,
 )
-from cpu_engine.portable import PORTABLE_NEXTN
-from cpu_engine.rivals import eagle_ops, eagle_seams
+from sglang_hyperdflash.cpu.portable import PORTABLE_NEXTN
+from sglang_hyperdflash.cpu.rivals import eagle_ops, eagle_seams
 from sglang_hyperdflash.seams import declared, when_imported
 
 SEAMS = declared(
@@ -42,7 +42,7 @@ def _register_attention() -> None:
 
     @register_attention_backend(activation.ATTENTION_BACKEND)
     def create(runner):
-        from cpu_engine.platform.attention import TorchAttention
+        from sglang_hyperdflash.cpu.platform.attention import TorchAttention
 
         return TorchAttention(runner)
 
@@ -50,6 +50,6 @@ def _register_attention() -> None:
 def _register_nextn() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
-    from cpu_engine.rivals.nextn import PortableDeepSeekV4ForCausalLMNextN
+    from sglang_hyperdflash.cpu.rivals.nextn import PortableDeepSeekV4ForCausalLMNextN
 
     ModelRegistry.models[PORTABLE_NEXTN] = PortableDeepSeekV4ForCausalLMNextN

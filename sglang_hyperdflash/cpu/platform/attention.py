@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from cpu_engine.portable.core import softmax_with_sinks
+from sglang_hyperdflash.cpu.portable.core import softmax_with_sinks
 
 
 @dataclass

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from cpu_engine.platform import memory
+from sglang_hyperdflash.cpu.platform import memory
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 

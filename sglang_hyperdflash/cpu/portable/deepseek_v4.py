@@ -16,8 +16,8 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from cpu_engine.portable.core import DeepseekV4Core
-from cpu_engine.portable.weights import load_core, sent_in_parts, shard_rows
+from sglang_hyperdflash.cpu.portable.core import DeepseekV4Core
+from sglang_hyperdflash.cpu.portable.weights import load_core, sent_in_parts, shard_rows
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 

@@ -9,7 +9,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from torch.nn import functional as F
 
-from cpu_engine.platform.torch_ops import norm_rope_stacked
+from sglang_hyperdflash.cpu.platform.torch_ops import norm_rope_stacked
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, TOKENS = 3, 2, 64, 48, 9
 SIZE = HEADS * HEAD_DIM

@@ -6,7 +6,7 @@ import os
 
 from sglang_hyperdflash import CPU_PLATFORM
 
-PLATFORM = "cpu_engine.platform.torch_cpu:TorchCpuPlatform"
+PLATFORM = "sglang_hyperdflash.cpu.platform.torch_cpu:TorchCpuPlatform"
 ATTENTION_BACKEND = "torch_reference"
 
 

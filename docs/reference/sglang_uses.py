@@ -24,7 +24,7 @@ CPU = f"{PRODUCT}/cpu"
 # Where code runs inside SGLang and touches its objects.
 OURS = ("serving", "targets", "commands/capture_rows.py", "plugin.py", "seams.py")
 INSIDE = (*(f"{PRODUCT}/{one}" for one in OURS), CPU)
-NOT_INSIDE = "sglang_hyperdflash/cpu/portable/core.py"
+NOT_INSIDE = "cpu/portable/core.py"
 
 
 class Use(NamedTuple):
@@ -158,7 +158,7 @@ class Reader(ast.NodeVisitor):
 
 
 def calls() -> Iterator[Use]:
-    for path in files((PRODUCT, CPU)):
+    for path in files((PRODUCT,)):
         for (module, name), reason in Reader(ast.parse(path.read_text())).imports.items():
             found = pkgutil.resolve_name(f"{module}:{name}") if has(module, name) else None
             shown = parameters_of(found) if inspect.isroutine(found) else ""

@@ -5,10 +5,9 @@ fresh inputs; then each contender is captured in a CUDA graph of several calls o
 and replayed in rounds that interleave all contenders with a plain copy of as many bytes. A time is
 the median of the rounds, per call.
 
-Contenders: ``triton`` (what is served); ``eager`` and ``compile`` (the
-torch reference); ``fused_hc_head`` (SGLang's kernel alone, no norms); ``fused_hc_head+norms`` (the
-same between the per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a
-norm).
+Contenders: ``triton`` (what is served); ``eager`` and ``compile`` (the torch reference);
+``fused_hc_head`` (SGLang's kernel alone, no norms); ``fused_hc_head+norms`` (the same between the
+per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a norm).
 """
 
 from __future__ import annotations

@@ -5,15 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-CONTENDERS = (
-    "triton",
-    "eager",
-    "compile",
-    "fused_hc_head",
-    "fused_hc_head+norms",
-    "fc",
-    "copy",
-)
+CONTENDERS = ("triton", "eager", "compile", "fused_hc_head", "fused_hc_head+norms", "fc", "copy")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -13,9 +13,11 @@ from functools import partial
 
 import torch
 
+from sglang_hyperdflash.serving.draft_kv.attention import TOKEN_BACKENDS, chosen
 from triton_ops.comparison import largest_difference
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 7
+# Heads of queries and of K/V, and their width.
+HEADS, BLOCK = (32, 8, 128), 7
 LENGTHS = (1, 255, 256, 1000)
 # Tokens a page of each layout; a window's slots are single ones, of a ring.
 LAYOUTS = {"page 1": 1, "page 256": 256, "window": 1}
@@ -59,7 +61,7 @@ def new_batch(
     layout: str,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    sizes: tuple[int, int, int] = (HEADS, KV_HEADS, HEAD_DIM),
+    sizes: tuple[int, int, int] = HEADS,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> Batch:
     """A batch whose K/V lie in pages in any order; of a window, in single slots."""
@@ -163,14 +165,13 @@ BACKENDS: dict[str, Callable[[Batch, bool], torch.Tensor]] = {
     "triton": triton,
     "flashinfer": flashinfer,
 }
-# A windowed drafter's slots are single ones, which whole pages cannot name.
-PAGED = ("fa3", "fa4")
 
 
 def backends(capability: tuple[int, int]) -> list[str]:
     """What a draft may use on a GPU without compiling for minutes: the default, and Triton."""
-    paged = {9: ["fa3"], 10: ["fa4"]}.get(capability[0], [])
-    return [*paged, "triton"]
+    generation = {"sm90": capability[0] == 9, "sm100": capability[0] == 10}
+    default, _ = chosen("dsv4", None, (), **generation)
+    return list(dict.fromkeys([default, "triton"]))
 
 
 def uncompiled_flashinfer_modules() -> list[str]:
@@ -183,7 +184,7 @@ def uncompiled_flashinfer_modules() -> list[str]:
         return ["attention", "topk", "sampling"]
 
     dtypes = *(torch.bfloat16,) * 3, torch.int32
-    sizes = HEAD_DIM, HEAD_DIM, 0, False, False, False
+    sizes = HEADS[2], HEADS[2], 0, False, False, False
     modules = {
         "attention": _gen_batch_prefill_primary_module("fa2", *dtypes, *sizes),
         "topk": gen_topk_module(),
@@ -194,7 +195,7 @@ def uncompiled_flashinfer_modules() -> list[str]:
 
 def layouts(name: str) -> list[str]:
     """Those whose slots a backend can name: whole pages, or single slots."""
-    return [layout for layout in LAYOUTS if layout != "window" or name not in PAGED]
+    return [layout for layout in LAYOUTS if layout != "window" or name in TOKEN_BACKENDS]
 
 
 def difference(attention: Callable, batch: Batch, causal: bool) -> str | None:

@@ -82,7 +82,7 @@ class Sizes:
     widths: tuple[int, ...] = (7, 1)
     reducers: tuple[tuple[int, int], ...] = ((4, 4096), (4, 7168))
     tokens: tuple[int, ...] = (7, 1, 2048)
-    heads: tuple[int, int, int] = (32, 8, 128)
+    heads: tuple[int, int, int] = check_attention.HEADS
     cases: tuple[Case, ...] = CASES
     lengths: tuple[int, ...] = check_attention.LENGTHS
 

@@ -99,13 +99,16 @@ class Servers:
         # SGLang takes longer to end by itself than we would wait.
         self.running.pop(name).stop(patience=0)
 
+    def stop_all(self) -> None:
+        for name in list(self.running):
+            self.stop(name)
+
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
     pool = Servers()
     yield pool
-    for name in list(pool.running):
-        pool.stop(name)
+    pool.stop_all()
 
 
 # SGLang keys its noise by rank as soon as a seeded request filters; here it draws by vocabulary id.

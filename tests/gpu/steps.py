@@ -271,12 +271,10 @@ def walk(names: list[str], folder: Path, out: Path, small: bool, minutes: float)
     given = {"stage": stage, "servers": servers, "folder": folder, "out": out, "gpu": stage.gpu}
 
     def notes(_: str) -> Visit:
-        for running in list(servers.running):  # of a step that was ended
-            servers.stop(running)
+        servers.stop_all()  # of a step that was ended
         return Visit(**given, target=target, drafter=drafter)
 
     try:
         return visit.run(names, notes, out, small, minutes)
     finally:
-        for running in list(servers.running):
-            servers.stop(running)
+        servers.stop_all()

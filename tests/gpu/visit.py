@@ -151,16 +151,11 @@ def run(
     return report
 
 
-def command(name: str, out: Path) -> str:
-    """The command of one call."""
-    return f"python3 -m tests.gpu.visit --out {out} --only {name}"
-
-
 def plan(out: Path) -> Iterator[str]:
     """What to call, one line a call: for how long, and what it does not show."""
     for name, step in STEPS.items():
         limits = f"at most {step.seconds} s; does not cover {step.not_covered}"
-        yield f"{command(name, out)}    # {limits}"
+        yield f"python3 -m tests.gpu.visit --out {out} --only {name}    # {limits}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -67,8 +67,8 @@ def check_operators(
         for kind, some in ((RANDOM, widths), (TIES, [max(widths)]), (BROKEN, [max(widths)])):
             comparison.exact = kind == TIES and draft.dependency is None  # of a head's sums none is
             rehearse(draft.dependency, candidates, vocabulary, some, norm.device, kind)
-    found = [comparison.wrong] if gather is None else gather(comparison.wrong)
-    for name, difference in {k: v for wrong in found for k, v in wrong.items()}.items():
+    by_rank = [comparison.wrong] if gather is None else gather(comparison.wrong)
+    for name, difference in {k: v for wrong in by_rank for k, v in wrong.items()}.items():
         operator.reference_operators.add(name)
         logger.warning(
             "HYPERDFLASH: the kernel of %s is wrong on this machine (%s). Its torch reference "

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -123,10 +123,9 @@ class Numbers:
             gates = self.scores(*shape[:2], head.gate.out_features).nan_to_num(nan=0.0) / 16
         return Candidates(ids, self.scores(*shape), gates)
 
-    def kept(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    def kept(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         """What any filter might keep of ``logits [N, V]``: half of each row, and its largest."""
-        temperatures = sampling.temperatures.repeat_interleave(self.width).unsqueeze(-1)
-        probs = torch.softmax(logits / temperatures, -1)
+        probs = torch.softmax(logits / temperatures.repeat_interleave(self.width).unsqueeze(-1), -1)
         half = self.integers(0, 2, *probs.shape).bool()
         return probs * (half | (probs == probs.amax(-1, keepdim=True)))
 
@@ -137,12 +136,10 @@ class Numbers:
         some = NEUTRAL, (0.3, 0.0, 1.0), (0.0, 0.7, 1.3)
         penalties = torch.tensor([some[b % 3] for b in range(self.requests)]).to(self.device)
         ends = self.integers(0, vocabulary, self.requests, 2)
-        if candidates is not None and self.width > 1:
+        if candidates is not None:
             ends[:, 0] = candidates.ids[:, 0, 0]
-        slots, bias = (
-            torch.arange(self.requests).to(self.device),
-            self.scores(self.requests, vocabulary),
-        )
+        slots = torch.arange(self.requests).to(self.device)
+        bias = self.scores(self.requests, vocabulary)
         known = (
             {"counts": counts, "slots": slots, "penalties": penalties},
             {"end_ids": ends, "earliest": self.integers(1, 8, self.requests)},
@@ -174,41 +171,43 @@ def rehearse(
     for width in widths:
         begun, generator = time.monotonic(), torch.Generator().manual_seed(width)
         numbers = Numbers(kind, vocabulary, candidates, width, device, generator, requests)
-        for filters, joint in ((False, False), (True, False), (True, True)):
-            _rehearse_width(numbers, head, learner, filters, joint)
+        _rehearse_width(numbers, head, learner)
         logger.info("HYPERDFLASH: kernels of width %d: %.0f s", width, time.monotonic() - begun)
 
 
-def _rehearse_width(
-    numbers: Numbers, head: Any, learner: DraftTemperature, filters: bool, joint: bool
-) -> None:
-    """Rounds of one width: with and without seeds, with all that may change their logits."""
-    width, vocabulary, cycle = numbers.width, numbers.vocabulary, numbers.cycle
-    requests = numbers.requests
+def _rehearse_width(numbers: Numbers, head: Any, learner: DraftTemperature) -> None:
+    """Rounds of one width: with and without filters and seeds, with all that changes logits."""
+    width, cycle = numbers.width, numbers.cycle
+    requests, vocabulary = numbers.requests, numbers.vocabulary
     drafted = numbers.candidates_of_drafts(head) if width > 1 else None
     logits, changes = numbers.rows(drafted), numbers.changes(drafted)
     block = numbers.integers(0, vocabulary, requests, width)
     positions = numbers.integers(0, 9, requests, 1)
     positions = positions + torch.arange(width, device=numbers.device)
-    seeds, all_requests = numbers.integers(0, 1 << 60, requests), torch.arange(requests)
-    top_ks = cycle(NO_TOP_K, 1, 20 if filters else NO_TOP_K, dtype=torch.int32)
-    limits = top_ks, cycle(0.9, 1.0, 0.7), cycle(0.0, 0.05)
-    sampling = Sampling(cycle(1.0, 0.7, 1.3), *limits, filters, filters, filters, joint)
-    kept = numbers.kept(logits, sampling) if filters else None
-    for seeded in (True, False):
+    seeds = numbers.integers(0, 1 << 60, requests)
+    # Greedy and seeded requests follow the target for as many drafts as their number.
+    follow = torch.arange(requests).unsqueeze(1) > torch.arange(width - 1)
+    follow = follow.to(numbers.device)
+    if drafted is not None:
+        propose_greedy(drafted, block[:, 0], head)
+    temperatures = cycle(1.0, 0.7, 1.3)
+    half = numbers.kept(logits, temperatures)
+    settings = ((False, False), (True, False), (True, True))
+    for (filters, joint), seeded in product(settings, (True, False)):
+        top_ks = cycle(NO_TOP_K, 1, 20 if filters else NO_TOP_K, dtype=torch.int32)
+        limits = top_ks, cycle(0.9, 1.0, 0.7), cycle(0.0, 0.05)
+        sampling = Sampling(temperatures, *limits, filters, filters, filters, joint)
+        kept = half if filters else None
         draws = Draws(seeds, torch.full_like(seeds, seeded).bool(), not seeded)
         asked, proposal, tokens = (sampling, draws), None, block
         rows = read_rows(logits, kept, *asked, positions, all_draw=drafted is None)
         if drafted is not None:
-            propose_greedy(drafted, block[:, 0], head)
             for change in changes:
                 given = drafted, head, block, positions, *asked, learner.current, change
                 proposal = propose(*given)
-            # Greedy and seeded requests follow the target for as many drafts as their number.
-            follow = (all_requests.unsqueeze(1) > torch.arange(width - 1)).to(numbers.device)
-            follow = follow & (seeded | (top_ks == 1).unsqueeze(1))
             target = rows.tokens.view(requests, width)[:, :-1]
-            drafts = torch.where(follow, target, proposal.tokens)
+            follows = follow & (seeded | (top_ks == 1).unsqueeze(1))
+            drafts = torch.where(follows, target, proposal.tokens)
             tokens = torch.cat([block[:, :1], drafts], 1)
         packed, p = verify_block(rows, tokens, positions, proposal, *asked, vocabulary)
         verify_block(Rows(rows.tokens), tokens, positions, None, *asked, vocabulary)
@@ -216,8 +215,8 @@ def _rehearse_width(
             learner.reset()  # every first round is learnt from
             committed = unpack(packed, requests, width)
             learner.learn(proposal, p, committed, positions, *asked, vocabulary)
-    # Batches without drafts, of greedy requests with penalties among others.
-    read_rows(logits, None, *asked, positions, all_draw=True)
+        # Batches without drafts, of greedy requests with penalties among others.
+        read_rows(logits, None, *asked, positions, all_draw=True)
     for change in changes[1:]:
         by_block = logits.view(requests, width, vocabulary).clone()
         adjust_rows(by_block, block, positions, *change.tensors)

@@ -3,16 +3,11 @@
 import dataclasses
 import importlib
 import json
-import os
-import runpy
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import sglang
 import torch
 
 from sglang_hyperdflash import cli
@@ -22,7 +17,7 @@ from sglang_hyperdflash.draft.reducer import HCGateReducer
 from sglang_hyperdflash.serving.startup import operators
 from sglang_hyperdflash.serving.verification.rehearsal import BROKEN, RANDOM, TIES, Numbers
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from tests.unit.triton_ops.gate_help import DEVICE
+from tests.unit.triton_ops.gate_help import DEVICE, sglang_kernels
 from triton_ops import operator
 from triton_ops.verification import row_statistics
 
@@ -33,14 +28,11 @@ SMALL = check_gpu.Sizes(
     **{"heads": (4, 2, 32), "lengths": (1, 17, 40)},
     cases=(Case(RANDOM, True), Case(TIES, False), Case(BROKEN, True, 1)),
 )
-SGLANG = Path(sglang.__path__[0]) / "kernels" / "ops"
 
 
 def interpreted(monkeypatch, name: str) -> None:
     """One of SGLang's modules with kernels, interpreted, whatever imported it before."""
-    path = SGLANG.joinpath(*name.split(".")).with_suffix(".py")
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        module = SimpleNamespace(**runpy.run_path(str(path)))
+    module = SimpleNamespace(**sglang_kernels(name))
     monkeypatch.setitem(sys.modules, f"sglang.kernels.ops.{name}", module)
 
 
@@ -216,8 +208,8 @@ def test_a_draft_s_attention_reads_its_slots(name, monkeypatch):
         monkeypatch.setitem(check_attention.BACKENDS, name, wrong)
         assert rows in check_gpu.attention(SMALL, name, "page 256").wrong
     monkeypatch.setitem(check_attention.BACKENDS, name, lambda *_: importlib.import_module("no.x"))
-    found = check_gpu.attention(SMALL, name, "page 1")
-    assert found.wrong is None and not found.batches and found.note
+    finding = check_gpu.attention(SMALL, name, "page 1")
+    assert finding.wrong is None and not finding.batches and finding.note
 
 
 def test_a_kernel_that_ends_the_gpu_is_named_and_ends_the_command(monkeypatch, capsys):

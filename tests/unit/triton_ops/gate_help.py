@@ -1,5 +1,11 @@
 """Inputs and comparisons of the gate kernels' tests."""
 
+import importlib.util
+import os
+import runpy
+from typing import Any
+from unittest import mock
+
 import torch
 
 from triton_ops.hc_gate import GateArguments
@@ -33,3 +39,10 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     """``||result - expected|| / ||expected||``; NaN where the result is not finite."""
     result, expected = result.double().cpu(), expected.double().cpu()
     return ((result - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def sglang_kernels(name: str) -> dict[str, Any]:
+    """The names of one of SGLang's modules with kernels (``sglang.kernels.ops``), interpreted."""
+    path = importlib.util.find_spec(f"sglang.kernels.ops.{name}").origin
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        return runpy.run_path(path)

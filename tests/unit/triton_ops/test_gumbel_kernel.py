@@ -1,8 +1,6 @@
 """Hashed noise: SGLang's, bit for bit; draws follow their weights; kernels have the same."""
 
 import os
-import runpy
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,7 +10,7 @@ import triton.language as tl
 from scipy import stats
 
 from tests.unit.statistics_help import chi_square_p_value
-from tests.unit.triton_ops.gate_help import DEVICE
+from tests.unit.triton_ops.gate_help import DEVICE, sglang_kernels
 from triton_ops import gumbel
 from triton_ops.gumbel import RESIDUAL_STREAM, block_seeds, coins, gumbel_argmax, gumbel_noise
 from triton_ops.gumbel_kernel import coin, noise
@@ -30,7 +28,6 @@ def uniform(cells: torch.Tensor, count: int) -> bool:
 @pytest.mark.skipif(DEVICE == "cuda", reason="SGLang's kernel is interpreted")
 def test_hashes_and_draws_are_those_of_sglangs_seeded_sampler():
     """SGLang's own Triton kernel runs in Triton's interpreter."""
-    import sglang
     from sglang.srt.layers import sampler
 
     def sglang_hash(seeds, positions, ids):
@@ -42,12 +39,8 @@ def test_hashes_and_draws_are_those_of_sglangs_seeded_sampler():
     ids = torch.cat([torch.arange(1500), torch.tensor([129_279, 2**31 - 1])])
     probs = torch.randn(8, 700, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
     probs[:, 5::7] = 0.0
-    with (
-        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
-        mock.patch.object(sampler, "murmur_hash32", sglang_hash),
-    ):
-        path = Path(sglang.__path__[0]) / "kernels/ops/sampling/murmur_hash.py"
-        kernel = runpy.run_path(str(path))["murmur_hash32_kernel"]
+    kernel = sglang_kernels("sampling.murmur_hash")["murmur_hash32_kernel"]
+    with mock.patch.object(sampler, "murmur_hash32", sglang_hash):
         expected = sglang_hash(SEEDS, POSITIONS, ids).long()
         draw = sampler.multinomial_with_seed._torchdynamo_orig_callable
         drawn = draw(probs.log(), SEEDS, POSITIONS).squeeze(1)

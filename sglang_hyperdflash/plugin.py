@@ -9,14 +9,14 @@ from sglang_hyperdflash.cpu.platform import activation
 from sglang_hyperdflash.cpu.portable import PORTABLE_TARGET, choose_arguments
 from sglang_hyperdflash.serving import refusals
 from sglang_hyperdflash.serving.draft_kv import size
-from sglang_hyperdflash.serving.scheduler import finish, follow, metrics, weight_updates
+from sglang_hyperdflash.serving.scheduler import finish, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import dflash_seams
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.targets import deepseek_v4, loaded
 
 # The modules with hooks on SGLang.
 SERVING_SEAMS = seams.declared(dflash_seams, prefill, finish, loaded, deepseek_v4, size,
-                               metrics, capture_rows, weight_updates, follow, refusals)  # fmt: skip
+                               metrics, capture_rows, weight_updates, refusals)  # fmt: skip
 CPU_SEAMS = registration.SEAMS
 ALL_SEAMS = SERVING_SEAMS + CPU_SEAMS
 

@@ -3,10 +3,10 @@
     python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
 
 1. A server without speculation answers exchanges of five families: the baseline.
-2. A server with an *untrained* drafter answers such exchanges, records half of them and follows
-   what ``hyperdflash learn`` publishes next to it.
+2. A server with an *untrained* drafter answers such exchanges, records half of them and gets what
+   ``hyperdflash learn`` publishes next to it.
 3. The traffic turns to three families that were never seen.
-4. A random drafter is published, from which the server returns by itself.
+4. A random drafter is published, which ``learn`` sends and takes back.
 5. ``learn`` on a store of random tokens publishes nothing.
 
 ``result.json`` holds tau and tokens per second by minute, ``result.svg`` shows them. Every answer
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from random import Random
 from subprocess import STDOUT, Popen, TimeoutExpired
@@ -65,7 +64,7 @@ LEARN = (
 )
 SEEN = ("trace", "subtraction", "order", "multiplication", "count")
 UNSEEN = ("units", "addition", "facts")
-ROUNDS = re.compile(r'^hyperdflash:verify_rounds_total\{.*version="(\d+)".*\} (\S+)$', re.M)
+VERSION = re.compile(r"^hyperdflash:drafter_version\{.*\} (\S+)$", re.M)
 POISONED_REQUESTS, POISONED_MINUTES = 400, 1.0
 # Accept length that must be reached within half an hour.
 LEARNED = 3.0
@@ -156,11 +155,14 @@ def by_minute(requests_: list[Request], start: float) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def learning(folder: Path, draft: Path, store: Path, publish_to: Path) -> Iterator[Popen]:
+def learning(
+    folder: Path, draft: Path, store: Path, publish_to: Path, *servers: str
+) -> Iterator[Popen]:
     """``hyperdflash learn`` as a process; its output goes to ``learn.log``."""
     places = {"target": TARGET, "draft": draft, "store": store}
     places |= {"publish": publish_to, "work": folder / "work"}
     options = [part for name, place in places.items() for part in (f"--{name}", str(place))]
+    options += [part for url in servers for part in ("--server", url)]
     command = ["nice", "-n", "19", sys.executable, "-m", "sglang_hyperdflash.cli", "learn"]
     command += [*options, *LEARN.split()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,37 +186,24 @@ def new_draft(folder: Path, seed: int) -> None:
         raise SystemExit(2)
 
 
-def versions(url: str) -> dict[int, float]:
-    """Rounds of every version that the server has used."""
-    text = requests.get(f"{url}/metrics", timeout=30).text
-    return {int(version): float(rounds) for version, rounds in ROUNDS.findall(text)}
-
-
 def version_in_use(url: str) -> int:
-    """The version whose rounds are being counted."""
-    before = versions(url)
-    for _ in count():
-        time.sleep(1)
-        now = versions(url)
-        grown = [version for version in now if now[version] > before.get(version, 0)]
-        if len(grown) == 1:
-            return grown[0]
-        before = now
-    raise AssertionError("unreachable")
+    """The version that the server drafts with."""
+    (version,) = VERSION.findall(requests.get(f"{url}/metrics", timeout=30).text)
+    return int(float(version))
 
 
 def poisoned_version(traffic: Traffic, folder: Path, published: Path) -> dict[str, Any]:
-    """Publish a random drafter; seconds until the server has taken it and has returned."""
+    """Publish a random drafter; seconds until the server has it, and until it is taken back."""
     before = version_in_use(traffic.url)
     new_draft(folder, seed=1)
     number, start = publish(published, folder), time.monotonic()
-    seconds: dict[str, float | None] = {"taken": None, "returned": None}
+    seconds: dict[str, float | None] = {"sent": None, "returned": None}
 
     def returned() -> bool:
         used = version_in_use(traffic.url)
-        if seconds["taken"] is None and used == number:
-            seconds["taken"] = time.monotonic() - start
-        elif seconds["taken"] is not None and used != number:
+        if seconds["sent"] is None and used == number:
+            seconds["sent"] = time.monotonic() - start
+        elif seconds["sent"] is not None and used != number:
             seconds["returned"] = time.monotonic() - start
         return seconds["returned"] is not None
 
@@ -258,7 +247,7 @@ def draw(result: dict[str, Any]) -> str:
         (
             result["poisoned_version"]["minute"],
             "tab:red",
-            "a random drafter is published, and left",
+            "a random drafter is published, and taken back",
         ),
     )
     for axis, name in ((tau, "tau"), (speed, "tokens_per_second")):
@@ -300,27 +289,25 @@ def learned(out: Path, args: argparse.Namespace) -> dict[str, Any]:
     draft, store, published = out / "draft", out / "store", out / "published"
     new_draft(draft, seed=0)
     environment = {"HYPERDFLASH_RECORD": str(store), "HYPERDFLASH_RECORD_SHARE": "0.5"}
-    environment["HYPERDFLASH_FOLLOW"] = str(published)
     arguments = (*comparable_arguments(), *hyperdflash_arguments(draft), "--enable-metrics")
     server = Server(TARGET, *arguments, log=out / "server.log", environment=environment)
     with ExitStack() as stack:
         stack.enter_context(server.wait())
         start = time.monotonic()
         versions_seen = Published(published, start)
-        with learning(out, draft, store, published):
+        with learning(out, draft, store, published, server.url):
             with Traffic(server.url, SEEN, 2) as first:
                 first.run(args.minutes, versions_seen)
             result["turned_at_minute"] = (time.monotonic() - start) / 60
             with Traffic(server.url, UNSEEN, 3) as second:
                 second.run(args.unseen_minutes, versions_seen)
-        result["published_minutes"] = versions_seen.minutes
-        with Traffic(server.url, UNSEEN, 4) as third:
-            third.run(1.0)
-            minute = (time.monotonic() - start) / 60
-            refused = poisoned_version(third, out / "random", published)
-            result["poisoned_version"] = refused | {"minute": minute}
-            third.run(1.0)
-        result["versions"] = versions(server.url)
+            result["published_minutes"] = versions_seen.minutes
+            with Traffic(server.url, UNSEEN, 4) as third:
+                third.run(1.0)
+                minute = (time.monotonic() - start) / 60
+                refused = poisoned_version(third, out / "random", published)
+                result["poisoned_version"] = refused | {"minute": minute}
+                third.run(1.0)
     answered = sorted(first.done + second.done + third.done, key=lambda r: r.at)
     result["minutes"] = by_minute(answered, start)
     result["poisoned_store"] = poisoned_store(out / "poison", store, draft)

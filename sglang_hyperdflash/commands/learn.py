@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from sglang_hyperdflash.commands.servers import Servers
 from sglang_hyperdflash.commands.train import (
     add_process_options,
     check_store,
@@ -21,6 +24,7 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
+from sglang_hyperdflash.tools.server_process import API_KEY
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget
@@ -107,6 +111,9 @@ def learn(
     )
     if learner.state["step"] and world.is_main:
         tqdm.write(f"resumed at step {learner.state['step']}")
+    if args.server and world.is_main:
+        servers = Servers(args.server, args.publish, args.draft, tqdm.write)
+        threading.Thread(target=servers.watch, name="servers", daemon=True).start()
     learner.after_checkpoint()
     with Monitor(learner, "learn", REPORT_TO) as monitor:
         learner.run(args.publish, monitor)
@@ -118,17 +125,21 @@ def add_parser(commands) -> None:
         "learn",
         help="train a drafter on what servers record",
         description="Train a drafter without an end on what servers with HYPERDFLASH_RECORD "
-        "record. A version is published, for servers with HYPERDFLASH_FOLLOW, when it drafts "
-        "better than the served one on requests that are never trained on. Stop it with Ctrl-C or "
-        "SIGTERM; run it again to resume. For many processes: torchrun --nproc-per-node N -m "
-        "sglang_hyperdflash.cli learn ...",
+        "record. A version is published, and sent to every --server, when it drafts better than "
+        "the served one on requests that are never trained on; one whose drafts these servers "
+        "accept less often is taken back. Stop it with Ctrl-C or SIGTERM; run it again to resume. "
+        "For many processes: torchrun --nproc-per-node N -m sglang_hyperdflash.cli learn ...",
     )
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id of the target")
     add("--draft", type=Path, required=True, help="drafter that the servers started with")
     add("--store", type=Path, required=True, help="folder that servers record to")
-    add("--publish", type=Path, required=True, help="folder for the published versions")
+    text = "folder for the published versions; servers read it at the same path"
+    add("--publish", type=Path, required=True, help=text)
     add("--work", type=Path, required=True, help="folder of this run's states and logs")
+    text = "URL of a server that gets the versions, started with --enable-metrics; repeatable"
+    add("--server", action="append", default=[], help=text)
+    add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
     positive = number(float, "above 0", lambda x: x > 0)
     recipe, policy = Recipe(), Policy()
     add("--lr", type=positive, default=1e-3, help="learning rate of AdamW after the warm-up")
@@ -151,6 +162,8 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Learn until a signal ends it."""
     check_reporters(REPORT_TO)
+    if args.api_key:
+        os.environ[API_KEY] = args.api_key
     with processes(args) as (world, device), ExitStack() as held:
         world.on_main(lambda: hold(args, held))
         learn(args, world, device, held)

@@ -8,7 +8,9 @@ file. A prefill draws and counts its token in SGLang's sampler (``verification/p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,8 +29,9 @@ from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, prepar
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.drafting.replace import replacing
+from sglang_hyperdflash.serving.drafting.replace import read_drafter, replacing
 from sglang_hyperdflash.serving.record.start import start_recording
+from sglang_hyperdflash.serving.scheduler.metrics import Metrics
 from sglang_hyperdflash.serving.startup.operators import check_operators
 from sglang_hyperdflash.serving.startup.pair import (
     check_pair,
@@ -60,6 +63,20 @@ def block_fits(committed_lens: Iterable[int], in_flight: int, block: int, contex
     return max(committed_lens) + in_flight + block < context
 
 
+@dataclass
+class Round:
+    """A launched round without a result.
+
+    Attributes:
+        reqs: SGLang's requests. width: rows of each.
+        learns: whether the width policy learns from it: not once the drafter has been replaced.
+    """
+
+    reqs: list[Any]
+    width: int
+    learns: bool = True
+
+
 class HyperDFlashWorker(DFlashWorkerV2):
     """Registered under ``HYPERDFLASH``; drives overlap and synchronous scheduling alike.
 
@@ -68,6 +85,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
             every round, whatever the width.
         request_state, drafter, verifier, draft_kv, lanes, width_control: the parts of a round.
         recorder: keeps the residual of some requests for training, or None.
+        metrics: counts rounds; None in a scheduler that exports nothing.
+        rounds: those that SGLang has no result of yet, oldest first.
     """
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
@@ -98,6 +117,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # Width 1 is for custom logit processors and the ends of contexts at least.
         self.lanes = Lanes(self, setting.widths, eager=(1,) if self._width_1_allowed else ())
         self._last_width = self.block
+        self.metrics: Metrics | None = None
+        self.rounds: deque[Round] = deque()
         self.draft_model.replacing = partial(replacing, self)
         self.recorder = start_recording(self)
         # The target's graphs are captured later.
@@ -187,8 +208,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
             self.recorder.decoded(batch, output, lane.width)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
-        # 7. Count tokens for penalties. The width policy learns later (``scheduler/metrics``).
+        # 7. Count tokens for penalties; what was accepted is counted when the host knows it.
         self.request_state.count(requests, committed.tokens, committed.accept_lens)
+        self.rounds.append(Round(requests.reqs, lane.width))
         return self._result(target, committed, new_seq_lens, lane.width)
 
     def _choose_width(self, requests: BatchRequests) -> int:
@@ -227,6 +249,35 @@ class HyperDFlashWorker(DFlashWorkerV2):
             # What SGLang calls caps; ``scheduler/metrics`` counts drafts by them.
             cap_lens=torch.full((len(committed.accept_lens),), width, dtype=torch.int32),
         )
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int = 0
+    ) -> None:
+        """Count the oldest round, whose accepted drafts SGLang knows now.
+
+        Seam: ``BaseSpecWorker.on_verify_complete_cpu``, called once a round in the rounds' order.
+        """
+        done = self.rounds.popleft()
+        # As SGLang counts: with overlap a finished request runs once more.
+        pairs = zip(done.reqs, num_correct_drafts_per_req, strict=True)
+        live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
+        if done.learns:
+            self.width_control.learn(done.width, live)
+        if self.metrics is not None:
+            self.metrics.add([n for _, n in live], done.width)
+
+    def load_drafter(self, folder: str, version: int) -> None:
+        """Draft with the drafter of a folder from the next round on; the same on all ranks.
+
+        Raises:
+            HyperDFlashConfigError: it does not fit, or a rank cannot read it. No rank has changed.
+        """
+        group = get_parallel().tp_group
+        gather = group.all_gather_object if group.world_size > 1 else None
+        self.draft_model.replace_weights(read_drafter(folder, self.draft_model, gather))
+        logger.info("HYPERDFLASH: drafting with version %d, of %s", version, folder)
+        if self.metrics is not None:
+            self.metrics.drafter_version.set(version)
 
     def prefill(
         self, batch, on_publish, grammar_barrier, pp_proxy_tensors
@@ -308,6 +359,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         share = partial(group.broadcast_object, src=0) if group.world_size > 1 else None
         self.width_control.policy.costs = time_rounds(self, self.width_control, share)
         self.request_state.current, self._last_width = None, self.block
+        self.rounds.clear()
         self.draft_kv.forget_padding()
         self.drafter.draft_temperature.reset()
         self.lanes.activate(self.block)

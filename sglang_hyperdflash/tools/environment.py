@@ -47,13 +47,6 @@ VARIABLES = (
         "separated by commas for some; a server adds those whose kernel it finds wrong at start",
     ),
     Variable(
-        "HYPERDFLASH_FOLLOW",
-        "unset",
-        "a HYPERDFLASH server",
-        "folder of published drafters: the server takes each new version while it serves, and "
-        "returns to the one before if that drafted better",
-    ),
-    Variable(
         "HYPERDFLASH_DRAFT_POOL_RATIO",
         "0.1",
         "a server with a windowed drafter",
@@ -111,7 +104,9 @@ VARIABLES = (
         "the engine of `hyperdflash capture`, which sets it",
         "folder for the residuals of captured requests",
     ),
-    Variable("HYPERDFLASH_API_KEY", "unset", "`regenerate`, `eval`", "key of the servers' API"),
+    Variable(
+        "HYPERDFLASH_API_KEY", "unset", "`regenerate`, `learn`, `eval`", "key of the servers' API"
+    ),
     Variable("HYPERDFLASH_SOAK_MINUTES", "30", "`make soak`", "minutes of traffic"),
     Variable(
         "HYPERDFLASH_TEST_TEMPLATE",

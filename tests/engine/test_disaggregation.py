@@ -6,37 +6,34 @@ Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.draft.published import publish
-from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
+from sglang_hyperdflash.commands.servers import Servers
+from sglang_hyperdflash.draft.published import current, publish
+from sglang_hyperdflash.serving.scheduler.metrics import DRAFTER
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
-from tests.engine.asking import payloads
+from tests.engine.asking import payloads, samples
 from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
 from tests.engine.drafters import assert_lengths_vary, poisoned
 from tests.waiting import until
 
 pytestmark = pytest.mark.disaggregation
 # SGLang copies the page list to pinned memory behind a CUDA event, unless the sender asks not to.
-# The trial of a published drafter is short.
 PLUGIN = """
 def load():
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-    from sglang_hyperdflash.serving.scheduler import guard
 
     MooncakeKVSender.supports_host_tensor_indices = False
-    guard.REQUESTS = 12
 """
 
 
 class Pair:
-    """A prefill and a decode server, asked as SGLang's router asks them; both follow a folder."""
+    """A prefill and a decode server, asked as SGLang's router asks them."""
 
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int, folder: Path) -> None:
-        self.prefill, self.decode, self.folder = prefill, decode, folder
+    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
+        self.prefill, self.decode = prefill, decode
         self.bootstrap, self.rooms = bootstrap, count(1)
 
     def ask(self, _, prompt: list[int], **sampling) -> dict:
@@ -58,9 +55,8 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
 
     folder = tmp_path_factory.mktemp("pd")
     environment = {**install_plugin(folder, "cpu_pd", PLUGIN), "MOONCAKE_PROTOCOL": "tcp"}
-    environment[FOLLOW] = str(folder / "published")
     bootstrap = free_port()
-    common = (*FP32, *hyperdflash_arguments(drafter_dir))
+    common = (*FP32, *hyperdflash_arguments(drafter_dir), "--enable-metrics")
     common += ("--disaggregation-transfer-backend", "mooncake")
     # With overlap a cached prefix is sent early, behind a CUDA event.
     prefill = ("--disaggregation-bootstrap-port", str(bootstrap), "--disable-overlap-schedule")
@@ -73,7 +69,7 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
             ("decode", ("--disaggregation-mode", "decode", *decode)),
         )
     ]
-    yield Pair(*started, bootstrap, folder / "published")
+    yield Pair(*started, bootstrap)
     servers.stop("pd-prefill")
     servers.stop("pd-decode")
 
@@ -101,20 +97,21 @@ def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts
         assert counters(one["meta_info"])[2] == counters(other["meta_info"])[2] != []
 
 
-def test_both_nodes_follow_what_is_published(
-    pair, drafter_dir, own_prompts, own_reference, tmp_path
-):
-    """The decode node leaves a poisoned version; both take the next one."""
+def test_both_nodes_take_what_is_published(pair, drafter_dir, own_prompts, own_reference, tmp_path):
+    """Both leave a poisoned version, by the decode node's traffic, and take the next one."""
+    published, nodes = tmp_path / "published", (pair.prefill, pair.decode)
+    servers = Servers([node.url for node in nodes], published, drafter_dir, print)
 
     def traffic() -> None:
         assert ids(greedy_all(pair.decode, own_prompts, 4, pair.ask)) == own_reference
+        servers.look()
 
-    def until_said(server: Server, text: str) -> None:
-        until(lambda: text in server.log.read_text(errors="replace"), meanwhile=traffic)
+    def draft_with(number: int) -> bool:
+        return all([*samples(node, DRAFTER).values()] == [number] for node in nodes)
 
-    publish(pair.folder, poisoned(drafter_dir, tmp_path / "bad"))
-    until_said(pair.decode, "version 1 is not taken")
-    publish(pair.folder, drafter_dir)
-    for node in (pair.prefill, pair.decode):
-        until_said(node, "drafting with version 2")
-    assert "is not taken" not in pair.prefill.log.read_text(errors="replace")
+    publish(published, poisoned(drafter_dir, tmp_path / "bad"))
+    until(lambda: draft_with(1), meanwhile=traffic)
+    until(lambda: draft_with(0), meanwhile=traffic)
+    assert current(published) is None
+    publish(published, drafter_dir)
+    until(lambda: draft_with(2), meanwhile=traffic)

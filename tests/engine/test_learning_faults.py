@@ -15,8 +15,7 @@ import pytest
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.published import current
 from sglang_hyperdflash.serving.record.settings import ASKED, RECORD
-from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
-from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
+from sglang_hyperdflash.tools.server_process import free_port, hyperdflash_arguments
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.trainer import saved_states
 from tests.engine.conftest import FP32, chat_ids, greedy, greedy_all, held_out_problems, ids
@@ -31,14 +30,14 @@ Tokens = tuple[int, ...]
 
 
 class Learning:
-    """A server that records and follows, a learner next to it, and distinct requests."""
+    """A server that records, a learner that sends it drafters, and distinct requests."""
 
     def __init__(
         self, servers, target_dir, folder, prompts: list[Tokens], shape=SHAPE, learn=LEARN
     ) -> None:
         self.servers, self.target, self.folder, self.options = servers, target_dir, folder, learn
         self.environment = {RECORD: str(folder / "store"), f"{RECORD}_SHARE": "0"}
-        self.environment[FOLLOW] = str(folder / "published")
+        self.port = free_port()
         self.prompts, self.asked, self.answers = cycle(prompts), Counter(), {}
         names = ("--target", str(target_dir), "--out", str(folder / "draft"))
         assert main(["init", *names, *shape.split()]) == 0
@@ -47,10 +46,11 @@ class Learning:
 
     def start_server(self) -> None:
         arguments = (*FP32, "--disable-radix-cache", *hyperdflash_arguments(self.folder / "draft"))
-        self.server = self.servers.get(NAME, self.target, *arguments, environment=self.environment)
+        options = {"environment": self.environment, "port": self.port}
+        self.server = self.servers.get(NAME, self.target, *arguments, "--enable-metrics", **options)
 
     def start_learner(self) -> None:
-        options = f"{self.options} --threads 1 --device cpu"
+        options = f"{self.options} --threads 1 --device cpu --server http://127.0.0.1:{self.port}"
         command = learn_arguments(self.target, self.folder, self.folder, options)
         with (self.folder / "learn.log").open("wb") as log:
             self.learner = start_command(*command, stdout=log, stderr=subprocess.STDOUT)

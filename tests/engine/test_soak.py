@@ -1,7 +1,7 @@
 """A long mixed load: nothing leaks, nothing hangs, nothing is wrong.
 
 ``HYPERDFLASH_SOAK_MINUTES`` (30) is its length; ``build/soak.json`` gets its report. The second run
-records every request next to a learner, whose drafters the server follows.
+records every request next to a learner that sends its drafters.
 """
 
 import json
@@ -136,11 +136,11 @@ def idle_state(server: Server, prompt: list[int], learner: Popen | None) -> dict
 @pytest.mark.slow
 @pytest.mark.parametrize("learns", [False, True])
 def test_soak(servers, target_dir, drafter_dir, own_prompts, baseline, tmp_path, learns):
-    draft, environment, learner = drafter_dir, {WIDTH: ADAPTIVE}, None
+    draft, environment, learner, port = drafter_dir, {WIDTH: ADAPTIVE}, None, None
     if learns:
         learning = Learning(servers, target_dir, tmp_path, [], SHAPE, LEARN)
         learning.start_learner()
-        draft, learner = tmp_path / "draft", learning.learner
+        draft, learner, port = tmp_path / "draft", learning.learner, learning.port
         # Prompts are cached, so a recorded request is mostly its answer.
         some = {"SHARE": "1", "GIB": str(STORE_GIB), "LENGTH": "256", "CONTEXT": "0"}
         environment |= learning.environment
@@ -149,7 +149,8 @@ def test_soak(servers, target_dir, drafter_dir, own_prompts, baseline, tmp_path,
     arguments = ("--dtype", "float32", "--max-total-tokens", "3000", "--enable-metrics")
     arguments += (*COMMON, *hyperdflash_arguments(draft))
     try:
-        server = servers.get("soak", target_dir, *arguments, environment=environment)
+        options = {"environment": environment, "port": port}
+        server = servers.get("soak", target_dir, *arguments, **options)
         traffic = Traffic(server, own_prompts, baseline)
         # Memory settles while caches and allocators fill; what grows later is a leak.
         traffic.run(max(MINUTES / 6, 0.5), seed=0)

@@ -5,6 +5,7 @@ worker, its plan of K/V slots and its groups runs on fake tensors; the passes of
 the drafter give tensors of their sizes, and FlashInfer's filters count what their sources launch.
 """
 
+from collections import deque
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -81,7 +82,7 @@ class Worker(HyperDFlashWorker):
             server.counter.launch("broadcast", values.nbytes)
 
         group = SimpleNamespace(rank_in_group=0, world_size=server.ranks, broadcast=broadcast)
-        self.device, self.block = DEVICE, BLOCK
+        self.device, self.block, self.rounds = DEVICE, BLOCK, deque()
         self.draft_parallel_layout = SimpleNamespace(tp_group=None)
         self._mask_token_id, self._full_embed_gpu, self.lilicorr = 128_815, None, None
         self._use_fused_kv_materialize, self._fused_kv_helper = True, object()

@@ -36,7 +36,7 @@ def test_every_seam_fits_and_is_listed_once():
     # A hook in a module that nothing lists would be missing without an error.
     root = Path(plugin.__file__).parent
     files = list(root.rglob("*.py"))
-    declared = re.compile(r"^@(?:after|around|replace)\(.*?^def (\w+)\(", re.M | re.S)
+    declared = re.compile(r"^@(?:after|around|replace)\(.*?^(?:async )?def (\w+)\(", re.M | re.S)
     names = [name for path in files for name in declared.findall(path.read_text())]
     assert sorted(names) == sorted(seam.hook.__name__ for seam in plugin.ALL_SEAMS)
 

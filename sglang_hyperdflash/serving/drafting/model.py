@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
@@ -13,10 +12,7 @@ from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensor
 from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.draft.dependency import build_dependency
 from sglang_hyperdflash.draft.reducer import build_reducer
-from sglang_hyperdflash.serving.drafting.replace import in_own_memory
-from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
-from sglang_hyperdflash.serving.scheduler.weight_updates import FOLLOWS, QUANTIZED, REFUSAL
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.serving.scheduler.weight_updates import QUANTIZED, REFUSAL
 
 
 class HyperDFlashDraftModel(DFlashDraftModel):
@@ -28,7 +24,6 @@ class HyperDFlashDraftModel(DFlashDraftModel):
     Attributes:
         replacing: the context in which weights are replaced while rounds run. The worker sets it;
             None until it serves.
-        first: the tensors of the checkpoint in host memory, on a server that follows a folder.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
@@ -43,7 +38,6 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         if self.dependency is not None:
             self.dependency.requires_grad_(False)
         self.replacing: Callable[[], AbstractContextManager] | None = None
-        self.first: Mapping[str, torch.Tensor] | None = None
         if quant_config is not None:
             setattr(self, REFUSAL, QUANTIZED)
 
@@ -68,17 +62,11 @@ class HyperDFlashDraftModel(DFlashDraftModel):
         replaced. Seam: ``WeightUpdater``, with the draft selected.
 
         Raises:
-            HyperDFlashConfigError: a tensor that does not fit, or the drafter follows a folder.
+            HyperDFlashConfigError: a tensor that does not fit.
         """
         expected = expected_tensors(self.raw_config, self.hyperdflash_config)
         if self.replacing is None:
-            checked = checked_tensors(weights, expected)
-            if os.environ.get(FOLLOW):
-                self.first = in_own_memory(checked, pinned=self.norm.weight.is_cuda)
-                checked = self.first.items()
-            super().load_weights(checked)
-        elif self.first is not None:
-            raise HyperDFlashConfigError(FOLLOWS)
+            super().load_weights(checked_tensors(weights, expected))
         else:
             self.replace_weights(dict(checked_tensors(weights, expected, whole=False)))
 

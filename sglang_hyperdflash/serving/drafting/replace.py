@@ -6,29 +6,58 @@ is computed again, into the same memory. K/V that the old weights wrote stay: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from sglang_hyperdflash.draft.checkpoint import checked_tensors, expected_tensors, weight_files
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
-def in_own_memory(
-    tensors: Iterable[tuple[str, torch.Tensor]], pinned: bool
+def read_drafter(
+    folder: str, model: Any, gather: Callable[[str], list[str]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copies in host memory: a file that is cut short later cannot end the server.
+    """The tensors of a drafter in host memory, checked against the served draft ``model``.
 
     Args:
-        pinned: for copies to a GPU.
+        gather: what is wrong with them on each rank, or "", of all ranks; None for one rank.
+
+    Raises:
+        HyperDFlashConfigError: on every rank, if one of them cannot use the drafter.
     """
-    return {name: t.pin_memory() if pinned else t.clone() for name, t in tensors}
+    tensors, wrong = {}, ""
+    try:
+        config, served = load_config(folder), model.hyperdflash_config
+        for name in (each.name for each in fields(served)):
+            expected, given = getattr(served, name), getattr(config, name)
+            if expected != given:
+                raise HyperDFlashConfigError(
+                    f"expected a drafter with {name}={expected}, as the one that is served; "
+                    f"found {given}."
+                )
+        stored = (one for file in weight_files(Path(folder)) for one in load_file(file).items())
+        tensors = dict(checked_tensors(stored, expected_tensors(model.raw_config, served)))
+    except (HyperDFlashConfigError, OSError, SafetensorError) as error:
+        wrong = f"{folder}: {error}"
+    for each in [wrong] if gather is None else gather(wrong):
+        if each:
+            raise HyperDFlashConfigError(each)
+    return tensors
 
 
 @contextmanager
 def replacing(worker: Any) -> Iterator[None]:
     """While weights are replaced: after the round that may still run, before the next one.
 
-    Then derived values are rebuilt, and what was learnt of the old drafter is forgotten.
+    Then derived values are rebuilt, and what was learnt of the old drafter is forgotten, its rounds
+    without a result included.
 
     Args:
         worker: the ``HyperDFlashWorker``. Its rounds run on ``ModelRunner.forward_stream`` with
@@ -42,6 +71,8 @@ def replacing(worker: Any) -> Iterator[None]:
         rebuild(worker)
         worker.drafter.draft_temperature.reset()
     current.wait_stream(rounds)
+    for launched in worker.rounds:
+        launched.learns = False
     if worker.width_control.policy is not None:
         worker.width_control.policy.forget()
 

@@ -3,8 +3,7 @@
 ``P(draft k accepted)`` is the rate of ``accepted_drafts_total{position="k"}`` over that of
 ``drafted_total{position="k"}``, since narrow rounds draft fewer. ``tau`` is one plus the rate of
 ``accepted_drafts_total``, all positions, over that of ``verify_rounds_total``. SGLang exports one
-mean length over a log interval, from which neither can be recovered. All three are counted by the
-drafter's version, which is 0 for the one that the server started with.
+mean length over a log interval, from which neither can be recovered.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after
 from sglang_hyperdflash.serving.record.settings import BYTES, REASONS
 from sglang_hyperdflash.serving.record.settings import REQUESTS as RECORDED_REQUESTS
-from sglang_hyperdflash.serving.scheduler import follow
 from sglang_hyperdflash.serving.width.policy import WidthController
 
 ROUNDS = "hyperdflash:verify_rounds_total"
@@ -31,6 +29,7 @@ SECONDS = "hyperdflash:round_seconds"
 RECORDED = "hyperdflash:recorded_requests_total"
 RECORDED_BYTES = "hyperdflash:recorded_bytes_total"
 SHED = "hyperdflash:recording_shed_total"
+DRAFTER = "hyperdflash:drafter_version"
 FAMILIES = {
     ROUNDS: "Verification rounds, counted once per request in the decoding batch.",
     ACCEPTED: "Drafts accepted at this position (1 is the first).",
@@ -42,10 +41,10 @@ FAMILIES = {
     RECORDED: "Requests recorded to the store.",
     RECORDED_BYTES: "Bytes recorded to the store.",
     SHED: "Requests that were to be recorded and were not, by reason.",
+    DRAFTER: "Number of the drafter that was sent last; 0 is the one of the start.",
 }
 REASON = "reason"
 POSITION, WIDTH, REQUESTS, SAMPLED = "position", "width", "requests", "sampled"
-VERSION = "version"
 # Rounds between two values of the gain, each of which is written to a file.
 GAIN_EVERY = 8
 
@@ -79,18 +78,20 @@ class Metrics:
 
         self._counter = partial(family, counter)
         recent = {"multiprocess_mode": "mostrecent"}
-        self._by_version: dict[int, tuple[Any, list, list]] = {}
-        self._families = (
-            family(counter, ROUNDS, VERSION),
-            family(counter, ACCEPTED, POSITION, VERSION),
-            family(counter, DRAFTED, POSITION, VERSION),
+        self._rounds = family(counter, ROUNDS).labels(**labels)
+        # Every position has its series from the start: a missing one breaks sums.
+        positions = [self._labels | {POSITION: str(k)} for k in range(1, controller.block)]
+        self._accepted, self._drafted = (
+            [by_position.labels(**each) for each in positions]
+            for by_position in (family(counter, name, POSITION) for name in (ACCEPTED, DRAFTED))
         )
+        self.drafter_version = family(gauge, DRAFTER, **recent).labels(**labels)
+        self.drafter_version.set(0)
         by_width = family(counter, WIDTH_ROUNDS, WIDTH)
         self._gain = family(gauge, GAIN, **recent)
         seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
         self._width_now = family(gauge, WIDTH_NOW, **recent).labels(**labels)
         self._exported = self._turn = 0
-        self._of(follow.version())
         widths = controller.setting.widths
         self._by_width = {w: by_width.labels(**labels, **{WIDTH: str(w)}) for w in widths}
         policy = controller.policy
@@ -99,19 +100,6 @@ class Metrics:
                 for width, value in policy.costs.of(requests, sampled).items():
                     cell = {REQUESTS: requests, WIDTH: width, SAMPLED: str(sampled).lower()}
                     seconds.labels(**labels, **cell).set(value)
-
-    def _of(self, version: int) -> tuple[Any, list, list]:
-        """A version's rounds, and its accepted and verified drafts by position.
-
-        Every position has its series from the version's start: a missing one breaks sums.
-        """
-        if version not in self._by_version:
-            rounds, *by_position = self._families
-            own, numbers = {VERSION: str(version)}, range(1, self._controller.block)
-            positions = [self._labels | {POSITION: str(k)} | own for k in numbers]
-            found = ([each.labels(**at) for at in positions] for each in by_position)
-            self._by_version[version] = rounds.labels(**self._labels, **own), *found
-        return self._by_version[version]
 
     def recording(self) -> dict[str, object]:
         """The counters of a server that records, by the names that its recorder counts."""
@@ -137,20 +125,15 @@ class Metrics:
         reached = len(accepted_drafts)
         if not reached:
             return
-        rounds, accepted, drafted = self._of(follow.version())
-        rounds.inc(reached)
-        for counter in drafted[: width - 1]:
+        self._rounds.inc(reached)
+        for counter in self._drafted[: width - 1]:
             counter.inc(reached)
         histogram = Counter(accepted_drafts)
-        for before, counter in enumerate(accepted):
+        for before, counter in enumerate(self._accepted):
             reached -= histogram[before]
             if not reached:
                 break
             counter.inc(reached)
-
-
-# None in a scheduler that exports nothing.
-_metrics: Metrics | None = None
 
 
 @after("sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor", "d8e5bb476566")
@@ -160,38 +143,14 @@ def start_counting(_, self) -> None:
     The hooked method is the first that has the worker and the metrics. SGLang leaves metrics out
     without ``--enable-metrics``, and on tensor-parallel ranks other than 0.
     """
-    global _metrics
     if is_ours(self.spec_algorithm) and self.metrics_reporter.current_scheduler_metrics_enabled:
         collector = self.metrics_collector
         # Classes set by SGLang's stat_loggers, which send its metrics elsewhere.
         classes = [getattr(collector, name, None) for name in ("_counter_cls", "_gauge_cls")]
-        _metrics = Metrics(collector.labels, self.model_worker.width_control, *classes)
-        recorder = self.model_worker.recorder
-        if recorder is not None:
-            recorder.counters = _metrics.recording()
-
-
-@after(
-    "sglang.srt.managers.scheduler_components.batch_result_processor"
-    ":SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
-    "55fb7d0578fe",
-)
-def count_round(tokens, self, result, batch) -> None:
-    """Count what SGLang has just added to its requests' ``spec_correct_drafts_histogram``.
-
-    Once a batch and round, when the lengths are Python numbers already. The result names its own
-    width: another may be set by now. Does nothing for other algorithms. Never changes the tokens.
-    """
-    if not is_ours(batch.spec_algorithm):
-        return
-    # The condition under which SGLang counts: with overlap a finished request runs once more.
-    pairs = zip(batch.reqs, result.num_correct_drafts_per_req_cpu, strict=True)
-    live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
-    width = int(result.speculative_num_draft_tokens)
-    self.model_worker.width_control.learn(width, live)
-    if _metrics is not None:
-        _metrics.add([n for _, n in live], width)
-    follow.learn(width, live)
+        worker = self.model_worker
+        worker.metrics = Metrics(collector.labels, worker.width_control, *classes)
+        if worker.recorder is not None:
+            worker.recorder.counters = worker.metrics.recording()
 
 
 @after(

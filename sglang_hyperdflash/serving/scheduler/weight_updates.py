@@ -4,15 +4,21 @@ By default they are the target's. SGLang would load them into the draft model, t
 a checkpoint of its own refuses them, and SGLang's rollback, which reads the same files again, ends
 the server. Embeddings and head, which the drafter shares with the target, are the target's own
 memory; with attention data parallelism the embeddings are a copy made at start
-(``_cache_full_embed_weight``). A request that selects the draft replaces the drafter's weights
-(``HyperDFlashDraftModel.load_weights``).
+(``_cache_full_embed_weight``). The drafter's weights are replaced by a request that selects the
+draft (``HyperDFlashDraftModel.load_weights``), and by ``/update_weights_from_disk`` with the folder
+of a drafter: between two rounds, since no answer depends on them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM, is_ours
+from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
+from sglang_hyperdflash.draft.published import MANIFEST, Version
 from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -26,9 +32,9 @@ QUANTIZED = (
     f"A quantized {ALGORITHM} drafter takes no new weights while it serves. Restart the server "
     "with the new drafter, or without --speculative-draft-model-quantization."
 )
-FOLLOWS = (
-    "HYPERDFLASH_FOLLOW is set: this server takes drafters from that folder only. Publish the "
-    "drafter there."
+LOCAL_CONTROL = (
+    "--enable-dp-attention-local-control-broadcast: ranks would take a new drafter at different "
+    "rounds. Restart the server with the new drafter, or without the flag."
 )
 # Before the selector of a request that only reads.
 READ = "read "
@@ -86,21 +92,72 @@ def answer_wrong_tensors(original, self, named_tensors, load_format=None) -> tup
         return False, str(error)
 
 
-@around(
-    "sglang.srt.model_executor.model_runner_components.weight_updater"
-    ":WeightUpdater.update_weights_from_disk",
-    "89398ae2b227",
-)
-def keep_graphs(
-    original, self, model_path, load_format, weight_name_filter=None, recapture_cuda_graph=False
-) -> tuple[bool, str]:
-    """Refuse to capture graphs again, of which SGLang would replace one width's alone.
+def is_drafter(folder: str) -> bool:
+    """Whether a folder holds a drafter of ours."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("architectures") == [DRAFT_ARCHITECTURE]
 
-    Where there are none, as on a CPU, SGLang ignores what was asked.
+
+@around(
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_weights_from_disk",
+    "7fc432ba994a",
+)
+async def send_drafter_at_once(original, self, obj, request=None) -> tuple[bool, str, int]:
+    """Send a drafter's folder to the schedulers without waiting for running requests.
+
+    SGLang waits for them, and keeps new ones waiting: its weights are the target's.
     """
+    ours = is_ours(self.server_args.speculative_algorithm)
+    if not (ours and is_drafter(obj.model_path)):
+        return await original(self, obj, request)
+    folder = Path(obj.model_path)
+    try:
+        if (folder / MANIFEST).is_file():  # reads all, so schedulers find it in the page cache
+            await asyncio.to_thread(Version(obj.token_step, folder).check)
+    except (HyperDFlashConfigError, OSError) as error:
+        return False, str(error), 0
+    self.auto_create_handle_loop()
+    # It sends requests one after another, and collects every group's answer.
+    answers = await self.update_weights_from_tensor_communicator(obj)
+    wrong = [answer.message for answer in answers if not answer.success]
+    return not wrong, wrong[0] if wrong else "The drafter was replaced.", 0
+
+
+@around(
+    "sglang.srt.managers.scheduler_components.weight_updater"
+    ":SchedulerWeightUpdaterManager.update_weights_from_disk",
+    "30543aea94f3",
+)
+def load_target_or_drafter(original, self, recv_req) -> Any:
+    """Load a drafter's folder into the draft model; its version is the request's ``token_step``.
+
+    Graphs are not captured again, of which SGLang would replace one width's alone. Where there are
+    none, as on a CPU, SGLang ignores what was asked.
+    """
+    from sglang.srt.managers.io_struct import (
+        UpdateWeightFromDiskReqOutput,
+        UpdateWeightsFromTensorReqOutput,
+    )
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_hyperdflash.serving.width.lanes import captured
 
-    runner = self.get_model_runner()
-    if recapture_cuda_graph and is_ours(runner.spec_algorithm) and captured(runner):
-        return False, GRAPHS_STAY
-    return original(self, model_path, load_format, weight_name_filter, recapture_cuda_graph)
+    runner, draft = self.tp_worker.model_runner, self.draft_worker
+    if not is_ours(runner.spec_algorithm):
+        return original(self, recv_req)
+    if is_drafter(recv_req.model_path):
+        wrong = ""
+        try:
+            local = get_parallel().enable_dp_attention_local_control_broadcast
+            if refusal := LOCAL_CONTROL if local else getattr(draft.draft_model, REFUSAL, None):
+                raise HyperDFlashConfigError(refusal)
+            draft.load_drafter(recv_req.model_path, recv_req.token_step)
+        except HyperDFlashConfigError as error:
+            wrong = str(error)
+        return UpdateWeightsFromTensorReqOutput(success=not wrong, message=wrong)
+    if recv_req.recapture_cuda_graph and captured(runner):
+        return UpdateWeightFromDiskReqOutput(success=False, message=GRAPHS_STAY)
+    return original(self, recv_req)

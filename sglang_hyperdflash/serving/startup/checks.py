@@ -6,7 +6,6 @@ Runs in the launcher before any process starts (seam: ``SpeculativeAlgorithm.reg
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.draft_kv.size import pool_ratio
 from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
 from sglang_hyperdflash.serving.record.settings import check_recording
-from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
 from sglang_hyperdflash.serving.startup.operators import check_operator_names
 from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.targets.files import hc_head_in
@@ -117,11 +115,9 @@ def validate_server_args(server_args) -> None:
         _check_window(server_args)
     _check_memory_saver(server_args)
     # The variables, before any load.
-    widths = read_setting(config.block_size, causal=True).widths
+    read_setting(config.block_size, causal=True)
     read_draft_temperature()
     check_operator_names()
-    if os.environ.get(FOLLOW):
-        _check_follow(server_args, Path(os.environ[FOLLOW]), widths)
     check_recording(server_args, config.source)
     target = get_config(
         server_args.model_path,
@@ -253,26 +249,6 @@ def _check_memory_saver(server_args) -> None:
             "are sent again after a release, the drafter's would be lost without an error. Add "
             "--enable-draft-weights-cpu-backup."
         )
-
-
-def _check_follow(server_args, folder: Path, widths: tuple[int, ...]) -> None:
-    """Refuse to follow published drafters where they could not be served or judged.
-
-    The folder may still be missing: a learner makes it.
-    """
-    wrong = None
-    if folder.exists() and not folder.is_dir():
-        wrong = f"expected a folder of published drafters, found the file {folder}"
-    elif max(widths) == 1:
-        wrong = "nothing is drafted with HYPERDFLASH_WIDTH=1"
-    elif server_args.speculative_draft_load_format == "dummy":
-        wrong = "a dummy drafter has no weights to return to"
-    elif server_args.enable_dp_attention_local_control_broadcast:
-        wrong = "requests of rank 0 do not reach all ranks with a local control broadcast"
-    elif server_args.speculative_draft_model_quantization not in (None, "unquant"):
-        wrong = "a quantized drafter takes no new weights"
-    if wrong:
-        raise HyperDFlashConfigError(f"{FOLLOW}: {wrong}. Correct or unset it.")
 
 
 def _check_context(server_args, target, draft) -> None:

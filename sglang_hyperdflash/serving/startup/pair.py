@@ -10,7 +10,6 @@ from typing import Any
 from sglang_hyperdflash.draft.config import check_fingerprint
 from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.drafting.temperature import DRAFT_TEMPERATURE
-from sglang_hyperdflash.serving.scheduler.follow import FOLLOW
 from sglang_hyperdflash.serving.startup.operators import kernels_in_use
 from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.loaded import target_hc_head
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # What makes a rank's rounds, or the requests that it takes, others than its peers'. Where a rank
 # records is its own affair.
-SHARED = (WIDTH, WIDTHS, DRAFT_TEMPERATURE, POOL_RATIO, FOLLOW, OPERATORS_VARIABLE)
+SHARED = (WIDTH, WIDTHS, DRAFT_TEMPERATURE, POOL_RATIO, OPERATORS_VARIABLE)
 
 
 def check_pair(worker: Any) -> None:
@@ -59,7 +58,6 @@ def check_ranks_agree(gather: Callable[[list[str]], list[list[str]]]) -> None:
         HyperDFlashConfigError: on every rank, so that all of them end.
     """
     values = {name: os.environ.get(name, "").strip() for name in SHARED}
-    values[FOLLOW] = values[FOLLOW] and "set"  # one folder may have several paths
     every = gather(list(values.values()))
     for name, values in zip(SHARED, zip(*every, strict=True), strict=True):
         if len(set(values)) > 1:

@@ -199,7 +199,6 @@ class WidthController:
 
     Attributes:
         forced: while set, the width of every round; for timing.
-        trial: while set, every round drafts: the acceptance of a new drafter is being measured.
         policy: of an adaptive server; None where nothing is learned.
     """
 
@@ -207,10 +206,8 @@ class WidthController:
         self.setting, self.block, self.alone = setting, block, alone
         self._last: tuple[list[Any] | None, int, float] = None, block, 0.0
         self.forced: int | None = None
-        self.trial = False
         adapts = setting.mode == ADAPTIVE and len(setting.widths) > 1
         self.policy = WidthPolicy(setting.widths) if adapts else None
-        self._least_drafting = min(w for w in (*setting.widths, block) if w > 1)
         # Every rank draws the same.
         self._random = random.Random(0)
 
@@ -219,8 +216,7 @@ class WidthController:
         if self.forced is not None:
             return self.forced
         if self.policy is not None:
-            width = self.policy.next(greedy, sampled)
-            return max(width, self._least_drafting) if self.trial else width
+            return self.policy.next(greedy, sampled)
         if self.setting.mode == RANDOM:
             return self._random.choice(self.setting.widths)
         return self.setting.widths[-1]

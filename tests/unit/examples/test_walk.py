@@ -9,7 +9,7 @@ from sglang_hyperdflash.training.conversations import parse_conversation
 from sglang_hyperdflash.training.local_target import BorrowedTarget
 
 
-def test_the_learning_demo_counts_whole_minutes_and_versions_and_draws_them(script, monkeypatch):
+def test_the_learning_demo_counts_whole_minutes_and_draws_them(script, monkeypatch):
     demo = script("learn_demo")
 
     def request(ended, tokens, drafts, rounds):
@@ -28,14 +28,13 @@ def test_the_learning_demo_counts_whole_minutes_and_versions_and_draws_them(scri
     assert not set(demo.SEEN) & set(demo.UNSEEN)
     assert {*demo.SEEN, *demo.UNSEEN} < set(demo.FAMILIES)
     lines = (
-        "# HELP hyperdflash:verify_rounds_total Verification rounds",
-        'hyperdflash:verify_rounds_total{model_name="x",version="0"} 12.0',
-        'hyperdflash:verify_rounds_total{model_name="x",version="3"} 7.0',
+        "# HELP hyperdflash:drafter_version Number of the drafter",
+        'hyperdflash:drafter_version{model_name="x"} 3.0',
         'hyperdflash:width_rounds_total{width="3"} 9.0',
     )
     reply = SimpleNamespace(text="\n".join(lines))
     monkeypatch.setattr(demo.requests, "get", lambda *_, **__: reply)
-    assert demo.versions("http://x") == {0: 12.0, 3: 7.0}
+    assert demo.version_in_use("http://x") == 3
 
 
 def test_the_walk_s_target_is_a_published_v4_whose_chats_fit_it(script, tmp_path):

@@ -65,6 +65,7 @@ def served() -> SimpleNamespace:
         draft_model=SimpleNamespace(layers=layers),
         drafter=SimpleNamespace(draft_temperature=temperature),
         width_control=control,
+        rounds=[SimpleNamespace(learns=True)],
         _fused_kv_helper=helper(layers),
     )
 
@@ -92,36 +93,29 @@ def test_what_comes_of_the_weights_is_that_of_a_new_worker_at_its_old_address():
     assert places() == before
     learnt = worker.width_control.policy
     assert list(map(vars, learnt.classes)) == list(map(vars, fresh.classes))
+    assert not worker.rounds[0].learns, "the old drafter's"
     for name in ("current", "accepted"):
         assert torch.equal(getattr(temperature, name), getattr(DraftTemperature("cpu"), name))
     worker._fused_kv_helper = None  # without SGLang's fused write nothing is derived
     rebuild(worker)
 
 
-@pytest.mark.parametrize("follows", [False, True])
-def test_nothing_is_replaced_before_every_tensor_is_checked(monkeypatch, tmp_path, follows):
-    """A server that follows a folder takes none at all, and keeps its first."""
+def test_nothing_is_replaced_before_every_tensor_is_checked(monkeypatch):
     loaded, tensors = [], load_file(DRAFTER / "model.safetensors")
     monkeypatch.setattr(DFlashDraftModel, "load_weights", lambda self, sent: loaded.extend(sent))
-    if follows:
-        monkeypatch.setenv("HYPERDFLASH_FOLLOW", str(tmp_path))
     model = object.__new__(HyperDFlashDraftModel)
     nn.Module.__init__(model)
     model.raw_config = json.loads((DRAFTER / "config.json").read_text())
     model.hyperdflash_config, model.norm = load_config(DRAFTER), nn.LayerNorm(1)
-    model.replacing = model.first = None
+    model.replacing = None
     model.load_weights(tensors.items())
     model.replacing, some = nullcontext, {name: tensors[name] for name in sorted(tensors)[:7]}
     for name in ("other", "norm.weight"):
-        with pytest.raises(HyperDFlashConfigError, match="FOLLOW" if follows else name):
+        with pytest.raises(HyperDFlashConfigError, match=name):
             model.load_weights((some | {name: torch.ones(2)}).items())
     assert dict(loaded).keys() == tensors.keys() and len(loaded) == len(tensors)
-    if follows:
-        assert all(torch.equal(model.first[name], tensors[name]) for name in tensors)
-    else:
-        assert model.first is None
-        model.load_weights(some.items())
-        assert {name for name, _ in loaded[len(tensors) :]} == set(some)
+    model.load_weights(some.items())
+    assert {name for name, _ in loaded[len(tensors) :]} == set(some)
 
 
 def test_copies_come_after_the_round_that_runs_and_before_the_next(monkeypatch):

@@ -68,7 +68,6 @@ OTHER_SETTINGS = {
     "HYPERDFLASH_DRAFT_TEMPERATURE": "0.5",
     "HYPERDFLASH_DRAFT_POOL_RATIO": "0.2",
     "HYPERDFLASH_OPERATORS": "torch",
-    "HYPERDFLASH_FOLLOW": "set",  # its path may differ
 }
 
 

@@ -1,6 +1,7 @@
 """What a scheduler counts, and the dashboard that shows it."""
 
 import json
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,10 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sglang_hyperdflash.serving.record.settings import REASONS
-from sglang_hyperdflash.serving.scheduler import follow, metrics
+from sglang_hyperdflash.serving.scheduler import metrics
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, start_counting
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
 from sglang_hyperdflash.serving.width.settings import WidthSetting
+from sglang_hyperdflash.serving.worker import HyperDFlashWorker, Round
 from tests.conftest import ROOT
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
@@ -32,63 +34,62 @@ class Scheduler:
         self.metrics_collector = SimpleNamespace(labels=LABELS, **kinds)
         self.spec_algorithm = SimpleNamespace(name=algorithm)
         self.control = WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
-        self.model_worker = SimpleNamespace(width_control=self.control, recorder=None, block=7)
+        parts = {"width_control": self.control, "recorder": None, "metrics": None}
+        self.model_worker = SimpleNamespace(rounds=deque(), block=7, **parts)
         self.metrics_reporter = SimpleNamespace(current_scheduler_metrics_enabled=enabled)
 
     def round(self, accepted: list[int], width: int = 7, reqs: list | None = None) -> None:
+        """Launch a round, and let SGLang process its result."""
         reqs = reqs or [request() for _ in accepted]
-        batch = SimpleNamespace(reqs=reqs, spec_algorithm=self.spec_algorithm)
-        fields = {"speculative_num_draft_tokens": width, "num_correct_drafts_per_req_cpu": accepted}
-        assert metrics.count_round([[1]], self, SimpleNamespace(**fields), batch) is None
+        self.model_worker.rounds.append(Round(reqs, width))
+        HyperDFlashWorker.on_verify_complete_cpu(self.model_worker, accepted)
 
     def value(self, name: str, **labels) -> float | None:
         """A series as a scrape sees it."""
         given = {label: str(value) for label, value in (LABELS | labels).items()}
         return self.registry.get_sample_value(name, given)
 
-    def positions(self, name: str, version: int = 0) -> list[float]:
-        return [self.value(name, position=k, version=version) for k in range(1, 7)]
+    def positions(self, name: str) -> list[float]:
+        return [self.value(name, position=k) for k in range(1, 7)]
 
 
-@pytest.fixture(autouse=True)
-def nothing_counted(monkeypatch):
-    monkeypatch.setattr(metrics, "_metrics", None)
-
-
-def test_rounds_are_counted_by_position_width_and_version(monkeypatch):
+def test_rounds_are_counted_by_position_and_width():
     """Every series is there from the start; finished and retracted requests are left out."""
     one = Scheduler()
     start_counting(None, one)
-    assert one.value(ROUNDS, version=0) == 0 and one.positions(ACCEPTED) == [0] * 6
+    assert (
+        one.value(ROUNDS) == one.value(metrics.DRAFTER) == 0 and one.positions(ACCEPTED) == [0] * 6
+    )
     one.round([0, 0], width=1)
     one.round([1, 0, 1], width=2)
     one.round([3, 6, 6], 4, [request(), request(finished=True), request(retracted=True)])
     one.round([0, 2, 6])
     one.round([6], 7, [request(finished=True)])
-    assert one.value(ROUNDS, version=0) == 2 + 3 + 1 + 3
+    assert one.value(ROUNDS) == 2 + 3 + 1 + 3
     assert one.positions(DRAFTED) == [3 + 1 + 3, 4, 4, 3, 3, 3]
     assert one.positions(ACCEPTED) == [5, 3, 2, 1, 1, 1]
     assert sum(one.positions(ACCEPTED)) == 1 + 1 + 3 + 2 + 6, "tau's numerator"
     assert [one.value(metrics.WIDTH_ROUNDS, width=w) for w in (1, 2, 4, 7)] == [1, 1, 1, 2]
     assert one.value(metrics.WIDTH_NOW) == 7
-    monkeypatch.setattr(follow, "version", lambda: 3)
-    one.round([6], width=4)
-    assert one.value(ROUNDS, version=3) == 1 and one.positions(DRAFTED, 3) == [1, 1, 1, 0, 0, 0]
-    assert one.value(ROUNDS, version=0) == 9
 
 
 @pytest.mark.parametrize("algorithm, enabled", [("HYPERDFLASH", False), ("DFLASH", True)])
-def test_without_metrics_the_policy_alone_learns_and_other_algorithms_count_nothing(
-    algorithm, enabled
-):
+def test_without_metrics_and_for_other_algorithms_nothing_is_exported(algorithm, enabled):
     one = Scheduler(algorithm, enabled)
     start_counting(None, one)
-    one.round([6, 0, 6], reqs=[request(), request(top_k=50), request(finished=True)])
-    assert list(one.registry.collect()) == [] and metrics._metrics is None
+    assert list(one.registry.collect()) == [] and one.model_worker.metrics is None
+
+
+def test_the_policy_learns_from_rounds_of_the_drafter_in_use_each_of_its_own_width():
+    """With overlap the next round is launched, maybe with another width, before a result comes."""
+    one = Scheduler(enabled=False)
+    reqs = [request(), request(top_k=50), request(finished=True)]
+    one.model_worker.rounds += [Round(reqs, 7), Round([request()], 2), Round(reqs, 7, learns=False)]
+    for accepted in ([6, 0, 6], [1], [0, 0, 0]):
+        HyperDFlashWorker.on_verify_complete_cpu(one.model_worker, accepted)
     greedy, sampled = one.control.policy.classes
-    learnt = float(algorithm == "HYPERDFLASH")
-    assert greedy.successes == [learnt] * 6 and sampled.trials == [learnt] + [0.0] * 5
-    assert sampled.successes == [0.0] * 6
+    assert greedy.successes[1:] == [1.0] * 5 and 1.9 < greedy.successes[0] < 2.0
+    assert sampled.trials == [1.0] + [0.0] * 5 and sampled.successes == [0.0] * 6
 
 
 def test_a_server_that_records_counts_what_it_stores_and_what_it_sheds():

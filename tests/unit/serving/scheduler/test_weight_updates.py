@@ -1,12 +1,23 @@
 """Whose weights an update reaches, in a scheduler of ours and in any other."""
 
+import asyncio
+import json
+import os
+import shutil
 from types import SimpleNamespace
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from safetensors.torch import load_file, save_file
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
 from sglang_hyperdflash import ALGORITHM
+from sglang_hyperdflash.draft.config import load_config
+from sglang_hyperdflash.draft.published import publish
+from sglang_hyperdflash.serving.drafting.replace import read_drafter
 from sglang_hyperdflash.serving.scheduler import weight_updates
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 @pytest.mark.parametrize(
@@ -39,17 +50,106 @@ def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_
     assert recorder is None or recorder.stop.call_count == stops
 
 
-@pytest.mark.parametrize("algorithm", [ALGORITHM, "EAGLE"])
-def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm):
-    load = Mock(return_value=(True, "done"))
+def updates(algorithm: str, load=None) -> SimpleNamespace:
+    """SGLang's updater in a scheduler whose target has captured graphs."""
     runners = {"decode_cuda_graph_runner": "graphs", "eager_runner": "eager"}
     runner = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm), **runners)
-    updater = SimpleNamespace(get_model_runner=lambda: runner)
+    draft = SimpleNamespace(load_drafter=load, draft_model=SimpleNamespace())
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), draft_worker=draft)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    state = SimpleNamespace(enable_dp_attention_local_control_broadcast=False)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: state)
+    return state
+
+
+@pytest.mark.parametrize("algorithm", [ALGORITHM, "EAGLE"])
+def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm, one_rank):
+    load, one = Mock(return_value=SimpleNamespace(success=True)), updates(algorithm)
 
     def update(recapture: bool) -> bool:
-        return weight_updates.keep_graphs(load, updater, "folder", "auto", None, recapture)[0]
+        request = UpdateWeightFromDiskReqInput(model_path="target", recapture_cuda_graph=recapture)
+        return weight_updates.load_target_or_drafter(load, one, request).success
 
     assert update(True) == (algorithm != ALGORITHM) and update(False)
-    runner.decode_cuda_graph_runner = "eager"  # without graphs there is nothing to refuse
-    assert update(True) and load.call_args.args == (updater, "folder", "auto", None, True)
-    assert load.call_count == 2 + (algorithm != ALGORITHM)
+    one.tp_worker.model_runner.decode_cuda_graph_runner = "eager"  # nothing to refuse
+    assert update(True) and load.call_count == 2 + (algorithm != ALGORITHM)
+
+
+def test_a_drafter_s_folder_reaches_the_draft_alone_and_a_refusal_ends_nothing(
+    one_rank, drafter_dir
+):
+    load, target = Mock(), Mock()
+    one = updates(ALGORITHM, load)
+
+    def update(folder=drafter_dir):
+        request = UpdateWeightFromDiskReqInput(model_path=str(folder), token_step=3)
+        return weight_updates.load_target_or_drafter(target, one, request)
+
+    assert update().success and load.call_args.args == (str(drafter_dir), 3)
+    load.side_effect = HyperDFlashConfigError("does not fit")
+    assert update().message == "does not fit" and not update().success
+    one.draft_worker.draft_model._derived_weight_cache_error = "quantized"
+    assert update().message == "quantized"
+    one_rank.enable_dp_attention_local_control_broadcast = True
+    assert "local-control" in update().message
+    assert not target.called and update(drafter_dir.parent / "target") is target.return_value
+    other = updates("EAGLE", load)
+    request = UpdateWeightFromDiskReqInput(model_path=str(drafter_dir))
+    assert weight_updates.load_target_or_drafter(target, other, request) is target.return_value
+
+
+@pytest.mark.parametrize("wrong", [None, "damaged", "refused"])
+def test_a_drafter_is_sent_without_sglang_s_lock(tmp_path, drafter_dir, wrong):
+    number = publish(tmp_path, drafter_dir)
+    folder = tmp_path / f"{number:06}"
+    if wrong == "damaged":
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"torn")
+    answers = [SimpleNamespace(success=wrong is None, message="refused"), Mock(success=True)]
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm=ALGORITHM),
+        auto_create_handle_loop=Mock(),
+        update_weights_from_tensor_communicator=AsyncMock(return_value=answers),
+    )
+    original = AsyncMock(return_value="SGLang's")
+
+    def send(path) -> Any:
+        request = UpdateWeightFromDiskReqInput(model_path=str(path), token_step=number)
+        return asyncio.run(weight_updates.send_drafter_at_once(original, manager, request))
+
+    success, message, _ = send(folder)
+    assert success == (wrong is None) and (wrong or "replaced") in message
+    sent = manager.update_weights_from_tensor_communicator.await_count
+    assert sent == (wrong != "damaged") and not original.called
+    assert send(drafter_dir.parent / "target") == "SGLang's"
+    manager.server_args.speculative_algorithm = "EAGLE"
+    assert send(drafter_dir) == "SGLang's"
+
+
+@pytest.mark.parametrize("wrong", [None, "layers", "nan", "cut", "other rank"])
+def test_no_rank_replaces_anything_unless_all_can_read_the_drafter(tmp_path, drafter_dir, wrong):
+    folder = shutil.copytree(drafter_dir, tmp_path / "draft")
+    raw = json.loads((drafter_dir / "config.json").read_text())
+    tensors = load_file(drafter_dir / "model.safetensors")
+    model = SimpleNamespace(raw_config=raw, hyperdflash_config=load_config(drafter_dir))
+    if wrong == "layers":
+        (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
+    elif wrong == "nan":
+        save_file(
+            tensors | {"norm.weight": tensors["norm.weight"] / 0}, folder / "model.safetensors"
+        )
+    elif wrong == "cut":
+        os.truncate(folder / "model.safetensors", 4096)
+    other = "rank 1: no such file" if wrong == "other rank" else ""
+    if wrong is None:
+        found = read_drafter(str(folder), model, lambda said: [said, other])
+        assert found.keys() == tensors.keys()
+        return
+    said: list[str] = []
+    with pytest.raises(HyperDFlashConfigError):
+        read_drafter(str(folder), model, lambda mine: said.append(mine) or [mine, other])
+    assert bool(said[0]) == (wrong != "other rank"), "every rank says what it has"

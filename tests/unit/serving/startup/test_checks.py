@@ -72,30 +72,16 @@ REFUSED = [
     ("HYPERDFLASH_WIDTH", "8", None),
     ("enable_memory_saver", True, "--enable-draft-weights-cpu-backup"),
 ]
-FOLLOW = "HYPERDFLASH_FOLLOW"
-# Where drafters can be followed in principle, but not served or judged.
-NOT_FOLLOWED = [
-    ("HYPERDFLASH_WIDTH", "1", FOLLOW),
-    (FOLLOW, __file__, None),
-    ("speculative_draft_load_format", "dummy", FOLLOW),
-    ("enable_dp_attention_local_control_broadcast", True, FOLLOW),
-    ("speculative_draft_model_quantization", "fp8", FOLLOW),
-]
 
 
-@pytest.mark.parametrize("follows", [False, True])
-def test_the_committed_pair_is_accepted(arguments, monkeypatch, follows):
+def test_the_committed_pair_is_accepted(arguments):
     arguments.speculative_num_draft_tokens = 7
     arguments.enable_memory_saver = arguments.enable_draft_weights_cpu_backup = True
-    if follows:
-        monkeypatch.setenv(FOLLOW, "/not/yet/there")
     checks.validate_server_args(arguments)
 
 
-@pytest.mark.parametrize("name, value, said", REFUSED + NOT_FOLLOWED)
+@pytest.mark.parametrize("name, value, said", REFUSED)
 def test_refused_flags_and_variables(arguments, monkeypatch, name, value, said):
-    if (name, value, said) in NOT_FOLLOWED:
-        monkeypatch.setenv(FOLLOW, "/not/yet/there")
     if name.isupper():
         monkeypatch.setenv(name, value)
     else:

@@ -61,14 +61,6 @@ def test_ranks_choose_the_same_widths():
     assert first == second and set(first) == set(RANDOM.widths)
 
 
-@pytest.mark.parametrize(("trial", "width"), [(False, 1), (True, 2)])
-def test_every_round_of_a_drafter_s_trial_drafts(trial, width):
-    """Else the policy would hardly look at a poor drafter, and its trial would take minutes."""
-    control = WidthController(SET, 7)
-    control.policy.width, control.trial = 1, trial
-    assert control.next(1, 0) == width
-
-
 def test_no_gain_is_known_without_width_1():
     narrow = timed(WidthSetting("adaptive", (2, 4)), lambda n, w: 1 + 0.1 * w)
     assert narrow.next(1, 0) == 4 and narrow.predicted_gain() is None

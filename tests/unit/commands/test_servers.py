@@ -1,0 +1,194 @@
+"""Which version the servers of a learner draft with: sent, judged by their traffic, taken back."""
+
+import random
+import re
+
+import pytest
+import requests
+
+from sglang_hyperdflash.commands import servers as module
+from sglang_hyperdflash.commands.servers import LEAST, FirstDrafts, Servers, worse
+from sglang_hyperdflash.draft.published import current, publish
+from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, DRAFTER
+
+
+class Remote:
+    """A server as far as it is asked; drafts of version n are accepted with ``rates[n]``."""
+
+    def __init__(self, rates: dict[int, float]) -> None:
+        self.rates, self.rng, self.up = rates, random.Random(0), True
+        self.refuses: set[int] = set()
+        self.loads: list[int] = []
+        self.start()
+
+    def start(self) -> None:
+        self.version, self.accepted, self.drafted = 0, 0, 0
+
+    def draft(self, rounds: int = 2 * LEAST) -> None:
+        self.drafted += rounds
+        self.accepted += sum(self.rng.random() < self.rates[self.version] for _ in range(rounds))
+
+    def metrics(self) -> str:
+        first, later = 'position="1",tp_rank="0"', 'position="2",tp_rank="0"'
+        return "\n".join(
+            [
+                f"# TYPE {DRAFTER} gauge",
+                f'{DRAFTER}{{tp_rank="0"}} {self.version}',
+                *(
+                    f"# TYPE {name[:-6]} counter\n{name}{{{first}}} {value}\n{name}{{{later}}} 7.0"
+                    for name, value in ((ACCEPTED, self.accepted), (DRAFTED, self.drafted))
+                ),
+                "",
+            ]
+        )
+
+    def load(self, body: dict) -> tuple[int, str]:
+        number = body["token_step"]
+        self.loads.append(number)
+        if number in self.refuses:
+            return 400, "it does not fit"
+        self.version = number
+        return 200, ""
+
+
+@pytest.fixture
+def remotes(monkeypatch) -> dict[str, Remote]:
+    """Servers by their address, reached as any HTTP server."""
+    every: dict[str, Remote] = {}
+
+    def answer(method: str, url: str, **options) -> requests.Response:
+        base, name = re.fullmatch(r"(http://[^/]+)/(.*)", url).groups()
+        if not every[base].up:
+            raise requests.ConnectionError("refused")
+        reply = requests.Response()
+        reply.status_code, text = 200, every[base].metrics()
+        if name == "update_weights_from_disk":
+            reply.status_code, text = every[base].load(options["json"])
+        reply._content = text.encode()
+        return reply
+
+    monkeypatch.setattr(module.requests, "get", lambda url, **o: answer("GET", url, **o))
+    monkeypatch.setattr(module.requests, "post", lambda url, **o: answer("POST", url, **o))
+    return every
+
+
+class Case:
+    """A learner's servers, and what was said."""
+
+    def __init__(self, remotes: dict[str, Remote], tmp_path, drafter_dir, *rates: float) -> None:
+        self.folder, self.drafter = tmp_path / "published", drafter_dir
+        for name in ("http://a:1", "http://b:2"):
+            remotes[name] = Remote(dict(enumerate(rates)))
+        self.remotes, self.said = list(remotes.values()), []
+        self.urls = list(remotes)
+        self.begin()
+
+    def begin(self) -> None:
+        self.servers = Servers(self.urls, self.folder, self.drafter, self.said.append)
+        self.servers.look()
+
+    def publish(self) -> int:
+        return publish(self.folder, self.drafter)
+
+    def traffic(self, looks: int = 1, rounds: int = 2 * LEAST) -> None:
+        for _ in range(looks):
+            for one in self.remotes:
+                one.draft(rounds)
+            self.servers.look()
+
+    def versions(self) -> list[int]:
+        return [one.version for one in self.remotes]
+
+
+def test_a_worse_version_is_left_for_the_one_before_it_and_never_sent_again(
+    remotes, tmp_path, drafter_dir
+):
+    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6, 0.1, 0.7)
+    case.publish()
+    case.servers.look()
+    assert case.versions() == [0, 0], "the drafter of the start is not measured yet"
+    case.traffic(2)
+    assert case.versions() == [1, 1]
+    case.traffic(4)
+    case.publish()
+    case.traffic()
+    assert case.versions() == [2, 2]
+    case.traffic(2)
+    assert case.versions() == [1, 1] and current(case.folder).number == 1
+    assert sum("version 2 is left" in line for line in case.said) == 1
+    case.traffic(3)
+    assert case.versions() == [1, 1] and [one.loads for one in case.remotes] == [[1, 2, 1]] * 2
+    case.publish()
+    case.traffic(2)
+    assert case.versions() == [3, 3]
+    case.begin()  # the learner was killed
+    case.traffic(3)
+    assert case.versions() == [3, 3] and case.remotes[0].loads == [1, 2, 1, 3]
+
+
+def test_the_start_s_drafter_is_returned_to(remotes, tmp_path, drafter_dir):
+    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.0)
+    case.traffic(3)
+    case.publish()
+    case.traffic()
+    assert case.versions() == [1, 1]
+    case.traffic(2)
+    assert case.versions() == [0, 0] and current(case.folder) is None
+
+
+def test_one_that_was_away_or_drafts_nothing_gets_the_current_version(
+    remotes, tmp_path, drafter_dir
+):
+    """Such as a prefill node; one that starts again has the drafter of its start."""
+    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6)
+    first, second = case.remotes
+    second.up = False
+    case.publish()
+    for _ in range(3):
+        first.draft()
+        case.servers.look()
+    assert case.versions() == [1, 0] and sum("does not answer" in line for line in case.said) == 1
+    second.up = True
+    case.servers.look()
+    assert case.versions() == [1, 1]
+    case.traffic(2)
+    before = case.servers.total()
+    first.start()
+    case.servers.look()
+    assert case.versions() == [1, 1] and case.servers.total() == before
+    case.servers.look()
+    first.draft(50)
+    case.servers.look()
+    assert case.servers.total().drafted == before.drafted + 50
+
+
+def test_what_a_server_refuses_is_said_once_and_others_go_on(remotes, tmp_path, drafter_dir):
+    case = Case(remotes, tmp_path, drafter_dir, 0.5, 0.5, 0.5)
+    case.remotes[0].refuses.add(1)
+    case.publish()
+    case.traffic(4)
+    assert case.versions() == [0, 1] and case.remotes[0].loads == [1]
+    assert sum("refuses version 1" in line and "not fit" in line for line in case.said) == 1
+    case.publish()
+    case.traffic(2)
+    assert case.versions() == [2, 2]
+
+
+def test_only_a_clear_difference_counts():
+    def is_worse(new: float, before: float, drafts: int) -> bool:
+        return worse(FirstDrafts(new * drafts, drafts), FirstDrafts(before * 8192, 8192))
+
+    assert is_worse(0.0, 0.6, LEAST) and not is_worse(0.0, 0.6, LEAST - 1)
+    assert not is_worse(0.3, 0.6, LEAST) and is_worse(0.3, 0.6, 1024)
+    assert is_worse(0.6, 0.7, 8192) and not is_worse(0.65, 0.7, 8192) and not is_worse(1, 0.5, 8192)
+
+
+def test_traffic_that_says_nothing_of_drafters_is_a_line_not_an_end(remotes, tmp_path, drafter_dir):
+    case = Case(remotes, tmp_path, drafter_dir, 0.5)
+    case.remotes[0].metrics = lambda: "# TYPE other gauge\nother 1.0\n"
+    case.traffic(3)
+    assert sum("--enable-metrics" in line for line in case.said) == 1
+    (case.folder).mkdir()
+    (case.folder / "current").write_text("nonsense")
+    with pytest.raises(module.HyperDFlashError):
+        case.traffic()

@@ -22,8 +22,6 @@ follows. bs requests, B = D + 1 rows of each, N = bs * B, vocabulary V, K candid
     result          shape       dtype
     correct_drafts  [bs]        int32
     weight          [bs]        fp64, w of the accepted prefix; 1 of greedy and seeded requests
-    p               [bs, D, K]  fp32, NaN at broken rows; [bs, D, 0] without a proposal; of greedy
-                                requests whatever largest and total give
 
 Sums over drafts and candidates are fp64 and run in another order than torch's. ``w`` needs the
 drafts' own ``p`` before any sum over candidates, so those few entries are loaded twice.
@@ -105,11 +103,11 @@ def _prefix_weights(
 
 @triton.jit
 def _candidates(
-    logits_ptr, kept_ptr, largest_ptr, total_ptr, ids_ptr, q_ptr, p_ptr, b, temperature, w,
+    logits_ptr, kept_ptr, largest_ptr, total_ptr, ids_ptr, q_ptr, b, temperature, w,
     stride, kept_stride, D: tl.constexpr, K: tl.constexpr, HAS_KEPT: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Write ``p``; sums of ``p`` and of ``(w p - q)+`` over each row's candidates, fp64."""
+    """Sums of ``p`` and of ``(w p - q)+`` over each row's candidates, fp64."""
     k = tl.arange(0, ROWS)
     is_draft = k < D
     row = b * (D + 1) + k
@@ -127,7 +125,6 @@ def _candidates(
         kept_at = kept_ptr + (row * kept_stride)[:, None] + ids
         y = scaled(logits_at, kept_at, inside, temperature, HAS_KEPT)
         p = divided(tl.exp(y - largest), total)
-        tl.store(p_ptr + at, p, mask=inside)
         p = tl.where(inside & (p == p), p, 0.0).to(tl.float64)
         mass += tl.sum(p, 1)
         above += tl.sum(tl.maximum(w[:, None] * p - q, 0.0), 1)
@@ -138,7 +135,7 @@ def _candidates(
 def _accept_kernel(
     logits_ptr, kept_ptr, row_tokens_ptr, largest_ptr, total_ptr, block_tokens_ptr,
     ids_ptr, q_ptr, choice_ptr, temperatures_ptr, top_ks_ptr, seeded_ptr, seeds_ptr, positions_ptr,
-    correct_ptr, weight_ptr, p_ptr, stride, kept_stride, block_stride, vocabulary,
+    correct_ptr, weight_ptr, stride, kept_stride, block_stride, vocabulary,
     D: tl.constexpr, K: tl.constexpr, HAS_IDS: tl.constexpr, HAS_KEPT: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
@@ -157,7 +154,7 @@ def _accept_kernel(
             temperature, stride, kept_stride, D, K, HAS_KEPT, ROWS,
         )
         mass, above = _candidates(
-            logits_ptr, kept_ptr, largest_ptr, total_ptr, ids_ptr, q_ptr, p_ptr, b, temperature, w,
+            logits_ptr, kept_ptr, largest_ptr, total_ptr, ids_ptr, q_ptr, b, temperature, w,
             stride, kept_stride, D, K, HAS_KEPT, ROWS, WIDTH,
         )
         # The target's mass outside the candidates, where q is zero.
@@ -197,15 +194,14 @@ def launch(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     vocabulary: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the kernel; ``(correct_drafts, weight, p)`` as the module has them."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel; ``(correct_drafts, weight)`` as the module has them."""
     bs, block = block_tokens.shape
     width = 0 if ids is None else ids.shape[2]
     correct = row_tokens.new_empty(bs, dtype=torch.int32)
     weight = row_tokens.new_empty(bs, dtype=torch.float64)
-    p = row_tokens.new_empty(bs, block - 1, width, dtype=torch.float32)
     if bs == 0:
-        return correct, weight, p
+        return correct, weight
     if ids is None:
         # Nothing of these is read; one kind of pointer, whatever the logits were.
         logits = kept = largest = total = ids = q = choice = correct
@@ -213,7 +209,6 @@ def launch(
     _accept_kernel[(bs,)](
         *(logits, logits if kept is None else kept, row_tokens, largest, total, block_tokens),
         *(ids, q, choice, temperatures, top_ks, seeded, seeds, positions, correct, weight),
-        p if width else weight,
         logits.stride(0),
         0 if kept is None else kept.stride(0),
         block_tokens.stride(0),
@@ -227,4 +222,4 @@ def launch(
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
-    return correct, weight, p
+    return correct, weight

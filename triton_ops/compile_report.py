@@ -31,7 +31,6 @@ from triton_ops import (
     adjust_kernel,
     finish_kernel,
     hc_gate_op,
-    learn_kernel,
     propose_kernel,
     rows_kernel,
 )
@@ -141,8 +140,8 @@ def round_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         *(new(bs + 1, V, dtype=torch.int32), seeds, new(bs, 3), new(bs, 2, dtype=i64), seeds),
         new(bs, V),
     )
-    drafting = tokens, seeds, seeded, positions, *limits, new(bs), new(bs), new(2)
-    propose, learn = propose_kernel.launch, learn_kernel.launch
+    drafting = tokens, seeds, seeded, positions, *limits, new(bs), new(bs), 0.5
+    propose = propose_kernel.launch
     yield "propose", lambda: propose(*candidates, *head, *drafting, False, False, *(None,) * 6)
     yield "propose, all", lambda: propose(*candidates, *head, *drafting, True, True, *changes)
     yield "propose, no head", lambda: propose(*candidates, *none, *drafting, True, True, *changes)
@@ -160,15 +159,6 @@ def round_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             f"finish{name}",
             lambda d=drafted, w=weight: finish_kernel.launch(*d, *w, *requests, True, V),
-        )
-    emitted = tokens, new(bs, dtype=torch.int32), *limits, new(bs), new(bs), seeded, seeds
-    state = new(4), new(2, 4, dtype=torch.float64), new(2), V, 1000.0
-    for name, filters in (("", False), (", filters", True)):
-        yield (
-            f"learn{name}",
-            lambda f=filters: learn(
-                *candidates, choice, candidates[1], *emitted, positions, f, f, *state
-            ),
         )
 
 

@@ -1,4 +1,4 @@
-"""A drafter's distribution over one row's K candidates, for the kernels that draft and that learn.
+"""A drafter's distribution over one row's K candidates, for the kernel that draws drafts.
 
     q = filter(softmax(s / temperature))       # draft.propose.draft_distribution
 

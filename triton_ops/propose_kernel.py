@@ -38,7 +38,7 @@ _PER_BATCH = [
     "top_ks_ptr",
     "top_ps_ptr",
     "min_ps_ptr",
-    "draft_ptr",
+    "t",
     "slots_ptr",
     "penalties_ptr",
     "end_ids_ptr",
@@ -91,8 +91,8 @@ def is_end_token(ids, end_ids_ptr, ends):
 def _propose_kernel(
     ids_ptr, scores_ptr, gates_ptr, predecessor_ptr, successor_ptr, block_ptr,
     seeds_ptr, seeded_ptr, positions_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
-    draft_ptr, counts_ptr, slots_ptr, penalties_ptr, end_ids_ptr, earliest_ptr, bias_ptr,
-    tokens_ptr, q_ptr, choice_ptr, adjusted_ptr,
+    t, counts_ptr, slots_ptr, penalties_ptr, end_ids_ptr, earliest_ptr, bias_ptr,
+    tokens_ptr, q_ptr, choice_ptr,
     block_stride, position_stride, vocabulary, ends,
     FILTERS: tl.constexpr, SEQUENTIAL: tl.constexpr, D: tl.constexpr, DRAFTS: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
@@ -107,7 +107,6 @@ def _propose_kernel(
     seeded = tl.load(seeded_ptr + b)
     seed = block_seed(tl.load(seeds_ptr + b), seeded, tl.load(positions_ptr))
     top_k = tl.load(top_ks_ptr + b)
-    t = tl.load(draft_ptr + seeded.to(tl.int32))
     argmax = (t <= 0) | (top_k <= 1)
     temperature = tl.where(argmax, 1.0, tl.load(temperatures_ptr + b) * t)
     previous = tl.load(block_ptr + b * block_stride)
@@ -147,7 +146,6 @@ def _propose_kernel(
         tl.store(tokens_ptr + row, previous)
         tl.store(choice_ptr + row, choice.to(tl.int64))
         tl.store(q_ptr + row * K + at, q, mask=inside)
-        tl.store(adjusted_ptr + row * K + at, s, mask=inside)
 
 
 # fmt: off
@@ -205,7 +203,7 @@ def launch(
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-    draft_temperatures: torch.Tensor,
+    draft_temperature: float,
     filters: bool,
     sequential: bool,
     counts: torch.Tensor | None,
@@ -214,21 +212,21 @@ def launch(
     end_ids: torch.Tensor | None,
     earliest: torch.Tensor | None,
     bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Drafts, ``q``, choices and adjusted scores; as ``draft.propose.propose_reference``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Drafts, ``q`` and choices; as ``draft.propose.propose_reference``."""
     bs, drafts, candidates = ids.shape
     tokens, choice = ids.new_empty(bs, drafts), ids.new_empty(bs, drafts)
-    q, adjusted = torch.empty_like(scores), torch.empty_like(scores)
+    q = torch.empty_like(scores)
     if tokens.numel() == 0:
-        return tokens, q, choice, adjusted
+        return tokens, q, choice
     sizes, warps = shape(candidates, gates)
     wide = counts if counts is not None else bias
     if counts is not None and bias is not None and counts.shape[-1] != bias.shape[-1]:
         raise ValueError(f"counts are {tuple(counts.shape)}, bias is {tuple(bias.shape)}")
     _propose_kernel[(bs,)](
         *(ids, scores, gates, predecessor, successor, block_tokens, seeds, seeded, positions),
-        *(temperatures, top_ks, top_ps, min_ps, draft_temperatures),
-        *(counts, slots, penalties, end_ids, earliest, bias, tokens, q, choice, adjusted),
+        *(temperatures, top_ks, top_ps, min_ps, draft_temperature),
+        *(counts, slots, penalties, end_ids, earliest, bias, tokens, q, choice),
         block_tokens.stride(0),
         positions.stride(0),
         0 if wide is None else wide.shape[-1],
@@ -241,7 +239,7 @@ def launch(
         num_warps=warps,
         enable_fp_fusion=False,
     )
-    return tokens, q, choice, adjusted
+    return tokens, q, choice
 
 
 def launch_greedy(

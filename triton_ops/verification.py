@@ -134,12 +134,12 @@ def accept_reference(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     vocabulary: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``hyperdflash::accept``: how many drafts of each block are accepted.
 
     Returns:
         ``correct_drafts [bs]`` int32; ``weight [bs]`` fp64, ``w`` of the accepted prefix, 1 of a
-        greedy or seeded request; ``p [bs, D, K]`` fp32, NaN at broken rows.
+        greedy or seeded request.
     """
     bs, block = block_tokens.shape
     row_tokens = row_tokens.view(bs, block)
@@ -147,12 +147,10 @@ def accept_reference(
     matches = block_tokens[:, 1:] == row_tokens[:, :-1]
     correct_drafts = matches.int().cumprod(1).sum(1)
     weight = torch.ones(bs, dtype=torch.float64, device=positions.device)
-    if ids is None:
-        return correct_drafts.int(), weight, weight.new_empty(bs, block - 1, 0).float()
-    p = _at_candidates(logits, kept, largest, total, ids, temperatures)
     by_block = ~(seeded | (top_ks <= 1))
-    if not by_block.any():
-        return correct_drafts.int(), weight, p
+    if ids is None or not by_block.any():
+        return correct_drafts.int(), weight
+    p = _at_candidates(logits, kept, largest, total, ids, temperatures)
     w = prefix_weights(p, q, choice)
     h = accept_probabilities(p, q, w)
     # A broken row ends the block before it: no later row counts for its prefix.
@@ -163,7 +161,7 @@ def accept_reference(
     reached = torch.arange(1, block, device=u.device) * (u < h)
     correct_drafts = torch.where(by_block, reached.amax(1), correct_drafts)
     weight = torch.where(by_block, w.gather(1, correct_drafts.unsqueeze(1)).squeeze(1), weight)
-    return correct_drafts.int(), weight, p
+    return correct_drafts.int(), weight
 
 
 def prefix_weights(p: torch.Tensor, q: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -174,14 +172,9 @@ def prefix_weights(p: torch.Tensor, q: torch.Tensor, choice: torch.Tensor) -> to
     Args:
         p, q: ``[bs, D, K]`` of the candidates; choice: ``[bs, D]`` int64, the drafts among them.
     """
-    p, q = (t.gather(2, choice.unsqueeze(2)).squeeze(2) for t in (p, q))
-    return weights_along(p.nan_to_num(nan=0.0), q)
-
-
-def weights_along(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``w_0 .. w_D`` of prefixes whose tokens have ``p`` and ``q [bs, D, ...]``; fp64."""
+    p, q = (t.gather(2, choice.unsqueeze(2)).squeeze(2).double() for t in (p, q))
     least = torch.finfo(torch.float32).tiny
-    steps = torch.log(p.double()) - torch.log(q.double().clamp(min=least))
+    steps = torch.log(p.nan_to_num(nan=0.0)) - torch.log(q.clamp(min=least))
     total = torch.cat([torch.zeros_like(steps[:, :1]), steps.cumsum(1)], 1)
     return torch.exp(total - total.cummax(1).values)
 
@@ -304,18 +297,13 @@ _REQUESTS = "Tensor temperatures, Tensor top_ks, Tensor seeded, Tensor seeds, Te
 
 
 def _fake_accept(*given):
-    block_tokens, ids, q = given[5:8]
-    bs, block = block_tokens.shape
-    p = block_tokens.new_empty(bs, block - 1, 0, dtype=torch.float32)
-    return (
-        block_tokens.new_empty(bs, dtype=torch.int32),
-        block_tokens.new_empty(bs, dtype=torch.float64),
-        p if ids is None else torch.empty_like(q),
-    )
+    block_tokens, bs = given[5], len(given[5])
+    correct = block_tokens.new_empty(bs, dtype=torch.int32)
+    return correct, correct.new_empty(bs, dtype=torch.float64)
 
 
 accept = define(
-    f"accept({_TARGET}Tensor? choice, {_REQUESTS}int vocabulary) -> (Tensor, Tensor, Tensor)",
+    f"accept({_TARGET}Tensor? choice, {_REQUESTS}int vocabulary) -> (Tensor, Tensor)",
     accept_reference,
     "triton_ops.accept_kernel:launch",
     _fake_accept,

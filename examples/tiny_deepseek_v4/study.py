@@ -67,7 +67,7 @@ class Variant:
     stage: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str = "HYPERDFLASH"
     of: str | None = None
-    draft_temperature: str = "adaptive"
+    draft_temperature: str = "0.5"
 
 
 VARIANTS = {

@@ -5,8 +5,9 @@
     x_k = argmax_c(log q_k[c] + g(seed, position_k, c))
 
 ``g`` is Gumbel noise, a hash of its arguments (``triton_ops.gumbel``): ``x_k`` is a draw from
-``q_k``. Any ``q`` is exact under verification: the filters and the draft temperature ``t``, which
-``serving.drafting.temperature`` learns, change acceptance only. Greedy rows take the largest ``s``.
+``q_k``. Any ``q`` is exact under verification: the filters and the draft temperature ``t`` change
+acceptance only. Where the target's entropy is low a draw from a flat ``q`` loses: with p a point
+and q = (.6, .4) it is accepted .52 of the time, the argmax .6. Greedy rows take the largest ``s``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.operator import define
 
-# Temperatures of q relative to the client's; 0 drafts the argmax.
-DRAFT_TEMPERATURES = (0.0, 0.5, 0.7, 1.0)
 NO_ADJUSTMENTS = Adjustments()
 
 
@@ -62,21 +61,17 @@ class Proposal:
         tokens: ``[bs, D]`` int64; ids: ``[bs, D, K]`` int64.
         q: ``[bs, D, K]`` fp32, each row's distribution; one-hot where ``t`` is 0 or it is greedy.
         choice: ``[bs, D]`` int64, each draft's index among its candidates.
-        scores: ``[bs, D, K]`` fp32, before temperature.
     """
 
     tokens: torch.Tensor
     ids: torch.Tensor
     q: torch.Tensor
     choice: torch.Tensor
-    scores: torch.Tensor
 
 
-def draft_scale(
-    sampling: Sampling, draft_temperature: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What divides the scores of rows at ``t [N]``; which rows draft the argmax, ``[N]`` bool."""
-    argmax = (draft_temperature <= 0) | sampling.greedy
+def draft_scale(sampling: Sampling, draft_temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What divides the scores of N rows at ``t``; which of them draft the argmax, ``[N]`` bool."""
+    argmax = sampling.greedy | (draft_temperature <= 0)
     return (sampling.temperatures * draft_temperature).masked_fill(argmax, 1.0), argmax
 
 
@@ -141,7 +136,7 @@ def propose(
     positions: torch.Tensor,
     sampling: Sampling,
     draws: Draws,
-    draft_temperatures: torch.Tensor,
+    draft_temperature: float,
     adjustments: Adjustments = NO_ADJUSTMENTS,
 ) -> Proposal:
     """Draft a block; drafts depend on each other through ``head`` and penalties only.
@@ -151,17 +146,17 @@ def propose(
         block_tokens: ``[bs, B]`` int64, the anchor first, the last committed token.
         positions: ``[bs, B]`` int64: of the token before each draft, the last unused.
         sampling, draws: of the bs requests.
-        draft_temperatures: ``[2]`` fp32, ``t`` of requests without a seed and with one.
+        draft_temperature: ``t``.
     """
     s = sampling
     tables = (None, None) if head is None else (head.predecessor, head.successor)
-    tokens, q, choice, scores = propose_op(
+    tokens, q, choice = propose_op(
         *(candidates.ids, candidates.scores, None if head is None else candidates.gates, *tables),
         *(block_tokens, draws.seeds, draws.seeded, positions),
-        *(s.temperatures, s.top_ks, s.top_ps, s.min_ps, draft_temperatures),
+        *(s.temperatures, s.top_ks, s.top_ps, s.min_ps, draft_temperature),
         *(s.filters, s.any_sequential, *adjustments.tensors),
     )
-    return Proposal(tokens, candidates.ids, q, choice, scores)
+    return Proposal(tokens, candidates.ids, q, choice)
 
 
 def propose_reference(
@@ -178,12 +173,12 @@ def propose_reference(
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-    draft_temperatures: torch.Tensor,
+    draft_temperature: float,
     filters: bool,
     sequential: bool,
     *adjusting: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``hyperdflash::propose``: ``(tokens, q, choice, scores)`` of a :class:`Proposal`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``hyperdflash::propose``: ``(tokens, q, choice)`` of a :class:`Proposal`.
 
     Args:
         filters: whether anyone has top-k, top-p or min-p; sequential: ``Sampling.any_sequential``.
@@ -191,19 +186,19 @@ def propose_reference(
     """
     bs, drafts, width = ids.shape
     sampling = Sampling(temperatures, top_ks, top_ps, min_ps, filters, filters, filters, sequential)
-    t, adjustments = draft_temperatures[seeded.long()], Adjustments(*adjusting)
+    adjustments = Adjustments(*adjusting)
     changed = any(tensor is not None for tensor in adjusting)
     own = block_seeds(seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
     noise = gumbel_noise(own, positions[:, :drafts].reshape(-1), ids.view(-1, width))
     noise = noise.view(bs, drafts, width)
     if gates is None and not changed:
         flat, each = scores.reshape(-1, width), sampling.repeated(drafts)
-        q = draft_distribution(flat, each, *draft_scale(each, t.repeat_interleave(drafts)))
+        q = draft_distribution(flat, each, *draft_scale(each, draft_temperature))
         q = q.view(bs, drafts, width)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
-        return ids.gather(-1, choice).squeeze(-1), q, choice.squeeze(-1), scores.clone()
+        return ids.gather(-1, choice).squeeze(-1), q, choice.squeeze(-1)
     steps: list[tuple[torch.Tensor, ...]] = []
-    tokens, scale = ids.new_empty(bs, 0), draft_scale(sampling, t)
+    tokens, scale = ids.new_empty(bs, 0), draft_scale(sampling, draft_temperature)
     for k in range(drafts):
         at, s = ids[:, k], scores[:, k]
         if gates is not None:
@@ -214,22 +209,21 @@ def propose_reference(
         q = draft_distribution(s, sampling, *scale)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, at.gather(-1, choice)], 1)
-        steps.append((q, choice.squeeze(-1), s))
+        steps.append((q, choice.squeeze(-1)))
     return tokens, *(torch.stack(part, 1) for part in zip(*steps, strict=True))
 
 
 _CANDIDATES = "Tensor ids, Tensor scores, Tensor? gates, Tensor? predecessor, Tensor? successor, "
 propose_op = define(
     "propose(" + _CANDIDATES + "Tensor block_tokens, Tensor seeds, Tensor seeded, Tensor positions,"
-    " Tensor temperatures, Tensor top_ks, Tensor top_ps, Tensor min_ps, Tensor draft_temperatures,"
-    " bool filters, bool sequential, " + ADJUSTMENTS + ") -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor temperatures, Tensor top_ks, Tensor top_ps, Tensor min_ps, float draft_temperature,"
+    " bool filters, bool sequential, " + ADJUSTMENTS + ") -> (Tensor, Tensor, Tensor)",
     propose_reference,
     "triton_ops.propose_kernel:launch",
     lambda ids, scores, *rest: (
         ids.new_empty(ids.shape[:2]),
         torch.empty_like(scores),
         ids.new_empty(ids.shape[:2]),
-        torch.empty_like(scores),
     ),
 )
 propose_greedy_op = define(

@@ -40,8 +40,7 @@ class Seeds:
         """``(seed, the client's)``; a retraction changes a drawn seed.
 
         A decode node drops the last round of a request that it retracts, and drafts the same block
-        again. Its draft temperature may by then have been learnt from the dropped round, so the
-        noise of that may not come again.
+        again, maybe of another width or by another drafter: its noise may not come again.
         """
         seed = request.sampling_params.sampling_seed
         if seed is not None:

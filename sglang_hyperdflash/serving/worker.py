@@ -176,8 +176,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
         # 2. Draft width - 1 tokens of every request in one pass: argmaxes (greedy), else drawn from
-        # the drafter's distribution q, kept in block.proposal; seeded with the noise of step 5. How
-        # flat q is made (its draft temperature) is learnt from what step 5 accepts.
+        # the drafter's distribution q, kept in block.proposal; seeded with the noise of step 5.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.drafter.draft(batch, block, context, requests, lane)
@@ -195,8 +194,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # 5. Accept a prefix of every block: drafts that equal the target's argmax (greedy), or the
         # token that the request's seed draws from the target's distribution p (seeded), or by
         # block verification of q against p (all others). Then the bonus token; rank 0 decides.
-        committed, p = self.verifier.accept(output.next_token_logits, argmaxes, block, requests)
-        self.drafter.learn(block, requests, committed, p)
+        committed = self.verifier.accept(output.next_token_logits, argmaxes, block, requests)
         self.verifier.add_logprobs(batch, output, committed, requests)
         new_seq_lens = batch.seq_lens + committed.accept_lens
         if on_publish is not None:
@@ -361,7 +359,6 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.request_state.current, self._last_width = None, self.block
         self.rounds.clear()
         self.draft_kv.forget_padding()
-        self.drafter.draft_temperature.reset()
         self.lanes.activate(self.block)
         if is_cuda():
             # Memory cached by these rounds is their stream's own: serving runs on another.

@@ -34,10 +34,10 @@ VARIABLES = (
     ),
     Variable(
         "HYPERDFLASH_DRAFT_TEMPERATURE",
-        "adaptive",
+        "0.5",
         "a HYPERDFLASH server",
-        "draft temperature of sampled requests, relative to the request's own: `adaptive`, or a "
-        "number from 0 (argmax drafts) to 1; it never changes the output distribution",
+        "draft temperature of sampled requests, relative to the request's own: from 0 (argmax "
+        "drafts) to 1; it never changes the output distribution",
     ),
     Variable(
         "HYPERDFLASH_OPERATORS",

@@ -52,7 +52,6 @@ def write_state(result, self) -> Any:
         "slots": [allocator.available_size(), digest(allocator.free_pages)],
         "window": int((window.slot_of >= 0).sum()) if window else 0,
         "seeds drawn": worker.request_state.seeds.drawn,
-        "draft temperature": digest(worker.drafter.draft_temperature.accepted),
         "widths": [worker.lanes.active.width, worker._last_width],
         "random": digest(torch.get_rng_state()),
         "forced": control.forced,

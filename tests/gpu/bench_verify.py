@@ -18,7 +18,6 @@ import torch
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Draws, Proposal, propose
-from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
     Committed,
     Rows,
@@ -60,7 +59,6 @@ class Case:
             self.sampling = Sampling(ones, *limits, "top_k" in filters, "top_p" in filters)
             self.positions = torch.arange(BLOCK).repeat(requests, 1) + 100
             self.anchors = torch.zeros(requests, 1, dtype=torch.int64)
-        self.draft_temperature = DraftTemperature("cuda")
         self.proposal = self.propose(self.draws(False))
         self.block = torch.cat([self.anchors, self.proposal.tokens], 1)
 
@@ -69,7 +67,7 @@ class Case:
 
     def propose(self, draws: Draws) -> Proposal:
         drafting = self.anchors, self.positions, self.sampling, draws
-        return propose(self.candidates, self.head, *drafting, self.draft_temperature.current)
+        return propose(self.candidates, self.head, *drafting, 0.5)
 
     def rows(self, draws: Draws) -> Rows:
         kept = None
@@ -78,20 +76,14 @@ class Case:
             kept = weights_of(by_block, self.sampling, self.renorm).flatten(0, 1)
         return read_rows(self.logits, kept, self.sampling, draws, self.positions, all_draw=False)
 
-    def committed(self, rows: Rows, draws: Draws) -> tuple[Committed, torch.Tensor]:
+    def committed(self, rows: Rows, draws: Draws) -> Committed:
         given = self.block, self.positions, self.proposal, self.sampling, draws
-        packed, p = verify_block(rows, *given, VOCABULARY)
-        return unpack(packed, self.requests, BLOCK), p
-
-    def learn(self, committed: Committed, p: torch.Tensor, draws: Draws) -> None:
-        self.draft_temperature._rounds = 0  # every call learns
-        given = self.positions, self.sampling, draws, VOCABULARY
-        self.draft_temperature.learn(self.proposal, p, committed, *given)
+        return unpack(verify_block(rows, *given, VOCABULARY), self.requests, BLOCK)
 
     def ours(self, seeded: bool) -> None:
         """A whole verification as a server runs it."""
         draws = self.draws(seeded)
-        self.learn(*self.committed(self.rows(draws), draws), draws)
+        self.committed(self.rows(draws), draws)
 
     def selector(self) -> Callable:
         """SGLang's selector on the same candidates, its projection already applied."""
@@ -141,7 +133,6 @@ class Case:
             "rows seeded": partial(self.rows, self.draws(True)),
             "softmax": partial(torch.softmax, self.logits, dim=-1),
             "accept and finish": partial(self.committed, rows, draws),
-            "learn": partial(self.learn, *self.committed(rows, draws), draws),
             "seeded": partial(self.ours, True),
             "unseeded": partial(self.ours, False),
             "sglang": partial(self.sglang, False),

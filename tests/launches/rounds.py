@@ -1,7 +1,7 @@
 """The rounds that are counted, and their budgets.
 
 A round is what runs outside CUDA graphs between the drafter's pass and the commit: drafting, the
-final logits, verification, learning, the new lengths. What comes before and after has rows of its
+final logits, verification, the new lengths. What comes before and after has rows of its
 own. A budget is a count, its bytes rounded up to three digits.
 """
 

@@ -41,7 +41,7 @@ VOCABULARY, WIDTH, PATHS, CANDIDATES, RANK, BLOCK = 129_280, 4096, 4, 64, 256, 7
 WINDOW, CONTEXT, SLOTS, TOKENS = 1024, 65_536, 512, 1 << 20
 DEVICE, BF16, I64, I32 = "cuda", torch.bfloat16, torch.int64, torch.int32
 # Phases of a round, besides those before and after it.
-ROUND = ("drafting", "logits", "verification", "learning", "commit")
+ROUND = ("drafting", "logits", "verification", "commit")
 # Streams and events of a device: what is done in them is counted.
 STREAMS = SimpleNamespace(
     Stream=mock.MagicMock,
@@ -287,7 +287,6 @@ class FakeServer:
                 (worker.drafter, "_forward", "draft input"),
                 (worker.verifier, "finish_logits", "logits"),
                 (worker.verifier, "accept", "verification"),
-                (worker.drafter, "learn", "learning"),
                 (worker.draft_kv, "write", "draft K/V"),
                 (state, "count", "counting"),
             ]

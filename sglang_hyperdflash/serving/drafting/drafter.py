@@ -1,8 +1,7 @@
 """Drafting: one pass of the drafter over every request's block, then its tokens.
 
 Greedy requests take the likeliest token of each row; where anyone samples, drafts are drawn from a
-distribution q, which verification needs (``draft/propose.py``), at the learnt or given draft
-temperature (``temperature.py``).
+distribution q, which verification needs (``draft/propose.py``).
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ from sglang_hyperdflash.serving.drafting.candidates import (
     candidates_of,
     check_head,
 )
-from sglang_hyperdflash.serving.drafting.temperature import (
-    DraftTemperature,
-    read_draft_temperature,
-)
-from sglang_hyperdflash.serving.verification.exact import Committed
+from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
 from sglang_hyperdflash.serving.width.lanes import Lane
 
 
@@ -57,7 +52,7 @@ class Drafter:
         self.head = worker.draft_model.dependency  # or None
         self.candidates = worker.draft_model.hyperdflash_config.candidates
         check_head(self.lm_head, self.candidates)
-        self.draft_temperature = DraftTemperature(worker.device, fixed=read_draft_temperature())
+        self.draft_temperature = read_draft_temperature()
 
     def buffers(self, width: int, most: int) -> CandidateBuffers:
         """Buffers for the draft graphs of one width, of ``most`` requests."""
@@ -84,24 +79,10 @@ class Drafter:
         else:
             drafts = propose_greedy(found, block.anchors, self.head)
         if not requests.argmax_only or self.head is not None:
-            # Each rank sums for itself what a dependency head reads of a row, and the temperature:
-            # rank 0's drafts go to all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
+            # Each rank sums for itself what a dependency head reads of a row: rank 0's drafts go to
+            # all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
             self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
         return block.drafted(drafts, proposal)
-
-    def learn(
-        self, block: Block, requests: BatchRequests, committed: Committed, p: torch.Tensor
-    ) -> None:
-        """Learn the draft temperature from how sampled drafts fared.
-
-        Args:
-            p: ``[bs, D, K]``, the target's probabilities of their candidates.
-        """
-        if block.proposal is not None and not requests.all_greedy:
-            at, vocabulary = block.positions, self.worker.verifier.vocabulary
-            self.draft_temperature.learn(
-                block.proposal, p, committed, at, requests.sampling, requests.draws, vocabulary
-            )
 
     def _forward(self, batch: Any, block: Block, context: DraftContext, lane: Lane) -> Any:
         """The draft pass; seam: the ``ForwardBatch`` of ``DFlashWorkerV2``'s draft step."""
@@ -150,6 +131,6 @@ class Drafter:
             block.positions,
             requests.sampling,
             requests.draws,
-            self.draft_temperature.current,
+            self.draft_temperature,
             requests.changes() or NO_ADJUSTMENTS,
         )

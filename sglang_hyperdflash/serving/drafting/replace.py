@@ -69,7 +69,6 @@ def replacing(worker: Any) -> Iterator[None]:
     with torch.no_grad(), device.stream(rounds):
         yield
         rebuild(worker)
-        worker.drafter.draft_temperature.reset()
     current.wait_stream(rounds)
     for launched in worker.rounds:
         launched.learns = False

@@ -167,7 +167,7 @@ def verify_block(
     sampling: Sampling,
     draws: Draws,
     vocabulary: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Accept a prefix of every block and add the bonus token.
 
     Args:
@@ -176,18 +176,16 @@ def verify_block(
         sampling, draws: of the bs requests.
 
     Returns:
-        What ranks share, of :func:`unpack`; and ``p [bs, D, K]`` fp32, the target's probabilities
-        of the drafter's candidates.
+        What ranks share, of :func:`unpack`.
     """
     target = rows.logits, rows.kept, rows.tokens, rows.largest, rows.total, block_tokens
     requests = sampling.temperatures, sampling.top_ks, draws.seeded, draws.seeds, positions
     ids, q, choice = (None,) * 3
     if proposal is not None:
         ids, q, choice = proposal.ids, proposal.q, proposal.choice
-    correct_drafts, weight, p = accept(*target, ids, q, choice, *requests, vocabulary)
+    correct_drafts, weight = accept(*target, ids, q, choice, *requests, vocabulary)
     drawn = proposal is not None and draws.any_unseeded
-    packed = finish(*target, ids, q, correct_drafts, weight, *requests, drawn, vocabulary)
-    return packed, p
+    return finish(*target, ids, q, correct_drafts, weight, *requests, drawn, vocabulary)
 
 
 def unpack(packed: torch.Tensor, bs: int, block: int) -> Committed:

@@ -14,11 +14,9 @@ import torch
 from sglang_hyperdflash.draft.adjust import NEUTRAL, Adjustments, adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Draws, propose, propose_greedy
-from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import (
     Rows,
     read_rows,
-    unpack,
     verify_block,
     weights_of,
 )
@@ -44,7 +42,7 @@ def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tenso
     ones, seeds = torch.ones(bs, device=device), torch.arange(bs, device=device)
     limits = torch.full((bs,), candidates, dtype=torch.int32, device=device)
     sampling = Sampling(ones, limits, 0.95 * ones, 0.01 * ones, True, True, True, True)
-    draws, learner = Draws(seeds, seeds % 2 == 0), DraftTemperature(device)
+    draws = Draws(seeds, seeds % 2 == 0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
@@ -52,13 +50,10 @@ def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tenso
     ids = torch.arange(candidates, device=device).repeat(bs, block - 1, 1)
     found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
     at = torch.zeros(bs, block, dtype=torch.int64, device=device)
-    proposal = propose(found, None, at, at, sampling, draws, learner.current)
+    proposal = propose(found, None, at, at, sampling, draws, 0.5)
     kept = weights_of(logits.view(bs, block, -1), sampling, renorm).flatten(0, 1)
     rows = read_rows(logits, kept, sampling, draws, at, all_draw=False)
-    packed, p = verify_block(rows, at, at, proposal, sampling, draws, logits.shape[-1])
-    del kept, rows
-    # Of its own: nothing that is learnt here may reach a request.
-    learner.learn(proposal, p, unpack(packed, bs, block), at, sampling, draws, logits.shape[-1])
+    verify_block(rows, at, at, proposal, sampling, draws, logits.shape[-1])
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before
 
@@ -167,15 +162,14 @@ def rehearse(
         head: the dependency head, or None; candidates: K of each draft; widths: of rounds.
         kind: of numbers.
     """
-    learner = DraftTemperature(device)
     for width in widths:
         begun, generator = time.monotonic(), torch.Generator().manual_seed(width)
         numbers = Numbers(kind, vocabulary, candidates, width, device, generator, requests)
-        _rehearse_width(numbers, head, learner)
+        _rehearse_width(numbers, head)
         logger.info("HYPERDFLASH: kernels of width %d: %.0f s", width, time.monotonic() - begun)
 
 
-def _rehearse_width(numbers: Numbers, head: Any, learner: DraftTemperature) -> None:
+def _rehearse_width(numbers: Numbers, head: Any) -> None:
     """Rounds of one width: with and without filters and seeds, with all that changes logits."""
     width, cycle = numbers.width, numbers.cycle
     requests, vocabulary = numbers.requests, numbers.vocabulary
@@ -203,18 +197,14 @@ def _rehearse_width(numbers: Numbers, head: Any, learner: DraftTemperature) -> N
         rows = read_rows(logits, kept, *asked, positions, all_draw=drafted is None)
         if drafted is not None:
             for change in changes:
-                given = drafted, head, block, positions, *asked, learner.current, change
+                given = drafted, head, block, positions, *asked, 0.5, change
                 proposal = propose(*given)
             target = rows.tokens.view(requests, width)[:, :-1]
             follows = follow & (seeded | (top_ks == 1).unsqueeze(1))
             drafts = torch.where(follows, target, proposal.tokens)
             tokens = torch.cat([block[:, :1], drafts], 1)
-        packed, p = verify_block(rows, tokens, positions, proposal, *asked, vocabulary)
+        verify_block(rows, tokens, positions, proposal, *asked, vocabulary)
         verify_block(Rows(rows.tokens), tokens, positions, None, *asked, vocabulary)
-        if proposal is not None:
-            learner.reset()  # every first round is learnt from
-            committed = unpack(packed, requests, width)
-            learner.learn(proposal, p, committed, positions, *asked, vocabulary)
         # Batches without drafts, of greedy requests with penalties among others.
         read_rows(logits, None, *asked, positions, all_draw=True)
     for change in changes[1:]:

@@ -139,15 +139,11 @@ class Verifier:
         argmaxes: torch.Tensor | None,
         block: Block,
         requests: BatchRequests,
-    ) -> tuple[Committed, torch.Tensor]:
+    ) -> Committed:
         """Accept a prefix of every block and add the bonus token; rank 0 decides for all.
 
         Args:
             logits: final, ``[bs * width, V]``; None where the greedy ``argmaxes`` are known.
-
-        Returns:
-            What is committed; ``p [bs, D, K]`` fp32, the target's probabilities of the drafter's
-            candidates, to learn the draft temperature from.
         """
         sampling, draws, proposal = requests.sampling, requests.draws, block.proposal
         if logits is None:
@@ -159,13 +155,13 @@ class Verifier:
                 kept = weights_of(by_block, sampling, self.renorm).flatten(0, 1)
             alone = proposal is None
             rows = read_rows(logits, kept, sampling, draws, block.positions, all_draw=alone)
-        packed, p = verify_block(
+        packed = verify_block(
             rows, block.tokens, block.positions, proposal, sampling, draws, self.vocabulary
         )
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if requests.all_greedy:
             site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
-        return unpack(self.worker._tp_sync.sync(site, packed), *block.tokens.shape), p
+        return unpack(self.worker._tp_sync.sync(site, packed), *block.tokens.shape)
 
     def draw_prefill(
         self,

@@ -9,7 +9,6 @@ from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import NO_ADJUSTMENTS, Candidates, Draws, propose
 from sglang_hyperdflash.serving.batch import Block
-from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification.exact import Committed, weights_of
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from tests.unit.statistics_help import chi_square_p_value
@@ -50,15 +49,13 @@ class Markov:
         """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
         Args:
-            sampling: of one request, or of each. t: the draft temperature, or what learns it.
+            sampling: of one request, or of each. t: the draft temperature.
             widths: of the rounds in turn, again and again. penalties: what counts the tokens of N
                 requests with penalties, and these.
         """
         count = len(seeds)
         sampling = sampling.repeated(count // len(sampling.top_ks))
         draws = Draws(seeds, torch.full((count,), seeded), not seeded)
-        learner = t if isinstance(t, DraftTemperature) else None
-        t = learner.current if learner else torch.full((2,), float(t))
         out = torch.full((count, tokens + DRAFTS + 1), -1)
         out[:, 0] = START
         length = torch.ones(count, dtype=torch.long)  # with the context's token
@@ -78,9 +75,7 @@ class Markov:
             logits = self.table[block]
             if changes is not None:
                 adjust_rows(logits, block, positions, *changes.tensors)
-            committed, p = verified(logits, block, positions, proposal, sampling, draws)
-            if learner and proposal:
-                learner.learn(proposal, p, committed, positions, sampling, draws, VOCAB)
+            committed = verified(logits, block, positions, proposal, sampling, draws)
             # Requests that are done stay as they are.
             emitted = committed.accept_lens.long().masked_fill(length > tokens, 0)
             for k in range(width):
@@ -98,7 +93,7 @@ class Markov:
         count, draws = len(seeded), Draws(torch.arange(len(seeded)) * 7919 + 13, seeded)
         anchor, positions = torch.zeros(count, 1).long(), torch.arange(DRAFTS + 1).repeat(count, 1)
         sampling, candidates = one().repeated(count), self.candidates(anchor.squeeze(1))
-        proposal = propose(candidates, self.head, anchor, positions, sampling, draws, torch.ones(2))
+        proposal = propose(candidates, self.head, anchor, positions, sampling, draws, 1.0)
         block = torch.cat([anchor, proposal.tokens], 1)
         return self.table[block], block, positions, proposal, sampling, draws
 
@@ -150,7 +145,7 @@ def verifier_of(vocabulary: int) -> Verifier:
     return made
 
 
-def verified(logits, block, positions, proposal, sampling, draws) -> tuple[Committed, torch.Tensor]:
+def verified(logits, block, positions, proposal, sampling, draws) -> Committed:
     """What :meth:`Verifier.accept` makes of final ``logits [N, width, V]``."""
     given = {"sampling": sampling, "draws": draws, "all_greedy": bool(sampling.greedy.all())}
     block = Block(block, positions, None, None, proposal)

@@ -15,7 +15,6 @@ from sglang_hyperdflash.serving.drafting import candidates as candidates_module
 from sglang_hyperdflash.serving.drafting import drafter as drafter_module
 from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers, candidates_of
 from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.drafting.temperature import DraftTemperature
 from sglang_hyperdflash.serving.verification import verifier as verifier_module
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -86,7 +85,7 @@ def drafted(head, rows, hidden=None, captured=None, ranks: Ranks | None = None) 
     drafter = object.__new__(Drafter)
     drafter.worker = SimpleNamespace(_tp_sync=ranks or Ranks(), draft_parallel_layout=None)
     drafter.head, drafter.candidates, drafter.lm_head = head, K, None
-    drafter.draft_temperature = DraftTemperature("cpu")
+    drafter.draft_temperature = 1.0
     output = SimpleNamespace(hidden_states=hidden)
     out = SimpleNamespace(can_run_graph=captured is not None, logits_output=output)
     with (

@@ -126,7 +126,7 @@ def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification()
     *given, _ = Markov(4).blocks(seeded & False)
     every = Draws(seeds, seeded), Draws(seeds, seeded | True, False), Draws(seeds, seeded & False)
     mixed, coupled, rejecting = (
-        torch.tensor(committed_of(verified(*given, draws)[0])) for draws in every
+        torch.tensor(committed_of(verified(*given, draws))) for draws in every
     )
     assert torch.equal(mixed, torch.where(seeded, coupled, rejecting))
     assert not torch.equal(coupled, rejecting)
@@ -160,7 +160,7 @@ def test_a_block_is_verified_by_the_book():
         return left.argmax(-1)
 
     with mock.patch.object(verification, "gumbel_argmax", draw):
-        committed, _ = verified(*given)
+        committed = verified(*given)
     q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
     p = logits.double().softmax(-1)
     own = block_seeds(draws.seeds, draws.seeded, positions[:, 0]).unsqueeze(1)
@@ -190,13 +190,13 @@ def test_a_block_ends_at_its_first_broken_row(kind):
         candidates = Candidates(ids, torch.tensor([50.0, -50.0]).expand(ids.shape).contiguous())
         drafting = block[:, :1], positions, sampling, draws, torch.ones(2)
         proposal = propose(candidates, None, *drafting)
-    committed, _ = verified(logits, block, positions, proposal, sampling, draws)
+    committed = verified(logits, block, positions, proposal, sampling, draws)
     assert committed_of(committed) == ([3, 0, 2, 3, 1, 3], [0, VOCAB, VOCAB, VOCAB, 4, 0])
     assert committed.next_anchors.tolist() == [0, 0, 0, 0, 4, 0], "the next round may already run"
     # Each row as a block without drafts.
     rows = (each.reshape(-1, 1, *each.shape[2:]) for each in (logits, block, positions))
     draws = Draws(*(each.repeat_interleave(width) for each in (draws.seeds, draws.seeded)))
-    committed, _ = verified(*rows, None, sampling.repeated(width), draws)
+    committed = verified(*rows, None, sampling.repeated(width), draws)
     assert (committed.tokens == VOCAB).nonzero()[:, 0].tolist() == [4, 10, 15, 18]
 
 

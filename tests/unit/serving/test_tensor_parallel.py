@@ -65,7 +65,7 @@ def test_ranks_split_or_replicate_the_draft_s_heads_or_are_refused(layout, chang
 OTHER_SETTINGS = {
     "HYPERDFLASH_WIDTH": "full",
     "HYPERDFLASH_WIDTHS": "1,7",
-    "HYPERDFLASH_DRAFT_TEMPERATURE": "0.5",
+    "HYPERDFLASH_DRAFT_TEMPERATURE": "0.7",
     "HYPERDFLASH_DRAFT_POOL_RATIO": "0.2",
     "HYPERDFLASH_OPERATORS": "torch",
 }

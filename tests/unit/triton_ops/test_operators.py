@@ -7,10 +7,8 @@ import torch
 
 from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.draft.propose import propose_greedy_op, propose_op
-from sglang_hyperdflash.serving.drafting.temperature import learn_op
 from tests.unit.triton_ops import (
     test_adjust_kernel,
-    test_learn_kernel,
     test_propose_kernel,
     test_rows_kernel,
     test_verify_kernels,
@@ -40,9 +38,6 @@ def cases():
         yield accept.default, given
         yield finish.default, test_verify_kernels.of_finish(given, correct, correct.double())
     yield accept.default, given | test_verify_kernels.BARE
-    state = torch.rand(4), torch.rand(2, 4).double(), torch.rand(2)
-    round_ = test_learn_kernel.a_round(3, 2, 4).values()
-    yield learn_op.default, [*round_, True, True, *(t.to(DEVICE) for t in state), 400, 50.0]
 
 
 CASES = list(cases())

@@ -53,7 +53,7 @@ def arguments(
         "top_ks": cycle(NO_TOP_K, *((1, 3, candidates) if "top_k" in filters else ())).int(),
         "top_ps": cycle(0.9, 1.0, 0.3, 0.7, 0.99) if "top_p" in filters else torch.ones(bs),
         "min_ps": cycle(0.0, 0.03, 0.2) if "min_p" in filters else torch.zeros(bs),
-        "draft_temperatures": torch.tensor([1.0, 0.7]),
+        "draft_temperature": 0.7,
         "filters": bool(filters),
         "sequential": "sequential" in filters,
     }
@@ -124,9 +124,9 @@ def test_every_filter_with_every_other(exact, filters):
     known = arguments(24, 1, 20, filters=filters, exact=exact) | limits
     if exact:
         known["scores"][12:] = 1.5
-    _, q, choice, scores = check(known)
+    _, q, choice = check(known)
     greedies = known["top_ks"] == 1
-    assert torch.equal(choice[greedies], scores[greedies].argmax(-1))
+    assert torch.equal(choice[greedies], known["scores"][greedies].argmax(-1))
     assert (q[greedies].amax(-1) == 1).all()
     assert filters or (q[2:].amax(-1) < 1).all()
 
@@ -140,22 +140,22 @@ def test_many_candidates_are_sorted():
 
 
 @pytest.mark.parametrize(
-    ("draft_temperatures", "filters", "rank"),
-    [((0.0, 0.0), "", None), ((0.5, 0.0), "top_p min_p", None), ((0.0, 1.0), "", 3)],
+    ("draft_temperature", "filters", "rank"),
+    [(0.0, "", None), (0.5, "top_p min_p", None), (0.0, "top_p min_p", 3), (1.0, "", 3)],
 )
-def test_temperatures_of_every_size(draft_temperatures, filters, rank):
+def test_temperatures_of_every_size(draft_temperature, filters, rank):
     known = arguments(12, 1, 16, rank, filters=filters, exact=rank is not None)
     known["temperatures"] = torch.tensor([1e-5, 1e-3, 0.1, 0.5, 1.0, 10.0]).repeat(2)
     known["seeded"] = torch.arange(12) >= 6
-    known["draft_temperatures"] = torch.tensor(draft_temperatures)
+    known["draft_temperature"] = draft_temperature
     q = check(known)[1]
-    certain = known["draft_temperatures"][known["seeded"].long()] == 0
-    assert (q[certain].amax(-1) == 1).all()
+    assert (q[4:6].amax(-1) == 1).all() == (draft_temperature == 0)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", ["", "top_p min_p"])
-def test_rows_that_are_no_distribution_draft_what_argmax_takes(filters):
+def test_rows_that_are_no_distribution_draft_what_argmax_takes(filters, draft_temperature):
     rows = [
         [0.0, NAN, 2.0, NAN],
         [NAN, INFINITE, 2.0, 1.0],
@@ -172,7 +172,7 @@ def test_rows_that_are_no_distribution_draft_what_argmax_takes(filters):
     known["scores"] = torch.tensor(rows * 2).unsqueeze(1)
     known["temperatures"][[7, 16]] = 0.1  # divided by it the scores overflow
     known["seeded"] = torch.arange(18) < 9
-    known["draft_temperatures"] = torch.tensor([0.0, 1.0])
+    known["draft_temperature"] = draft_temperature
     check(known)
     first = [1, 0, 1, 0, 2, 0, None, None, None] * 2
     choice = check(known | NO_HEAD)[2][:, 0]

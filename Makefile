@@ -69,7 +69,7 @@ gpu-visit: setup
 	$(BIN)/python -m tests.gpu.visit
 
 bench: setup
-	$(BIN)/python -m triton_ops.bench --out eval/results/kernels
+	$(BIN)/python -m tests.gpu.bench --out eval/results/kernels
 	$(BIN)/python -m tests.gpu.bench_verify --out eval/results/kernels
 
 # Launches, bytes and memory of every kind of round, counted without a GPU; seconds.

@@ -19,7 +19,6 @@ import torch
 
 OPERATORS_VARIABLE = "HYPERDFLASH_OPERATORS"
 ALL, NONE = "torch", "triton"
-_LIBRARY = torch.library.Library("hyperdflash", "FRAGMENT")
 
 
 def reference_operators_from_environment() -> set[str]:
@@ -85,22 +84,6 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager:
 
 
 def register(name: str, reference: Callable, kernel: str) -> Operator:
-    """An operator that is called as it is; :func:`define` makes one that torch knows, too."""
+    """Make an operator; ``kernel`` is ``module:function``, which launches."""
     OPERATORS[name] = Operator(name, reference, kernel)
     return OPERATORS[name]
-
-
-def define(schema: str, reference: Callable, kernel: str, fake: Callable) -> Callable[..., Any]:
-    """``torch.ops.hyperdflash.NAME``, of the schema ``NAME(arguments) -> results``.
-
-    Args:
-        kernel: ``module:function`` that launches, with the schema's arguments in their order.
-        fake: makes empty results from the same arguments, for tracing.
-    """
-    name = schema.partition("(")[0]
-    operator = register(name, reference, kernel)
-    _LIBRARY.define(schema)
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, operator, device)
-    torch.library.register_fake(f"hyperdflash::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.hyperdflash, name)

@@ -43,7 +43,7 @@ from triton_ops.gumbel import (
     gumbel_argmax,
     gumbel_noise,
 )
-from triton_ops.operator import define
+from triton_ops.operator import register
 
 
 def row_statistics_reference(
@@ -90,18 +90,8 @@ def row_statistics_reference(
     )
 
 
-def _fake(logits, *rest):
-    tokens = logits.new_empty(len(logits), dtype=torch.int64)
-    largest = logits.new_empty(len(logits), dtype=torch.float32)
-    return tokens, largest, torch.empty_like(largest)
-
-
-row_statistics = define(
-    "row_statistics(Tensor logits, Tensor temperatures, Tensor top_ks, Tensor seeded, Tensor seeds,"
-    " Tensor positions, Tensor? kept, bool all_draw) -> (Tensor, Tensor, Tensor)",
-    row_statistics_reference,
-    "triton_ops.rows_kernel:launch",
-    _fake,
+row_statistics = register(
+    "row_statistics", row_statistics_reference, "triton_ops.rows_kernel:launch"
 )
 
 
@@ -135,7 +125,7 @@ def accept_reference(
     positions: torch.Tensor,
     vocabulary: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``hyperdflash::accept``: how many drafts of each block are accepted.
+    """How many drafts of each block are accepted.
 
     Returns:
         ``correct_drafts [bs]`` int32; ``weight [bs]`` fp64, ``w`` of the accepted prefix, 1 of a
@@ -236,7 +226,7 @@ def finish_reference(
     draws: bool,
     vocabulary: int,
 ) -> torch.Tensor:
-    """``hyperdflash::finish``: the bonus token, and what is committed, packed (:func:`unpacked`).
+    """The bonus token, and what is committed, packed (:func:`unpacked`).
 
     Args:
         draws: whether anyone's bonus token is drawn from what is left of ``p``.
@@ -289,29 +279,5 @@ def residual_draw(
     return gumbel_argmax(left, seeds ^ RESIDUAL_STREAM, positions)
 
 
-_TARGET = (
-    "Tensor? logits, Tensor? kept, Tensor row_tokens, Tensor? largest, Tensor? total,"
-    " Tensor block_tokens, Tensor? ids, Tensor? q, "
-)
-_REQUESTS = "Tensor temperatures, Tensor top_ks, Tensor seeded, Tensor seeds, Tensor positions, "
-
-
-def _fake_accept(*given):
-    block_tokens, bs = given[5], len(given[5])
-    correct = block_tokens.new_empty(bs, dtype=torch.int32)
-    return correct, correct.new_empty(bs, dtype=torch.float64)
-
-
-accept = define(
-    f"accept({_TARGET}Tensor? choice, {_REQUESTS}int vocabulary) -> (Tensor, Tensor)",
-    accept_reference,
-    "triton_ops.accept_kernel:launch",
-    _fake_accept,
-)
-finish = define(
-    f"finish({_TARGET}Tensor correct_drafts, Tensor weight, {_REQUESTS}bool draws, int vocabulary)"
-    " -> Tensor",
-    finish_reference,
-    "triton_ops.finish_kernel:launch",
-    lambda *given: given[5].new_empty(packed_size(*given[5].shape)),
-)
+accept = register("accept", accept_reference, "triton_ops.accept_kernel:launch")
+finish = register("finish", finish_reference, "triton_ops.finish_kernel:launch")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ops.operator import define
+from triton_ops.operator import register
 
 # For a drafter's candidates: impossible, yet a row of nothing else stays a distribution.
 UNLIKELY = -1e30
@@ -103,7 +103,7 @@ def adjust_rows_reference(
     earliest: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    """Adjust the rows of blocks in place: ``hyperdflash::adjust_rows``.
+    """Adjust the rows of blocks in place: operator ``adjust_rows``.
 
     Rows of requests that change nothing are not touched.
 
@@ -141,15 +141,4 @@ def _penalised_block(
     return out.scatter(2, at, exact.to(out.dtype))
 
 
-ADJUSTMENTS = (
-    "Tensor? counts, Tensor? slots, Tensor? penalties, Tensor? end_ids, Tensor? earliest,"
-    " Tensor? bias"
-)
-adjust_rows = define(
-    "adjust_rows(Tensor(a!) logits, Tensor block_tokens, Tensor positions, "
-    + ADJUSTMENTS
-    + ") -> ()",
-    adjust_rows_reference,
-    "triton_ops.adjust_kernel:launch",
-    lambda *arguments: None,
-)
+adjust_rows = register("adjust_rows", adjust_rows_reference, "triton_ops.adjust_kernel:launch")

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hyperdflash.draft.adjust import ADJUSTMENTS, Adjustments, adjust_candidates
+from sglang_hyperdflash.draft.adjust import Adjustments, adjust_candidates
 from sglang_hyperdflash.draft.dependency import DependencyHead, dependency_scores
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
 from triton_ops.gumbel import block_seeds, gumbel_noise
-from triton_ops.operator import define
+from triton_ops.operator import register
 
 NO_ADJUSTMENTS = Adjustments()
 
@@ -116,7 +116,7 @@ def propose_greedy_reference(
     successor: torch.Tensor | None,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """``hyperdflash::propose_greedy``: :func:`propose_greedy` of the tensors of its arguments."""
+    """Operator ``propose_greedy``: :func:`propose_greedy` of the tensors of its arguments."""
     if gates is None:  # as argmax over the vocabulary: the lowest id among equals
         lower = scores < scores.amax(-1, keepdim=True)
         return ids.masked_fill(lower, 1 << 62).amin(-1)
@@ -178,7 +178,7 @@ def propose_reference(
     sequential: bool,
     *adjusting: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``hyperdflash::propose``: ``(tokens, q, choice)`` of a :class:`Proposal`.
+    """Operator ``propose``: ``(tokens, q, choice)`` of a :class:`Proposal`.
 
     Args:
         filters: whether anyone has top-k, top-p or min-p; sequential: ``Sampling.any_sequential``.
@@ -213,22 +213,7 @@ def propose_reference(
     return tokens, *(torch.stack(part, 1) for part in zip(*steps, strict=True))
 
 
-_CANDIDATES = "Tensor ids, Tensor scores, Tensor? gates, Tensor? predecessor, Tensor? successor, "
-propose_op = define(
-    "propose(" + _CANDIDATES + "Tensor block_tokens, Tensor seeds, Tensor seeded, Tensor positions,"
-    " Tensor temperatures, Tensor top_ks, Tensor top_ps, Tensor min_ps, float draft_temperature,"
-    " bool filters, bool sequential, " + ADJUSTMENTS + ") -> (Tensor, Tensor, Tensor)",
-    propose_reference,
-    "triton_ops.propose_kernel:launch",
-    lambda ids, scores, *rest: (
-        ids.new_empty(ids.shape[:2]),
-        torch.empty_like(scores),
-        ids.new_empty(ids.shape[:2]),
-    ),
-)
-propose_greedy_op = define(
-    "propose_greedy(" + _CANDIDATES + "Tensor anchors) -> Tensor",
-    propose_greedy_reference,
-    "triton_ops.propose_kernel:launch_greedy",
-    lambda ids, *rest: ids.new_empty(ids.shape[:2]),
+propose_op = register("propose", propose_reference, "triton_ops.propose_kernel:launch")
+propose_greedy_op = register(
+    "propose_greedy", propose_greedy_reference, "triton_ops.propose_kernel:launch_greedy"
 )

@@ -24,7 +24,7 @@ def kernel_tests(v: Notes) -> None:
 
 def bench(v: Notes) -> None:
     """``make bench``: the reducer and the operators of a sampled round against their rivals."""
-    run(v, "bench", "-m", "triton_ops.bench", "--out", str(v.out))
+    run(v, "bench", "-m", "tests.gpu.bench", "--out", str(v.out))
     if importlib.util.find_spec("sglang") is None:
         v.measured["a sampled round"] = "not here: SGLang is not installed"
         return

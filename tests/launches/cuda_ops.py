@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from triton_ops.traffic import size
+from tests.launches.traffic import size
 
 # No kernel: memory is reserved, or a tensor looks at another's.
 FREE = {

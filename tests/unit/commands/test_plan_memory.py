@@ -57,7 +57,7 @@ def test_verification_s_peak_is_what_is_counted(monkeypatch, filters):
     seeds, at = torch.arange(BATCH), torch.arange(BLOCK).repeat(BATCH, 1)
     draws = Draws(seeds, seeds % 2 == 0)
     found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
-    proposal = propose(found, None, at, at, each, draws, torch.ones(2))
+    proposal = propose(found, None, at, at, each, draws, 1.0)
 
     def verify() -> None:
         by_block, kept = logits.view(BATCH, BLOCK, -1), None

@@ -71,7 +71,7 @@ def test_greedy_and_sampled_requests_of_a_batch_draft_as_they_would_alone():
         sampling = Sampling(ones[rows], top_ks[rows], ones[rows], 0 * ones[rows], need_top_k=True)
         draws = Draws((torch.arange(6) + 100)[rows], (torch.arange(6) % 2 == 1)[rows])
         block = anchor[rows].unsqueeze(1)
-        return propose(given, head, block, positions[rows], sampling, draws, ones[:2])
+        return propose(given, head, block, positions[rows], sampling, draws, 1.0)
 
     mixed, greedy = drafted(slice(None)), top_ks == 1
     assert torch.equal(mixed.tokens[greedy], propose_greedy(some, anchor, head)[greedy])

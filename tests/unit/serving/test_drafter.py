@@ -116,7 +116,7 @@ def test_eager_rounds_draft_through_the_head_as_graphs_do(head, greedy):
         expected = propose_greedy(candidates, ANCHORS, head)
         assert found.proposal is None
     else:
-        requests = rows.sampling, rows.draws, torch.ones(2)
+        requests = rows.sampling, rows.draws, 1.0
         expected = propose(candidates, head, TOKENS, BLOCKS.positions, *requests).tokens
         assert torch.equal(found.proposal.tokens, expected)
     assert torch.equal(found.tokens[:, 1:], expected) and torch.equal(found.anchors, ANCHORS)

@@ -188,7 +188,7 @@ def test_a_block_ends_at_its_first_broken_row(kind):
     if kind != "greedy":
         ids = torch.tensor([0, 5]).expand(requests, DRAFTS, 2).contiguous()
         candidates = Candidates(ids, torch.tensor([50.0, -50.0]).expand(ids.shape).contiguous())
-        drafting = block[:, :1], positions, sampling, draws, torch.ones(2)
+        drafting = block[:, :1], positions, sampling, draws, 1.0
         proposal = propose(candidates, None, *drafting)
     committed = verified(logits, block, positions, proposal, sampling, draws)
     assert committed_of(committed) == ([3, 0, 2, 3, 1, 3], [0, VOCAB, VOCAB, VOCAB, 4, 0])

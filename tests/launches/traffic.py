@@ -3,7 +3,7 @@
 A tensor argument counts once, whole, however often it is read: later reads hit the L2 cache. What a
 kernel gathers from a larger tensor, and what it both reads and writes, is in :data:`RULES`. Sizes
 that depend on values are the largest possible: every request draws, and every request has penalties
-where one has. ``make bench`` divides by a time, ``make launches`` by a bandwidth.
+where one has. ``make launches`` divides by a bandwidth.
 """
 
 from __future__ import annotations

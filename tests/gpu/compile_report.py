@@ -1,6 +1,6 @@
 """What the kernels cost on a GPU, compiled ahead of time for any: no GPU is needed.
 
-``python -m triton_ops.compile_report`` prints registers, stack (spills are there), shared memory,
+``python -m tests.gpu.compile_report`` prints registers, stack (spills are there), shared memory,
 programs that fit a multiprocessor and an instruction mix of every kernel at DeepSeek-V4's sizes;
 ``--json`` prints one JSON list instead. Kernels are compiled as their real launches bind them, by
 the compiler and the assembler that Triton ships.

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_hyperdflash.tools.provenance import provenance
-from triton_ops.bench_report import plot, table
+from tests.gpu.bench_report import plot, table
 from triton_ops.graph_timing import Call, capture, interleaved, replay_us
 from triton_ops.hc_gate import hc_gate_reduce_reference
 from triton_ops.hc_gate_op import launch

@@ -1,4 +1,4 @@
-"""The table and the plot of ``triton_ops.bench``."""
+"""The table and the plot of ``tests.gpu.bench``."""
 
 from __future__ import annotations
 

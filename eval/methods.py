@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
-from sglang_hyperdflash.serving.width.settings import WIDTH
+from sglang_hyperdflash.serving.settings import WIDTH
 from sglang_hyperdflash.tools.checksum import file_hash, short_hash
 from sglang_hyperdflash.tools.ownership import location
 from sglang_hyperdflash.tools.provenance import without_machine

@@ -18,7 +18,7 @@ from eval.charts import line_chart
 from eval.methods import BASELINE, NOISE, Method
 from eval.runner import Cell, Plan, is_whole, read_sealed
 from eval.tables import Table
-from sglang_hyperdflash.serving.width.settings import ADAPTIVE, FULL, WIDTH
+from sglang_hyperdflash.serving.settings import ADAPTIVE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments

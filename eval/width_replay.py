@@ -20,8 +20,8 @@ from typing import Any
 
 from eval.comparison import pooled_positions
 from eval.tables import Table
+from sglang_hyperdflash.serving.settings import NARROW
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthPolicy
-from sglang_hyperdflash.serving.width.settings import NARROW
 from sglang_hyperdflash.serving.width.timing import sizes_up_to
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import provenance

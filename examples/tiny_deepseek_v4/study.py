@@ -29,8 +29,7 @@ from exchange_prompts import BENCHMARK_SEED
 from exchanges import KINDS, in_turn
 from own_answers import TARGET, write_answers
 from sglang_hyperdflash.cli import main as hyperdflash
-from sglang_hyperdflash.serving.drafting.temperature import DRAFT_TEMPERATURE
-from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
+from sglang_hyperdflash.serving.settings import DRAFT_TEMPERATURE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash

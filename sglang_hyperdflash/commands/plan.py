@@ -219,8 +219,8 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
 
     from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
+    from sglang_hyperdflash.serving.settings import read_width
     from sglang_hyperdflash.serving.startup.checks import load_draft_config
-    from sglang_hyperdflash.serving.width.settings import read_setting
 
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
     model, _, aux = _models(arguments)
@@ -228,7 +228,7 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
     # Ranks with batches of their own always verify whole blocks.
     separate = resolved["enable_dp_attention"]
-    widths = (block,) if separate else read_setting(block, drafter.causal).built(block)
+    widths = (block,) if separate else read_width(block, drafter.causal).built(block)
     shape = Shape(
         requests=requests,
         captured=captured,

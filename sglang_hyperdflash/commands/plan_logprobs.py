@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from sglang_hyperdflash.serving.scheduler.metrics import REQUESTS, SAMPLED, SECONDS, WIDTH
+from sglang_hyperdflash.serving.settings import NARROW
 from sglang_hyperdflash.serving.width.policy import CostTable, best_width
-from sglang_hyperdflash.serving.width.settings import NARROW
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,17 +29,14 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, prepare_block
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
-from sglang_hyperdflash.serving.drafting.drafter import Drafter
-from sglang_hyperdflash.serving.drafting.replace import read_drafter, replacing
+from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
+from sglang_hyperdflash.serving.drafting.replace import read_drafter, rebuild
 from sglang_hyperdflash.serving.record.start import start_recording
+from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.scheduler.metrics import Metrics
+from sglang_hyperdflash.serving.settings import FULL, WidthSetting, read_settings
 from sglang_hyperdflash.serving.startup.operators import check_operators
-from sglang_hyperdflash.serving.startup.pair import (
-    check_pair,
-    check_processors,
-    check_ranks_agree,
-    log_ready,
-)
+from sglang_hyperdflash.serving.startup.pair import check_pair, check_processors, log_ready
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.serving.verification.exact import Committed
 from sglang_hyperdflash.serving.verification.grammar import pass_by_failed
@@ -46,7 +44,6 @@ from sglang_hyperdflash.serving.verification.rehearsal import verification_peak
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lanes
 from sglang_hyperdflash.serving.width.policy import WidthController
-from sglang_hyperdflash.serving.width.settings import FULL, WidthSetting, read_setting
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.targets.shared_residual import SharedResidual
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -83,7 +80,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
     Attributes:
         block: rows of a whole block, the drafter's own. The scheduler reserves slots for it in
             every round, whatever the width.
-        request_state, drafter, verifier, draft_kv, lanes, width_control: the parts of a round.
+        runners: both models' runners, which the parts of a round read.
+        request_state, draft_step, verifier, draft_kv, lanes, width_control: these parts.
         recorder: keeps the residual of some requests for training, or None.
         metrics: counts rounds; None in a scheduler that exports nothing.
         rounds: those that SGLang has no result of yet, oldest first.
@@ -91,17 +89,14 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         check_installed()
-        if get_parallel().tp_size > 1:
-            check_ranks_agree(get_parallel().tp_group.all_gather_object)
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        self.block = int(self.block_size)
-        runner = target_worker.model_runner
-        windowed = self.draft_window_size is not None
-        self.draft_kv = (WindowedDraftKV if windowed else DraftKV)(self)
-        self.request_state = RequestState(runner, target_worker.random_seed, self.device)
-        self.drafter, self.verifier = Drafter(self), Verifier(self)
-        check_pair(self)
-        prefill.serve(prefill.PrefillSampler(runner, self.request_state, self.verifier))
+        self.runners = runners = Runners.of(self)
+        check_pair(runners)
+        self.block, config = runners.block, self.draft_model.hyperdflash_config
+        settings = read_settings(self.block, config.causal)
+        group = get_parallel().tp_group
+        if group.world_size > 1:
+            settings.check_ranks_agree(group.all_gather_object)
         self._overlap = not server_args.disable_overlap_schedule
         self._prefills_only = server_args.disaggregation_mode == "prefill"
         self._width_1_allowed = not whole_blocks_only()
@@ -109,24 +104,34 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # Without rounds of width 1 requests end early (``dflash_seams.end_requests_early``), or the
         # round that ends one, and the one in flight, would pass its context's end.
         target_worker.rows_past_the_end = 0 if self._width_1_allowed else 2 * self.block
-        setting = WidthSetting(FULL, (self.block,))
-        if self._width_1_allowed:
-            setting = read_setting(self.block, self.draft_model.hyperdflash_config.causal)
-        alone = get_parallel().tp_size == 1
-        self.width_control = WidthController(setting, self.block, alone)
-        # Width 1 is for custom logit processors and the ends of contexts at least.
-        self.lanes = Lanes(self, setting.widths, eager=(1,) if self._width_1_allowed else ())
+
+        self.draft_kv = (DraftKV if runners.window is None else WindowedDraftKV)(
+            runners, settings.pool_ratio
+        )
+        self.request_state = RequestState(runners.target, target_worker.random_seed, self.device)
+        self.draft_step = DraftStep(runners, settings.draft_temperature)
+        self.verifier = Verifier(runners)
+        prefill.serve(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
+        width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
+        self.width_control = WidthController(width, self.block, alone=group.world_size == 1)
+        self.lanes = Lanes(
+            runners,
+            self.draft_step.buffers,
+            self.draft_kv.build_context,
+            width.widths,
+            # For custom logit processors and the ends of contexts.
+            eager=(1,) if self._width_1_allowed else (),
+        )
         self._last_width = self.block
         self.metrics: Metrics | None = None
         self.rounds: deque[Round] = deque()
-        self.draft_model.replacing = partial(replacing, self)
-        self.recorder = start_recording(self)
+        self.draft_model.replacing = self._replacing_weights
+        self.recorder = start_recording(settings.recording, runners)
         # The target's graphs are captured later.
-        runner.capture_tail_hooks.append(SharedResidual())
+        runners.target.capture_tail_hooks.append(SharedResidual())
         if is_cuda():  # before a graph holds a kernel
             self._check_operators()
-        log_ready(self)
-        logger.info("HYPERDFLASH widths: %s of %s", setting.mode, setting.widths)
+        log_ready(runners, self._fused_kv_helper is not None, width)
 
     def _check_operators(self) -> None:
         # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
@@ -134,8 +139,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         group = get_parallel().tp_group
         check_operators(
             self.draft_model,
-            self.drafter.candidates,
-            self.verifier.vocabulary,
+            self.draft_step.candidates,
+            self.runners.vocabulary,
             sorted(widths),
             group.all_gather_object if group.world_size > 1 else None,
         )
@@ -172,14 +177,14 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # 1. The block: anchors, mask tokens, positions, reserved K/V slots. The lengths, without
         # the anchors, are the last round's, maybe from another stream.
         batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
-        translator = self.target_worker.model_runner.kv_index_translator
+        translator = self.runners.target.kv_index_translator
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
         # 2. Draft width - 1 tokens of every request in one pass: argmaxes (greedy), else drawn from
         # the drafter's distribution q, kept in block.proposal; seeded with the noise of step 5.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
-            block = self.drafter.draft(batch, block, context, requests, lane)
+            block = self.draft_step.draft(batch, block, context, requests, lane)
         # Grammars need the drafts on the host: their copy starts before the target runs.
         tree = GrammarTree.from_linear_chain(block.tokens) if batch.has_grammar else None
 
@@ -215,7 +220,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """The width of the round that starts: 1 where nothing may be drafted."""
         width = self.block
         if self._width_1_allowed:
-            context_length = self.target_worker.model_runner.model_config.context_len
+            context_length = self.runners.target.model_config.context_len
             committed_lens = (req.kv.kv_committed_len for req in requests.reqs)
             in_flight = self._last_width if self._overlap else 0
             # A processor is called once a token, as in the baseline.
@@ -277,6 +282,26 @@ class HyperDFlashWorker(DFlashWorkerV2):
         if self.metrics is not None:
             self.metrics.drafter_version.set(version)
 
+    @contextmanager
+    def _replacing_weights(self) -> Iterator[None]:
+        """While the drafter's weights are replaced: between the round that may run and the next.
+
+        Then derived values are rebuilt, and what was learnt of the old drafter is forgotten, its
+        rounds without a result included. Rounds run on ``ModelRunner.forward_stream`` with overlap
+        scheduling, else on the current stream.
+        """
+        device = torch.get_device_module(self.device)
+        stream, current = self.model_runner.forward_stream, device.current_stream()
+        stream.wait_stream(current)
+        with torch.no_grad(), device.stream(stream):
+            yield
+            rebuild(self._fused_kv_helper, self.draft_model.layers)
+        current.wait_stream(stream)
+        for launched in self.rounds:
+            launched.learns = False
+        if self.width_control.policy is not None:
+            self.width_control.policy.forget()
+
     def prefill(
         self, batch, on_publish, grammar_barrier, pp_proxy_tensors
     ) -> GenerationBatchResult:
@@ -321,7 +346,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         output.hidden_states = None
         result.next_draft_input = self._make_next_draft_input_prefill(
             # A broken row (NaN, +inf) has a token past the vocabulary; an anchor must be embedded.
-            bonus_tokens=tokens.masked_fill(tokens == self.verifier.vocabulary, 0),
+            bonus_tokens=tokens.masked_fill(tokens == self.runners.vocabulary, 0),
             seq_lens=batch.seq_lens,
         )
         return result
@@ -344,7 +369,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """The draft's graphs of the block, then the other widths' lanes, and the times of all."""
         with self.draft_kv.build_context():
             super().init_cuda_graphs()
-        self.lanes.build()
+        self.lanes.build(self._draft_sampler)
         if self.width_control.policy is not None and not self._prefills_only:
             self._time_rounds()
 
@@ -355,7 +380,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """
         group = get_parallel().tp_group
         share = partial(group.broadcast_object, src=0) if group.world_size > 1 else None
-        self.width_control.policy.costs = time_rounds(self, self.width_control, share)
+        timed = self.runners, self.forward_batch_generation, self.width_control
+        self.width_control.policy.costs = time_rounds(*timed, share)
         self.request_state.current, self._last_width = None, self.block
         self.rounds.clear()
         self.draft_kv.forget_padding()
@@ -369,7 +395,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         built = super()._maybe_build_draft_sampler()
         if type(built) is not _DflashDraftSampler:
             return built
-        return self.drafter.buffers(self.block, len(built.out) // (self.block - 1))
+        return self.draft_step.buffers(self.block, len(built.out) // (self.block - 1))
 
     def _prewarm_batch_size(self, block_size: int) -> int:
         """The most requests that are served: those past the captured batches verify eagerly."""
@@ -380,7 +406,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     def _measure_sampling_peak(self, *, candidates, target_logits, sampling_info) -> int:
         """Rehearse our verification, not SGLang's."""
-        renorm, k = self.verifier.renorm, self.drafter.candidates
+        renorm, k = self.verifier.renorm, self.draft_step.candidates
         return verification_peak(renorm, k, len(candidates), target_logits)
 
     def prewarm_sampling(self):

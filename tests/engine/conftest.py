@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from eval.identity import TIE_GAPS
 from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
-from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
+from sglang_hyperdflash.serving.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import (
     Server,

@@ -15,7 +15,7 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo, own_server
 from sglang_hyperdflash.commands.train import captured
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.serving.width.settings import FULL, WIDTH
+from sglang_hyperdflash.serving.settings import FULL, WIDTH
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.server_process import Server
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget

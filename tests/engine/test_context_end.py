@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
-from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.settings import POOL_RATIO, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine import probes
 from tests.engine.asking import HOT, post

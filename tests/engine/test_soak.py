@@ -19,7 +19,7 @@ import pytest
 
 from sglang_hyperdflash.serving.record.settings import RECORD
 from sglang_hyperdflash.serving.scheduler.metrics import RECORDED, WIDTH_ROUNDS
-from sglang_hyperdflash.serving.width.settings import ADAPTIVE, WIDTH
+from sglang_hyperdflash.serving.settings import ADAPTIVE, WIDTH
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments

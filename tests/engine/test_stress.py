@@ -8,7 +8,7 @@ import requests
 import torch
 
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, WIDTH_ROUNDS
-from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.acceptance import drafted_positions
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine import asking, conftest, probes

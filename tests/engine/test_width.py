@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
 from sglang_hyperdflash.serving.scheduler.metrics import REQUESTS, SECONDS, WIDTH_ROUNDS
-from sglang_hyperdflash.serving.width.settings import ADAPTIVE, FULL, RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.settings import ADAPTIVE, FULL, POOL_RATIO, RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine import test_sampling
 from tests.engine.asking import FEW, UNPROCESSED, assert_cases, by_label, samples

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_hyperdflash.draft.algorithm import decode
-from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
+from sglang_hyperdflash.serving.settings import POOL_RATIO
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget

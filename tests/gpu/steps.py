@@ -9,7 +9,7 @@ from pathlib import Path
 import requests
 
 from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
-from sglang_hyperdflash.serving.width.settings import FULL, RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.settings import FULL, RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from tests.engine.conftest import Servers, greedy, ids, install_plugin
 from tests.engine.v4 import controls

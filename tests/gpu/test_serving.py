@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
+from sglang_hyperdflash.serving.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.asking import HOT
 from tests.engine.conftest import BF16_TIE, first_difference_gaps, greedy, greedy_all, ids

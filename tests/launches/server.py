@@ -29,8 +29,9 @@ from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.batch import RequestState
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
-from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
 from sglang_hyperdflash.serving.record.recorder import Recorder, Recording
+from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lane
@@ -74,7 +75,7 @@ class Request:
 class Worker(HyperDFlashWorker):
     """The served worker around a target and a drafter that only have sizes."""
 
-    target_worker = model_runner = draft_model_runner = draft_model = recorder = None
+    target_worker = model_runner = draft_model_runner = draft_model = draft_worker = recorder = None
 
     def __init__(self, server: Any) -> None:
         def broadcast(values: torch.Tensor, src: int) -> None:
@@ -83,6 +84,8 @@ class Worker(HyperDFlashWorker):
 
         group = SimpleNamespace(rank_in_group=0, world_size=server.ranks, broadcast=broadcast)
         self.device, self.block, self.rounds = DEVICE, BLOCK, deque()
+        self.block_size, self.page_size, self.gpu_id = BLOCK, 1, 0
+        self.draft_window_size = WINDOW if server.window else None
         self.draft_parallel_layout = SimpleNamespace(tp_group=None)
         self._mask_token_id, self._full_embed_gpu, self.lilicorr = 128_815, None, None
         self._use_fused_kv_materialize, self._fused_kv_helper = True, object()
@@ -130,7 +133,7 @@ class FakeServer:
             f"{verify_input}.prepare_for_verify": lambda *given, **k: (None, None),
             f"{ours}.batch.get_exec": lambda: SETTINGS,
             f"{ours}.verification.verifier.get_parallel": lambda: alone,
-            f"{ours}.drafting.drafter.enable_num_token_non_padded": lambda: False,
+            f"{ours}.drafting.draft_step.enable_num_token_non_padded": lambda: False,
             f"{ours}.drafting.candidates.candidate_topk": lambda *given, **k: (*self.candidates, 0),
             **{f"{ours}.{module}.async_h2d": self._async_h2d for module in copying},
         }.items():
@@ -163,10 +166,12 @@ class FakeServer:
         draft_table = new(SLOTS, WINDOW + BLOCK, dtype=I32) if self.window else table
         worker.draft_model_runner = self._runner(draft_table, self._draft_pass)
         worker.draft_model = self._drafter()
+        worker.draft_worker = SimpleNamespace(alloc_memory_pool=None)
         worker.request_state = RequestState(target, 0, DEVICE)
-        worker.drafter, worker.verifier = Drafter(worker), Verifier(worker)
+        worker.runners = runners = Runners.of(worker)
+        worker.draft_step, worker.verifier = DraftStep(runners, 0.5), Verifier(runners)
         worker.verifier.renorm = self._top_k, self._top_p
-        worker.draft_kv = (WindowedDraftKV if self.window else DraftKV)(worker)
+        worker.draft_kv = (WindowedDraftKV if self.window else DraftKV)(runners, 0.1)
         if self.window:
             sizes = {"tokens": TOKENS, "ring": TOKENS // 4, "window": WINDOW, "block": BLOCK}
             worker.draft_kv.window = DraftWindow(**sizes, batch=256, device=DEVICE)
@@ -174,7 +179,7 @@ class FakeServer:
             slots = worker.draft_kv.window.block_slots
             spaces[IdSpaceKind.FULL] = IdSpace(key="window", write=slots)
         # Sums over many rounds begin before any of them is counted.
-        buffers = worker.drafter.buffers(self.width, self.bs) if self.width > 1 else None
+        buffers = worker.draft_step.buffers(self.width, self.bs) if self.width > 1 else None
         self.lane = Lane(self.width, None, buffers if self.graph else None)
         worker.lanes = SimpleNamespace(activate=lambda width: self.lane)
 
@@ -283,8 +288,8 @@ class FakeServer:
             places = [
                 (worker_module, "prepare_block", "block"),
                 (worker.draft_kv, "context", "window"),
-                (worker.drafter, "draft", "drafting"),
-                (worker.drafter, "_forward", "draft input"),
+                (worker.draft_step, "draft", "drafting"),
+                (worker.draft_step, "_forward", "draft input"),
                 (worker.verifier, "finish_logits", "logits"),
                 (worker.verifier, "accept", "verification"),
                 (worker.draft_kv, "write", "draft K/V"),

@@ -24,15 +24,16 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.draft_kv.attention import graph_context
-from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO, pool_ratio
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
+from sglang_hyperdflash.serving.runners import Runners
+from sglang_hyperdflash.serving.settings import POOL_RATIO
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 logger = logging.getLogger(__name__)
 
 
-def ring_size(tokens: int, window: int, block: int, batch: int) -> int:
-    """Ring slots of a pool of ``pool_ratio()`` slots per target token.
+def ring_size(tokens: int, ratio: float, window: int, block: int, batch: int) -> int:
+    """Ring slots of a pool of ``ratio`` slots per target token.
 
     Below one window for each of ``batch`` requests, they evict each other's tokens: acceptance
     falls, answers do not change.
@@ -40,11 +41,11 @@ def ring_size(tokens: int, window: int, block: int, batch: int) -> int:
     Raises:
         HyperDFlashConfigError: the pool cannot hold one window.
     """
-    ring = int(tokens * pool_ratio()) - batch * block
+    ring = int(tokens * ratio) - batch * block
     more = f"Raise {POOL_RATIO} or lower --max-running-requests"
     if ring < window:
         raise HyperDFlashConfigError(
-            f"the drafter's pool of {pool_ratio():g} slots per target token has {max(ring, 0)} "
+            f"the drafter's pool of {ratio:g} slots per target token has {max(ring, 0)} "
             f"left for windows of {window} tokens besides the blocks of {batch} requests. {more}, "
             "or raise --mem-fraction-static or --max-total-tokens."
         )
@@ -93,17 +94,16 @@ class DraftKV:
     """K/V in the slots of the target's own: all that its cache keeps, the drafter finds too.
 
     Args:
-        worker: the ``DFlashWorkerV2`` that allocates and writes.
+        pool_ratio: slots of a windowed drafter's pool per target token.
     """
 
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
+    def __init__(self, runners: Runners, pool_ratio: float) -> None:
+        self.runners, self.pool_ratio = runners, pool_ratio
 
     def allocate(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
         """Make the drafter's pool; seam: ``DFlashWorkerV2.alloc_memory_pool``."""
-        worker = self.worker
-        with draft_tp_context(worker.draft_parallel_layout):
-            worker.draft_worker.alloc_memory_pool(config, req_to_token_pool, allocator)
+        with draft_tp_context(self.runners.draft_layout):
+            self.runners.allocate_draft(config, req_to_token_pool, allocator)
 
     @contextlib.contextmanager
     def build_context(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class DraftKV:
         self, batch: Any, residual: torch.Tensor, plan: Any, positions: torch.Tensor
     ) -> None:
         """Write all rows of a prefill: what the target gave ``[N, m * d]``, at ``positions``."""
-        self._write(residual, self.worker._draft_write_ids(plan), positions)
+        self._write(residual, self.runners.draft_slots(plan), positions)
 
     def write(self, residual: torch.Tensor, block: Block, lengths: torch.Tensor) -> None:
         """Write a block's first ``lengths [bs]`` rows, its anchor and accepted drafts.
@@ -139,7 +139,7 @@ class DraftKV:
 
         Seam: ``DFlashWorkerV2._draft_write_ids``.
         """
-        return self.worker._draft_write_ids(block.plan)
+        return self.runners.draft_slots(block.plan)
 
     def _write(
         self,
@@ -150,7 +150,7 @@ class DraftKV:
         lengths: torch.Tensor | None = None,
     ) -> None:
         """Reduce and write; seam: ``DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc``."""
-        self.worker._append_target_hidden_to_draft_kv_by_loc(
+        self.runners.write_draft_kv(
             target_hidden=residual,
             cache_loc=slots,
             cache_loc_2d=slots_2d,
@@ -165,25 +165,25 @@ class WindowedDraftKV(DraftKV):
     window: DraftWindow
 
     def allocate(self, config: Any, req_to_token_pool: Any, allocator: Any) -> None:
-        worker = self.worker
-        size, block, page = req_to_token_pool.size, worker.block, int(worker.page_size)
-        window, tokens = int(worker.draft_window_size), int(config.max_total_num_tokens)
+        runners, size = self.runners, req_to_token_pool.size
+        block, page, window = runners.block, runners.page_size, runners.window
+        tokens = int(config.max_total_num_tokens)
         self.window = DraftWindow(
             tokens=tokens + page + 1,
-            ring=ring_size(tokens, window, block, size),
+            ring=ring_size(tokens, self.pool_ratio, window, block, size),
             window=window,
             block=block,
             batch=size,
-            device=worker.device,
+            device=runners.device,
         )
         pages = -(-self.window.size // page)
         # A row of W tokens and the block, not one of the context's length.
-        rows = ReqToTokenPool(size, window + block, worker.device, False)
+        rows = ReqToTokenPool(size, window + block, runners.device, False)
         super().allocate(
             dataclasses.replace(config, max_total_num_tokens=pages * page), rows, allocator
         )
         # Seam: ``KVIndexTranslator._spaces``, how a runner's pool names a round's write slots.
-        worker.draft_model_runner.kv_index_translator._spaces[IdSpaceKind.FULL] = IdSpace(
+        runners.draft.kv_index_translator._spaces[IdSpaceKind.FULL] = IdSpace(
             key=("hyperdflash window", id(self.window)), write=self.window.block_slots
         )
 
@@ -193,10 +193,9 @@ class WindowedDraftKV(DraftKV):
 
         Seam: ``model_config.context_len``, read while backends and graphs are built.
         """
-        worker, config = self.worker, self.worker.draft_model_runner.model_config
+        config = self.runners.draft.model_config
         context = config.context_len
-        window = int(worker.draft_window_size)
-        config.context_len = graph_context(context, window, worker.block)
+        config.context_len = graph_context(context, self.runners.window, self.runners.block)
         try:
             yield
         finally:
@@ -204,12 +203,11 @@ class WindowedDraftKV(DraftKV):
 
     def context(self, batch: Any, block: Block) -> DraftContext:
         """What is left of every request's window."""
-        worker = self.worker
-        runner, rows = worker.draft_model_runner, batch.req_pool_indices
-        table = worker.model_runner.req_to_token_pool.req_to_token
+        runner, rows = self.runners.draft, batch.req_pool_indices
+        table = self.runners.target.req_to_token_pool.req_to_token
         slots, visible = self.window.view(table, rows, batch.seq_lens)
-        own = runner.req_to_token_pool.req_to_token
-        self.window.write_table(own, rows, slots, visible, block.width)
+        draft_table = runner.req_to_token_pool.req_to_token
+        self.window.write_table(draft_table, rows, slots, visible, block.width)
         lengths = visible.to(torch.int32)
         if getattr(runner.attn_backend, "needs_cpu_seq_lens", True):
             # FlashInfer plans by the exact lengths, which only the device knows: this waits for it.
@@ -232,8 +230,8 @@ class WindowedDraftKV(DraftKV):
         ids = plan.write_virtual
         prompts = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
         limit = self.window.per_request(len(prompts))
-        found = entering_rows(batch.prefix_lens, batch.extend_lens, prompts, limit)
-        rows = async_h2d(found, dtype=torch.int64, device=torch.device(self.worker.device))
+        entering = entering_rows(batch.prefix_lens, batch.extend_lens, prompts, limit)
+        rows = async_h2d(entering, dtype=torch.int64, device=torch.device(self.runners.device))
         self.window.forget(ids)
         slots = self.window.enter(ids[rows].long(), torch.ones_like(rows, dtype=torch.bool))
         self._write(residual[rows], slots, positions[rows])
@@ -244,4 +242,4 @@ class WindowedDraftKV(DraftKV):
         return self.window.enter(block.slots.long(), kept.flatten())
 
     def forget_padding(self) -> None:
-        self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.worker.device))
+        self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.runners.device))

@@ -5,20 +5,10 @@ from __future__ import annotations
 import math
 
 from sglang_hyperdflash.seams import around
-from sglang_hyperdflash.tools.environment import positive_number
+from sglang_hyperdflash.serving.settings import read_pool_ratio
 
-POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
 # Of a windowed drafter's tables (draft_kv/window.py): the slot of a token, and the owner of a slot.
 INDEX_BYTES = 8
-
-
-def pool_ratio() -> float:
-    """Slots of a windowed drafter's pool per target token; the pool of any other has one.
-
-    Raises:
-        HyperDFlashConfigError: ``HYPERDFLASH_DRAFT_POOL_RATIO`` is not a number in (0, 1].
-    """
-    return positive_number(POOL_RATIO, "a number above 0 and at most 1", most=1.0)
 
 
 @around("sglang.srt.model_executor.pool_configurator:_dflash_draft_cell_size", "915e68192bba")
@@ -35,4 +25,4 @@ def draft_cell_size(original, kvc) -> int:
     section = getattr(draft.hf_config, "hyperdflash_config", None) or {}
     if section.get("window") is None:
         return cell
-    return math.ceil((cell + INDEX_BYTES) * pool_ratio()) + INDEX_BYTES
+    return math.ceil((cell + INDEX_BYTES) * read_pool_ratio()) + INDEX_BYTES

@@ -6,8 +6,7 @@ is computed again, into the same memory. K/V that the old weights wrote stay: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,41 +51,19 @@ def read_drafter(
     return tensors
 
 
-@contextmanager
-def replacing(worker: Any) -> Iterator[None]:
-    """While weights are replaced: after the round that may still run, before the next one.
-
-    Then derived values are rebuilt, and what was learnt of the old drafter is forgotten, its rounds
-    without a result included.
-
-    Args:
-        worker: the ``HyperDFlashWorker``. Its rounds run on ``ModelRunner.forward_stream`` with
-            overlap scheduling, else on the current stream.
-    """
-    device = torch.get_device_module(worker.device)
-    rounds, current = worker.model_runner.forward_stream, device.current_stream()
-    rounds.wait_stream(current)
-    with torch.no_grad(), device.stream(rounds):
-        yield
-        rebuild(worker)
-    current.wait_stream(rounds)
-    for launched in worker.rounds:
-        launched.learns = False
-    if worker.width_control.policy is not None:
-        worker.width_control.policy.forget()
-
-
-def rebuild(worker: Any) -> None:
+def rebuild(fused_kv: Any, layers: Any) -> None:
     """Stack the layers' K/V projections and K norms again, in place.
 
     Seam: ``FusedKVMaterializeHelper.__init__``; the layers' own path derives nothing.
+
+    Args:
+        fused_kv: the helper of SGLang's worker, or None. layers: the drafter's.
     """
-    helper = worker._fused_kv_helper
-    if helper is None:
+    if fused_kv is None:
         return
-    columns = helper.flat_kv_weight_t.chunk(helper.n_layers, 1)
-    layers = worker.draft_model.layers
-    for into, norm, layer in zip(columns, helper.k_norm_weights, layers, strict=True):
-        own = layer.self_attn
-        into.copy_(own.qkv_proj.weight[own.q_size : own.q_size + 2 * own.kv_size].T)
-        norm.copy_(own.k_norm.weight)
+    columns = fused_kv.flat_kv_weight_t.chunk(fused_kv.n_layers, 1)
+    for into, norm, layer in zip(columns, fused_kv.k_norm_weights, layers, strict=True):
+        attention = layer.self_attn
+        first, last = attention.q_size, attention.q_size + 2 * attention.kv_size
+        into.copy_(attention.qkv_proj.weight[first:last].T)
+        norm.copy_(attention.k_norm.weight)

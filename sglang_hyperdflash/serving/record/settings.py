@@ -89,7 +89,7 @@ def read_record_setting() -> RecordSetting | None:
     )
 
 
-def check_recording(server_args: Any, source: str) -> None:
+def check_recording(setting: RecordSetting | None, server_args: Any, source: str) -> None:
     """Refuse to record where no whole request has its residual, or over other files.
 
     Args:
@@ -98,7 +98,6 @@ def check_recording(server_args: Any, source: str) -> None:
     Raises:
         HyperDFlashConfigError, NotOurs: expected, found and what to do.
     """
-    setting = read_record_setting()
     if setting is None:
         return
     if server_args.disaggregation_mode not in (None, "null"):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import Any
 
 from sglang.srt.runtime_context import get_parallel, get_schedule
 
 from sglang_hyperdflash.serving.record.recorder import Recorder
-from sglang_hyperdflash.serving.record.settings import read_record_setting
+from sglang_hyperdflash.serving.record.settings import RecordSetting
+from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.targets.files import TargetFiles
 
 logger = logging.getLogger(__name__)
 
 
-def start_recording(worker: Any) -> Recorder | None:
-    """The recorder of a worker; None where nothing is recorded.
+def start_recording(setting: RecordSetting | None, runners: Runners) -> Recorder | None:
+    """This rank's recorder; None where it records nothing.
 
     Rank 0 of each group of attention ranks records: with attention data parallelism every group has
     requests of its own. Its memory is taken before SGLang divides what is left.
@@ -24,14 +24,14 @@ def start_recording(worker: Any) -> Recorder | None:
     Raises:
         HyperDFlashError: the folder cannot be used, see :func:`.writer.open_store`.
     """
-    setting, parallel = read_record_setting(), get_parallel()
+    parallel = get_parallel()
     if setting is None or parallel.attn_tp_rank or parallel.attn_cp_rank:
         return None
     # A server that does not record does not import what trains.
     from sglang_hyperdflash.serving.record.writer import Writer, open_store
     from sglang_hyperdflash.training.store.identity import identity_of
 
-    config, schedule = worker.target_worker.model_runner.model_config, get_schedule()
+    config, schedule = runners.target.model_config, get_schedule()
     files = TargetFiles(config.model_path, config.revision)
     identity = identity_of(files, str(config.dtype).removeprefix("torch."))
     held = ExitStack()
@@ -42,7 +42,7 @@ def start_recording(worker: Any) -> Recorder | None:
     # Two whole requests, and what is recorded of a prefill on average.
     rows = 2 * setting.length + int(setting.share * chunk)
     width = identity.hc_mult * identity.hidden_size
-    recorder = Recorder(setting, rows, width, config.dtype, worker.device)
+    recorder = Recorder(setting, rows, width, config.dtype, runners.device)
     Writer(recorder, store, held).start()
     logger.info(
         f"HYPERDFLASH records {setting.share:.1%} of the requests to {setting.folder} as "

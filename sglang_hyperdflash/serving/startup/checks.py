@@ -22,11 +22,9 @@ from sglang_hyperdflash.draft.config import (
     parse_config,
 )
 from sglang_hyperdflash.seams import check_installed
-from sglang_hyperdflash.serving.draft_kv.size import pool_ratio
-from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
 from sglang_hyperdflash.serving.record.settings import check_recording
+from sglang_hyperdflash.serving.settings import read_settings
 from sglang_hyperdflash.serving.startup.operators import check_operator_names
-from sglang_hyperdflash.serving.width.settings import read_setting
 from sglang_hyperdflash.targets.files import hc_head_in
 from sglang_hyperdflash.targets.kinds import check_served_target, text_fields
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -115,10 +113,9 @@ def validate_server_args(server_args) -> None:
         _check_window(server_args)
     _check_memory_saver(server_args)
     # The variables, before any load.
-    read_setting(config.block_size, causal=True)
-    read_draft_temperature()
+    settings = read_settings(config.block_size, config.causal)
     check_operator_names()
-    check_recording(server_args, config.source)
+    check_recording(settings.recording, server_args, config.source)
     target = get_config(
         server_args.model_path,
         trust_remote_code=server_args.trust_remote_code,
@@ -225,7 +222,6 @@ def _check_trained_sizes(server_args, config: HyperDFlashConfig) -> None:
 def _check_window(server_args) -> None:
     from sglang.srt.environ import envs
 
-    pool_ratio()
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise HyperDFlashConfigError(
             f"{ALGORITHM} does not support SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 with a windowed "

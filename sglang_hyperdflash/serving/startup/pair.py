@@ -3,66 +3,44 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
-from typing import Any
 
 from sglang_hyperdflash.draft.config import check_fingerprint
-from sglang_hyperdflash.serving.draft_kv.size import POOL_RATIO
-from sglang_hyperdflash.serving.drafting.temperature import DRAFT_TEMPERATURE
+from sglang_hyperdflash.serving.runners import Runners
+from sglang_hyperdflash.serving.settings import WidthSetting
 from sglang_hyperdflash.serving.startup.operators import kernels_in_use
-from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS
 from sglang_hyperdflash.targets.loaded import target_hc_head
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from triton_ops.operator import OPERATORS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-# What makes a rank's rounds, or the requests that it takes, others than its peers'. Where a rank
-# records is its own affair.
-SHARED = (WIDTH, WIDTHS, DRAFT_TEMPERATURE, POOL_RATIO, OPERATORS_VARIABLE)
 
-
-def check_pair(worker: Any) -> None:
+def check_pair(runners: Runners) -> None:
     """Refuse a target whose ``hc_head`` is not the drafter's; sizes were checked before the load.
 
     Raises:
         HyperDFlashConfigError: expected, found and what to do.
     """
-    config = worker.draft_model.hyperdflash_config
-    hc_head = target_hc_head(worker.target_worker.model_runner.model)
-    check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
+    hc_head = target_hc_head(runners.target.model)
+    check_fingerprint(
+        runners.draft_model.hyperdflash_config, None if hc_head is None else hc_head.fingerprint()
+    )
 
 
-def log_ready(worker: Any) -> None:
-    """One line of what the pair runs on."""
-    draft, config = worker.draft_model, worker.draft_model.hyperdflash_config
-    kernels = kernels_in_use(draft.hidden_norm.weight.is_cuda)
-    # SGLang drops its fused write, with a warning, where it cannot set it up.
-    fused_kv = worker._fused_kv_helper is not None
-    drafter = worker.drafter
-    head = drafter.head and f"rank {config.dependency.rank}, K {drafter.candidates}"
+def log_ready(runners: Runners, fused_kv: bool, width: WidthSetting) -> None:
+    """One line of what the pair runs on.
+
+    Args:
+        fused_kv: SGLang drops its fused write, with a warning, where it cannot set it up.
+    """
+    config = runners.draft_model.hyperdflash_config
+    kernels = kernels_in_use(runners.draft_model.hidden_norm.weight.is_cuda)
+    head = config.dependency and f"rank {config.dependency.rank}, K {config.candidates}"
     logger.info(
         f"HYPERDFLASH ready: source={config.source} reducer={config.reducer} kernels={kernels} "
         f"fused_kv={fused_kv} block_size={config.block_size} paths={config.hc_mult} head={head} "
         f"causal={config.causal}"
     )
-
-
-def check_ranks_agree(gather: Callable[[list[str]], list[list[str]]]) -> None:
-    """Refuse nodes whose environments differ in a variable of ``SHARED``.
-
-    Seam: ``gather`` is ``GroupCoordinator.all_gather_object``.
-
-    Raises:
-        HyperDFlashConfigError: on every rank, so that all of them end.
-    """
-    values = {name: os.environ.get(name, "").strip() for name in SHARED}
-    every = gather(list(values.values()))
-    for name, values in zip(SHARED, zip(*every, strict=True), strict=True):
-        if len(set(values)) > 1:
-            said = "; ".join(f"rank {i}: {value or 'unset'}" for i, value in enumerate(values))
-            raise HyperDFlashConfigError(f"{name} must be the same on all nodes; found {said}.")
+    logger.info("HYPERDFLASH widths: %s of %s", width.mode, width.widths)
 
 
 def check_processors(width_1_allowed: bool, enabled: bool) -> None:

@@ -23,6 +23,7 @@ from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.draft.adjust import adjust_rows
 from sglang_hyperdflash.serving.batch import BatchRequests, Block
+from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.verification.exact import (
     Committed,
     Rows,
@@ -52,16 +53,11 @@ def renorm_kernels() -> tuple | None:
 
 
 class Verifier:
-    """Verifies one round at a time.
+    """Verifies one round at a time."""
 
-    Args:
-        worker: the ``DFlashWorkerV2`` whose target runs.
-    """
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
+    def __init__(self, runners: Runners) -> None:
+        self.runners, self.vocabulary = runners, runners.vocabulary
         self.renorm = renorm_kernels()
-        self.vocabulary = int(worker.target_worker.model_runner.model_config.vocab_size)
 
     def forward(self, batch: Any, block: Block) -> Any:
         """The target's pass over the block; the batch's host lengths are left alone.
@@ -69,7 +65,7 @@ class Verifier:
         Seam: the verify step of ``DFlashWorkerV2.forward_batch_generation``. With attention data
         parallelism an idle or prefilling rank runs eagerly, so all of them do.
         """
-        worker, data_parallel = self.worker, get_parallel().attn_dp_enabled
+        target, data_parallel = self.runners.target_worker, get_parallel().attn_dp_enabled
         verify = DFlashVerifyInput(
             draft_token=block.tokens.flatten(),
             positions=block.positions.flatten(),
@@ -83,14 +79,14 @@ class Verifier:
             batch.seq_lens_cpu, batch.seq_lens_sum = block.ends_cpu, int(block.ends_cpu.sum())
         batch.out_cache_loc = block.slots
         forward_batch, _ = verify.prepare_for_verify(
-            batch, worker.target_worker, defer_metadata_init=data_parallel
+            batch, target, defer_metadata_init=data_parallel
         )
         batch.seq_lens_cpu, batch.seq_lens_sum = lengths
         if data_parallel:
             counts = forward_batch.original_global_num_tokens_cpu
             if batch.is_extend_in_batch or (counts is not None and min(counts) == 0):
                 forward_batch.can_run_decode_cuda_graph = False
-        return worker.target_worker.forward_batch_generation(
+        return target.forward_batch_generation(
             batch=None,
             forward_batch=forward_batch,
             is_verify=True,
@@ -112,9 +108,9 @@ class Verifier:
             argmaxes ``[bs * width]`` int64 of logits that stay in their vocabulary shards, all that
             a greedy batch needs; else None. Seam: ``DFlashWorkerV2._defer_target_verify_gather``.
         """
-        processor = self.worker._target_logits_processor
+        processor = self.runners.logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
-            if requests.argmax_only and self.worker._can_skip_verify_logits(batch, requests.info):
+            if requests.argmax_only and self.runners.can_skip_logits(batch, requests.info):
                 argmaxes = processor.deferred_argmax(output.next_token_logits).long()
                 output.next_token_logits = None
                 return argmaxes
@@ -161,7 +157,7 @@ class Verifier:
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if requests.all_greedy:
             site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
-        return unpack(self.worker._tp_sync.sync(site, packed), *block.tokens.shape)
+        return unpack(self.runners.tp_sync.sync(site, packed), *block.tokens.shape)
 
     def draw_prefill(
         self,

@@ -8,8 +8,8 @@ theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers
+from sglang_hyperdflash.serving.runners import Runners
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +67,29 @@ class Lanes:
     """All widths of a worker, of which one is active.
 
     Args:
-        worker: a HyperDFlashWorker. widths: those that the policy chooses from.
-        eager: more of them, too seldom for graphs, which take memory.
+        new_buffers: makes candidates' buffers of a width for so many requests.
+        draft_context: holds while the drafter's backends and graphs are built.
+        widths: those that the policy chooses from.
+        eager: extra widths without CUDA graphs, which take memory: they are rarely used.
     """
 
-    def __init__(self, worker: Any, widths: Collection[int], eager: Collection[int] = ()) -> None:
-        self.worker, self.block = worker, worker.block
+    def __init__(
+        self,
+        runners: Runners,
+        new_buffers: Callable[[int, int], CandidateBuffers],
+        draft_context: Callable[[], AbstractContextManager],
+        widths: Collection[int],
+        eager: Collection[int] = (),
+    ) -> None:
+        self.runners, self.block = runners, runners.block
+        self._new_buffers, self._draft_context = new_buffers, draft_context
         self._eager = {*eager} - {*widths}
         self.active = self._lane(self.block)
         self._lanes = {self.block: self.active}
         self._others = sorted({*widths, *self._eager} - {self.block}, reverse=True)
 
     def _lane(self, width: int) -> Lane:
-        device = self.worker.device
+        device = self.runners.device
         return Lane(width, make_draft_block_spec_info(draft_token_num=width, device=device))
 
     def activate(self, width: int) -> Lane:
@@ -89,14 +100,16 @@ class Lanes:
                 state.install()
         return self.active
 
-    def build(self) -> None:
+    def build(self, candidates: CandidateBuffers | None) -> None:
         """Take over the block's lane that SGLang has built, and build every other.
 
         Called right after ``DFlashWorkerV2.init_cuda_graphs``.
+
+        Args:
+            candidates: what the draft's graphs of the block write; None without them.
         """
-        worker, lane = self.worker, self.active
-        target, draft = worker.target_worker.model_runner, worker.draft_model_runner
-        lane.candidates = worker._draft_sampler
+        lane, target, draft = self.active, self.runners.target, self.runners.draft
+        lane.candidates = candidates
         for runner in (target, draft):
             graphs = runner.decode_cuda_graph_runner
             lane.states.append(RunnerState(runner, runner.attn_backend, graphs))
@@ -107,20 +120,21 @@ class Lanes:
                 graphs = width not in self._eager and self._room(target, f"width {width} verifies")
                 other.states.append(_build(target, width, graphs))
                 if width > 1:
-                    other.states.append(self._build_draft(other, draft))
+                    other.states.append(self._build_draft(other, draft, candidates))
             self._lanes[width] = other
 
-    def _build_draft(self, lane: Lane, draft: Any) -> RunnerState:
+    def _build_draft(
+        self, lane: Lane, draft: Any, of_block: CandidateBuffers | None
+    ) -> RunnerState:
         """The drafter's backend and, where there is memory, its graphs and their buffers."""
-        worker, width = self.worker, lane.width
+        width = lane.width
         graphs = captured(draft) and self._room(draft, f"width {width} drafts")
-        if graphs and worker._draft_sampler is not None:
-            most = len(worker._draft_sampler.ids)
-            lane.candidates = worker.drafter.buffers(width, most)
+        if graphs and of_block is not None:
+            lane.candidates = self._new_buffers(width, len(of_block.ids))
         with (
             _capture_hooks(draft, lane.candidates),
-            worker.draft_kv.build_context(),
-            draft_tp_context(worker.draft_parallel_layout),
+            self._draft_context(),
+            draft_tp_context(self.runners.draft_layout),
         ):
             # A wide round may have just moved a request past its context's end.
             return _build(draft, width, graphs, bound_to=self.block)
@@ -134,12 +148,12 @@ class Lanes:
         """
         if not (is_cuda() and captured(runner)):
             return True
-        worker, group = self.worker, get_parallel().tp_group
+        runners, group = self.runners, get_parallel().tp_group
         taken = sum(runner.graph_memory_usage.values())
         if group.world_size > 1:
             taken = max(group.all_gather_object(taken))
-        free = worker._tp_sync.available_memory_gb(
-            SpecTpSyncSite.DFLASH_MEM, worker.device, worker.gpu_id, group=group
+        free = runners.tp_sync.available_memory_gb(
+            SpecTpSyncSite.DFLASH_MEM, runners.device, runners.gpu_id, group=group
         )
         if free >= LEAST_FREE + taken:
             return True
@@ -159,10 +173,9 @@ def captured(runner: Any) -> bool:
 @contextmanager
 def _capture_hooks(runner: Any, candidates: CandidateBuffers | None) -> Iterator[None]:
     """Capture graphs with this lane's head; seam: ``ModelRunner.capture_tail_hooks``."""
-    hooks, own = runner.capture_tail_hooks, []
+    hooks, runner.capture_tail_hooks = runner.capture_tail_hooks, []
     if candidates is not None:
-        own.append(make_draft_sampler_capture_hook(candidates))
-    runner.capture_tail_hooks = own
+        runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(candidates))
     try:
         yield
     finally:
@@ -182,14 +195,14 @@ def _build(runner: Any, width: int, graphs: bool, bound_to: int | None = None) -
     runner.kv_index_translator.bind_and_verify_backends([backend])
     if bound_to is not None:
         bound_graph_buffers(backend, bound_to)
-    found = runner.decode_cuda_graph_runner
+    graph_runner = runner.decode_cuda_graph_runner
     if captured(runner):
-        found = runner.eager_runner
+        graph_runner = runner.eager_runner
         if graphs:
-            found = runner._decode_cuda_graph_runner_cls()(
+            graph_runner = runner._decode_cuda_graph_runner_cls()(
                 runner,
                 attn_backend=backend,
                 speculative_num_steps=get_spec().speculative_num_steps,
                 speculative_num_draft_tokens=width,
             )
-    return RunnerState(runner, backend, found)
+    return RunnerState(runner, backend, graph_runner)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hyperdflash.serving.width.settings import ADAPTIVE, RANDOM, WidthSetting
+from sglang_hyperdflash.serving.settings import ADAPTIVE, RANDOM, WidthSetting
 
 # Request-rounds after which an observation counts half.
 HALF_LIFE = 512

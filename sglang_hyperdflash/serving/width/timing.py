@@ -22,6 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.utils.common import DynamicGradMode
 
+from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -47,23 +48,24 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def time_rounds(
-    worker: Any,
+    runners: Runners,
+    run: Callable[[ScheduleBatch], Any],
     controller: WidthController,
     share: Callable[[list[float]], list[float]] | None = None,
 ) -> CostTable:
     """Time every width of ``controller.setting`` at growing batch sizes; the same on all ranks.
 
     Args:
-        worker: all that is called is ``forward_batch_generation``. It has its pools and graphs.
+        runners: with their pools and graphs. run: launches a round of a batch.
         controller: its ``forced`` width is set, and None afterwards.
         share: sends rank 0's numbers to every rank and returns them; None without other ranks.
 
     Raises:
         HyperDFlashConfigError: a batch that may be served does not fit in memory.
     """
-    runner, widths = worker.target_worker.model_runner, controller.setting.widths
+    runner, widths = runners.target, controller.setting.widths
     costs, spent, before = CostTable(widths), 0.0, 0.0
-    in_a_row = 1 if worker.device == "cpu" else IN_A_ROW
+    in_a_row = 1 if runners.device == "cpu" else IN_A_ROW
     for requests in sizes_up_to(int(runner.max_running_requests)):
         row = []
         for sampled in (False, True):
@@ -71,7 +73,7 @@ def time_rounds(
             for width in widths:
                 controller.forced = width
                 try:
-                    row.append(_seconds(worker, batch, in_a_row))
+                    row.append(_seconds(runners.device, run, batch, in_a_row))
                 except torch.OutOfMemoryError as error:
                     raise HyperDFlashConfigError(
                         f"decoding {requests} requests with {width} rows each needs more GPU "
@@ -97,19 +99,21 @@ def time_rounds(
 
 
 @DynamicGradMode()
-def _seconds(worker: Any, batch: ScheduleBatch, rounds: int) -> float:
+def _seconds(
+    device: str, run: Callable[[ScheduleBatch], Any], batch: ScheduleBatch, rounds: int
+) -> float:
     """Seconds of one round, after one that builds what is built at first use."""
-    synchronize = torch.get_device_module(worker.device).synchronize
-    worker.forward_batch_generation(copy(batch))
-    found = []
+    synchronize = torch.get_device_module(device).synchronize
+    run(copy(batch))
+    measured = []
     for _ in range(TIMINGS):
         synchronize()
         started = time.perf_counter()
         for _ in range(rounds):
-            worker.forward_batch_generation(copy(batch))
+            run(copy(batch))
         synchronize()
-        found.append((time.perf_counter() - started) / rounds)
-    return min(found)
+        measured.append((time.perf_counter() - started) / rounds)
+    return min(measured)
 
 
 def made_up_batch(runner: Any, requests: int, sampled: bool) -> ScheduleBatch:

@@ -143,13 +143,14 @@ def model() -> None:
 
 def whole_pages() -> None:
     """End a server whose drafter has no whole pages: FA3 finds them by their first slots."""
-    from sglang_hyperdflash.serving.drafting.drafter import Drafter
 
-    draft = Drafter.draft
+    from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
+
+    draft = DraftStep.draft
 
     def drafted(self, batch, block, context, *rest):
-        runner = self.worker.draft_model_runner
-        windowed = self.worker.draft_window_size is not None  # in a pool of single slots
+        runner = self.runners.draft
+        windowed = self.runners.window is not None  # in a pool of single slots
         page, table = 1 if windowed else runner.page_size, runner.req_to_token_pool.req_to_token
         ends = (context.lengths + block.width).tolist()
         for request, end in zip(batch.req_pool_indices.tolist(), ends, strict=True):
@@ -160,7 +161,7 @@ def whole_pages() -> None:
             assert windowed or torch.equal(slots, first.repeat_interleave(page)[:end] + inside)
         return draft(self, batch, block, context, *rest)
 
-    Drafter.draft = drafted
+    DraftStep.draft = drafted
 
 
 def load() -> None:
@@ -173,7 +174,7 @@ def load() -> None:
         from sglang_hyperdflash.cpu.platform.attention import TorchAttention
 
         TorchAttention.needs_cpu_seq_lens = False
-    when_imported("sglang_hyperdflash.serving.drafting.drafter", whole_pages)
+    when_imported("sglang_hyperdflash.serving.drafting.draft_step", whole_pages)
     for part in (controls, trace, product):
         part.install()
     drafts.install_if_asked()

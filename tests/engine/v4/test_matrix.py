@@ -7,7 +7,7 @@ import pytest
 import requests
 
 from eval.methods import resolve
-from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH, WIDTHS
+from sglang_hyperdflash.serving.settings import RANDOM, WIDTH, WIDTHS
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.conftest import conversation, flush, ids, reused
 from tests.engine.drafters import assert_varied

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hyperdflash.serving.width.settings import RANDOM, WIDTH
-from sglang_hyperdflash.serving.width.settings import WIDTHS as NAMED
+from sglang_hyperdflash.serving.settings import RANDOM, WIDTH
+from sglang_hyperdflash.serving.settings import WIDTHS as NAMED
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.engine.v4.checkpoint import write_drafter
 from tests.engine.v4.findings import note

@@ -141,7 +141,7 @@ def verifier_of(vocabulary: int) -> Verifier:
     """The served verifier of one rank, without a worker."""
     made = object.__new__(Verifier)
     made.vocabulary, made.renorm = vocabulary, None
-    made.worker = SimpleNamespace(_tp_sync=SimpleNamespace(sync=lambda site, packed: packed))
+    made.runners = SimpleNamespace(tp_sync=SimpleNamespace(sync=lambda site, packed: packed))
     return made
 
 

@@ -12,9 +12,9 @@ from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Draws, propose, propose_greedy
 from sglang_hyperdflash.serving.batch import Block
 from sglang_hyperdflash.serving.drafting import candidates as candidates_module
-from sglang_hyperdflash.serving.drafting import drafter as drafter_module
+from sglang_hyperdflash.serving.drafting import draft_step as draft_step_module
 from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers, candidates_of
-from sglang_hyperdflash.serving.drafting.drafter import Drafter
+from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
 from sglang_hyperdflash.serving.verification import verifier as verifier_module
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -82,15 +82,15 @@ class Ranks:
 
 def drafted(head, rows, hidden=None, captured=None, ranks: Ranks | None = None) -> Block:
     """Two requests' block by the served function; a pass gives hidden rows or buffers."""
-    drafter = object.__new__(Drafter)
-    drafter.worker = SimpleNamespace(_tp_sync=ranks or Ranks(), draft_parallel_layout=None)
+    drafter = object.__new__(DraftStep)
+    drafter.runners = SimpleNamespace(tp_sync=ranks or Ranks(), draft_layout=None)
     drafter.head, drafter.candidates, drafter.lm_head = head, K, None
     drafter.draft_temperature = 1.0
     output = SimpleNamespace(hidden_states=hidden)
     out = SimpleNamespace(can_run_graph=captured is not None, logits_output=output)
     with (
-        mock.patch.object(Drafter, "_forward", lambda *inputs: out),
-        mock.patch.object(drafter_module, "draft_tp_context", lambda layout: nullcontext()),
+        mock.patch.object(DraftStep, "_forward", lambda *inputs: out),
+        mock.patch.object(draft_step_module, "draft_tp_context", lambda layout: nullcontext()),
     ):
         return drafter.draft(None, BLOCKS, None, rows, SimpleNamespace(candidates=captured))
 

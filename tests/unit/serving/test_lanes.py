@@ -10,9 +10,9 @@ from sglang.srt.arg_groups.overrides import field_names
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.serving import worker as worker_module
+from sglang_hyperdflash.serving.settings import WIDTHS, read_width
 from sglang_hyperdflash.serving.width import lanes as lanes_module
 from sglang_hyperdflash.serving.width.lanes import Lanes
-from sglang_hyperdflash.serving.width.settings import WIDTHS, read_setting
 from sglang_hyperdflash.serving.worker import whole_blocks_only
 
 BLOCK = 7
@@ -48,8 +48,8 @@ class Runner:
 
 
 @pytest.fixture
-def worker(monkeypatch):
-    """A worker of a block of seven whose runners have graphs, with 9 GB of free memory."""
+def runners(monkeypatch):
+    """Those of a block of seven, with graphs, with 9 GB of free memory."""
     # SGLang's resolved settings, as backends and graph runners read them.
     settings = SimpleNamespace(speculative_num_draft_tokens=BLOCK, speculative_num_steps=1)
     settings.override = partial(mock.patch.multiple, settings)
@@ -64,68 +64,68 @@ def worker(monkeypatch):
         gpu_id=0,
         free=9.0,
         ranks=ranks,
-        _draft_sampler=SimpleNamespace(ids=range(32)),
-        draft_parallel_layout=None,
-        draft_kv=SimpleNamespace(build_context=nullcontext),
-        drafter=SimpleNamespace(buffers=lambda width, most: f"buffers of {width} x {most}"),
-        target_worker=SimpleNamespace(model_runner=Runner("target", settings)),
-        draft_model_runner=Runner("draft", settings),
+        draft_layout=None,
+        target=Runner("target", settings),
+        draft=Runner("draft", settings),
     )
-    found._tp_sync = SimpleNamespace(available_memory_gb=lambda *a, **k: found.free)
+    found.tp_sync = SimpleNamespace(available_memory_gb=lambda *a, **k: found.free)
     return found
 
 
-def built(worker, widths: tuple[int, ...], eager: tuple[int, ...] = ()) -> Lanes:
-    lanes = Lanes(worker, widths, eager)
-    lanes.build()
+OF_BLOCK = SimpleNamespace(ids=range(32))  # what the draft's graphs of the block write
+
+
+def built(runners, widths: tuple[int, ...], eager: tuple[int, ...] = ()) -> Lanes:
+    lanes = Lanes(runners, "buffers of {} x {}".format, nullcontext, widths, eager)
+    lanes.build(OF_BLOCK)
     return lanes
 
 
-def running(worker) -> tuple[str, ...]:
+def running(runners) -> tuple[str, ...]:
     """Backend and graphs of the target, then of the drafter."""
-    target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+    target, draft = runners.target, runners.draft
     found = (target.attn_backend, target.decode_cuda_graph_runner)
     return (*found, draft.attn_backend, draft.decode_cuda_graph_runner)
 
 
-def test_every_width_has_a_target_lane_and_drafting_ones_a_draft_lane(worker):
+def test_every_width_has_a_target_lane_and_drafting_ones_a_draft_lane(runners):
     # Width 1 is for a few requests only: a graph of it would not be worth its memory.
-    lanes = built(worker, (2, 7), eager=(1,))
+    lanes = built(runners, (2, 7), eager=(1,))
     whole = ("target backend 7", "target graphs 7", "draft backend 7", "draft graphs 7")
-    assert lanes.active.width == 7 and running(worker) == whole
+    assert lanes.active.width == 7 and running(runners) == whole
     two = lanes.activate(2)
     narrow = ("target backend 2", "target graphs 2", "draft backend 2", "draft graphs 2")
-    assert running(worker) == narrow
+    assert running(runners) == narrow
     assert two.candidates == "buffers of 2 x 32" and two.spec_info.draft_token_num == 2
     one = lanes.activate(1)
-    assert running(worker) == ("target backend 1", "eager", *narrow[2:])
+    assert running(runners) == ("target backend 1", "eager", *narrow[2:])
     assert one.candidates is None
     seven = lanes.activate(7)
-    assert running(worker) == whole and seven.candidates is worker._draft_sampler
-    target, draft = worker.target_worker.model_runner, worker.draft_model_runner
+    assert running(runners) == whole and seven.candidates is OF_BLOCK
+    target, draft = runners.target, runners.draft
     assert target.bound == ["target backend 2", "target backend 1"]
     assert draft.bound == ["draft backend 2"]
     # The draft's graph of a width holds that width's head alone, the target's the shared hooks.
     assert target.captures == [("target backend 2", 1)] and len(draft.captures) == 1
     assert draft.capture_tail_hooks == ["hook of the whole draft block"]
     # Where the policy chooses width 1, it has a graph.
-    built(worker, (1, 7), eager=(1,)).activate(1)
-    assert running(worker)[:2] == ("target backend 1", "target graphs 1")
+    built(runners, (1, 7), eager=(1,)).activate(1)
+    assert running(runners)[:2] == ("target backend 1", "target graphs 1")
 
 
 @pytest.mark.parametrize("free, more, graph", [(1.4, 0, False), (1.5, 0, True), (1.5, 0.1, False)])
-def test_a_width_without_memory_for_a_graph_runs_without_one(worker, free, more, graph):
+def test_a_width_without_memory_for_a_graph_runs_without_one(runners, free, more, graph):
     """As much as the block's graphs took, and 1 GB, must be left; the worst rank decides."""
-    worker.free, worker.ranks.world_size = free, 2
-    worker.ranks.all_gather_object = lambda taken: [taken, taken + more]
-    lane = built(worker, (2, 7)).activate(2)
+    runners.free, runners.ranks.world_size = free, 2
+    runners.ranks.all_gather_object = lambda taken: [taken, taken + more]
+    lane = built(runners, (2, 7)).activate(2)
     found = ("target graphs 2", "draft graphs 2") if graph else ("eager", "eager")
-    assert running(worker)[1::2] == found
+    assert running(runners)[1::2] == found
     # Its candidates live in the graph; without one the drafter projects the rows itself.
     assert (lane.candidates is not None) == graph
 
 
-def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left(worker):
+def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left(runners):
     """A finished request runs once more, after a round of seven rows too."""
     sizes = []
 
@@ -135,20 +135,20 @@ def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left(worker):
         def init_cuda_graph_state(self, max_bs, max_num_tokens, kv_indices_buf=None):
             sizes.append(len(kv_indices_buf))
 
-    draft = worker.draft_model_runner
+    draft = runners.draft
     draft._get_attention_backend = lambda init_new_workspace: TritonAttnBackend()
     draft._decode_cuda_graph_runner_cls = lambda: (
         lambda runner, attn_backend, **options: attn_backend.init_cuda_graph_state(4, 8)
     )
-    built(worker, (2, 7))
+    built(runners, (2, 7))
     assert sizes == [4 * (100 + 3 * 7)]
 
 
 @pytest.mark.parametrize("text", ["1,2,4", "7"])
-def test_widths_that_are_planned_are_those_that_are_built(worker, text):
+def test_widths_that_are_planned_are_those_that_are_built(runners, text):
     """The block's are, whether the setting names it or not."""
-    setting = read_setting(7, causal=False, environment={WIDTHS: text})
-    assert setting.built(7) == tuple(sorted(built(worker, setting.widths)._lanes))
+    setting = read_width(7, causal=False, environment={WIDTHS: text})
+    assert setting.built(7) == tuple(sorted(built(runners, setting.widths)._lanes))
 
 
 @pytest.mark.parametrize("which", ["none", "attention", "overlap", "role"])

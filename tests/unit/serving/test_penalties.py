@@ -66,7 +66,7 @@ def test_logits_that_lie_in_columns_are_rows_before_anything_reads_them(monkeypa
     info = SimpleNamespace(has_custom_logit_processor=False)
     requests = SimpleNamespace(changes=lambda bias=True: None, info=info)
     verifier = object.__new__(Verifier)
-    verifier.worker = SimpleNamespace(_target_logits_processor=None)
+    verifier.runners = SimpleNamespace(logits_processor=None)
     block = SimpleNamespace(tokens=torch.zeros(2, 2))
     assert verifier.finish_logits(None, round_, block, requests, None, None) is None
     sampler = PrefillSampler(None, SimpleNamespace(current=requests), None)

@@ -13,11 +13,12 @@ from sglang.srt.models.dflash import DFlashDraftModel
 from torch import nn
 
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.serving.drafting import replace
+from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
-from sglang_hyperdflash.serving.drafting.replace import rebuild, replacing
+from sglang_hyperdflash.serving.drafting.replace import rebuild
+from sglang_hyperdflash.serving.settings import WidthSetting
 from sglang_hyperdflash.serving.width.policy import WidthController
-from sglang_hyperdflash.serving.width.settings import WidthSetting
+from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import EXAMPLE
 from tests.unit.other_process import ask
@@ -75,7 +76,7 @@ def test_what_comes_of_the_weights_is_that_of_a_new_worker_at_its_old_address():
         return [getattr(derived, name).data_ptr() for name in DERIVED]
 
     before = places()
-    with replacing(worker):
+    with HyperDFlashWorker._replacing_weights(worker):
         for each in worker.draft_model.layers:
             each.self_attn.qkv_proj.weight.data.normal_()
             each.self_attn.k_norm.weight.data.normal_()
@@ -88,8 +89,8 @@ def test_what_comes_of_the_weights_is_that_of_a_new_worker_at_its_old_address():
     learnt = worker.width_control.policy
     assert list(map(vars, learnt.classes)) == list(map(vars, fresh.classes))
     assert not worker.rounds[0].learns, "the old drafter's"
-    worker._fused_kv_helper = None  # without SGLang's fused write nothing is derived
-    rebuild(worker)
+    # Without SGLang's fused write nothing is derived.
+    rebuild(None, worker.draft_model.layers)
 
 
 def test_nothing_is_replaced_before_every_tensor_is_checked(monkeypatch):
@@ -116,10 +117,10 @@ def test_copies_come_after_the_round_that_runs_and_before_the_next(monkeypatch):
     worker.model_runner.forward_stream = order.rounds
     module = SimpleNamespace(current_stream=lambda: order.schedule, stream=lambda _: nullcontext())
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(replace, "rebuild", order.rebuild)
-    with replacing(worker):
+    monkeypatch.setattr(worker_module, "rebuild", order.rebuild)
+    with HyperDFlashWorker._replacing_weights(worker):
         order.copy()
-    copied = [call.copy(), call.rebuild(worker)]
+    copied = [call.copy(), call.rebuild(worker._fused_kv_helper, worker.draft_model.layers)]
     first, last = call.rounds.wait_stream(order.schedule), call.schedule.wait_stream(order.rounds)
     assert order.mock_calls == [first, *copied, last]
 

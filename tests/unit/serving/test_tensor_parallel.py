@@ -9,9 +9,9 @@ from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cpu.portable.weights import shard_rows
+from sglang_hyperdflash.serving.settings import read_settings
 from sglang_hyperdflash.serving.startup.checks import check_ranks
 from sglang_hyperdflash.serving.startup.dflash_seams import refuse_unequal_nodes
-from sglang_hyperdflash.serving.startup.pair import check_ranks_agree
 from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -74,12 +74,13 @@ OTHER_SETTINGS = {
 @pytest.mark.parametrize("name, value", OTHER_SETTINGS.items())
 def test_nodes_of_different_settings_are_refused_on_every_rank(monkeypatch, name, value):
     told = []
-    check_ranks_agree(lambda unset: told.append(unset) or [unset, unset])
+    read_settings(7, True).check_ranks_agree(lambda unset: told.append(unset) or [unset, unset])
     monkeypatch.setenv(name, value)
-    check_ranks_agree(lambda here: [here, here])
+    settings = read_settings(7, True)
+    settings.check_ranks_agree(lambda here: [here, here])
     for others in (lambda here: [*told, here], lambda here: [here, *told]):
         with pytest.raises(HyperDFlashConfigError, match=name):
-            check_ranks_agree(others)
+            settings.check_ranks_agree(others)
 
 
 def test_every_setting_of_a_server_is_compared_unless_it_is_a_rank_s_own():

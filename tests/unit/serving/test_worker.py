@@ -21,7 +21,7 @@ def worker(block: int, overlap: bool = True, one_row: bool = True) -> HyperDFlas
     """A worker that chooses a round's width, and nothing else; its policy chooses whole blocks."""
     found = object.__new__(HyperDFlashWorker)
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=CONTEXT))
-    found._target_worker = SimpleNamespace(model_runner=runner)
+    found.runners = SimpleNamespace(target=runner)
     found.block, found._width_1_allowed = block, one_row
     found._overlap, found._last_width = overlap, block
     found.width_control = SimpleNamespace(next=lambda *classes: block, started=lambda *round: None)

@@ -104,21 +104,21 @@ def windowed(needs_host: bool = True, table: torch.Tensor | None = None) -> kv.W
         kv_index_translator="the drafter's",
     )
     target = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
-    runners = {"draft_model_runner": draft, "model_runner": target}
-    worker = SimpleNamespace(**runners, draft_window_size=WINDOW, block=BLOCK, device="cpu")
-    made = kv.WindowedDraftKV(worker)
+    sizes = {"window": WINDOW, "block": BLOCK, "device": "cpu"}
+    runners = SimpleNamespace(draft=draft, target=target, **sizes)
+    made = kv.WindowedDraftKV(runners, 0.1)
     sizes = {"tokens": 10000, "ring": 4 * WINDOW, "window": WINDOW, "block": BLOCK, "batch": 4}
     made.window, made.calls = DraftWindow(**sizes, device="cpu"), []
-    worker._append_target_hidden_to_draft_kv_by_loc = lambda **given: made.calls.append(given)
+    runners.write_draft_kv = lambda **given: made.calls.append(given)
     return made
 
 
 def test_a_windows_backend_is_built_for_a_window_and_blocks():
     draft_kv = windowed()
-    config = draft_kv.worker.draft_model_runner.model_config
+    config = draft_kv.runners.draft.model_config
     with draft_kv.build_context():
         assert config.context_len == WINDOW + 2 * BLOCK
-    with kv.DraftKV(draft_kv.worker).build_context():
+    with kv.DraftKV(draft_kv.runners, 0.1).build_context():
         assert config.context_len == CONTEXT
 
 
@@ -136,7 +136,7 @@ def test_a_windowed_pass_reads_the_devices_own_lengths_and_its_block(needs_host,
     exact, bound = [300 + width, width], [WINDOW + width] * 2
     assert found.ends_cpu.tolist() == (exact if needs_host else bound)
     assert planned[0][0] == ("the drafter's",) and planned[0][1]["read_extent"] == width
-    own = draft_kv.worker.draft_model_runner.req_to_token_pool.req_to_token
+    own = draft_kv.runners.draft.req_to_token_pool.req_to_token
     blocks = draft_kv.window.block_slots(tokens).tolist()
     assert own[0, : 300 + width].tolist() == [*range(1, 301), *blocks[:width]]
     assert own[1, :width].tolist() == blocks[width:]
@@ -151,7 +151,7 @@ def test_a_draft_without_a_window_sees_the_whole_context():
     tokens = torch.zeros(2, BLOCK, dtype=torch.int64)
     # Where SGLang knows no host length, what is allocated includes the rows in flight.
     for ends, expected in ((torch.tensor([12, 16]), [12, 16]), (None, [20, 30])):
-        context = kv.DraftKV(None).context(batch, Block(tokens, tokens, "plan", ends))
+        context = kv.DraftKV(None, 0.1).context(batch, Block(tokens, tokens, "plan", ends))
         assert context.lengths is batch.seq_lens and context.plan == "plan"
         assert context.ends_cpu.tolist() == expected
 
@@ -161,8 +161,8 @@ def test_a_round_writes_its_committed_rows_and_no_others():
     plan = SimpleNamespace(write_virtual=torch.arange(100, 106))
     tokens, hidden = torch.zeros(2, 3, dtype=torch.int64), torch.randn(6, 4)
     draft_kv, lengths = windowed(), torch.tensor([2, 1], dtype=torch.int32)
-    whole = kv.DraftKV(draft_kv.worker)
-    whole.worker._draft_write_ids = lambda plan: plan.write_virtual
+    whole = kv.DraftKV(draft_kv.runners, 0.1)
+    whole.runners.draft_slots = lambda plan: plan.write_virtual
     for one in (draft_kv, whole):
         one.write(hidden, Block(tokens, positions, plan, None), lengths)
     for call in draft_kv.calls:
@@ -190,12 +190,11 @@ def test_a_prefill_writes_what_a_window_can_reach_and_forgets_the_slots_old_owne
     assert kv.entering_rows([0, 300], [100, 10], [1000, 310], 120) == list(range(100, 110))
 
 
-def test_a_ring_has_what_the_blocks_leave_and_holds_one_window(monkeypatch, caplog):
+def test_a_ring_has_what_the_blocks_leave_and_holds_one_window(caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv("HYPERDFLASH_DRAFT_POOL_RATIO", "0.1")
     # 100 slots; the blocks of 8 requests take 56. Fewer than a window for each is worth a warning.
-    assert kv.ring_size(1000, 44, BLOCK, 8) == 44
+    assert kv.ring_size(1000, 0.1, 44, BLOCK, 8) == 44
     with pytest.raises(HyperDFlashConfigError, match="HYPERDFLASH_DRAFT_POOL_RATIO"):
-        kv.ring_size(1000, 45, BLOCK, 8)
-    assert kv.ring_size(1000, 40, BLOCK, 1) == 93
+        kv.ring_size(1000, 0.1, 45, BLOCK, 8)
+    assert kv.ring_size(1000, 0.1, 40, BLOCK, 1) == 93
     assert [each.levelno for each in caplog.records] == [logging.WARNING, logging.INFO]

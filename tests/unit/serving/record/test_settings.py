@@ -1,5 +1,6 @@
 """Which requests are recorded, and what is refused at start."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,15 +61,15 @@ def test_a_server_that_cannot_record_is_refused(monkeypatch, tmp_path):
         model_path="owner/target",
         speculative_draft_model_path="owner/drafter",
     )
-    settings.check_recording(arguments, "layers")  # nothing is recorded
-    monkeypatch.setenv("HYPERDFLASH_RECORD", str(tmp_path / "store"))
-    settings.check_recording(arguments, "pre_hc_head")
+    settings.check_recording(None, arguments, "layers")  # nothing is recorded
+    asked = replace(setting(1.0), folder=tmp_path / "store")
+    settings.check_recording(asked, arguments, "pre_hc_head")
     with pytest.raises(HyperDFlashError, match="layers"):
-        settings.check_recording(arguments, "layers")
+        settings.check_recording(asked, arguments, "layers")
     for name, value, said in (
         ("model_path", str(tmp_path), "the target"),
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
     ):
         with monkeypatch.context() as patch, pytest.raises(HyperDFlashError, match=said):
             patch.setattr(arguments, name, value)
-            settings.check_recording(arguments, "pre_hc_head")
+            settings.check_recording(asked, arguments, "pre_hc_head")

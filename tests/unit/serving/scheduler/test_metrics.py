@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from sglang_hyperdflash.serving.record.settings import REASONS
 from sglang_hyperdflash.serving.scheduler import metrics
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, start_counting
+from sglang_hyperdflash.serving.settings import WidthSetting
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
-from sglang_hyperdflash.serving.width.settings import WidthSetting
 from sglang_hyperdflash.serving.worker import HyperDFlashWorker, Round
 from tests.conftest import ROOT
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from eval.width_replay import policy_of
+from sglang_hyperdflash.serving.settings import WIDTH, WIDTHS, WidthSetting, read_width
 from sglang_hyperdflash.serving.width import policy as policy_module
 from sglang_hyperdflash.serving.width import timing
 from sglang_hyperdflash.serving.width.policy import WidthController
-from sglang_hyperdflash.serving.width.settings import WIDTH, WIDTHS, WidthSetting, read_setting
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -28,11 +28,11 @@ def test_the_environment_names_the_widths():
         ({WIDTH: "random"}, True, "random", (1, 2, 4, 7)),
         ({WIDTHS: "4, 1"}, False, "adaptive", (1, 4)),
     ):
-        assert read_setting(7, causal, environment) == WidthSetting(mode, widths), environment
-    assert read_setting(3, True, {}).widths == (1, 2, 3), "a short block has no wider ones"
+        assert read_width(7, causal, environment) == WidthSetting(mode, widths), environment
+    assert read_width(3, True, {}).widths == (1, 2, 3), "a short block has no wider ones"
     for name, value in ((WIDTH, "8"), (WIDTH, "wide"), (WIDTHS, "1,0"), (WIDTHS, "1;7")):
         with pytest.raises(HyperDFlashConfigError, match=f"{name}: "):
-            read_setting(7, True, {name: value})
+            read_width(7, True, {name: value})
 
 
 def timed(setting: WidthSetting, seconds) -> WidthController:
@@ -80,16 +80,17 @@ def test_a_forced_width_goes_before_every_setting_and_draws_nothing(setting):
 class Worker:
     """What :func:`time_rounds` uses; a round takes ``seconds(requests, width, sampled)``."""
 
-    device = "cpu"
-
     def __init__(self, monkeypatch, seconds, most: int) -> None:
         self.control, self.clock, self.seconds, self.ran = WidthController(SET, 7), 0.0, seconds, []
         runner = SimpleNamespace(max_running_requests=most)
-        self.target_worker = SimpleNamespace(model_runner=runner)
+        self.runners = SimpleNamespace(device="cpu", target=runner)
         monkeypatch.setattr(timing, "made_up_batch", lambda runner, n, sampled: (n, sampled))
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.clock)
 
-    def forward_batch_generation(self, batch) -> None:
+    def time(self, *share):
+        return time_rounds(self.runners, self.run, self.control, *share)
+
+    def run(self, batch) -> None:
         requests, sampled = batch
         self.ran.append((requests, self.control.forced, sampled))
         # The first of its kind builds what is built once.
@@ -102,7 +103,7 @@ def test_every_width_and_kind_is_timed_without_its_first_round(monkeypatch):
         return 1e-3 * (1 + requests * width + 5 * sampled)
 
     worker = Worker(monkeypatch, seconds, most=6)
-    costs = time_rounds(worker, worker.control)
+    costs = worker.time()
     assert costs.sizes == [1, 4, 6] and worker.control.forced is None
     for requests in costs.sizes:
         for sampled in (False, True):
@@ -112,22 +113,22 @@ def test_every_width_and_kind_is_timed_without_its_first_round(monkeypatch):
 
 def test_timing_stops_before_it_takes_too_long_and_ranks_stop_together(monkeypatch):
     fast, sent = Worker(monkeypatch, lambda n, w, s: 1e-3 * n, most=4096), []
-    first = time_rounds(fast, fast.control, lambda row: sent.append(row) or row)
+    first = fast.time(lambda row: sent.append(row) or row)
     assert 1 < first.sizes[-1] < 4096
     assert sum(1e-3 * n for n, _, _ in fast.ran) < timing.LIMIT
     slow, numbers = Worker(monkeypatch, lambda n, w, s: 0.5 * n, most=4096), iter(sent)
-    second = time_rounds(slow, slow.control, lambda row: next(numbers))
+    second = slow.time(lambda row: next(numbers))
     assert second.sizes == first.sizes and slow.ran == fast.ran
     assert second.of(3, True) == first.of(3, True)
     # However slow, one size is timed.
     alone = Worker(monkeypatch, lambda n, w, s: 60.0, most=4096)
-    assert time_rounds(alone, alone.control).sizes == [1]
+    assert alone.time().sizes == [1]
 
 
 def test_a_batch_that_does_not_fit_ends_the_start(monkeypatch):
     worker = Worker(monkeypatch, Mock(side_effect=torch.OutOfMemoryError), most=8)
     with pytest.raises(HyperDFlashConfigError, match="--max-running-requests"):
-        time_rounds(worker, worker.control)
+        worker.time()
     assert worker.control.forced is None
 
 

@@ -34,29 +34,32 @@ from sglang_hyperdflash.serving.drafting.candidates import (
     candidates_of,
     check_head,
 )
-from sglang_hyperdflash.serving.drafting.temperature import read_draft_temperature
+from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.width.lanes import Lane
 
 
-class Drafter:
+class DraftStep:
     """Drafts of one round at a time.
 
     Args:
-        worker: the ``DFlashWorkerV2`` whose draft runner and embeddings are used.
+        draft_temperature: ``t`` of ``draft/propose.py``.
+
+    Attributes:
+        lm_head: the target's.
+        head: the dependency head, or None.
+        candidates: K of each draft.
     """
 
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        target = worker.target_worker.model_runner.model
-        self.lm_head = unwrap_lora_layer(getattr(target, "lm_head", None))
-        self.head = worker.draft_model.dependency  # or None
-        self.candidates = worker.draft_model.hyperdflash_config.candidates
+    def __init__(self, runners: Runners, draft_temperature: float) -> None:
+        self.runners, self.draft_temperature = runners, draft_temperature
+        self.lm_head = unwrap_lora_layer(getattr(runners.target.model, "lm_head", None))
+        self.head = runners.draft_model.dependency
+        self.candidates = runners.draft_model.hyperdflash_config.candidates
         check_head(self.lm_head, self.candidates)
-        self.draft_temperature = read_draft_temperature()
 
     def buffers(self, width: int, most: int) -> CandidateBuffers:
         """Buffers for the draft graphs of one width, of ``most`` requests."""
-        device = self.worker.device
+        device = self.runners.device
         return CandidateBuffers(width, self.candidates, self.lm_head, self.head, most, device)
 
     def draft(
@@ -69,7 +72,7 @@ class Drafter:
             found = captured.of(bs)
         else:
             hidden = out.logits_output.hidden_states.view(bs, block.width, -1)[:, 1:]
-            with draft_tp_context(self.worker.draft_parallel_layout):
+            with draft_tp_context(self.runners.draft_layout):
                 found = candidates_of(hidden, self.lm_head, self.candidates, self.head)
         if not requests.argmax_only:
             proposal = self._draw(found, block, requests)
@@ -81,15 +84,15 @@ class Drafter:
         if not requests.argmax_only or self.head is not None:
             # Each rank sums for itself what a dependency head reads of a row: rank 0's drafts go to
             # all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
-            self.worker._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
+            self.runners.tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, drafts)
         return block.drafted(drafts, proposal)
 
     def _forward(self, batch: Any, block: Block, context: DraftContext, lane: Lane) -> Any:
         """The draft pass; seam: the ``ForwardBatch`` of ``DFlashWorkerV2``'s draft step."""
-        worker, rows = self.worker, block.tokens.numel()
+        runners, rows = self.runners, block.tokens.numel()
         padded = None
         if enable_num_token_non_padded():
-            padded = torch.full((), rows, dtype=torch.int32, device=worker.device)
+            padded = torch.full((), rows, dtype=torch.int32, device=runners.device)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(block.tokens),
@@ -108,19 +111,18 @@ class Drafter:
             global_num_token_non_padded_cpu=rows,
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
-        context.plan.bind(forward_batch, worker.draft_model_runner.kv_index_translator)
-        with torch.inference_mode(), draft_tp_context(worker.draft_parallel_layout):
-            return worker.draft_model_runner.forward(forward_batch)
+        context.plan.bind(forward_batch, runners.draft.kv_index_translator)
+        with torch.inference_mode(), draft_tp_context(runners.draft_layout):
+            return runners.draft.forward(forward_batch)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """``[bs * width, d]``: the target's embeddings, as ``DFlashWorkerV2`` looks them up."""
-        worker = self.worker
-        if worker._full_embed_gpu is not None:  # attention data parallelism: no collective here
-            found = torch.nn.functional.embedding(ids, worker._full_embed_gpu)
+        whole = self.runners.full_embedding
+        if whole is not None:  # attention data parallelism: no collective here
+            embedded = torch.nn.functional.embedding(ids, whole)
         else:
-            target = worker.target_worker.model_runner.model
-            found = unwrap_lora_layer(target.get_input_embeddings())(ids)
-        return found.view(-1, found.shape[-1])
+            embedded = unwrap_lora_layer(self.runners.target.model.get_input_embeddings())(ids)
+        return embedded.view(-1, embedded.shape[-1])
 
     def _draw(self, candidates: Candidates, block: Block, requests: BatchRequests) -> Proposal:
         """Draw a block's drafts, with the noise of the requests' seeds."""

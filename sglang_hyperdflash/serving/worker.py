@@ -410,8 +410,13 @@ class HyperDFlashWorker(DFlashWorkerV2):
         return verification_peak(renorm, k, len(candidates), target_logits)
 
     def prewarm_sampling(self):
-        """As SGLang's; ``HyperDFlashConfigError`` where the largest batch does not fit."""
+        """As SGLang's, with the counts of penalties: no request takes memory that a start did not.
+
+        Raises:
+            HyperDFlashConfigError: the largest batch does not fit.
+        """
         try:
+            _ = self.request_state.counts  # made at its first use
             return super().prewarm_sampling()
         except torch.OutOfMemoryError as error:
             requests = self._prewarm_batch_size(self.block)

@@ -108,6 +108,8 @@ def test_the_largest_batch_that_is_served_is_rehearsed(monkeypatch):
         assert worker._prewarm_batch_size(7) == expected
     full = Mock(side_effect=torch.OutOfMemoryError)
     monkeypatch.setattr(DFlashWorkerV2, "prewarm_sampling", full)
-    worker._prefills_only = False
+    worker._prefills_only, made = False, []
+    worker.request_state = type("State", (), {"counts": property(made.append)})()
     with pytest.raises(HyperDFlashConfigError, match="--max-running"):
         worker.prewarm_sampling()
+    assert made, "counts of penalties take their memory at the start, too"

@@ -111,7 +111,7 @@ def replay(
         accepted = [accepted_drafts(acceptance(number, i), chosen, rng) for i in range(requests)]
         if policy:
             if result:
-                policy.learn(*result, ())
+                policy.observe(*result, ())
             result = chosen, accepted
         found.widths.append(chosen)
         found.tokens += requests + sum(accepted)

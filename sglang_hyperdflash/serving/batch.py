@@ -108,10 +108,10 @@ class BatchRequests:
 
     def changes(self, bias: bool = True) -> Adjustments | None:
         """What changes these requests' logits in this pass, with their bias or without it."""
-        own, added = self.adjustments, self.info.logit_bias if bias else None
-        if own.penalties is None and own.end_ids is None and added is None:
+        constant, added = self.adjustments, self.info.logit_bias if bias else None
+        if constant.penalties is None and constant.end_ids is None and added is None:
             return None
-        return replace(own, counts=self.counts, bias=added)
+        return replace(constant, counts=self.counts, bias=added)
 
 
 class RequestState:
@@ -218,13 +218,13 @@ def _end_tokens(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``end_ids`` and ``earliest`` of :class:`Adjustments`."""
     waits = [req.sampling_params.min_new_tokens > 0 for req in reqs]
-    found = [sorted(end_tokens(req)) if w else [] for req, w in zip(reqs, waits, strict=True)]
-    widest = max(map(len, found), default=0)
+    ends = [sorted(end_tokens(req)) if w else [] for req, w in zip(reqs, waits, strict=True)]
+    widest = max(map(len, ends), default=0)
     if not widest:
         return None, None
     minimum = [min(req.sampling_params.min_new_tokens, LONGEST) for req in reqs]
     return (
-        new([ids + [-1] * (widest - len(ids)) for ids in found], torch.int64),
+        new([ids + [-1] * (widest - len(ids)) for ids in ends], torch.int64),
         new(
             [len(req.origin_input_ids) + least for req, least in zip(reqs, minimum, strict=True)],
             torch.int64,

@@ -66,12 +66,12 @@ class Round:
 
     Attributes:
         reqs: SGLang's requests. width: rows of each.
-        learns: whether the width policy learns from it: not once the drafter has been replaced.
+        observed: whether the width policy counts it: not once the drafter has been replaced.
     """
 
     reqs: list[Any]
     width: int
-    learns: bool = True
+    observed: bool = True
 
 
 class HyperDFlashWorker(DFlashWorkerV2):
@@ -111,7 +111,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.request_state = RequestState(runners.target, target_worker.random_seed, self.device)
         self.draft_step = DraftStep(runners, settings.draft_temperature)
         self.verifier = Verifier(runners)
-        prefill.serve(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
+        prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
         width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
         self.width_control = WidthController(width, self.block, alone=group.world_size == 1)
         self.lanes = Lanes(
@@ -264,8 +264,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # As SGLang counts: with overlap a finished request runs once more.
         pairs = zip(done.reqs, num_correct_drafts_per_req, strict=True)
         live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
-        if done.learns:
-            self.width_control.learn(done.width, live)
+        if done.observed:
+            self.width_control.observe(done.width, live)
         if self.metrics is not None:
             self.metrics.add([n for _, n in live], done.width)
 
@@ -298,7 +298,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             rebuild(self._fused_kv_helper, self.draft_model.layers)
         current.wait_stream(stream)
         for launched in self.rounds:
-            launched.learns = False
+            launched.observed = False
         if self.width_control.policy is not None:
             self.width_control.policy.forget()
 

@@ -234,9 +234,8 @@ def test_a_profile_of_a_few_rounds(hyper_server, own_prompts, tmp_path):
 
 
 def test_labels_are_sglangs_and_the_dashboards_metrics_exist(hyper_server):
-    """They have one more label, the version of the drafter that the server started with."""
     sglangs = set().union(*samples(hyper_server, "sglang:num_running_reqs"))
-    assert set().union(*samples(hyper_server, ROUNDS)) == sglangs | {("version", "0")}
+    assert set().union(*samples(hyper_server, ROUNDS)) == sglangs
     dashboard = json.loads((ROOT / "docs" / "grafana_hyperdflash.json").read_text())
     drawn = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
     shown = requests.get(f"{hyper_server.url}/metrics", timeout=PATIENCE).text

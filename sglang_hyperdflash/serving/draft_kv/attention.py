@@ -56,15 +56,15 @@ def choose_draft_attention(server_args, window: int | None) -> None:
 
     platform = get_platform()
     named = overrides.resolving_view(server_args).speculative_draft_attention_backend
-    own = current_platform.is_out_of_tree() or platform.is_hip or platform.is_xpu
-    if named is not None or own:
+    no_cuda = current_platform.is_out_of_tree() or platform.is_hip or platform.is_xpu
+    if named is not None or no_cuda:
         return
     target, _ = overrides.attention_backends_of(overrides.resolved_view(server_args))
     sm90, sm100 = bool(platform.is_sm90), bool(platform.is_sm100)
-    found = chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, sm90=sm90, sm100=sm100)
-    if found is not None:
-        server_args.speculative_draft_attention_backend = found[0]
-        logger.info("%s: draft attention is %s: %s.", ALGORITHM, *found)
+    choice = chosen(target, window, DRAFT_ATTENTION_BACKEND_CHOICES, sm90=sm90, sm100=sm100)
+    if choice is not None:
+        server_args.speculative_draft_attention_backend = choice[0]
+        logger.info("%s: draft attention is %s: %s.", ALGORITHM, *choice)
 
 
 def check_window_attention(window: int | None, backend: str) -> None:

@@ -81,10 +81,10 @@ class DraftWindow:
         Returns:
             slots ``[b, W]`` int64, oldest first, and how many of them count, ``[b]`` int64.
         """
-        at = lengths.long().unsqueeze(1) - 1 - self.back
-        ids = table[rows.long().unsqueeze(1), at.clamp(min=0)].long()
+        places = lengths.long().unsqueeze(1) - 1 - self.back
+        ids = table[rows.long().unsqueeze(1), places.clamp(min=0)].long()
         slot = self.slot_of[ids]
-        live = (at >= 0) & (slot >= 0) & (self.owner[slot.clamp(min=0)] == ids)
+        live = (places >= 0) & (slot >= 0) & (self.owner[slot.clamp(min=0)] == ids)
         visible = live.long().cumprod(1).sum(1)
         newest_last = (visible.unsqueeze(1) - 1 - self.back).clamp(min=0)
         return (slot.clamp(min=0) + 1).gather(1, newest_last), visible

@@ -84,14 +84,14 @@ class CandidateBuffers:
     def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Write candidates and greedy drafts of rows ``[bs * width, d]``."""
         rows = hidden_states.view(-1, self.width, hidden_states.shape[-1])
-        found = candidates_of(rows[:, 1:], self.lm_head, self.k, self.head)
-        bs = len(found.ids)
-        self.ids[:bs].copy_(found.ids)
-        self.scores[:bs].copy_(found.scores)
+        candidates = candidates_of(rows[:, 1:], self.lm_head, self.k, self.head)
+        bs = len(candidates.ids)
+        self.ids[:bs].copy_(candidates.ids)
+        self.scores[:bs].copy_(candidates.scores)
         if self.gates is not None:
-            self.gates[:bs].copy_(found.gates)
+            self.gates[:bs].copy_(candidates.gates)
         anchors = input_ids.view(bs, self.width)[:, 0]
-        self.greedy[:bs].copy_(propose_greedy(found, anchors, self.head))
+        self.greedy[:bs].copy_(propose_greedy(candidates, anchors, self.head))
 
     def of(self, bs: int) -> Candidates:
         """The candidates of the batch that was just replayed."""

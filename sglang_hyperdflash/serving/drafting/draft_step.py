@@ -69,18 +69,18 @@ class DraftStep:
         out, bs, proposal = self._forward(batch, block, context, lane), len(block.tokens), None
         captured = lane.candidates if out.can_run_graph else None
         if captured is not None:
-            found = captured.of(bs)
+            candidates = captured.of(bs)
         else:
             hidden = out.logits_output.hidden_states.view(bs, block.width, -1)[:, 1:]
             with draft_tp_context(self.runners.draft_layout):
-                found = candidates_of(hidden, self.lm_head, self.candidates, self.head)
+                candidates = candidates_of(hidden, self.lm_head, self.candidates, self.head)
         if not requests.argmax_only:
-            proposal = self._draw(found, block, requests)
+            proposal = self._draw(candidates, block, requests)
             drafts = proposal.tokens
         elif captured is not None:
             drafts = captured.greedy[:bs]
         else:
-            drafts = propose_greedy(found, block.anchors, self.head)
+            drafts = propose_greedy(candidates, block.anchors, self.head)
         if not requests.argmax_only or self.head is not None:
             # Each rank sums for itself what a dependency head reads of a row: rank 0's drafts go to
             # all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.

@@ -41,9 +41,12 @@ class Recording:
     """A request that is recorded; it lives as long as SGLang's ``Req``, even one that vanishes.
 
     Attributes:
-        start: position of its first row. stop: where it ends at the latest. end: one past its last
-            row's position. shed: it is given up. rows: ``[n, m*d]`` each, the writer's, as is their
-        size in bytes.
+        start: position of its first row.
+        stop: position before which its last row is at the latest.
+        end: position after its last row so far.
+        shed: whether it was given up.
+        rows: ``[n, m * d]`` each; the writer's alone.
+        size: bytes of ``rows``; the writer's alone.
     """
 
     start: int
@@ -55,9 +58,9 @@ class Recording:
 
 
 def recording_of(req: Any) -> Recording | None:
-    """Of a request that is being recorded."""
-    found = getattr(req, _RECORDING, None)
-    return None if found is None or found.shed else found
+    """The request's recording, or None."""
+    recording = getattr(req, _RECORDING, None)
+    return None if recording is None or recording.shed else recording
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,9 @@ class Part:
     """A request's rows ``first`` to ``last`` of a pass.
 
     Attributes:
-        index: in the batch. position: of its first row; None for a block, which begins with the
-            last token that is committed by then.
+        index: the request's, in the batch.
+        position: of the first row; None for a block, which begins with the last token that is
+            committed by then.
     """
 
     index: int
@@ -151,13 +155,16 @@ class Recorder:
     """Takes rows in the worker's passes; its writer (:mod:`.writer`) takes whole requests.
 
     Args:
-        rows: of the ring: those of passes whose rows the writer has not taken yet.
-        width, dtype: of the residual.
+        rows: size of the ring, which holds rows until the writer has taken them.
+        width: of the residual, ``m * d``.
+        dtype: of the residual.
 
     Attributes:
         counters: prometheus counters of ``REQUESTS``, ``BYTES`` and ``REASONS``; empty in a server
-            without metrics. queue: ``(pass, its kept rows, finished requests)`` for the writer.
-        stopped: nothing is recorded any more. shedding: held to give a recording up, or rows.
+            without metrics.
+        queue: ``(pass, its kept rows, finished requests)`` for the writer.
+        stopped: whether recording has ended.
+        shedding: held while a recording is given up, or gets rows.
     """
 
     def __init__(
@@ -190,8 +197,8 @@ class Recorder:
                 begin = max(recording.end - prefix, 0)
                 last = min(extend, recording.stop - prefix)
                 if begin < last:
-                    at = first + begin, first + last, prefix + begin
-                    parts.append(Part(index, recording, *at))
+                    rows = first + begin, first + last, prefix + begin
+                    parts.append(Part(index, recording, *rows))
             first += extend
         self._take(parts, output)
 
@@ -209,11 +216,13 @@ class Recorder:
         if not hasattr(req, _RECORDING):
             setattr(req, _RECORDING, None)
             if not is_health_check_generate_req(req) and self.setting.wants(req):
-                found = self.setting.range(len(req.origin_input_ids), prefix)
-                if found is None:
+                positions = self.setting.range(len(req.origin_input_ids), prefix)
+                if positions is None:
                     self.count(CACHED)
                 else:
-                    setattr(req, _RECORDING, Recording(found.start, found.stop, found.start))
+                    setattr(
+                        req, _RECORDING, Recording(positions.start, positions.stop, positions.start)
+                    )
         return recording_of(req)
 
     def _take(self, parts: list[Part], output: Any) -> None:

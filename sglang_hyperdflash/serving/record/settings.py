@@ -30,9 +30,11 @@ class RecordSetting:
     """What is recorded.
 
     Attributes:
-        folder: of the store. share: of the requests. budget: bytes of this server's shards.
+        folder: the store's.
+        share: of the requests, from 0 to 1.
+        budget: bytes that this server's shards may take.
         length: tokens of a sample at most; half of them at most are the prompt's last ones.
-        context: share of these that must be computed, not from the prefix cache.
+        context: share of these prompt tokens that must be computed, not from the prefix cache.
     """
 
     folder: Path

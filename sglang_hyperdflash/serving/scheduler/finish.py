@@ -111,9 +111,9 @@ def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
     """
     from sglang.srt.runtime_context import get_disagg
 
-    found = original(self, i, req, *args, **kwargs)
+    count = original(self, i, req, *args, **kwargs)
     alone = get_disagg().disaggregation_mode != "prefill"
     if worker_is_ours() and alone and req.sampling_params.max_new_tokens == 0:
         req.logprob.output_token_logprobs_val.clear()
         req.logprob.output_token_logprobs_idx.clear()
-    return found
+    return count

@@ -104,12 +104,12 @@ class Metrics:
     def recording(self) -> dict[str, object]:
         """The counters of a server that records, by the names that its recorder counts."""
         recorded, recorded_bytes = (self._counter(name) for name in (RECORDED, RECORDED_BYTES))
-        found = {
+        counters = {
             RECORDED_REQUESTS: recorded.labels(**self._labels),
             BYTES: recorded_bytes.labels(**self._labels),
         }
         shed = self._counter(SHED, REASON)
-        return found | {name: shed.labels(**self._labels, reason=name) for name in REASONS}
+        return counters | {name: shed.labels(**self._labels, reason=name) for name in REASONS}
 
     def add(self, accepted_drafts: Sequence[int], width: int) -> None:
         """Count a round of a batch: ``accepted_drafts`` of each request, without the bonus."""

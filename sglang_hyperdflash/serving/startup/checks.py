@@ -251,8 +251,8 @@ def _check_context(server_args, target, draft) -> None:
     """The drafter must have positions for all that the target may serve."""
     from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
 
-    own, drafted = (int(get_context_length(get_hf_text_config(one))) for one in (target, draft))
-    served = server_args.context_length or own
+    trained, drafted = (int(get_context_length(get_hf_text_config(c))) for c in (target, draft))
+    served = server_args.context_length or trained
     if drafted < served:
         raise HyperDFlashConfigError(
             f"expected a drafter of at least {served} positions, the server's context; found "

@@ -13,9 +13,9 @@ worth decides, so a draft that p wants makes up for one before it that p wanted 
 
 and the next token is from ``(w_k p_{k+1} - q_{k+1})+`` of that k, after the last draft from ``p``.
 On average it accepts no fewer than a coin for each draft does (2211.17192). The coins ``u`` and
-that draw have streams of their own: a draft's noise must not decide its acceptance. Refused drafts
-do decide it here, so their noise may not come again: every block of such a request has noise of its
-own.
+that draw have streams of their own: a draft's noise must not decide its acceptance. A rejection
+depends on the noise of the rejected drafts, so a block must not reuse it: every block of such a
+request has noise of its own.
 
 Greedy rows compare with the argmax of the logits. A block is never longer than its first broken
 row: one whose target logits hold a NaN or +inf, or nothing finite.
@@ -152,11 +152,11 @@ def read_rows(
         all_draw: rounds without drafts; seeded requests draw with the same noise at every width,
             all others with noise of their own that no block uses.
     """
-    found = row_statistics(
+    statistics = row_statistics(
         *(logits, sampling.temperatures, sampling.top_ks, draws.seeded, draws.seeds),
         *(positions, kept, all_draw),
     )
-    return Rows(found[0], logits, kept, *found[1:])
+    return Rows(statistics[0], logits, kept, *statistics[1:])
 
 
 def verify_block(

@@ -38,8 +38,8 @@ class PrefillSampler:
         requests = self.request_state.current
         changes = requests.changes(bias=False)
         if changes is not None:
-            at = (requests.lengths.long() - 1).unsqueeze(1)
-            adjust_rows(logits.unsqueeze(1), at, at, *changes.tensors)
+            last = (requests.lengths.long() - 1).unsqueeze(1)
+            adjust_rows(logits.unsqueeze(1), last, last, *changes.tensors)
 
     def read(self, logits: torch.Tensor, sampled: bool) -> None:
         """Keep the broken rows of the final ``logits [bs, V]``, and of a sampled batch all."""
@@ -66,7 +66,7 @@ class PrefillSampler:
         return tokens
 
 
-def serve(sampler: PrefillSampler) -> None:
+def install(sampler: PrefillSampler) -> None:
     """From now on this process's prefills sample with ``sampler``."""
     global _sampler
     _sampler = sampler

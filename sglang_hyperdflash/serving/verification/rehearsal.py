@@ -48,12 +48,12 @@ def verification_peak(renorm: Any, candidates: int, bs: int, logits: torch.Tenso
     before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
     # The proposal lives through its verification.
     ids = torch.arange(candidates, device=device).repeat(bs, block - 1, 1)
-    found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
-    at = torch.zeros(bs, block, dtype=torch.int64, device=device)
-    proposal = propose(found, None, at, at, sampling, draws, 0.5)
+    likeliest = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
+    zeros = torch.zeros(bs, block, dtype=torch.int64, device=device)
+    proposal = propose(likeliest, None, zeros, zeros, sampling, draws, 0.5)
     kept = weights_of(logits.view(bs, block, -1), sampling, renorm).flatten(0, 1)
-    rows = read_rows(logits, kept, sampling, draws, at, all_draw=False)
-    verify_block(rows, at, at, proposal, sampling, draws, logits.shape[-1])
+    rows = read_rows(logits, kept, sampling, draws, zeros, all_draw=False)
+    verify_block(rows, zeros, zeros, proposal, sampling, draws, logits.shape[-1])
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["allocated_bytes.all.peak"] - before
 

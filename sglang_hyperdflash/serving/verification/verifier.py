@@ -175,10 +175,12 @@ class Verifier:
         sampling, kept, weights = requests.sampling, None, probs
         if sampling.filters:
             # SGLang takes logprobs from the same storage.
-            own = probs.to(torch.float32, copy=True)
-            kept = weights = filtered(own.unsqueeze(1), sampling, self.renorm).squeeze(1)
-        at = positions.long().unsqueeze(1)
-        return read_rows(logits, kept, sampling, requests.draws, at, all_draw=True).tokens, weights
+            probs = probs.to(torch.float32, copy=True)
+            kept = weights = filtered(probs.unsqueeze(1), sampling, self.renorm).squeeze(1)
+        last = positions.long().unsqueeze(1)
+        return read_rows(
+            logits, kept, sampling, requests.draws, last, all_draw=True
+        ).tokens, weights
 
     def add_logprobs(
         self, batch: Any, output: Any, committed: Committed, requests: BatchRequests

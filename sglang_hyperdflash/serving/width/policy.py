@@ -54,12 +54,12 @@ class CostTable:
 
     def of(self, requests: int, sampled: bool) -> dict[int, float]:
         """Seconds of a round of every width: linear between timed batch sizes, and after them."""
-        found = self._known.get((requests, sampled))
-        if found is None:
+        seconds = self._known.get((requests, sampled))
+        if seconds is None:
             columns = np.array(self._rows).T[len(self.widths) * sampled :]
-            found = {w: self._at(requests, c) for w, c in zip(self.widths, columns, strict=False)}
-            self._known[requests, sampled] = found
-        return found
+            seconds = {w: self._at(requests, c) for w, c in zip(self.widths, columns, strict=False)}
+            self._known[requests, sampled] = seconds
+        return seconds
 
     def _at(self, requests: int, seconds: np.ndarray) -> float:
         beyond = requests - self.sizes[-1]
@@ -75,7 +75,7 @@ class Acceptance:
     def __init__(self, drafts: int) -> None:
         self.trials, self.successes = [0.0] * drafts, [0.0] * drafts
 
-    def learn(self, width: int, accepted: Sequence[int]) -> None:
+    def observe(self, width: int, accepted: Sequence[int]) -> None:
         """Count a round of ``width`` in which each request had so many drafts accepted."""
         keep = 0.5 ** (len(accepted) / HALF_LIFE)
         reached = len(accepted)
@@ -93,13 +93,13 @@ class Acceptance:
         The prior of a position is the acceptance of the one before it.
         """
         total = survives = 1.0
-        found, a = [total], FIRST_PRIOR
+        by_width, a = [total], FIRST_PRIOR
         for passed, tried in zip(self.successes, self.trials, strict=True):
             a = (passed + PRIOR_TRIALS * a) / (tried + PRIOR_TRIALS)
             survives *= a
             total += survives
-            found.append(total)
-        return found
+            by_width.append(total)
+        return by_width
 
 
 def best_width(rates: Mapping[int, float], current: int) -> int:
@@ -176,16 +176,16 @@ class WidthPolicy:
         self._since_probe = 0
         return wider
 
-    def learn(self, width: int, greedy: Sequence[int], sampled: Sequence[int]) -> None:
+    def observe(self, width: int, greedy: Sequence[int], sampled: Sequence[int]) -> None:
         """A round's result: accepted drafts of each request of either class."""
         for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
             if accepted:
-                kind.learn(width, accepted)
+                kind.observe(width, accepted)
         requests = len(greedy) + len(sampled)
         if width > self.width and requests and self.costs is not None:
             seconds = self._seconds(requests, bool(sampled))
-            found = (requests + sum(greedy) + sum(sampled)) / seconds[width]
-            if found > self._rates(len(greedy), len(sampled), seconds)[self.width]:
+            rate = (requests + sum(greedy) + sum(sampled)) / seconds[width]
+            if rate > self._rates(len(greedy), len(sampled), seconds)[self.width]:
                 # A probe that was faster by itself is repeated at once: it costs nothing, and a
                 # long memory would need many.
                 self._since_probe = math.inf
@@ -230,7 +230,7 @@ class WidthController:
         if before is reqs:  # no other pass in between
             self.policy.took(last, greedy, sampled, now - then)
 
-    def learn(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
+    def observe(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
         """A round's result: its requests that had not finished, accepted drafts of each."""
         if self.policy is None:
             return
@@ -238,7 +238,7 @@ class WidthController:
         sampled: list[int] = []
         for req, accepted in live:
             (greedy if req.sampling_params.top_k <= 1 else sampled).append(accepted)
-        self.policy.learn(width, greedy, sampled)
+        self.policy.observe(width, greedy, sampled)
 
     def predicted_gain(self) -> float | None:
         """Expected tokens per second of the width now over those of width 1; None if unknown."""

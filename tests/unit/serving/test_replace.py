@@ -55,13 +55,13 @@ def served() -> SimpleNamespace:
     """A worker that has learnt something of its drafter."""
     layers = [layer() for _ in range(LAYERS)]
     control = WidthController(WidthSetting("adaptive", (1, 7)), 7)
-    control.policy.learn(7, [6, 0], [3])
+    control.policy.observe(7, [6, 0], [3])
     return SimpleNamespace(
         device="cpu",
         model_runner=SimpleNamespace(forward_stream=torch.cpu.Stream()),
         draft_model=SimpleNamespace(layers=layers),
         width_control=control,
-        rounds=[SimpleNamespace(learns=True)],
+        rounds=[SimpleNamespace(observed=True)],
         _fused_kv_helper=helper(layers),
     )
 
@@ -88,7 +88,7 @@ def test_what_comes_of_the_weights_is_that_of_a_new_worker_at_its_old_address():
     assert places() == before
     learnt = worker.width_control.policy
     assert list(map(vars, learnt.classes)) == list(map(vars, fresh.classes))
-    assert not worker.rounds[0].learns, "the old drafter's"
+    assert not worker.rounds[0].observed, "the old drafter's"
     # Without SGLang's fused write nothing is derived.
     rebuild(None, worker.draft_model.layers)
 

@@ -84,7 +84,11 @@ def test_the_policy_learns_from_rounds_of_the_drafter_in_use_each_of_its_own_wid
     """With overlap the next round is launched, maybe with another width, before a result comes."""
     one = Scheduler(enabled=False)
     reqs = [request(), request(top_k=50), request(finished=True)]
-    one.model_worker.rounds += [Round(reqs, 7), Round([request()], 2), Round(reqs, 7, learns=False)]
+    one.model_worker.rounds += [
+        Round(reqs, 7),
+        Round([request()], 2),
+        Round(reqs, 7, observed=False),
+    ]
     for accepted in ([6, 0, 6], [1], [0, 0, 0]):
         HyperDFlashWorker.on_verify_complete_cpu(one.model_worker, accepted)
     greedy, sampled = one.control.policy.classes

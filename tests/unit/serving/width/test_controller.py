@@ -54,7 +54,7 @@ def test_ranks_choose_the_same_widths():
         chosen.add(first)
         live = [(sampled if kind else greedy, draw.randint(0, first - 1) // 2) for kind in kinds]
         for rank in ranks:
-            rank.learn(first, live)
+            rank.observe(first, live)
     assert len(chosen) > 1
     ranks = [WidthController(RANDOM, 7) for _ in range(2)]
     first, second = ([rank.next(1, 0) for _ in range(100)] for rank in ranks)

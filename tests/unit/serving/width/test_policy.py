@@ -88,7 +88,7 @@ def test_an_untimed_server_stays_at_its_widest_and_learns_each_class():
     policy = WidthPolicy(WIDTHS)
     for _ in range(20):
         assert policy.next(4, 4) == 7
-        policy.learn(7, [6] * 8, [0] * 8)
+        policy.observe(7, [6] * 8, [0] * 8)
     greedy, sampled = policy.classes
     assert greedy.expected()[6] > 6 and sampled.expected()[6] < 1.2
 
@@ -110,7 +110,7 @@ def test_sampled_requests_are_decided_by_the_times_of_sampled_rounds():
     costs.add(1, [1.0, 1.5, 1.0, 9.0])
     policy.costs = costs
     for _ in range(50):
-        policy.learn(7, [3], [3])
+        policy.observe(7, [3], [3])
     assert [policy.next(*classes) for classes in ((2, 0), (1, 1), (0, 2))] == [7, 1, 1]
 
 
@@ -118,7 +118,7 @@ def test_what_the_host_adds_to_every_round_favours_wide_ones():
     """A round of seven rows took four times as long as one row at the start, and serves twice."""
     policy = policy_of(lambda requests, width: 0.04 if width == 7 else 0.01, (1, 7))
     for _ in range(50):
-        policy.learn(7, [2] * 32, ())
+        policy.observe(7, [2] * 32, ())
     assert policy.next(64, 0) == 1
     for _ in range(50):
         policy.took(1, 64, 0, 0.03)

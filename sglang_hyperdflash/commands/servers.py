@@ -25,8 +25,9 @@ from sglang_hyperdflash.tools.server_process import key_headers
 
 PAUSE = 1.0  # seconds between two looks
 SCRAPE, LOAD = 10.0, 600.0  # seconds that a server has to answer
-# First drafts that a version needs before another one may follow, and that are remembered.
-LEAST, MOST = 128, 8192
+# First drafts that a version needs before another one may follow, and after which its trial is
+# over: later on a change of the traffic would look like a worse drafter.
+LEAST, TRIAL = 128, 2048
 # Rounds of one answer resemble each other: so many count as one draw.
 ALIKE, DEVIATIONS = 8.0, 3.0
 
@@ -45,9 +46,10 @@ def worse(new: FirstDrafts, before: FirstDrafts) -> bool:
     """Whether the new drafter's first drafts are accepted clearly less often."""
     if min(new.drafted, before.drafted) < LEAST:
         return False
-    most = 0.25 * ALIKE * (1 / new.drafted + 1 / before.drafted)  # variance of the difference
-    rates = (one.accepted / one.drafted for one in (before, new))
-    return math.sqrt(most) * DEVIATIONS < next(rates) - next(rates)
+    both = (new.accepted + before.accepted) / (new.drafted + before.drafted)
+    variance = ALIKE * both * (1 - both) * (1 / new.drafted + 1 / before.drafted)
+    difference = before.accepted / before.drafted - new.accepted / new.drafted
+    return difference > DEVIATIONS * math.sqrt(variance)
 
 
 def read_metrics(text: str) -> tuple[int | None, FirstDrafts]:
@@ -77,8 +79,9 @@ class Servers:
 
     Attributes:
         version: what they draft with, or are about to.
-        recent: first drafts of ``version`` at each look. before: those of the one that it replaced,
-            while it can be compared with them.
+        previous: the version before it.
+        recent: first drafts of ``version`` at each look, the last ``TRIAL`` or a few more.
+        before: those of the version that it replaced, while it is on trial.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Servers:
     ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self.published, self.draft, self._say = published, draft, say
-        self.version = current(published) or Version(0, draft)
+        self.version = self.previous = self._newest()
         self.recent: deque[FirstDrafts] = deque()
         self.before: FirstDrafts | None = None
         self._counted: dict[str, tuple[int | None, FirstDrafts]] = {}
@@ -109,19 +112,23 @@ class Servers:
             HyperDFlashError, OSError: the folder cannot be used now.
         """
         behind = [url for url in self.urls if self._count(url)]
-        total = self.total()
+        total, newest = self.total(), self._newest()
         if self.before is not None and worse(total, self.before):
             reason = (
-                f"its first drafts were accepted less often ({total}) than those of the version "
-                f"before it ({self.before}), which drafts again."
+                f"its first drafts were accepted less often ({total}) than those of version "
+                f"{self.previous.number} before it ({self.before})."
             )
             refuse(self.published, self.version.number, reason)
             self._say(f"version {self.version.number} is left: {reason}")
-            self._switch(None)
+            self._switch(self.previous, None)
             behind = self.urls
-        elif total.drafted >= LEAST and self._next().number > self.version.number:
-            self._switch(total)
+        elif total.drafted >= LEAST and newest.number > self.version.number:
+            self._switch(newest, total)
             behind = self.urls
+        elif total.drafted >= TRIAL:
+            self.before = None
+        if not self.version.path.is_dir():  # an old one, which the folder no longer keeps
+            self._switch(self._newest(), None)
         for url in behind:
             self._send(url)
 
@@ -131,11 +138,11 @@ class Servers:
             sum(r.accepted for r in self.recent), sum(r.drafted for r in self.recent)
         )
 
-    def _next(self) -> Version:
+    def _newest(self) -> Version:
         return current(self.published) or Version(0, self.draft)
 
-    def _switch(self, before: FirstDrafts | None) -> None:
-        self.version, self.before = self._next(), before
+    def _switch(self, version: Version, before: FirstDrafts | None) -> None:
+        self.previous, self.version, self.before = self.version, version, before
         self.recent.clear()
 
     def _count(self, url: str) -> bool:
@@ -156,7 +163,7 @@ class Servers:
         if earlier == version and counts != last:
             new = FirstDrafts(counts.accepted - last.accepted, counts.drafted - last.drafted)
             self.recent.append(new)
-            while self.total().drafted - self.recent[0].drafted > MOST:
+            while self.total().drafted - self.recent[0].drafted > TRIAL:
                 self.recent.popleft()
         return False
 

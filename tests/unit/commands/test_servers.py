@@ -7,7 +7,7 @@ import pytest
 import requests
 
 from sglang_hyperdflash.commands import servers as module
-from sglang_hyperdflash.commands.servers import LEAST, FirstDrafts, Servers, worse
+from sglang_hyperdflash.commands.servers import LEAST, TRIAL, FirstDrafts, Servers, worse
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, DRAFTER
 
@@ -126,6 +126,34 @@ def test_a_worse_version_is_left_for_the_one_before_it_and_never_sent_again(
     assert case.versions() == [3, 3] and case.remotes[0].loads == [1, 2, 1, 3]
 
 
+def test_a_newer_version_waits_until_the_one_before_a_worse_one_is_measured(
+    remotes, tmp_path, drafter_dir
+):
+    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6, 0.0, 0.0)
+    case.publish()
+    case.traffic(6)
+    case.publish()
+    case.traffic()
+    case.publish()
+    case.traffic(2)
+    assert case.versions() == [1, 1] and case.servers.version.number == 1
+    case.traffic(2)
+    assert case.versions() == [3, 3]
+    case.traffic(2)
+    assert case.versions() == [1, 1] and case.remotes[0].loads == [1, 2, 1, 3, 1]
+
+
+def test_versions_that_the_folder_no_longer_has_are_not_sent(remotes, tmp_path, drafter_dir):
+    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+    case.publish()
+    case.traffic(2)
+    for _ in range(4):
+        case.publish()
+    case.remotes[0].start()
+    case.servers.look()
+    assert case.versions()[0] == 5
+
+
 def test_the_start_s_drafter_is_returned_to(remotes, tmp_path, drafter_dir):
     case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.0)
     case.traffic(3)
@@ -134,6 +162,17 @@ def test_the_start_s_drafter_is_returned_to(remotes, tmp_path, drafter_dir):
     assert case.versions() == [1, 1]
     case.traffic(2)
     assert case.versions() == [0, 0] and current(case.folder) is None
+
+
+def test_other_traffic_is_no_worse_drafter_once_the_trial_is_over(remotes, tmp_path, drafter_dir):
+    case = Case(remotes, tmp_path, drafter_dir, 0.8, 0.8)
+    case.publish()
+    case.traffic(3)
+    case.traffic(3, TRIAL)
+    for one in case.remotes:
+        one.rates[1] = 0.2
+    case.traffic(3, TRIAL)
+    assert case.versions() == [1, 1]
 
 
 def test_one_that_was_away_or_drafts_nothing_gets_the_current_version(
@@ -176,11 +215,12 @@ def test_what_a_server_refuses_is_said_once_and_others_go_on(remotes, tmp_path, 
 
 def test_only_a_clear_difference_counts():
     def is_worse(new: float, before: float, drafts: int) -> bool:
-        return worse(FirstDrafts(new * drafts, drafts), FirstDrafts(before * 8192, 8192))
+        return worse(FirstDrafts(new * drafts, drafts), FirstDrafts(before * TRIAL, TRIAL))
 
-    assert is_worse(0.0, 0.6, LEAST) and not is_worse(0.0, 0.6, LEAST - 1)
+    assert is_worse(0.0, 0.4, LEAST) and not is_worse(0.0, 0.4, LEAST - 1)
     assert not is_worse(0.3, 0.6, LEAST) and is_worse(0.3, 0.6, 1024)
-    assert is_worse(0.6, 0.7, 8192) and not is_worse(0.65, 0.7, 8192) and not is_worse(1, 0.5, 8192)
+    assert not is_worse(0.6, 0.7, TRIAL) and is_worse(0.55, 0.7, TRIAL)
+    assert not is_worse(1, 0.5, TRIAL)
 
 
 def test_traffic_that_says_nothing_of_drafters_is_a_line_not_an_end(remotes, tmp_path, drafter_dir):

@@ -165,7 +165,8 @@ def sampling_parameters() -> str:
 
 def hooks() -> str:
     about = (
-        "Every place where the package touches SGLang, found in the code "
+        "For maintainers, when SGLang changes: every place where the package touches it, found in "
+        "the code "
         "(`docs/reference/sglang_uses.py`).\n\n"
         "* *hook*: a function of SGLang that is called *around*, *after* or that ours *replaces*. "
         "At start its syntax tree\n  is compared with that of the pinned SGLang.\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hyperdflash.serving.draft_kv import size
+from sglang_hyperdflash.serving import settings
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
 from tests.conftest import ROOT
@@ -77,6 +77,6 @@ def test_the_shipped_sample_is_planned_as_the_pages_print_it():
 
 def test_a_wrong_pool_ratio_is_refused(monkeypatch):
     for text in ("0", "-1", "1.5", "many", "nan"):
-        monkeypatch.setenv(size.POOL_RATIO, text)
-        with pytest.raises(HyperDFlashConfigError, match=size.POOL_RATIO):
-            size.pool_ratio()
+        monkeypatch.setenv(settings.POOL_RATIO, text)
+        with pytest.raises(HyperDFlashConfigError, match=settings.POOL_RATIO):
+            settings.read_pool_ratio()

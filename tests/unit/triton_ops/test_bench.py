@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from triton_ops import bench
+from tests.gpu import bench
 
 
 def test_table_and_plot_are_made_again_from_the_results_file(tmp_path, capsys):

@@ -75,11 +75,8 @@ def check(known: dict) -> tuple[torch.Tensor, ...]:
     results = tuple(t.cpu() for t in propose_kernel.launch(*on_device(known)))
     for one, other in zip(results, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-    (tokens, q, choice, scores), (tokens_, q_, choice_, scores_) = results, expected
+    (tokens, q, choice), (tokens_, q_, choice_) = results, expected
     assert torch.equal(tokens, tokens_) and torch.equal(choice, choice_)
-    exact = known["gates"] is None or not (known["gates"] % (1 / 16)).any()
-    close = 0 if exact else 1e-5
-    torch.testing.assert_close(scores, scores_, rtol=close, atol=close, equal_nan=True)
     torch.testing.assert_close(q, q_, rtol=1e-5, atol=1e-6)
     assert (q[q_ > 1e-12] > 0).all() and (q_[q > 1e-12] > 0).all()
     greedy = of_greedy(known)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from sglang_hyperdflash.commands.servers import Servers
+from sglang_hyperdflash.commands.servers import Servers, server_url
 from sglang_hyperdflash.commands.train import (
     add_process_options,
     check_store,
@@ -132,13 +132,14 @@ def add_parser(commands) -> None:
     )
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id of the target")
-    add("--draft", type=Path, required=True, help="drafter that the servers started with")
+    text = "drafter that the servers started with; they read it at the same path"
+    add("--draft", type=Path, required=True, help=text)
     add("--store", type=Path, required=True, help="folder that servers record to")
     text = "folder for the published versions; servers read it at the same path"
     add("--publish", type=Path, required=True, help=text)
     add("--work", type=Path, required=True, help="folder of this run's states and logs")
     text = "URL of a server that gets the versions, started with --enable-metrics; repeatable"
-    add("--server", action="append", default=[], help=text)
+    add("--server", action="append", type=server_url, default=[], help=text)
     add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
     positive = number(float, "above 0", lambda x: x > 0)
     recipe, policy = Recipe(), Policy()

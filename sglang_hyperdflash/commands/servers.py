@@ -1,4 +1,4 @@
-"""The servers of a learner: they get its versions, and the one before where a new one is worse.
+"""The servers of a learner: each version is sent to them, and the one before if it proves worse.
 
 A server says on ``/metrics`` which version drafts and how many first drafts were accepted; it takes
 a version by ``/update_weights_from_disk``. One that started again, or later, has version 0, the
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from argparse import ArgumentTypeError
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +21,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hyperdflash.draft.published import Version, current, refuse
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, DRAFTER, POSITION
+from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER as FORMAT
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.server_process import key_headers
 
 PAUSE = 1.0  # seconds between two looks
-SCRAPE, LOAD = 10.0, 600.0  # seconds that a server has to answer
+SCRAPE, LOAD = 10.0, 300.0  # seconds that a server has to answer
+RETRY = 60.0  # seconds after which a version that a server did not take is sent again
 # First drafts that a version needs before another one may follow, and after which its trial is
 # over: later on a change of the traffic would look like a worse drafter.
 LEAST, TRIAL = 128, 2048
+# The version of a server that does not answer.
+AWAY = -1
 # Rounds of one answer resemble each other: so many count as one draw.
 ALIKE, DEVIATIONS = 8.0, 3.0
 
@@ -58,24 +63,36 @@ def read_metrics(text: str) -> tuple[int | None, FirstDrafts]:
     Raises:
         ValueError: it is no page of metrics, or of a server without HYPERDFLASH.
     """
-    versions, counts = set(), {ACCEPTED: 0.0, DRAFTED: 0.0}
+    versions, counts = set(), {ACCEPTED: Counter[str](), DRAFTED: Counter[str]()}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == DRAFTER:
                 versions.add(int(sample.value))
             elif sample.name in counts and sample.labels[POSITION] == "1":
-                counts[sample.name] += sample.value
+                # Other ranks of a group may export the same rounds.
+                group = sample.labels.get("dp_rank", "")
+                counts[sample.name] |= Counter({group: sample.value})
     if not versions:
         raise ValueError(f"found no {DRAFTER}. Serve HYPERDFLASH with --enable-metrics")
-    return versions.pop() if len(versions) == 1 else None, FirstDrafts(*counts.values())
+    totals = FirstDrafts(*(by_group.total() for by_group in counts.values()))
+    return versions.pop() if len(versions) == 1 else None, totals
+
+
+def server_url(text: str) -> str:
+    """An address given on the command line, without its last slash."""
+    if text.startswith(("http://", "https://")):
+        return text.rstrip("/")
+    raise ArgumentTypeError(f"expected a URL such as http://127.0.0.1:30000, found {text!r}")
 
 
 class Servers:
     """Keeps servers at the version that is current in a folder, and judges it by their traffic.
 
     Args:
-        urls: of the servers. published: folder of versions (``draft.published``).
-        draft: the drafter that they started with, version 0. say: prints a line.
+        urls: of the servers.
+        published: folder of versions (``draft.published``).
+        draft: the drafter that they started with, version 0.
+        say: prints a line.
 
     Attributes:
         version: what they draft with, or are about to.
@@ -87,13 +104,13 @@ class Servers:
     def __init__(
         self, urls: Iterable[str], published: Path, draft: Path, say: Callable[[str], None]
     ) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
+        self.urls = list(urls)
         self.published, self.draft, self._say = published, draft, say
         self.version = self.previous = self._newest()
         self.recent: deque[FirstDrafts] = deque()
         self.before: FirstDrafts | None = None
         self._counted: dict[str, tuple[int | None, FirstDrafts]] = {}
-        self._refused: set[tuple[str, int]] = set()
+        self._failed: dict[str, tuple[int, float]] = {}  # the version, and when
         self._said: dict[str, str] = {}
 
     def watch(self) -> None:
@@ -111,7 +128,7 @@ class Servers:
         Raises:
             HyperDFlashError, OSError: the folder cannot be used now.
         """
-        behind = [url for url in self.urls if self._count(url)]
+        versions = {url: self._count(url) for url in self.urls}
         total, newest = self.total(), self._newest()
         if self.before is not None and worse(total, self.before):
             reason = (
@@ -119,18 +136,19 @@ class Servers:
                 f"{self.previous.number} before it ({self.before})."
             )
             refuse(self.published, self.version.number, reason)
-            self._say(f"version {self.version.number} is left: {reason}")
+            self._say(f"version {self.version.number} is withdrawn: {reason}")
             self._switch(self.previous, None)
-            behind = self.urls
-        elif total.drafted >= LEAST and newest.number > self.version.number:
+        elif newest.number > self.version.number and (
+            total.drafted >= LEAST or all(map(self._has_failed, self.urls))
+        ):
             self._switch(newest, total)
-            behind = self.urls
         elif total.drafted >= TRIAL:
             self.before = None
         if not self.version.path.is_dir():  # an old one, which the folder no longer keeps
             self._switch(self._newest(), None)
-        for url in behind:
-            self._send(url)
+        for url, number in versions.items():
+            if number not in (self.version.number, AWAY):
+                self._send(url)
 
     def total(self) -> FirstDrafts:
         """First drafts of the version, as far as they are remembered."""
@@ -145,19 +163,23 @@ class Servers:
         self.previous, self.version, self.before = self.version, version, before
         self.recent.clear()
 
-    def _count(self, url: str) -> bool:
-        """Add a server's first drafts since the last look; whether it lacks the version."""
+    def _count(self, url: str) -> int | None:
+        """Add a server's first drafts since the last look; its version, or ``AWAY``."""
+        wrong = ""
         try:
             version, counts = read_metrics(requests.get(f"{url}/metrics", timeout=SCRAPE).text)
         except requests.RequestException:
-            return self._complain(url, "it does not answer")
+            wrong = "it does not answer"
         except ValueError as error:
-            return self._complain(url, f"{url}/metrics: {error}")
-        self._said.pop(url, None)
+            wrong = f"/metrics: {error}"
+        if wrong:
+            self._complain(url, wrong)
+            self._failed.pop(url, None)  # it may be another one when it is back
+            return AWAY
         earlier, last = self._counted.get(url, (None, counts))
         self._counted[url] = version, counts
         if version != self.version.number:
-            return True
+            return version
         if counts.drafted < last.drafted:  # it started again
             last = FirstDrafts(0, 0)
         if earlier == version and counts != last:
@@ -165,29 +187,35 @@ class Servers:
             self.recent.append(new)
             while self.total().drafted - self.recent[0].drafted > TRIAL:
                 self.recent.popleft()
-        return False
+        return version
 
     def _send(self, url: str) -> None:
-        """Let a server draft with the version; one that it refuses is not sent again."""
+        """Let a server draft with the version, or say why it does not."""
         version = self.version
-        if (url, version.number) in self._refused:
+        if self._has_failed(url) and time.monotonic() - self._failed[url][1] < RETRY:
             return
-        body = {"model_path": str(version.path.resolve()), "token_step": version.number}
+        body = {"model_path": str(version.path.resolve()), "load_format": FORMAT}
+        body["token_step"] = version.number
         place, headers = f"{url}/update_weights_from_disk", key_headers()
         try:
             reply = requests.post(place, json=body, headers=headers, timeout=LOAD)
         except requests.RequestException:
-            self._complain(url, "it does not answer")
-            return
-        if reply.ok:
-            self._say(f"{url} drafts with version {version.number}")
+            said = "it does not answer"
         else:
-            self._refused.add((url, version.number))
-            self._say(f"{url} refuses version {version.number}: {reply.text[:400]}")
+            said = "" if reply.ok else f"HTTP {reply.status_code}: {reply.text[:400]}"
+        if said:
+            self._failed[url] = version.number, time.monotonic()
+            self._complain(url, f"version {version.number} was not taken: {said}")
+        else:
+            self._failed.pop(url, None)
+            self._say(f"{url} drafts with version {version.number}")
 
-    def _complain(self, about: str, what: str) -> bool:
-        """Say what is wrong, once until it changes; False."""
+    def _has_failed(self, url: str) -> bool:
+        """Whether the server did not take the version when it was sent last."""
+        return url in self._failed and self._failed[url][0] == self.version.number
+
+    def _complain(self, about: str, what: str) -> None:
+        """Say what is wrong, once until it changes."""
         if self._said.get(about) != what:
             self._said[about] = what
             self._say(f"{about}: {what}")
-        return False

@@ -154,7 +154,7 @@ def test_a_published_drafter_is_taken_and_a_poisoned_one_left(
         assert accepted > 0.3 * drafted > 0
     until(lambda: servers.total().drafted >= LEAST, meanwhile=traffic)
     publish(published, poisoned(drafter_dir, tmp_path / "bad"))
-    until(lambda: any("version 3 is left" in line for line in said), meanwhile=traffic)
+    until(lambda: any("version 3 is withdrawn" in line for line in said), meanwhile=traffic)
     assert any("drafts with version 3" in line for line in said)
     assert drafts_with(2) and current(published).number == 2
     # The drafter from before drafts well, from its own K/V and the poisoned one's.
@@ -167,13 +167,13 @@ def test_a_published_drafter_is_taken_and_a_poisoned_one_left(
     target = raw["target"] | {"hc_head_fingerprint": "0" * 16}
     fields = {"hyperdflash_config": {"target": target}}
     publish(published, with_config(drafter_dir, tmp_path / "target", **fields))
-    until(lambda: "refuses version 4" in said[-1], meanwhile=traffic)
+    until(lambda: "version 4 was not taken" in said[-1], meanwhile=traffic)
     assert drafts_with(2) and "hc_head_fingerprint" in said[-1]
 
 
 def test_a_drafter_is_replaced_while_a_long_answer_runs(server, drafter_dir, own_prompts):
     """SGLang's own update waits for the end of every request; a drafter's waits for a round."""
-    body = {"model_path": str(drafter_dir), "token_step": 7}
+    body = {"model_path": str(drafter_dir), "load_format": "hyperdflash", "token_step": 7}
     sampling = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
     payload = {"input_ids": own_prompts[0], "sampling_params": sampling, "stream": True}
     with post(server, "/generate", payload, stream=True) as answer:

@@ -5,19 +5,17 @@ a checkpoint of its own refuses them, and SGLang's rollback, which reads the sam
 the server. Embeddings and head, which the drafter shares with the target, are the target's own
 memory; with attention data parallelism the embeddings are a copy made at start
 (``_cache_full_embed_weight``). The drafter's weights are replaced by a request that selects the
-draft (``HyperDFlashDraftModel.load_weights``), and by ``/update_weights_from_disk`` with the folder
-of a drafter: between two rounds, since no answer depends on them.
+draft (``HyperDFlashDraftModel.load_weights``), and by ``/update_weights_from_disk`` with
+``"load_format": "hyperdflash"``: between two rounds, since no answer depends on them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM, is_ours
-from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
 from sglang_hyperdflash.draft.published import MANIFEST, Version
 from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -36,6 +34,9 @@ LOCAL_CONTROL = (
     "--enable-dp-attention-local-control-broadcast: ranks would take a new drafter at different "
     "rounds. Restart the server with the new drafter, or without the flag."
 )
+RELEASED = "the drafter's memory is released. Send it again after /resume_memory_occupation."
+# The load_format of an update from disk whose folder is a drafter's: no rank has to look.
+DRAFTER = "hyperdflash"
 # Before the selector of a request that only reads.
 READ = "read "
 # Of update_weights_from_tensor: those that end in the draft model's load_weights.
@@ -50,7 +51,7 @@ LOAD_FORMATS = (None, "flattened_bucket")
 def target_by_default(original, self, selector: str = "all") -> list[tuple[str, Any]]:
     """The target's runner, unless a request selects the draft.
 
-    ``all`` is what a client means that names none, and a trainer of the target sends no drafter.
+    A client that names no selector sends ``all``, and a trainer of the target sends no drafter.
     """
     runners = original(self, selector.removeprefix(READ))
     if selector.startswith(READ):
@@ -92,15 +93,6 @@ def answer_wrong_tensors(original, self, named_tensors, load_format=None) -> tup
         return False, str(error)
 
 
-def is_drafter(folder: str) -> bool:
-    """Whether a folder holds a drafter of ours."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("architectures") == [DRAFT_ARCHITECTURE]
-
-
 @around(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_weights_from_disk",
     "7fc432ba994a",
@@ -111,7 +103,7 @@ async def send_drafter_at_once(original, self, obj, request=None) -> tuple[bool,
     SGLang waits for them, and keeps new ones waiting: its weights are the target's.
     """
     ours = is_ours(self.server_args.speculative_algorithm)
-    if not (ours and is_drafter(obj.model_path)):
+    if not ours or obj.load_format != DRAFTER:
         return await original(self, obj, request)
     folder = Path(obj.model_path)
     try:
@@ -132,11 +124,12 @@ async def send_drafter_at_once(original, self, obj, request=None) -> tuple[bool,
     "30543aea94f3",
 )
 def load_target_or_drafter(original, self, recv_req) -> Any:
-    """Load a drafter's folder into the draft model; its version is the request's ``token_step``.
+    """Load a drafter into the draft model; its version is the request's ``token_step``.
 
     Graphs are not captured again, of which SGLang would replace one width's alone. Where there are
     none, as on a CPU, SGLang ignores what was asked.
     """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
     from sglang.srt.managers.io_struct import (
         UpdateWeightFromDiskReqOutput,
         UpdateWeightsFromTensorReqOutput,
@@ -148,13 +141,13 @@ def load_target_or_drafter(original, self, recv_req) -> Any:
     runner, draft = self.tp_worker.model_runner, self.draft_worker
     if not is_ours(runner.spec_algorithm):
         return original(self, recv_req)
-    if is_drafter(recv_req.model_path):
-        wrong = ""
+    if recv_req.load_format == DRAFTER:
+        local = get_parallel().enable_dp_attention_local_control_broadcast
+        wrong = LOCAL_CONTROL if local else getattr(draft.draft_model, REFUSAL, None)
+        wrong = wrong or (RELEASED if GPU_MEMORY_TYPE_WEIGHTS in self.offload_tags else "")
         try:
-            local = get_parallel().enable_dp_attention_local_control_broadcast
-            if refusal := LOCAL_CONTROL if local else getattr(draft.draft_model, REFUSAL, None):
-                raise HyperDFlashConfigError(refusal)
-            draft.load_drafter(recv_req.model_path, recv_req.token_step)
+            if not wrong:
+                draft.load_drafter(recv_req.model_path, recv_req.token_step)
         except HyperDFlashConfigError as error:
             wrong = str(error)
         return UpdateWeightsFromTensorReqOutput(success=not wrong, message=wrong)

@@ -115,7 +115,7 @@ def test_a_worse_version_is_left_for_the_one_before_it_and_never_sent_again(
     assert case.versions() == [2, 2]
     case.traffic(2)
     assert case.versions() == [1, 1] and current(case.folder).number == 1
-    assert sum("version 2 is left" in line for line in case.said) == 1
+    assert sum("version 2 is withdrawn" in line for line in case.said) == 1
     case.traffic(3)
     assert case.versions() == [1, 1] and [one.loads for one in case.remotes] == [[1, 2, 1]] * 2
     case.publish()
@@ -201,16 +201,47 @@ def test_one_that_was_away_or_drafts_nothing_gets_the_current_version(
     assert case.servers.total().drafted == before.drafted + 50
 
 
-def test_what_a_server_refuses_is_said_once_and_others_go_on(remotes, tmp_path, drafter_dir):
-    case = Case(remotes, tmp_path, drafter_dir, 0.5, 0.5, 0.5)
+def test_what_a_server_does_not_take_is_said_once_and_sent_again_later(
+    remotes, tmp_path, drafter_dir, monkeypatch
+):
+    case = Case(remotes, tmp_path, drafter_dir, 0.5, 0.5)
     case.remotes[0].refuses.add(1)
     case.publish()
     case.traffic(4)
     assert case.versions() == [0, 1] and case.remotes[0].loads == [1]
-    assert sum("refuses version 1" in line and "not fit" in line for line in case.said) == 1
-    case.publish()
+    assert sum("version 1 was not taken" in line and "not fit" in line for line in case.said) == 1
+    monkeypatch.setattr(module, "RETRY", 0.0)
     case.traffic(2)
+    assert len(case.said) == 2 and len(case.remotes[0].loads) == 3
+    case.remotes[0].refuses.clear()
+    case.traffic(1)
+    assert case.versions() == [1, 1]
+
+
+def test_a_version_that_no_server_takes_is_passed_by(remotes, tmp_path, drafter_dir):
+    case = Case(remotes, tmp_path, drafter_dir, 0.5, 0.5, 0.5)
+    for one in case.remotes:
+        one.refuses.add(1)
+    case.publish()
+    case.traffic(3)
+    case.publish()
+    case.traffic(1)
     assert case.versions() == [2, 2]
+
+
+def test_groups_of_ranks_add_up_and_ranks_of_a_group_do_not():
+    def page(version: int) -> str:
+        ranks = [(tp, dp) for dp in range(2) for tp in range(4)]
+        lines = [f'{DRAFTER}{{tp_rank="{tp}",dp_rank="{dp}"}} {dp * version}' for tp, dp in ranks]
+        for name in (ACCEPTED, DRAFTED):
+            lines.append(f"# TYPE {name[:-6]} counter")
+            lines += [
+                f'{name}{{position="1",tp_rank="{tp}",dp_rank="{dp}"}} {5 + dp}' for tp, dp in ranks
+            ]
+        return "\n".join([f"# TYPE {DRAFTER} gauge", *lines, ""])
+
+    assert module.read_metrics(page(0)) == (0, FirstDrafts(11, 11))
+    assert module.read_metrics(page(1))[0] is None, "one group has another drafter"
 
 
 def test_only_a_clear_difference_counts():

@@ -17,6 +17,7 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.draft.published import publish
 from sglang_hyperdflash.serving.drafting.replace import read_drafter
 from sglang_hyperdflash.serving.scheduler import weight_updates
+from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -55,7 +56,8 @@ def updates(algorithm: str, load=None) -> SimpleNamespace:
     runners = {"decode_cuda_graph_runner": "graphs", "eager_runner": "eager"}
     runner = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm), **runners)
     draft = SimpleNamespace(load_drafter=load, draft_model=SimpleNamespace())
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), draft_worker=draft)
+    parts = {"tp_worker": SimpleNamespace(model_runner=runner), "draft_worker": draft}
+    return SimpleNamespace(**parts, offload_tags=set())
 
 
 @pytest.fixture
@@ -78,27 +80,26 @@ def test_graphs_are_not_captured_again_where_every_width_has_its_own(algorithm, 
     assert update(True) and load.call_count == 2 + (algorithm != ALGORITHM)
 
 
-def test_a_drafter_s_folder_reaches_the_draft_alone_and_a_refusal_ends_nothing(
-    one_rank, drafter_dir
-):
+def test_a_drafter_reaches_the_draft_alone_and_a_refusal_ends_nothing(one_rank):
     load, target = Mock(), Mock()
     one = updates(ALGORITHM, load)
 
-    def update(folder=drafter_dir):
-        request = UpdateWeightFromDiskReqInput(model_path=str(folder), token_step=3)
-        return weight_updates.load_target_or_drafter(target, one, request)
+    def update(load_format: str = DRAFTER, to: SimpleNamespace = one):
+        named = {"model_path": "anything", "load_format": load_format, "token_step": 3}
+        request = UpdateWeightFromDiskReqInput(**named)
+        return weight_updates.load_target_or_drafter(target, to, request)
 
-    assert update().success and load.call_args.args == (str(drafter_dir), 3)
+    assert update().success and load.call_args.args == ("anything", 3)
     load.side_effect = HyperDFlashConfigError("does not fit")
     assert update().message == "does not fit" and not update().success
+    one.offload_tags.add("weights")
+    assert "released" in update().message
     one.draft_worker.draft_model._derived_weight_cache_error = "quantized"
     assert update().message == "quantized"
     one_rank.enable_dp_attention_local_control_broadcast = True
     assert "local-control" in update().message
-    assert not target.called and update(drafter_dir.parent / "target") is target.return_value
-    other = updates("EAGLE", load)
-    request = UpdateWeightFromDiskReqInput(model_path=str(drafter_dir))
-    assert weight_updates.load_target_or_drafter(target, other, request) is target.return_value
+    assert not target.called and update("auto") is target.return_value
+    assert update(to=updates("EAGLE", load)) is target.return_value
 
 
 @pytest.mark.parametrize("wrong", [None, "damaged", "refused"])
@@ -117,20 +118,21 @@ def test_a_drafter_is_sent_without_sglang_s_lock(tmp_path, drafter_dir, wrong):
     )
     original = AsyncMock(return_value="SGLang's")
 
-    def send(path) -> Any:
-        request = UpdateWeightFromDiskReqInput(model_path=str(path), token_step=number)
+    def send(load_format: str | None) -> Any:
+        named = {"model_path": str(folder), "load_format": load_format, "token_step": number}
+        request = UpdateWeightFromDiskReqInput(**named)
         return asyncio.run(weight_updates.send_drafter_at_once(original, manager, request))
 
-    success, message, _ = send(folder)
+    success, message, _ = send(DRAFTER)
     assert success == (wrong is None) and (wrong or "replaced") in message
     sent = manager.update_weights_from_tensor_communicator.await_count
     assert sent == (wrong != "damaged") and not original.called
-    assert send(drafter_dir.parent / "target") == "SGLang's"
+    assert send(None) == "SGLang's"
     manager.server_args.speculative_algorithm = "EAGLE"
-    assert send(drafter_dir) == "SGLang's"
+    assert send(DRAFTER) == "SGLang's"
 
 
-@pytest.mark.parametrize("wrong", [None, "layers", "nan", "cut", "other rank"])
+@pytest.mark.parametrize("wrong", [None, "layers", "nan", "cut", "gone", "other rank"])
 def test_no_rank_replaces_anything_unless_all_can_read_the_drafter(tmp_path, drafter_dir, wrong):
     folder = shutil.copytree(drafter_dir, tmp_path / "draft")
     raw = json.loads((drafter_dir / "config.json").read_text())
@@ -144,6 +146,8 @@ def test_no_rank_replaces_anything_unless_all_can_read_the_drafter(tmp_path, dra
         )
     elif wrong == "cut":
         os.truncate(folder / "model.safetensors", 4096)
+    elif wrong == "gone":  # as where this rank's node has no such folder
+        shutil.rmtree(folder)
     other = "rank 1: no such file" if wrong == "other rank" else ""
     if wrong is None:
         found = read_drafter(str(folder), model, lambda said: [said, other])

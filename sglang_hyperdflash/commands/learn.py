@@ -124,7 +124,7 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "learn",
         help="train a drafter on what servers record",
-        description="Train a drafter without an end on what servers with HYPERDFLASH_RECORD "
+        description="Train a drafter continuously on what servers with HYPERDFLASH_RECORD "
         "record. A version is published, and sent to every --server, when it drafts better than "
         "the served one on requests that are never trained on; one whose drafts these servers "
         "accept less often is taken back. Stop it with Ctrl-C or SIGTERM; run it again to resume. "

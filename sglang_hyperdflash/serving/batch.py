@@ -1,4 +1,4 @@
-"""What a round is about: the requests of its batch, and the block of rows of each.
+"""The inputs of a round: the requests of its batch, and the block of rows of each.
 
 Every request draws from hashed noise, so every request has a seed: the client's (SGLang's
 ``sampling_seed``, OpenAI's ``seed``; 42 under deterministic inference, as SGLang has it), or one

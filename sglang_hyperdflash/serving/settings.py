@@ -59,7 +59,7 @@ class ServerSettings:
     recording: RecordSetting | None
 
     def check_ranks_agree(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Refuse nodes whose rounds, pools or operators would be others than this one's.
+        """Refuse nodes whose rounds, pools or operators would differ from this one's.
 
         Args:
             gather: what every rank gives, in their order; seam:

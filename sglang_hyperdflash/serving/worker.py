@@ -1,8 +1,9 @@
 """The HYPERDFLASH worker: SGLang's DFLASH worker with a round of its own, the same at every width.
 
-Kept of the parent: what it constructs (model runners, pools, graphs, the fused draft K/V write).
-:meth:`HyperDFlashWorker.decode` is a round, step by step; the parts that it calls are next to this
-file. A prefill draws and counts its token in SGLang's sampler (``verification/prefill``'s hooks).
+Kept from the parent class: what it constructs (model runners, pools, graphs, the fused draft K/V
+write). :meth:`HyperDFlashWorker.decode` is a round, step by step; the parts that it calls are next
+to this file. A prefill draws and counts its token in SGLang's sampler (hooks of
+``verification/prefill``).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         block: rows of a whole block, the drafter's own. The scheduler reserves slots for it in
             every round, whatever the width.
         runners: both models' runners, which the parts of a round read.
-        request_state, draft_step, verifier, draft_kv, lanes, width_control: these parts.
+        request_state, draft_step, verifier, draft_kv, lanes, width_control: the parts of a round.
         recorder: keeps the residual of some requests for training, or None.
         metrics: counts rounds; None in a scheduler that exports nothing.
         rounds: those that SGLang has no result of yet, oldest first.
@@ -181,7 +182,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         block = prepare_block(batch, lane.width, int(self._mask_token_id), translator)
 
         # 2. Draft width - 1 tokens of every request in one pass: argmaxes (greedy), else drawn from
-        # the drafter's distribution q, kept in block.proposal; seeded with the noise of step 5.
+        # the drafter's distribution q, kept in block.proposal; for a client's seed with the noise
+        # that step 5 draws with.
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.draft_step.draft(batch, block, context, requests, lane)
@@ -211,7 +213,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             self.recorder.decoded(batch, output, lane.width)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
-        # 7. Count tokens for penalties; what was accepted is counted when the host knows it.
+        # 7. Count tokens for penalties. Acceptance is counted in ``on_verify_complete_cpu``.
         self.request_state.count(requests, committed.tokens, committed.accept_lens)
         self.rounds.append(Round(requests.reqs, lane.width))
         return self._result(target, committed, new_seq_lens, lane.width)

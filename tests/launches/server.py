@@ -176,7 +176,7 @@ class FakeServer:
             sizes = {"tokens": TOKENS, "ring": TOKENS // 4, "window": WINDOW, "block": BLOCK}
             worker.draft_kv.window = DraftWindow(**sizes, batch=256, device=DEVICE)
             spaces = worker.draft_model_runner.kv_index_translator._spaces
-            slots = worker.draft_kv.window.block_slots
+            slots = worker.draft_kv.window.scratch_slots
             spaces[IdSpaceKind.FULL] = IdSpace(key="window", write=slots)
         # Sums over many rounds begin before any of them is counted.
         buffers = worker.draft_step.buffers(self.width, self.bs) if self.width > 1 else None
@@ -270,7 +270,7 @@ class FakeServer:
         """The drafter's pass; a graph's replay writes the candidates, too."""
         if self.graph:
             with self.counter.during("draft graph"):
-                self.lane.candidates(self.hidden, forward_batch.input_ids)
+                self.lane.draft_buffers(self.hidden, forward_batch.input_ids)
         output = LogitsProcessorOutput(None, hidden_states=self.hidden)
         return SimpleNamespace(can_run_graph=self.graph, logits_output=output)
 

@@ -91,7 +91,7 @@ class DraftContext:
 
 
 class DraftKV:
-    """K/V in the slots of the target's own: all that its cache keeps, the drafter finds too.
+    """K/V in the same slots as the target's: what its cache keeps, the drafter finds, too.
 
     Args:
         pool_ratio: slots of a windowed drafter's pool per target token.
@@ -128,13 +128,13 @@ class DraftKV:
 
         Captured target graphs share one ``residual [bs * B, m * d]``: the next pass overwrites it.
         """
-        slots, positions = self._block_slots(block, lengths), block.positions.flatten()
+        slots, positions = self._committed_slots(block, lengths), block.positions.flatten()
         self._write(residual, slots, positions, slots.view(block.tokens.shape), lengths)
 
     def forget_padding(self) -> None:
         """Rounds of made-up requests wrote to the slot that pads batches; it is never read."""
 
-    def _block_slots(self, block: Block, lengths: torch.Tensor) -> torch.Tensor:
+    def _committed_slots(self, block: Block, lengths: torch.Tensor) -> torch.Tensor:
         """Slots ``[bs * B]`` of a block's rows, as the draft pool names them.
 
         Seam: ``DFlashWorkerV2._draft_write_ids``.
@@ -184,7 +184,7 @@ class WindowedDraftKV(DraftKV):
         )
         # Seam: ``KVIndexTranslator._spaces``, how a runner's pool names a round's write slots.
         runners.draft.kv_index_translator._spaces[IdSpaceKind.FULL] = IdSpace(
-            key=("hyperdflash window", id(self.window)), write=self.window.block_slots
+            key=("hyperdflash window", id(self.window)), write=self.window.scratch_slots
         )
 
     @contextlib.contextmanager
@@ -236,7 +236,7 @@ class WindowedDraftKV(DraftKV):
         slots = self.window.enter(ids[rows].long(), torch.ones_like(rows, dtype=torch.bool))
         self._write(residual[rows], slots, positions[rows])
 
-    def _block_slots(self, block: Block, lengths: torch.Tensor) -> torch.Tensor:
+    def _committed_slots(self, block: Block, lengths: torch.Tensor) -> torch.Tensor:
         """New slots of the rows that are committed; the others have none."""
         kept = self.window.columns[: block.width] < lengths.unsqueeze(1)
         return self.window.enter(block.slots.long(), kept.flatten())

@@ -33,15 +33,15 @@ class DraftWindow:
         self.slot_of = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         # One more owner than slots: tokens that do not enter write there.
         self.owner = torch.full((ring + 1,), -1, dtype=torch.int64, device=device)
-        self.head = torch.zeros((), dtype=torch.int64, device=device)
-        self.drafts = 1 + ring + torch.arange(batch * block, device=device)
+        self.next_slot = torch.zeros((), dtype=torch.int64, device=device)
+        self.scratch = 1 + ring + torch.arange(batch * block, device=device)
         self.back = torch.arange(window, device=device)
         self.columns = torch.arange(block, device=device)
 
     @property
     def size(self) -> int:
         """Slots that the pool needs, the sink not counted."""
-        return self.ring + len(self.drafts)
+        return self.ring + len(self.scratch)
 
     def enter(self, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Give tokens the next slots.
@@ -56,10 +56,10 @@ class DraftWindow:
         """
         count, total = kept.long().cumsum(0), kept.sum()
         kept = kept & (count > total - self.ring)
-        place = torch.remainder(self.head + count - 1, self.ring)
+        place = torch.remainder(self.next_slot + count - 1, self.ring)
         self.slot_of[ids] = torch.where(kept, place, -1)
         self.owner[torch.where(kept, place, self.ring)] = ids
-        self.head.add_(total).remainder_(self.ring)
+        self.next_slot.add_(total).remainder_(self.ring)
         return torch.where(kept, place + 1, 0)
 
     def forget(self, ids: torch.Tensor) -> None:
@@ -105,10 +105,10 @@ class DraftWindow:
         """
         rows = rows.long().unsqueeze(1)
         table[rows, self.back] = slots.to(table.dtype)
-        block = self.drafts[: len(rows) * width].view(len(rows), width)
+        block = self.scratch[: len(rows) * width].view(len(rows), width)
         columns = visible.unsqueeze(1) + self.columns[:width]
         table[rows, columns] = block.to(table.dtype)
 
-    def block_slots(self, ids: torch.Tensor) -> torch.Tensor:
+    def scratch_slots(self, ids: torch.Tensor) -> torch.Tensor:
         """Where a round's blocks write, ``[bs * width]``, whatever ids the target gave the rows."""
-        return self.drafts[: ids.numel()]
+        return self.scratch[: ids.numel()]

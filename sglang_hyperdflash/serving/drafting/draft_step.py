@@ -67,7 +67,7 @@ class DraftStep:
     ) -> Block:
         """The block with its drafts, one pass of the drafter later."""
         out, bs, proposal = self._forward(batch, block, context, lane), len(block.tokens), None
-        captured = lane.candidates if out.can_run_graph else None
+        captured = lane.draft_buffers if out.can_run_graph else None
         if captured is not None:
             candidates = captured.of(bs)
         else:

@@ -41,7 +41,7 @@ FAMILIES = {
     RECORDED: "Requests recorded to the store.",
     RECORDED_BYTES: "Bytes recorded to the store.",
     SHED: "Requests that were to be recorded and were not, by reason.",
-    DRAFTER: "Number of the drafter that was sent last; 0 is the one of the start.",
+    DRAFTER: "Number of the drafter that was sent last; 0 is the one that the server started with.",
 }
 REASON = "reason"
 POSITION, WIDTH, REQUESTS, SAMPLED = "position", "width", "requests", "sampled"

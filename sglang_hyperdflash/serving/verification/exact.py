@@ -1,8 +1,8 @@
 """Two exact verifications of a drafted block, both for drafts drawn from any ``q``.
 
-**Coupled**, for a request with a seed: ``y_k = argmax_v(log p_k[v] + g(seed, position_k, v))`` on
-every row; drafts are accepted while ``x_k = y_k`` and the y's are emitted. The output is a function
-of the seed and the target alone.
+**Coupled**, for a request whose client gave a seed: on every row
+``y_k = argmax_v(log p_k[v] + g(seed, position_k, v))``; drafts are accepted while ``x_k = y_k`` and
+the y's are emitted. The output is a function of the seed and the target alone.
 
 **Block verification**, for one without (Sun et al. 2403.10444, algorithm 2): what a whole prefix is
 worth decides, so a draft that p wants makes up for one before it that p wanted less. With w_0 = 1,

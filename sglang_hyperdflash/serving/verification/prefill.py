@@ -42,7 +42,7 @@ class PrefillSampler:
             adjust_rows(logits.unsqueeze(1), last, last, *changes.tensors)
 
     def read(self, logits: torch.Tensor, sampled: bool) -> None:
-        """Keep the broken rows of the final ``logits [bs, V]``, and of a sampled batch all."""
+        """Keep which final rows ``[bs, V]`` are broken and, if anyone samples, all of them."""
         self._broken = ~logits.amax(-1).isfinite()
         # SGLang's sampler writes its probabilities over them.
         self._logits = logits.clone() if sampled else None

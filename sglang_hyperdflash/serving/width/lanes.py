@@ -53,13 +53,13 @@ class Lane:
     Attributes:
         width: rows of a request, the anchor's included.
         spec_info: SGLang's description of the drafter's block.
-        candidates: what the draft's graphs of this width write; None without them.
+        draft_buffers: what the draft's graphs of this width write; None without them.
         states: of the target and, where the width drafts, of the drafter.
     """
 
     width: int
     spec_info: Any
-    candidates: CandidateBuffers | None = None
+    draft_buffers: CandidateBuffers | None = None
     states: list[RunnerState] = field(default_factory=list)
 
 
@@ -109,7 +109,7 @@ class Lanes:
             candidates: what the draft's graphs of the block write; None without them.
         """
         lane, target, draft = self.active, self.runners.target, self.runners.draft
-        lane.candidates = candidates
+        lane.draft_buffers = candidates
         for runner in (target, draft):
             graphs = runner.decode_cuda_graph_runner
             lane.states.append(RunnerState(runner, runner.attn_backend, graphs))
@@ -130,9 +130,9 @@ class Lanes:
         width = lane.width
         graphs = captured(draft) and self._room(draft, f"width {width} drafts")
         if graphs and of_block is not None:
-            lane.candidates = self._new_buffers(width, len(of_block.ids))
+            lane.draft_buffers = self._new_buffers(width, len(of_block.ids))
         with (
-            _capture_hooks(draft, lane.candidates),
+            _capture_hooks(draft, lane.draft_buffers),
             self._draft_context(),
             draft_tp_context(self.runners.draft_layout),
         ):

@@ -146,7 +146,7 @@ class WidthPolicy:
         return self._probe(seconds) or self.width
 
     def took(self, width: int, greedy: int, sampled: int, seconds: float) -> None:
-        """From the start of a round of so many requests of either class to that of the next one."""
+        """Record the seconds from one round's start to the next one's."""
         if self.costs is not None:
             timed = self.costs.of(greedy + sampled, sampled > 0).get(width, seconds)
             self._host.append(max(seconds - timed, 0.0) / (greedy + sampled))
@@ -222,7 +222,7 @@ class WidthController:
         return self.setting.widths[-1]
 
     def started(self, reqs: list[Any], width: int, greedy: int, sampled: int) -> None:
-        """A round starts, of a batch that has this very list of requests for as long as it runs."""
+        """Note that a round starts; ``reqs`` is the same list while its batch runs."""
         if self.policy is None or not self.alone:
             return
         (before, last, then), now = self._last, time.perf_counter()

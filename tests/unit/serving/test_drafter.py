@@ -92,7 +92,7 @@ def drafted(head, rows, hidden=None, captured=None, ranks: Ranks | None = None) 
         mock.patch.object(DraftStep, "_forward", lambda *inputs: out),
         mock.patch.object(draft_step_module, "draft_tp_context", lambda layout: nullcontext()),
     ):
-        return drafter.draft(None, BLOCKS, None, rows, SimpleNamespace(candidates=captured))
+        return drafter.draft(None, BLOCKS, None, rows, SimpleNamespace(draft_buffers=captured))
 
 
 ANCHORS = torch.tensor([3, 9])

@@ -96,12 +96,12 @@ def test_every_width_has_a_target_lane_and_drafting_ones_a_draft_lane(runners):
     two = lanes.activate(2)
     narrow = ("target backend 2", "target graphs 2", "draft backend 2", "draft graphs 2")
     assert running(runners) == narrow
-    assert two.candidates == "buffers of 2 x 32" and two.spec_info.draft_token_num == 2
+    assert two.draft_buffers == "buffers of 2 x 32" and two.spec_info.draft_token_num == 2
     one = lanes.activate(1)
     assert running(runners) == ("target backend 1", "eager", *narrow[2:])
-    assert one.candidates is None
+    assert one.draft_buffers is None
     seven = lanes.activate(7)
-    assert running(runners) == whole and seven.candidates is OF_BLOCK
+    assert running(runners) == whole and seven.draft_buffers is OF_BLOCK
     target, draft = runners.target, runners.draft
     assert target.bound == ["target backend 2", "target backend 1"]
     assert draft.bound == ["draft backend 2"]
@@ -122,7 +122,7 @@ def test_a_width_without_memory_for_a_graph_runs_without_one(runners, free, more
     found = ("target graphs 2", "draft graphs 2") if graph else ("eager", "eager")
     assert running(runners)[1::2] == found
     # Its candidates live in the graph; without one the drafter projects the rows itself.
-    assert (lane.candidates is not None) == graph
+    assert (lane.draft_buffers is not None) == graph
 
 
 def test_a_narrow_draft_s_indices_hold_what_a_wide_round_left(runners):

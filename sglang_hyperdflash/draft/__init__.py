@@ -1,1 +1,1 @@
-"""What a drafter is: its configuration, its tensors, its reducer and the target's hc_head."""
+"""A drafter's configuration, tensors, reducer and drafts, and the target's hc_head."""

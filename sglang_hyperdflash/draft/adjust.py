@@ -18,21 +18,21 @@ import torch
 
 from triton_ops.operator import register
 
-# For a drafter's candidates: impossible, yet a row of nothing else stays a distribution.
+# The score of an impossible candidate; finite, so a row of nothing else stays a distribution.
 UNLIKELY = -1e30
 NEUTRAL = (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What changes the logits of a batch's bs requests; None what none of them has.
+    """The changes to the logits of a batch of bs requests; a field that none needs is None.
 
     Attributes:
-        counts: ``[slots, V]`` int32, times each token was generated; with ``penalties`` only.
-        slots: ``[bs]`` int64, the requests' rows of it.
-        penalties: ``[bs, 3]`` fp32, frequency, presence and repetition; ``NEUTRAL`` without.
-        end_ids: ``[bs, E]`` int64, each request's end tokens, -1 for none.
-        earliest: ``[bs]`` int64, tokens of a context before an end token may come.
+        counts: ``[slots, V]`` int32, how often each token was generated; with ``penalties`` only.
+        slots: ``[bs]`` int64, each request's row of ``counts``.
+        penalties: ``[bs, 3]`` fp32, frequency, presence and repetition; ``NEUTRAL`` for none.
+        end_ids: ``[bs, E]`` int64, each request's end tokens, padded with -1.
+        earliest: ``[bs]`` int64, the context length from which an end token is allowed.
         bias: ``[bs, V]``, added in the logits' dtype.
     """
 
@@ -45,16 +45,12 @@ class Adjustments:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """As the operators take them."""
+        """The fields in the order of the operators' arguments."""
         return self.counts, self.slots, self.penalties, self.end_ids, self.earliest, self.bias
 
 
 def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
-    """``[n, ...]`` fp32 of ``logits [n, ...]`` whose tokens were generated ``counts`` times.
-
-    Args:
-        penalties: ``[n, 3]``.
-    """
+    """Return ``logits [n, ...]`` in fp32 with ``penalties [n, 3]`` for ``counts`` applied."""
     shape = (-1, *[1] * (logits.ndim - 1))
     frequency, presence, repetition = (values.reshape(shape) for values in penalties.T)
     seen = counts > 0
@@ -73,10 +69,11 @@ def adjust_candidates(
     positions: torch.Tensor,
     adjustments: Adjustments,
 ) -> torch.Tensor:
-    """Scores ``[bs, K]`` of the next draft's candidates ``ids [bs, K]``.
+    """Return the adjusted ``scores [bs, K]`` of the next draft's candidates ``ids [bs, K]``.
 
     Args:
-        drafts: ``[bs, k]`` int64, drafted so far; positions: ``[bs]``, of the token before.
+        drafts: ``[bs, k]`` int64, the block's drafts so far.
+        positions: ``[bs]`` int64, the position of the token before the next draft.
     """
     counts, slots, penalties, end_ids, earliest, bias = adjustments.tensors
     if counts is not None:
@@ -103,22 +100,24 @@ def adjust_rows_reference(
     earliest: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    """Adjust the rows of blocks in place: operator ``adjust_rows``.
+    """Adjust the rows of blocks in place; the reference of operator ``adjust_rows``.
 
-    Rows of requests that change nothing are not touched.
+    Rows of requests without adjustments are not touched.
 
     Args:
-        logits: ``[bs, B, V]``; block_tokens: ``[bs, B]`` int64, the anchor, then the drafts.
-        positions: ``[bs, B]`` int64; others: :class:`Adjustments`.
+        logits: ``[bs, B, V]``.
+        block_tokens: ``[bs, B]`` int64, the anchor, then the drafts.
+        positions: ``[bs, B]`` int64.
+        counts, slots, penalties, end_ids, earliest, bias: see :class:`Adjustments`.
     """
     if counts is not None:
-        at = (penalties != penalties.new_tensor(NEUTRAL)).any(1).nonzero().squeeze(-1)
-        drafts = block_tokens[at, 1:]
-        logits[at] = _penalised_block(logits[at], counts[slots[at]], drafts, penalties[at])
+        requests = (penalties != penalties.new_tensor(NEUTRAL)).any(1).nonzero().squeeze(-1)
+        drafts, times = block_tokens[requests, 1:], counts[slots[requests]]
+        logits[requests] = _penalised_block(logits[requests], times, drafts, penalties[requests])
     if end_ids is not None:
-        request, which = (end_ids >= 0).nonzero(as_tuple=True)
-        early = (positions[request] + 1 < earliest[request].unsqueeze(1)).nonzero(as_tuple=True)
-        logits[request[early[0]], early[1], end_ids[request, which][early[0]]] = float("-inf")
+        request, column = (end_ids >= 0).nonzero(as_tuple=True)
+        end, row = (positions[request] + 1 < earliest[request, None]).nonzero(as_tuple=True)
+        logits[request[end], row, end_ids[request, column][end]] = float("-inf")
     if bias is not None:
         logits.add_(bias.unsqueeze(1).to(logits.dtype))
 
@@ -126,19 +125,19 @@ def adjust_rows_reference(
 def _penalised_block(
     logits: torch.Tensor, counts: torch.Tensor, drafts: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
-    """Penalised rows ``[n, B, V]`` of ``logits [n, B, V]`` that follow ``drafts [n, B - 1]``."""
+    """Return ``logits [n, B, V]`` penalised for ``counts [n, V]`` and ``drafts [n, B - 1]``."""
     n, block, _ = logits.shape
     out = penalised(logits, counts.unsqueeze(1), penalties).to(logits.dtype)
     # Only the drafts' own entries differ from row to row; every entry is computed whole, so a draft
     # that occurs twice writes one value twice.
-    at = drafts.unsqueeze(1).expand(n, block, block - 1)
+    columns = drafts.unsqueeze(1).expand(n, block, block - 1)
     order = torch.arange(block, device=drafts.device)
     before = order.unsqueeze(1) > order[:-1]  # [B, B - 1]: draft i comes before row k
     equal = drafts.unsqueeze(2) == drafts.unsqueeze(1)  # [n, j, i]
     extra = (equal.unsqueeze(1) & before.view(1, block, 1, block - 1)).sum(-1)
     times = counts.gather(1, drafts).unsqueeze(1) + extra
-    exact = penalised(logits.gather(2, at), times, penalties)
-    return out.scatter(2, at, exact.to(out.dtype))
+    exact = penalised(logits.gather(2, columns), times, penalties)
+    return out.scatter(2, columns, exact.to(out.dtype))
 
 
 adjust_rows = register("adjust_rows", adjust_rows_reference, "triton_ops.adjust_kernel:launch")

@@ -1,4 +1,4 @@
-"""The draft checkpoint's files, and its tensors, checked by name, shape and value."""
+"""The files of a draft checkpoint, and checks of its tensors by name, shape, dtype and value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A drafter's files of weights; raises ``HyperDFlashConfigError`` where there is none."""
+    """Return a drafter's weight files; raise ``HyperDFlashConfigError`` if there are none."""
     if files := sorted(folder.glob("*.safetensors")):
         return files
     raise HyperDFlashConfigError(
@@ -24,10 +24,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[str, tuple]:
-    """Names and shapes of every tensor of a draft checkpoint, from its ``config.json``.
+    """Return the name and shape of every tensor of a draft checkpoint.
 
     Args:
-        raw: the ``config.json`` itself (the Qwen3 fields); config: its checked view.
+        raw: the ``config.json`` itself, for the Qwen3 fields.
+        config: its checked view.
     """
     d, m = config.hidden_size, config.hc_mult
     head_dim = raw["head_dim"]
@@ -65,14 +66,14 @@ def expected_tensors(raw: Mapping[str, Any], config: HyperDFlashConfig) -> dict[
 def checked_tensors(
     weights: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, tuple], whole: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors through while checking them; missing ones raise when the stream ends.
+    """Yield the tensors while checking them; a missing one raises when the stream ends.
 
     Args:
-        whole: False where some tensors of a checkpoint are enough.
+        whole: False if some of the checkpoint's tensors are enough.
 
     Raises:
-        HyperDFlashConfigError: a tensor that is missing, extra, repeated, of another shape or of
-            another dtype than fp32, fp16 and bf16, or has a value that is not finite.
+        HyperDFlashConfigError: a tensor is missing, extra or repeated, has another shape, a dtype
+            other than fp32, fp16 and bf16, or a value that is not finite.
     """
     seen: set[str] = set()
     for name, tensor in weights:

@@ -1,6 +1,6 @@
-"""The draft checkpoint's configuration: parsed and validated in one place.
+"""Parsing and validation of a draft checkpoint's configuration.
 
-Nothing here imports SGLang, so training and tools can use it on a bare torch.
+Nothing here imports SGLang, so training and tools can use it with torch alone.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import CLOSED, OPEN, checked, shown
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
-# Where the context features come from: the residual before the collapse (HyperDFlash), or
-# means of the paths after chosen layers (DFlash).
+# The source of the context features: the residual before the collapse (HyperDFlash), or means of
+# the paths after chosen layers (DFlash).
 SOURCES = ("pre_hc_head", "layers")
 REDUCERS = ("hc_gate", "fc")
-# What an hc_gate started from: the target's hc_head, or a gate of the target that only resembles
-# its collapse (targets.kinds). An fc has none.
+# What an hc_gate was initialised from: the target's hc_head, or a gate of the target that
+# approximates its collapse (targets.kinds). The reducer fc has no gate.
 GATES = ("inherited", "approximate", "none")
-# How a dependency head uses the draft row: A * (1 + G h), or DFlash 2's A * (G h).
+# How a dependency head reads the draft row h: A * (1 + G h), or DFlash 2's A * (G h).
 FORMS = ("residual", "product")
 FULL = "full_attention"
-# What ``config.json`` has at its top, under the same names.
+# Fields of HyperDFlashConfig at the top level of ``config.json``.
 _SHARED = ("block_size", "hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps")
-# On the tiny target's low-entropy text 16, 64 and 256 accept the same number of drafts, and 256
-# cost a CPU half a millisecond a round. Of 2,048 words at two nats, 64 lost 3 % of the drafts.
+# On the tiny target's low-entropy text 16, 64 and 256 have the same accept length, and 256 cost a
+# CPU half a millisecond a round. With 2,048 words at two nats, 64 lost 3 % of the drafts.
 CANDIDATES = 64
 
 
 def default_candidates(vocabulary: int) -> int:
-    """Candidates of a draft row, K, where the config does not set it."""
+    """Return K, the candidates of a draft row, for a config without a dependency head."""
     return min(vocabulary, CANDIDATES)
 
 
@@ -47,7 +47,7 @@ Epsilon = Annotated[float, Field(ge=0)]
 
 @section(frozen=True, config=CLOSED)
 class TargetIdentity:
-    """What a drafter was made for; ``hc_head_fingerprint`` is None for a target without one."""
+    """The target that a drafter was made for; without an ``hc_head`` its fingerprint is None."""
 
     architecture: str
     hidden_size: Size
@@ -58,7 +58,7 @@ class TargetIdentity:
 
 @section(frozen=True, config=CLOSED)
 class DependencyConfig:
-    """A dependency head: rank r, the candidates K that it scores when serving, and its form."""
+    """A dependency head: its rank r, the K candidates that it scores in a server, its form."""
 
     rank: Size
     top_k: Size
@@ -69,10 +69,13 @@ class DependencyConfig:
 class HyperDFlashConfig:
     """The checked view of a draft ``config.json``.
 
-    Symbols of the paper: ``m`` residual paths, ``d`` hidden width, ``block_size`` B (the anchor
-    plus B-1 drafts). ``window`` is W, the context tokens that a block may see; None for all.
-    ``dependency`` is None for drafts that are independent of each other. ``causal``: a row
-    sees itself and earlier rows only, so the first w - 1 drafts are the same at every width w.
+    Attributes:
+        block_size: B, the anchor and B-1 drafts.
+        hidden_size: d, the columns of one residual path.
+        hc_mult: m, the number of residual paths.
+        window: W, the context tokens that a block may attend to; None for all.
+        dependency: None for drafts that are independent of each other.
+        causal: rows attend to no later row, so the first w - 1 drafts do not depend on width w.
     """
 
     block_size: int
@@ -94,7 +97,7 @@ class HyperDFlashConfig:
 
     @property
     def candidates(self) -> int:
-        """Candidates of a draft row, K."""
+        """K, the candidates of a draft row."""
         return self.dependency.top_k if self.dependency else default_candidates(self.vocab_size)
 
     @property
@@ -108,18 +111,18 @@ class HyperDFlashConfig:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs the drafter reads: none unless the source has layers."""
+        """The target layers whose outputs the drafter reads; none unless the source is layers."""
         return self.target_layer_ids if self.source == "layers" else ()
 
     @property
     def source_width(self) -> int:
-        """Columns of the source that the reducer reads."""
+        """The number of columns of the source that the reducer reads."""
         return (len(self.captured_layers) or self.hc_mult) * self.hidden_size
 
 
 @section(frozen=True, kw_only=True, config=CLOSED)
-class _Own:
-    """``hyperdflash_config``."""
+class _HyperDFlash:
+    """The section ``hyperdflash_config``."""
 
     source: Literal[SOURCES]
     reducer: Literal[REDUCERS]
@@ -133,7 +136,7 @@ class _Own:
 
 @section(frozen=True, kw_only=True, config=OPEN)
 class _DFlash:
-    """``dflash_config``, which SGLang reads as well."""
+    """The section ``dflash_config``, which SGLang reads as well."""
 
     mask_token_id: int
     block_size: int | None = None
@@ -142,7 +145,7 @@ class _DFlash:
 
 @section(frozen=True, kw_only=True, config=OPEN)
 class _Draft:
-    """What is read of ``config.json`` itself; its other fields are the Qwen3 class's own."""
+    """The fields of ``config.json`` that are read here; its others belong to the Qwen3 class."""
 
     block_size: Annotated[int, Field(ge=2)]
     hidden_size: Size
@@ -154,13 +157,13 @@ class _Draft:
     intermediate_size: Size
     rms_norm_eps: Epsilon
     dflash_config: _DFlash
-    hyperdflash_config: _Own
+    hyperdflash_config: _HyperDFlash
     is_causal: bool | None = None
     layer_types: tuple[str, ...] | None = None
 
 
 def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
-    """Parse and validate a draft ``config.json`` read as a dictionary.
+    """Parse and validate a draft ``config.json`` that was read as a dictionary.
 
     Raises:
         HyperDFlashConfigError: a field is missing, of the wrong type, or contradicts another.
@@ -185,12 +188,11 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
         raise HyperDFlashConfigError(
             f"{error} Re-export the drafter with this version of sglang-hyperdflash."
         ) from error
-    own, dflash = draft.hyperdflash_config, draft.dflash_config
     parsed = HyperDFlashConfig(
-        **vars(own),
+        **vars(draft.hyperdflash_config),
         **{name: getattr(draft, name) for name in _SHARED},
-        mask_token_id=dflash.mask_token_id,
-        target_layer_ids=dflash.target_layer_ids,
+        mask_token_id=draft.dflash_config.mask_token_id,
+        target_layer_ids=draft.dflash_config.target_layer_ids,
         causal=bool(draft.is_causal),
     )
     _check_consistency(parsed, draft)
@@ -198,7 +200,7 @@ def parse_config(config: Mapping[str, Any]) -> HyperDFlashConfig:
 
 
 def causal_fields(layers: int) -> dict[str, Any]:
-    """What makes a block causal in ``config.json``.
+    """Return the fields of ``config.json`` that make a block causal.
 
     Seam: ``models/dflash.py: _get_dflash_layer_attention_params`` reads ``is_causal`` only where
     ``layer_types`` names every layer.
@@ -234,10 +236,10 @@ def _check_consistency(parsed: HyperDFlashConfig, draft: _Draft) -> None:
         f"{vocabulary}.",
     )
     for name in ("hidden_size", "vocab_size"):
-        own, expected = getattr(parsed, name), getattr(target, name)
+        value, expected = getattr(parsed, name), getattr(target, name)
         _require(
-            own == expected,
-            f"{name} {own} differs from hyperdflash_config.target.{name} {expected}; the drafter "
+            value == expected,
+            f"{name} {value} differs from hyperdflash_config.target.{name} {expected}; the drafter "
             "borrows the target's embedding and LM head, so they must be equal.",
         )
     if parsed.reducer == "hc_gate":
@@ -261,16 +263,16 @@ def _check_consistency(parsed: HyperDFlashConfig, draft: _Draft) -> None:
         "an inherited gate needs a target with an hc_head, but hyperdflash_config.target."
         "hc_head_fingerprint is missing. Use reducer fc for a target without hc_head.",
     )
-    types, wanted = list(draft.layer_types or ()), [FULL] * parsed.num_hidden_layers
+    types, expected = list(draft.layer_types or ()), [FULL] * parsed.num_hidden_layers
     _require(
-        types == wanted or not (types or draft.is_causal),
-        f"layer_types must name {FULL} once for each of the {len(wanted)} layers, found {types}. "
+        types == expected or not (types or draft.is_causal),
+        f"layer_types must name {FULL} once for each of the {len(expected)} layers, found {types}. "
         "A window is hyperdflash_config.window; a causal block is is_causal.",
     )
 
 
 def load_config(folder: str | Path) -> HyperDFlashConfig:
-    """Read and validate ``config.json`` of a local draft checkpoint folder."""
+    """Read and validate the ``config.json`` of a local draft checkpoint folder."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise HyperDFlashConfigError(f"no config.json in the draft checkpoint folder {folder}.")
@@ -291,14 +293,14 @@ def load_config(folder: str | Path) -> HyperDFlashConfig:
 def check_target(
     config: HyperDFlashConfig, *, architecture: str, hc_mult: int | None, **sizes: int
 ) -> None:
-    """Compare the target that the drafter was made for with the served one.
+    """Compare the served target with the one that the drafter was made for.
 
     Args:
         sizes: other fields of :class:`TargetIdentity`.
 
     Raises:
-        HyperDFlashConfigError: the target is another one, has no hyper-connections or another
-            number of paths.
+        HyperDFlashConfigError: the served target is another one, has no hyper-connections or has
+            another number of paths.
     """
     if hc_mult is None:
         raise HyperDFlashConfigError(
@@ -320,17 +322,17 @@ def check_target(
             )
 
 
-def check_fingerprint(config: HyperDFlashConfig, found: str | None) -> None:
+def check_fingerprint(config: HyperDFlashConfig, served: str | None) -> None:
     """Refuse a target whose ``hc_head`` is not the one that the gate was inherited from."""
     expected = config.target.hc_head_fingerprint
-    if not config.reads_hc_head or expected == found:
+    if not config.reads_hc_head or expected == served:
         return
-    if found is None:
+    if served is None:
         raise HyperDFlashConfigError(
             "the drafter's gate was inherited from an hc_head but the served target has none. Use "
             "a drafter with reducer fc for it."
         )
     raise HyperDFlashConfigError(
         f"the drafter was made for another target: its hc_head fingerprint is {expected}, the "
-        f"served target's is {found}. Pass the draft checkpoint that belongs to this target."
+        f"served target's is {served}. Pass the draft checkpoint that belongs to this target."
     )

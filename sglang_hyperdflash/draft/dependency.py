@@ -30,72 +30,65 @@ def dependency_scores(
     gates: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """``< A[x_{k-1}] * gates, B[c] >`` of candidates: ``[bs, K]`` fp32.
+    """Return ``< A[x_{k-1}] * gates, B[c] >`` of the candidates c, ``[bs, K]`` fp32.
 
     Args:
-        predecessor, successor: A and B, ``[V, r]``.
-        previous: ``[bs]`` int64; gates: ``[bs, r]`` fp32; ids: ``[bs, K]`` int64.
+        predecessor, successor: the tables A and B, ``[V, r]``.
+        previous: ``[bs]`` int64, the tokens ``x_{k-1}``.
+        gates: ``[bs, r]`` fp32.
+        ids: ``[bs, K]`` int64, the candidates.
     """
     state = F.embedding(previous, predecessor).float() * gates
     if ids.shape[-1] == len(successor):
-        # Rows of the whole table, in another order: one product instead of a gathered table.
+        # The candidates are the whole vocabulary: one product instead of a gathered table.
         return F.linear(state, successor.float()).gather(-1, ids)
     return torch.bmm(F.embedding(ids, successor).float(), state.unsqueeze(-1)).squeeze(-1)
 
 
 class DependencyHead(nn.Module):
-    """Checkpoint names: ``dependency.predecessor``, ``.successor``, ``.gate.weight``.
+    """The head's tables A and B (``predecessor``, ``successor``) and its ``gate`` G.
 
-    The tables are whole on every tensor-parallel rank: candidates come from all shards.
+    Every tensor-parallel rank holds whole tables, because candidates come from all shards.
 
     Args:
-        vocabulary: V; width: d; rank: r. form: one of ``draft.config.FORMS``.
+        vocabulary: V.
+        hidden_size: d.
+        rank: r.
+        form: one of ``draft.config.FORMS``.
     """
 
-    def __init__(self, vocabulary: int, width: int, rank: int, form: str) -> None:
+    def __init__(self, vocabulary: int, hidden_size: int, rank: int, form: str) -> None:
         super().__init__()
         self.form = form
         self.predecessor = nn.Parameter(torch.empty(vocabulary, rank))
         self.successor = nn.Parameter(torch.zeros(vocabulary, rank))
-        self.gate = nn.Linear(width, rank, bias=False)
-        # At first the head adds nothing, and its gradient is not zero.
+        self.gate = nn.Linear(hidden_size, rank, bias=False)
+        # A new head adds nothing, but its gradient is not zero.
         nn.init.normal_(self.predecessor, std=START)
         if form == "residual":
             nn.init.zeros_(self.gate.weight)
         else:
-            nn.init.normal_(self.gate.weight, std=width**-0.5)
+            nn.init.normal_(self.gate.weight, std=hidden_size**-0.5)
 
     def gates(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``1 + G h`` (or ``G h``) of draft rows ``[..., d]``: ``[..., r]`` fp32."""
+        """Return ``1 + G h`` (or ``G h``), ``[..., r]`` fp32, of draft rows ``[..., d]``."""
         gates = F.linear(hidden.to(self.gate.weight.dtype), self.gate.weight).float()
         return gates + 1.0 if self.form == "residual" else gates
-
-    def state(self, previous: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """``A[x_{k-1}] * gates``: ``[..., r]`` fp32 of tokens ``[...]``."""
-        return F.embedding(previous, self.predecessor).float() * gates
 
     def forward(
         self, previous: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Score corrections of candidates.
-
-        Args:
-            previous: ``[bs]`` int64; gates: ``[bs, r]``; ids: ``[bs, K]`` int64.
-
-        Returns:
-            ``[bs, K]`` fp32.
-        """
+        """Return :func:`dependency_scores` with this head's tables, ``[bs, K]`` fp32."""
         return dependency_scores(self.predecessor, self.successor, previous, gates, ids)
 
     def over_vocabulary(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The same for every token: ``[N, V]`` of ``previous [N]`` and rows ``[N, d]``."""
-        state = self.state(previous, self.gates(hidden))
+        """Return the scores of all V tokens, ``[N, V]``, for ``hidden [N, d]``."""
+        state = F.embedding(previous, self.predecessor).float() * self.gates(hidden)
         return F.linear(state, self.successor.float())
 
 
 def build_dependency(config: HyperDFlashConfig) -> DependencyHead | None:
-    """The head that a config describes, or None."""
-    if config.dependency is None:
+    """Build the head that a config describes, or return None if it describes none."""
+    if (head := config.dependency) is None:
         return None
-    sizes = config.dependency
-    return DependencyHead(config.vocab_size, config.hidden_size, sizes.rank, sizes.form)
+    return DependencyHead(config.vocab_size, config.hidden_size, head.rank, head.form)

@@ -1,9 +1,9 @@
 """Temperature, top-k, top-p and min-p of a batch, without sorting a vocabulary.
 
-The tokens that pass are a prefix of the vocabulary by falling probability, ties by
-id (``layers/sampler.py: top_k_top_p_min_p_sampling_from_probs_torch``). A prefix is a
-threshold and, among tokens at the threshold, the lowest ids: so it needs the few largest
-probabilities of a row, not their whole order, and never depends on the batchmates.
+The tokens that pass are a prefix of the vocabulary by falling probability, ties by id
+(``layers/sampler.py: top_k_top_p_min_p_sampling_from_probs_torch``). A prefix is a threshold and,
+among tokens at the threshold, the lowest ids. So it needs a row's few largest probabilities, not
+their whole order, and never depends on the other requests of a batch.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-FIRST_WIDTH, GROWTH = 256, 8
+# Leading probabilities that are sorted at first, and the factor where they are too few.
+LEADING, GROWTH = 256, 8
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Each row's own sampling parameters, as SGLang normalises them.
+    """The sampling parameters of N rows, as SGLang normalises them.
 
     Attributes:
         temperatures: ``[N]`` fp32, positive (1 for greedy rows).
         top_ks: ``[N]`` int; 1 is greedy, V or more is off.
-        top_ps: ``[N]`` fp32 in (0, 1]; min_ps: ``[N]`` fp32 in [0, 1], relative to the largest.
-        need_top_k, need_top_p, need_min_p: some row uses the filter; known without a device read.
-        top_p_after_top_k: in rows with a min-p, top-p is a share of what passed top-k, as in
-            FlashInfer's min-p path; never decided by a batchmate.
+        top_ps: ``[N]`` fp32 in (0, 1].
+        min_ps: ``[N]`` fp32 in [0, 1], relative to the row's largest probability.
+        need_top_k, need_top_p, need_min_p: whether some row uses the filter, known on the host.
+        top_p_after_top_k: whether, in rows with a min-p, top-p is a share of what passed top-k, as
+            in FlashInfer's min-p path.
     """
 
     temperatures: torch.Tensor
@@ -39,7 +41,7 @@ class Sampling:
 
     @property
     def greedy(self) -> torch.Tensor:
-        """``[N]`` bool."""
+        """Which rows are greedy, ``[N]`` bool."""
         return self.top_ks <= 1
 
     @property
@@ -49,16 +51,16 @@ class Sampling:
 
     @property
     def any_sequential(self) -> bool:
-        """Whether some row's top-p is a share of what passed top-k: in rows with a min-p."""
+        """Whether some row's top-p is a share of what passed top-k; known on the host."""
         return self.top_p_after_top_k and self.need_min_p
 
     @property
     def sequential(self) -> torch.Tensor | None:
-        """``[N]`` bool, which rows; None without any."""
+        """The rows whose top-p is a share of what passed top-k, ``[N]`` bool; None without any."""
         return self.min_ps > 0 if self.any_sequential else None
 
     def repeated(self, times: int) -> Sampling:
-        """Every row ``times`` times in a row: the parameters of each position of a block."""
+        """Repeat every row ``times`` times: the parameters of each position of a block."""
         return replace(
             self,
             temperatures=self.temperatures.repeat_interleave(times),
@@ -69,7 +71,7 @@ class Sampling:
 
 
 def filter_mask(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Entries of ``probs [N, V]`` that pass the filters, bool; may synchronise the device."""
+    """Return which entries of ``probs [N, V]`` pass the filters, bool; may read the device."""
     if sampling.need_min_p:
         keep = probs >= sampling.min_ps.unsqueeze(-1) * probs.amax(-1, keepdim=True)
     else:
@@ -91,17 +93,17 @@ def _prefix(
     top_ps: torch.Tensor,
     sequential: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The leading entries within top-k and top-p, ``[N, V]`` bool."""
+    """Return which entries of ``probs [N, V]`` lie within top-k and top-p, bool."""
     vocabulary = probs.shape[-1]
     finite = top_ks[top_ks < vocabulary]
-    width = max(int(finite.max()) if len(finite) else 1, min(FIRST_WIDTH, vocabulary))
+    count = max(int(finite.max()) if len(finite) else 1, min(LEADING, vocabulary))
     while True:
-        leading = probs.topk(width, dim=-1).values
+        leading = probs.topk(count, dim=-1).values
         length = _inside(leading, top_ks, top_ps, sequential).sum(-1, keepdim=True)
         # If all leading entries of a row pass, later ones may pass, too.
-        if width == vocabulary or not ((length.squeeze(-1) == width) & (top_ks > width)).any():
+        if count == vocabulary or not ((length.squeeze(-1) == count) & (top_ks > count)).any():
             break
-        width = min(vocabulary, width * GROWTH)
+        count = min(vocabulary, count * GROWTH)
     threshold = leading.gather(-1, (length - 1).clamp(min=0))
     above, equal = probs > threshold, probs == threshold
     room = length - above.sum(-1, keepdim=True)
@@ -114,12 +116,14 @@ def _inside(
     top_ps: torch.Tensor,
     sequential: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Which of the descending ``ordered [N, W]`` lie within top-k and top-p; the row sums to 1."""
+    """Return which entries of the descending ``ordered [N, n]`` lie within top-k and top-p, bool.
+
+    They are the n largest entries of rows that sum to 1; n is at least every finite top-k.
+    """
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     inside = ranks < top_ks.unsqueeze(-1)
     before = ordered.cumsum(-1) - ordered
     if sequential is not None:
-        # W covers every finite top-k.
         share = sequential & (top_ks <= ordered.shape[-1])
         mass = (ordered * inside).sum(-1).masked_fill(~share, 1.0)
         before = before / mass.unsqueeze(-1)
@@ -128,10 +132,7 @@ def _inside(
 
 
 def filter_candidates(q: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """``q [N, K]`` after the filters, normalised; never synchronises the device.
-
-    For a drafter's few candidates, which are simply sorted.
-    """
+    """Filter a drafter's ``q [N, K]`` and normalise it; sorts, and never reads the device."""
     if not sampling.filters:
         return q
     ordered, order = q.sort(dim=-1, descending=True, stable=True)

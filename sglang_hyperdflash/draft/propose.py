@@ -1,13 +1,13 @@
-"""The drafts of a block and the distribution ``q`` of each: one pure function for all callers.
+"""The drafts of a block and the distribution ``q`` of each, as pure functions.
 
     s_k = u_k + head(x_{k-1}, h_k)             # u_k: LM head of h_k, its top K; x_0 the anchor
-    q_k = filter(softmax(s_k / (T t)))         # t = 0: the largest alone
+    q_k = filter(softmax(s_k / (T t)))         # t = 0: one-hot at the largest s
     x_k = argmax_c(log q_k[c] + g(seed, position_k, c))
 
-``g`` is Gumbel noise, a hash of its arguments (``triton_ops.gumbel``): ``x_k`` is a draw from
-``q_k``. Any ``q`` is exact under verification: the filters and the draft temperature ``t`` change
-acceptance only. Where the target's entropy is low a draw from a flat ``q`` loses: with p a point
-and q = (.6, .4) it is accepted .52 of the time, the argmax .6. Greedy rows take the largest ``s``.
+``g`` is Gumbel noise, a hash of its arguments (``triton_ops.gumbel``), so ``x_k`` is a draw from
+``q_k``. Verification is exact for any ``q``: the filters and the draft temperature ``t`` change
+acceptance only. Where the target's entropy is low, a draw from a flat ``q`` is accepted less often:
+with p a point and q = (.6, .4), .52 of the time, the argmax .6. Greedy rows draft the argmax.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Candidates:
     """The K likeliest tokens of each draft row.
 
     Attributes:
-        ids: ``[bs, D, K]`` int64, different within a row; scores: their logits, fp32.
-        gates: ``[bs, D, r]`` fp32, what a head reads of the rows; None without one.
+        ids: ``[bs, D, K]`` int64, distinct within a row.
+        scores: ``[bs, D, K]`` fp32, their logits.
+        gates: ``[bs, D, r]`` fp32, ``DependencyHead.gates`` of the rows; None without a head.
     """
 
     ids: torch.Tensor
@@ -41,11 +42,12 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Draws:
-    """Which noise each request of a batch draws from.
+    """The noise that each request of a batch draws from.
 
     Attributes:
-        seeds: ``[bs]`` int64; seeded: ``[bs]`` bool, by the client: verified coupled.
-        any_unseeded: of the requests that are not greedy, known without a device read.
+        seeds: ``[bs]`` int64.
+        seeded: ``[bs]`` bool, whether the client set the seed; then verification is coupled.
+        any_unseeded: whether a request that is not greedy is unseeded, known on the host.
     """
 
     seeds: torch.Tensor
@@ -55,11 +57,12 @@ class Draws:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts and what verification needs of them; D drafts, K candidates.
+    """The D drafts of each block, and what verification needs of them.
 
     Attributes:
-        tokens: ``[bs, D]`` int64; ids: ``[bs, D, K]`` int64.
-        q: ``[bs, D, K]`` fp32, each row's distribution; one-hot where ``t`` is 0 or it is greedy.
+        tokens: ``[bs, D]`` int64, the drafts.
+        ids: ``[bs, D, K]`` int64, their candidates.
+        q: ``[bs, D, K]`` fp32, each row's distribution; one-hot if the row is greedy or t is 0.
         choice: ``[bs, D]`` int64, each draft's index among its candidates.
     """
 
@@ -70,7 +73,7 @@ class Proposal:
 
 
 def draft_scale(sampling: Sampling, draft_temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What divides the scores of N rows at ``t``; which of them draft the argmax, ``[N]`` bool."""
+    """Return the divisors ``[N]`` of N rows' scores, and which rows draft the argmax, bool."""
     argmax = sampling.greedy | (draft_temperature <= 0)
     return (sampling.temperatures * draft_temperature).masked_fill(argmax, 1.0), argmax
 
@@ -78,12 +81,12 @@ def draft_scale(sampling: Sampling, draft_temperature: float) -> tuple[torch.Ten
 def draft_distribution(
     scores: torch.Tensor, sampling: Sampling, temperature: torch.Tensor, argmax: torch.Tensor
 ) -> torch.Tensor:
-    """``q [N, K]`` fp32 of candidate ``scores [N, K]``, normalised whatever the drafter gives.
+    """Return ``q [N, K]`` fp32 of candidate ``scores [N, K]``; every row sums to 1.
 
     A row with a NaN, or without a possible candidate, is one-hot at the candidate that is drafted.
 
     Args:
-        temperature, argmax: ``[N]`` of :func:`draft_scale`.
+        temperature, argmax: ``[N]``, the results of :func:`draft_scale`.
     """
     q = torch.softmax(scores / temperature.unsqueeze(-1), dim=-1)
     q = filter_candidates(q, sampling)
@@ -98,10 +101,10 @@ def draft_distribution(
 def propose_greedy(
     candidates: Candidates, anchor: torch.Tensor, head: DependencyHead | None
 ) -> torch.Tensor:
-    """The drafts ``[bs, D]`` int64 of greedy requests: each the largest ``s`` after the one before.
+    """Return the drafts of greedy requests, ``[bs, D]`` int64: each the candidate of largest ``s``.
 
     Args:
-        anchor: ``[bs]`` int64, the last committed token; head: the dependency head, or None.
+        anchor: ``[bs]`` int64, the last committed token.
     """
     tables = (None, None) if head is None else (head.predecessor, head.successor)
     gates = None if head is None else candidates.gates
@@ -116,15 +119,15 @@ def propose_greedy_reference(
     successor: torch.Tensor | None,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """Operator ``propose_greedy``: :func:`propose_greedy` of the tensors of its arguments."""
+    """The reference of operator ``propose_greedy``; see :func:`propose_greedy`."""
     if gates is None:  # as argmax over the vocabulary: the lowest id among equals
         lower = scores < scores.amax(-1, keepdim=True)
         return ids.masked_fill(lower, 1 << 62).amin(-1)
     tokens, previous = [], anchors
     for k in range(ids.shape[1]):
-        at = ids[:, k]
-        s = scores[:, k] + dependency_scores(predecessor, successor, previous, gates[:, k], at)
-        previous = at.gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
+        row = ids[:, k]
+        s = scores[:, k] + dependency_scores(predecessor, successor, previous, gates[:, k], row)
+        previous = row.gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
         tokens.append(previous)
     return torch.stack(tokens, 1)
 
@@ -142,10 +145,9 @@ def propose(
     """Draft a block; drafts depend on each other through ``head`` and penalties only.
 
     Args:
-        head: the dependency head, or None.
-        block_tokens: ``[bs, B]`` int64, the anchor first, the last committed token.
-        positions: ``[bs, B]`` int64: of the token before each draft, the last unused.
-        sampling, draws: of the bs requests.
+        block_tokens: ``[bs, B]`` int64, the anchor first.
+        positions: ``[bs, B]`` int64, of the token before each draft; the last is not read.
+        sampling: the parameters of the bs requests.
         draft_temperature: ``t``.
     """
     s = sampling
@@ -178,37 +180,38 @@ def propose_reference(
     sequential: bool,
     *adjusting: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Operator ``propose``: ``(tokens, q, choice)`` of a :class:`Proposal`.
+    """The reference of operator ``propose``: ``(tokens, q, choice)`` of a :class:`Proposal`.
 
     Args:
-        filters: whether anyone has top-k, top-p or min-p; sequential: ``Sampling.any_sequential``.
-        adjusting: of :class:`Adjustments`.
+        filters: ``Sampling.filters``.
+        sequential: ``Sampling.any_sequential``.
+        adjusting: the fields of :class:`Adjustments`, in order.
     """
-    bs, drafts, width = ids.shape
+    bs, drafts, candidates = ids.shape
     sampling = Sampling(temperatures, top_ks, top_ps, min_ps, filters, filters, filters, sequential)
     adjustments = Adjustments(*adjusting)
     changed = any(tensor is not None for tensor in adjusting)
-    own = block_seeds(seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
-    noise = gumbel_noise(own, positions[:, :drafts].reshape(-1), ids.view(-1, width))
-    noise = noise.view(bs, drafts, width)
+    row_seeds = block_seeds(seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
+    noise = gumbel_noise(row_seeds, positions[:, :drafts].reshape(-1), ids.view(-1, candidates))
+    noise = noise.view(ids.shape)
     if gates is None and not changed:
-        flat, each = scores.reshape(-1, width), sampling.repeated(drafts)
-        q = draft_distribution(flat, each, *draft_scale(each, draft_temperature))
-        q = q.view(bs, drafts, width)
+        rows, row_sampling = scores.reshape(-1, candidates), sampling.repeated(drafts)
+        scale = draft_scale(row_sampling, draft_temperature)
+        q = draft_distribution(rows, row_sampling, *scale).view(ids.shape)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
         return ids.gather(-1, choice).squeeze(-1), q, choice.squeeze(-1)
     steps: list[tuple[torch.Tensor, ...]] = []
     tokens, scale = ids.new_empty(bs, 0), draft_scale(sampling, draft_temperature)
     for k in range(drafts):
-        at, s = ids[:, k], scores[:, k]
+        row, s = ids[:, k], scores[:, k]
         if gates is not None:
             previous = tokens[:, -1] if k else block_tokens[:, 0]
-            s = s + dependency_scores(predecessor, successor, previous, gates[:, k], at)
+            s = s + dependency_scores(predecessor, successor, previous, gates[:, k], row)
         if changed:
-            s = adjust_candidates(s, at, tokens, positions[:, k], adjustments)
+            s = adjust_candidates(s, row, tokens, positions[:, k], adjustments)
         q = draft_distribution(s, sampling, *scale)
         choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
-        tokens = torch.cat([tokens, at.gather(-1, choice)], 1)
+        tokens = torch.cat([tokens, row.gather(-1, choice)], 1)
         steps.append((q, choice.squeeze(-1)))
     return tokens, *(torch.stack(part, 1) for part in zip(*steps, strict=True))
 

@@ -1,13 +1,12 @@
 """Published drafters: a folder of numbered versions, and one pointer to the newest.
 
     FOLDER/000001/   an ordinary drafter folder, and version.json with the SHA-256 of its files
-    FOLDER/000001/refused   why a server has left it, where one has
-    FOLDER/current   its name; replaced atomically, after all files of the version are on disk
+    FOLDER/000001/refused   why a server refused the version, if one did
+    FOLDER/current   the newest version's name; replaced atomically, after its files are on disk
 
-The files of a version never change once ``current`` names it. What was written only in part is
-never named, so no reader sees it. The newest few stay; a reader keeps what it has read in its
-memory. Where a server has left a version, the one before is current: for learners, other servers,
-and that server when it starts again.
+The files of a version never change once ``current`` names it, and a partly written version is never
+named, so no reader sees one. The newest few versions stay on disk. After a server has refused a
+version the one before is current, for learners and for every server.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 POINTER, MANIFEST, REFUSED = "current", "version.json", "refused"
 CONFIG = "config.json"
 DIGITS = 6
-# Whole versions in the folder, the newest.
+# The number of whole versions that stay in the folder.
 KEPT = 3
 
 
@@ -40,7 +39,7 @@ class Version:
     path: Path
 
     def is_refused(self) -> bool:
-        """Whether a server has left it."""
+        """Whether a server has refused the version."""
         return (self.path / REFUSED).is_file()
 
     def check(self) -> None:
@@ -48,7 +47,7 @@ class Version:
 
         Raises:
             HyperDFlashConfigError: a file is missing or has changed since it was published.
-            OSError: it cannot be read now.
+            OSError: a file cannot be read now.
         """
         try:
             expected = json.loads((self.path / MANIFEST).read_bytes())["sha256"]
@@ -69,7 +68,7 @@ def _name(number: int) -> str:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Of all versions, also of those that are not whole."""
+    """Return the numbers of all versions in order, also of those that are not whole."""
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
@@ -78,11 +77,11 @@ def _is_whole(folder: Path, number: int) -> bool:
 
 
 def _remove_old(folder: Path, taken: Sequence[int], source: Path) -> None:
-    """Remove versions that are not whole, and old ones, before another one takes their room.
+    """Remove old versions and those that are not whole, to make room for another one.
 
     Args:
-        taken: all numbers, in order. The newest may be of a call that still runs.
-        source: what will be published, which may be an old version itself.
+        taken: all numbers, in order; a running call may still write the newest.
+        source: the folder that will be published, which may be an old version itself.
     """
     named = None
     with suppress(HyperDFlashConfigError):
@@ -98,15 +97,15 @@ def _remove_old(folder: Path, taken: Sequence[int], source: Path) -> None:
 def publish(folder: Path, drafter: Path) -> int:
     """Copy a drafter folder in as the next version and move the pointer to it.
 
-    Only ``config.json`` and the weights are copied. Numbers are never used twice, not even those of
-    interrupted calls. Older versions than the newest ``KEPT`` are removed, but never the current
-    one; who reads one meanwhile finds it damaged.
+    Only ``config.json`` and the weights are copied. No number is used twice, not even that of an
+    interrupted call. All but the newest ``KEPT`` versions are removed, but never the current one; a
+    reader of a version that is removed meanwhile finds it damaged.
 
     Returns:
         The version's number.
 
     Raises:
-        HyperDFlashConfigError: ``drafter`` is no drafter folder.
+        HyperDFlashConfigError: ``drafter`` is not a drafter folder.
         WriteFailed: the disk is full or the folder cannot be written; the pointer is as before.
     """
     load_config(drafter)
@@ -130,7 +129,7 @@ def publish(folder: Path, drafter: Path) -> int:
 
 
 def current(folder: Path) -> Version | None:
-    """The newest version that no server has left; None where there is none.
+    """Return the newest version that no server has refused, or None.
 
     Raises:
         HyperDFlashConfigError: the pointer cannot be read, or names no version.
@@ -138,8 +137,8 @@ def current(folder: Path) -> Version | None:
     pointer = folder / POINTER
     try:
         name = pointer.read_text().strip()
-        number = name.isascii() and name.isdecimal() and len(name) < 20
-        known = number and (folder / name).is_dir()
+        is_number = name.isascii() and name.isdecimal() and len(name) < 20
+        known = is_number and (folder / name).is_dir()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -154,11 +153,11 @@ def current(folder: Path) -> Version | None:
         return version
     older = (n for n in reversed(_numbers(folder)) if n < version.number and _is_whole(folder, n))
     versions = (Version(number, folder / _name(number)) for number in older)
-    return next((one for one in versions if not one.is_refused()), None)
+    return next((version for version in versions if not version.is_refused()), None)
 
 
 def refuse(folder: Path, number: int, reason: str) -> None:
-    """Say that a version is not to be used, because a server has left it.
+    """Mark a version as refused by a server, with the reason.
 
     Raises:
         WriteFailed: the folder cannot be written.

@@ -1,7 +1,7 @@
 """The reducer from the pre-collapse residual to the drafter's context feature (paper, eq. 1).
 
-Torch only: serving and training share these modules, and so the checkpoint names
-``reducer.fn``, ``reducer.base``, ``reducer.scale``, ``reducer.path_norm`` (or ``fc.weight``).
+Serving and training share these torch modules, and so the checkpoint names ``reducer.fn``,
+``reducer.base``, ``reducer.scale`` and ``reducer.path_norm`` (or ``fc.weight``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triton_ops.hc_gate import rms_norm
 def reducer_source(
     config: HyperDFlashConfig, residual: torch.Tensor, layers: torch.Tensor
 ) -> torch.Tensor:
-    """What a reducer reads of the target's states of ``S`` tokens: ``[b, S, width]``.
+    """Return the states that a reducer reads of ``S`` tokens, ``[b, S, config.source_width]``.
 
     Args:
-        residual: ``[b, S, m*d]``, before the collapse.
-        layers: ``[b, S, n*d]``, the paths' means after ``config.captured_layers``.
+        residual: ``[b, S, m*d]``, the residual before the collapse.
+        layers: ``[b, S, n*d]``, the means of the paths after ``config.captured_layers``.
 
     Raises:
         HyperDFlashConfigError: the states hold other layers than the config asks for.
@@ -41,8 +41,7 @@ def reducer_source(
 class HCGateReducer(nn.Module):
     """Per-path sigmoid gates inherited from the target's ``hc_head``, with a per-path RMSNorm.
 
-    Parameters are fp32 whatever the model's dtype: ``fn [m, m*d]``, ``base [m]``, ``scale [1]``
-    and ``path_norm [m, d]`` (ones at start).
+    The parameters are fp32 whatever the model's dtype.
     """
 
     def __init__(self, m: int, d: int, *, rms_eps: float, hc_eps: float) -> None:
@@ -57,50 +56,48 @@ class HCGateReducer(nn.Module):
     def inherit(self, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> None:
         """Start from the target's ``hc_head``; raise ``ValueError`` when a shape differs."""
         for name, source in (("fn", fn), ("base", base), ("scale", scale)):
-            own = getattr(self, name)
-            if source.shape != own.shape:
+            parameter = getattr(self, name)
+            if source.shape != parameter.shape:
                 raise ValueError(
-                    f"cannot inherit hc_head {name}: expected {tuple(own.shape)}, "
+                    f"cannot inherit hc_head {name}: expected {tuple(parameter.shape)}, "
                     f"found {tuple(source.shape)}"
                 )
-            own.copy_(source)
+            parameter.copy_(source)
 
     @torch.no_grad()
     def randomise(self) -> None:
-        """Random gates, for tests: ``x @ fn.T`` of unit size before the sigmoid."""
+        """Set random gates for tests, with ``x @ fn.T`` of unit size before the sigmoid."""
         self.fn.normal_(std=self.fn.shape[1] ** -0.5)
         self.base.zero_()
         self.scale.fill_(1.0)
 
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
-        """``[N, m*d]`` to ``[N, d]`` in ``hidden.dtype``; fp32 inside."""
-        return hc_gate_reduce(*self.operands(hidden, hidden_norm), **self.epsilons)
-
-    def operands(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> tuple:
-        """The tensors of :func:`hc_gate_reduce`, in its order."""
-        return hidden, self.fn, self.base, self.scale, self.path_norm, hidden_norm
+        """Reduce ``hidden [N, m*d]`` to ``[N, d]`` in its dtype, in fp32 inside."""
+        gate = self.fn, self.base, self.scale, self.path_norm
+        return hc_gate_reduce(hidden, *gate, hidden_norm, **self.epsilons)
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """Its keyword arguments."""
+        """The keyword arguments of :func:`hc_gate_reduce`."""
         return {"rms_eps": self.rms_eps, "hc_eps": self.hc_eps}
 
 
 class FcReducer(nn.Module):
-    """The generic fallback ``fc: R^width -> R^d`` followed by the hidden norm.
+    """A learned projection from the source to d columns, followed by the hidden norm.
 
     Args:
-        width: columns of the source; ``m * d`` for the pre-collapse residual.
+        columns: the source's columns, ``m * d`` for the pre-collapse residual.
+        d: the hidden size.
     """
 
-    def __init__(self, width: int, d: int, *, rms_eps: float) -> None:
+    def __init__(self, columns: int, d: int, *, rms_eps: float) -> None:
         super().__init__()
         self.rms_eps = rms_eps
-        self.weight = nn.Parameter(torch.empty(d, width))
-        nn.init.normal_(self.weight, std=width**-0.5)
+        self.weight = nn.Parameter(torch.empty(d, columns))
+        nn.init.normal_(self.weight, std=columns**-0.5)
 
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
-        """``[N, width]`` to ``[N, d]`` in ``hidden.dtype``."""
+        """Project ``hidden [N, columns]`` to ``[N, d]`` in its dtype."""
         y = nn.functional.linear(hidden.to(self.weight.dtype), self.weight)
         if hidden_norm is None:
             return y.to(hidden.dtype)
@@ -108,7 +105,7 @@ class FcReducer(nn.Module):
 
 
 def build_reducer(config: HyperDFlashConfig) -> tuple[str, nn.Module]:
-    """Return the reducer named in the config and its checkpoint prefix (``reducer`` or ``fc``)."""
+    """Return the checkpoint prefix (``reducer`` or ``fc``) and the reducer that a config names."""
     m, d, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
     if config.reducer == "fc":
         return "fc", FcReducer(config.source_width, d, rms_eps=eps)

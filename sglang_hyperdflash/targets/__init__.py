@@ -1,1 +1,1 @@
-"""Which targets exist, where their residual is, how their files are read and SGLang serves them."""
+"""The supported targets: where their residual is, how their files are read and they are served."""

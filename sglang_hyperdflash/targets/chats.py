@@ -1,7 +1,7 @@
 """Conversations as an SGLang server of the target tokenizes them, and its answers as messages.
 
-SGLang decides by the architecture (``entrypoints/openai/chat_encoding.py``): DeepSeek-V4 has an
-encoder of its own, whatever template lies in its folder; other targets need a Jinja template.
+SGLang chooses the encoding by the architecture (``entrypoints/openai/chat_encoding.py``):
+DeepSeek-V4 has its own encoder, even if its folder has a template; others need a Jinja template.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sglang_hyperdflash.targets.kinds import text_fields
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 
 Message = dict[str, Any]
-THINKING = ("thinking", "enable_thinking")  # names of one option; the second is other templates'
-DEEPSEEK = ("dsv4", "dsv41")  # SGLang's names of the encoders that are supported here
+THINKING = ("thinking", "enable_thinking")  # two names of one option: DeepSeek's, and others'
+DEEPSEEK = ("dsv4", "dsv41")  # SGLang's names of DeepSeek's encoders that are supported here
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Chat:
     """A conversation or its beginning, with the names of OpenAI's API.
 
     Attributes:
-        messages: each with ``role`` and ``content`` and, where they apply, ``reasoning_content``,
-            ``tool_calls``, ``tool_call_id``.
-        tools: the definitions that a request would carry. options: its ``chat_template_kwargs``;
-            for DeepSeek-V4 ``thinking`` and ``reasoning_effort``.
+        messages: each with ``role`` and ``content``, and optionally ``reasoning_content``,
+            ``tool_calls`` and ``tool_call_id``.
+        tools: the tool definitions of a request.
+        options: the ``chat_template_kwargs`` of a request; for DeepSeek-V4 ``thinking`` and
+            ``reasoning_effort``.
     """
 
     messages: list[Message]
@@ -41,7 +42,7 @@ class Chat:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def with_messages(self, messages: list[Message]) -> Chat:
-        """The same tools and options for other messages."""
+        """Return a chat of other messages with the same tools and options."""
         return replace(self, messages=messages)
 
 
@@ -49,70 +50,65 @@ class Chats(Protocol):
     """How one target encodes conversations.
 
     Attributes:
-        tokenizer: the target's, of transformers. vocab_size: rows of its embedding.
+        tokenizer: the target's transformers tokenizer.
+        vocab_size: the number of rows of the target's embedding.
     """
 
     tokenizer: Any
     vocab_size: int
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Refuse a target that can encode no conversation, or none with these options.
-
-        Raises:
-            HyperDFlashConfigError: what is missing, or unknown.
-        """
+        """Raise ``HyperDFlashConfigError`` if the target cannot encode chats with these options."""
 
     def prompt(self, chat: Chat, where: str) -> list[int]:
-        """What a server tokenizes of the messages, up to where the next answer begins.
+        """Return the tokens of a server's prompt, up to where the next answer begins.
 
         Args:
-            where: names the conversation in errors.
+            where: the name of the conversation in errors.
 
         Raises:
-            BadRow: a server would refuse it.
+            BadRow: a server would refuse the conversation.
         """
 
     def answer(self, chat: Chat, where: str) -> list[int]:
-        """The last message as the target would write it after the others, end token included.
+        """Return the tokens of the last message as the target writes it, with the end token.
 
         Raises:
-            BadRow: as ``prompt``, or the answer cannot be told from its prompt.
+            BadRow: as ``prompt``, or the answer cannot be separated from its prompt.
         """
 
     def message(self, chat: Chat, reply: Mapping[str, Any]) -> Message:
-        """A server's reply from ``/generate`` as the message that later prompts hold.
-
-        Args:
-            chat: what was asked.
-        """
+        """Return a server's ``/generate`` reply to ``chat`` as the message of later prompts."""
 
 
 def load_chats(target: str) -> Chats:
-    """The encoding of a target: folder or hub id.
+    """Return the encoding of a target, which is a folder or a hub id.
 
     Raises:
-        HyperDFlashConfigError: it has no tokenizer, or not one that its encoder needs.
-        FileNotFoundError: it has no ``config.json``.
+        HyperDFlashConfigError: the target has no tokenizer, or not the one that its encoder needs.
+        FileNotFoundError: the target has no ``config.json``.
     """
     from sglang.srt.entrypoints.openai.chat_encoding import resolve_chat_encoding_spec
 
     tokenizer, config = load_tokenizer(target), TargetFiles(target).config()
-    asked = SimpleNamespace(
+    hf_config = SimpleNamespace(
         architectures=config.get("architectures"), model_type=str(config.get("model_type"))
     )
-    spec = resolve_chat_encoding_spec(hf_config=asked, tokenizer=tokenizer)
-    known = tokenizer, text_fields(config).get("vocab_size", sys.maxsize)
-    return DeepSeekChats(spec, *known) if spec in DEEPSEEK else TemplateChats(*known)
+    spec = resolve_chat_encoding_spec(hf_config=hf_config, tokenizer=tokenizer)
+    vocab_size = text_fields(config).get("vocab_size", sys.maxsize)
+    if spec in DEEPSEEK:
+        return DeepSeekChats(spec, tokenizer, vocab_size)
+    return TemplateChats(tokenizer, vocab_size)
 
 
 class TemplateChats:
-    """A target with a Jinja template."""
+    """The encoding of a target with a Jinja template."""
 
     def __init__(self, tokenizer: Any, vocab_size: int = sys.maxsize) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Refuse a tokenizer without a template; a template takes any option."""
+        """Refuse a tokenizer without a template; a template accepts any option."""
         if self.tokenizer.chat_template is None:
             raise HyperDFlashConfigError(
                 f"the tokenizer of {getattr(self.tokenizer, 'name_or_path', 'the target')} has no "
@@ -126,23 +122,20 @@ class TemplateChats:
 
     def answer(self, chat: Chat, where: str) -> list[int]:
         """See :class:`Chats`."""
-        before = self._text(chat.with_messages(chat.messages[:-1]), where, prompt=True)
-        after = self._text(chat, where, prompt=False)
-        if not after.startswith(before):
+        prompt = self._text(chat.with_messages(chat.messages[:-1]), where, prompt=True)
+        whole = self._text(chat, where, prompt=False)
+        if not whole.startswith(prompt):
             raise BadRow(
                 where,
                 "the chat template renders an answer differently once it is there, so its tokens "
                 "cannot be told apart",
             )
+        answer = whole[len(prompt) :]
         thinks = all(chat.options.get(name, True) for name in THINKING)
-        if (
-            thinks
-            and (chat.messages[-1].get("reasoning_content") or "").strip()
-            not in after[len(before) :]
-        ):
+        if thinks and (chat.messages[-1].get("reasoning_content") or "").strip() not in answer:
             raise BadRow(where, "the chat template drops the reasoning of an answer")
-        ids, end = self._ids(after[len(before) :]), self.tokenizer.eos_token_id
-        if end in ids:  # a template may go on, with a newline that the target never writes
+        ids, end = self._ids(answer), self.tokenizer.eos_token_id
+        if end in ids:  # a template may add a newline, which the target never writes
             ids = ids[: len(ids) - ids[::-1].index(end)]
         return ids
 
@@ -164,14 +157,15 @@ class TemplateChats:
                 **chat.options,
             )
         except (TemplateError, ValueError, TypeError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            reason = f"the target's chat template refuses the conversation: {said}"
+            summary = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = f"the target's chat template refuses the conversation: {summary}"
             raise BadRow(where, reason) from error
 
 
 def _for_template(message: Message) -> Message:
-    """A message as SGLang gives it to a template: arguments of calls are objects, no content is
-    an empty one.
+    """Return a message as SGLang passes it to a template.
+
+    The arguments of calls are objects, and missing content is an empty string.
     """
     message = {**message, "content": message.get("content") or ""}
     if "tool_calls" in message:
@@ -183,18 +177,18 @@ def _for_template(message: Message) -> Message:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """The arguments of a tool call as an object; as they are where they are no JSON."""
-    given = call["function"].get("arguments")
+    """Return the arguments of a tool call as an object; unchanged if they are not JSON."""
+    arguments = call["function"].get("arguments")
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        return given
+        return arguments
 
 
 class DeepSeekChats:
-    """DeepSeek-V4 and V4.1: SGLang's encoder, deepseek-recipe.
+    """The encoding of DeepSeek-V4 and V4.1: SGLang's encoder, deepseek-recipe.
 
-    As a server does, it drops the reasoning of earlier answers where no tools are given.
+    Like a server, it drops the reasoning of earlier answers if no tools are given.
 
     Args:
         spec: SGLang's name of the encoding.
@@ -221,7 +215,7 @@ class DeepSeekChats:
 
     @cached_property
     def _encode(self) -> Callable[[Any], list[int]]:
-        """Token ids of one of deepseek-recipe's own conversations."""
+        """The function from a conversation of deepseek-recipe to token ids."""
         import deepseek_recipe as recipe
 
         kind = recipe.DeepseekV4Encoding if self.spec == "dsv4" else recipe.DeepseekV41Encoding
@@ -254,24 +248,24 @@ class DeepSeekChats:
                 body["reasoning_effort"] = effort
             return served.encode(body, effort_budget=budget)
         except (ValueError, KeyError, TypeError) as error:
-            said = str(error).rstrip(".")
-            reason = f"DeepSeek-V4's encoder refuses the conversation: {said}"
+            summary = str(error).rstrip(".")
+            reason = f"DeepSeek-V4's encoder refuses the conversation: {summary}"
             raise BadRow(where, reason) from error
 
     def answer(self, chat: Chat, where: str) -> list[int]:
         """See :class:`Chats`."""
         import deepseek_recipe as recipe
 
-        said, thinks = chat.messages[-1], self._thinks(chat)
+        last, thinks = chat.messages[-1], self._thinks(chat)
         calls = [
             recipe.ToolCall(str(call.get("id")), call["function"]["name"], _as_text(call))
-            for call in said.get("tool_calls") or ()
+            for call in last.get("tool_calls") or ()
         ]
-        # Without reasoning a target that thinks closes an empty thought.
-        reasoning = said.get("reasoning_content") or "" if thinks else None
-        message = recipe.AssistantMessage(said.get("content") or "", reasoning, calls or None)
-        # A text between special tokens is tokenized alone, so that any prompt serves; where there
-        # are tools no reasoning is dropped.
+        # In thinking mode an answer without reasoning starts with an empty thought.
+        reasoning = last.get("reasoning_content") or "" if thinks else None
+        message = recipe.AssistantMessage(last.get("content") or "", reasoning, calls or None)
+        # Text between special tokens is tokenized alone, so any prompt will do; with a tool no
+        # reasoning is dropped.
         user, tool = recipe.UserMessage(""), recipe.ToolDefinition("any")
         before, after = (
             self._encode(recipe.Conversation(messages, thinking_mode=thinks, tools=[tool]))
@@ -293,12 +287,11 @@ class DeepSeekChats:
             thinking_stage=self._served.parse_start(thinking=self._thinks(chat)),
             parse_tool_calls=bool(chat.tools),
         )
-        said = parser.finish(reply["output_ids"], reply["meta_info"]["finish_reason"])
-        message: Message = {"role": "assistant", "content": said.content}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        calls = whole_tool_calls(said)
-        if calls:
+        parsed = parser.finish(reply["output_ids"], reply["meta_info"]["finish_reason"])
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if calls := whole_tool_calls(parsed):
             message["tool_calls"] = [
                 {
                     "id": f"call_{call.index}",
@@ -310,16 +303,16 @@ class DeepSeekChats:
         return message
 
     def _thinks(self, chat: Chat) -> bool:
-        """As a request does: SGLang's default without an option, on with an effort."""
+        """Whether a server would think: SGLang's default, an effort, or the option."""
         from sglang.srt.environ import envs
 
         effort = chat.options.get("reasoning_effort")
-        given = envs.SGLANG_DEFAULT_THINKING.get() if effort is None else effort != "none"
-        return bool([given, *(chat.options[n] for n in chat.options if n in THINKING)][-1])
+        default = envs.SGLANG_DEFAULT_THINKING.get() if effort is None else effort != "none"
+        return bool([default, *(chat.options[n] for n in chat.options if n in THINKING)][-1])
 
 
 def _as_text(call: Mapping[str, Any]) -> str:
-    given = call["function"].get("arguments")
-    if isinstance(given, str):
-        return given
-    return json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))

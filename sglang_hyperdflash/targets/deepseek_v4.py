@@ -1,7 +1,7 @@
-"""What SGLang's own DeepSeek-V4 needs before HYPERDFLASH can start on it, one seam each.
+"""The seams that let HYPERDFLASH start on SGLang's own DeepSeek-V4.
 
-SGLang 0.5.23 admits EAGLE and DSPARK only on V4 (DSPARK only on V4.1) and budgets a draft as one
-more V4 layer. Nothing here touches another algorithm.
+SGLang 0.5.23 admits only EAGLE and DSPARK on V4 (only DSPARK on V4.1) and budgets a draft as one
+more V4 layer. Other algorithms are not affected.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def resolve_early(server_args, previous) -> None:
-    """Spell the algorithm as SGLang does and fix top-k 1, before anything reads them.
+    """Normalise the algorithm's name and set top-k to 1 before anything reads them.
 
-    Seam: ``register_resolution_hook("handle_missing_default_values")``. The default of the target's
-    attention backend depends on top-k, and is chosen before the algorithm resolves its own fields.
+    Seam: ``register_resolution_hook("handle_missing_default_values")``. The default attention
+    backend of the target depends on top-k and is chosen before the algorithm resolves its fields.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -43,27 +43,27 @@ def resolve_as(original, name: str | None, server_args, *rest):
 
 @around("sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults", "c810334ae6aa")
 def pass_admission(original, server_args, model_arch):
-    """V4's defaults, whose last lines admit EAGLE and DSPARK by name and read it nowhere else."""
+    """Apply V4's defaults as DSPARK: their last lines admit only EAGLE and DSPARK by name."""
     return resolve_as(original, "DSPARK", server_args, model_arch)
 
 
 @around("sglang.srt.arg_groups.deepseek_v4_hook:validate_deepseek_v41_features", "2109372ba996")
 def pass_admission_v41(original, server_args):
-    """V4.1's validation, which admits DSPARK only, without the algorithm.
+    """Validate V4.1 without the algorithm: SGLang admits only DSPARK.
 
     Raises:
-        HyperDFlashConfigError: prefix replay or PD disaggregation on V4.1.
+        HyperDFlashConfigError: prefix replay or PD disaggregation is on for V4.1.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     resolved = resolving_view(server_args)
     v41 = model_config_of(server_args).hf_config.model_type == "deepseek_v41"
     if v41 and is_ours(resolved.speculative_algorithm):
-        for name, found in (
+        for name, enabled in (
             ("enable_encoder_swa_bounded_replay", resolved.enable_encoder_swa_bounded_replay),
             ("disaggregation_mode", resolved.disaggregation_mode not in (None, "null")),
         ):
-            if found:
+            if enabled:
                 raise HyperDFlashConfigError(
                     f"{ALGORITHM} does not support {name} on DeepSeek-V4.1: prefill rows that a "
                     "replay or another node computed never reach the drafter; drop the flag."
@@ -73,10 +73,10 @@ def pass_admission_v41(original, server_args):
 
 @after("sglang.srt.model_executor.pool_configurator:DSV4PoolConfigurator.__init__", "3ea8968f1e0f")
 def budget_draft_kv(result, self, kvc, *args, **kwargs):
-    """Count the drafter's real bytes per full token instead of one more V4 layer's.
+    """Budget the drafter's real K/V bytes per full token instead of one more V4 layer.
 
-    SGLang inflates the coefficients by (layers + 1) / layers for any speculative algorithm; a dense
-    draft K/V is several times that.
+    SGLang inflates the coefficients by (layers + 1) / layers for any speculative algorithm; dense
+    draft K/V take several times that.
 
     Raises:
         HyperDFlashConfigError: SGLang could not determine the size of the draft's K/V.

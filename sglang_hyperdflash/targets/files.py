@@ -1,8 +1,8 @@
-"""What a drafter needs of a target checkpoint without loading it: its config and its gate.
+"""Reading a target checkpoint's config, gate and single tensors without loading the target.
 
-A target is a folder or a hub id, whose files come from the hub's cache, offline too. Tensors are
-read through the safetensors index. Of a checkpoint of 160 GB that is not in the cache, a gate's
-300 KB are read by their bytes; a shard is downloaded for an embedding or LM head alone.
+A target is a folder or a hub id, whose files come from the hub's cache, also offline. Tensors are
+read through the safetensors index. From a checkpoint of 160 GB that is not in the cache, only the
+300 KB of a gate are read; a whole shard is downloaded only for an embedding or LM head.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# Bytes of a tensor that is read from the hub's cache, not from the hub at every start.
+# Tensors of at least so many bytes are read from the hub's cache, not from the hub at every start.
 LARGE = 16 << 20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Names of SGLang's --dtype and of config.json, besides auto.
+# The names of dtypes in SGLang's --dtype and in config.json, besides auto.
 DTYPE_NAMES = {name: name for name in ("float32", "float16", "bfloat16")}
 DTYPE_NAMES |= {"float": "float32", "half": "float16"}
 
@@ -50,15 +50,12 @@ class TargetFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TargetFacts:
-        """Read a ``config.json``; raise ``HyperDFlashConfigError`` naming the missing fields.
-
-        Fields of a multimodal target are read in its ``text_config``.
-        """
+        """Read a ``config.json``; raise ``HyperDFlashConfigError`` naming the missing fields."""
         kind = target_kind(config)
         fields = text_fields(config)
         fields.setdefault("hc_mult", fields.get(kind.paths_field))
         if kind.gate_start == "fc":
-            # Only a gate has an epsilon; such a target has none.
+            # Only a gate has an epsilon.
             fields.setdefault("hc_eps", 0.0)
         names = [name for name in cls.__dataclass_fields__ if name != "architecture"]
         missing = [name for name in names if fields.get(name) is None]
@@ -76,15 +73,15 @@ class TargetFacts:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no folder can be a hub id, ``owner/name``."""
+    """Whether a name that is not a folder can be a hub id, ``owner/name``."""
     return name.count("/") == 1 and not name.startswith(("/", "."))
 
 
 def drafter_folder(name: str | Path) -> Path:
-    """A drafter's folder, or of a hub id the one that holds its config and weights in the cache.
+    """Return a drafter's folder; for a hub id, the folder of its config and weights in the cache.
 
     Raises:
-        HyperDFlashConfigError: the hub has no such drafter, or cannot be reached.
+        HyperDFlashConfigError: the hub has no such drafter or cannot be reached.
     """
     if Path(name).is_dir() or not is_hub_id(str(name)):
         return Path(name)
@@ -99,13 +96,14 @@ def drafter_folder(name: str | Path) -> Path:
 
 
 class TargetFiles:
-    """A target checkpoint's files; ``name`` is a folder or a hub id (``owner/name``).
+    """The files of a target checkpoint.
 
     Args:
+        name: a folder or a hub id (``owner/name``).
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        FileNotFoundError: neither a folder nor readable on the hub.
+        FileNotFoundError: ``name`` is neither a folder nor readable on the hub.
     """
 
     def __init__(self, name: str, revision: str | None = None) -> None:
@@ -115,8 +113,8 @@ class TargetFiles:
             raise FileNotFoundError(f"target {name} is neither a folder nor a hub id (owner/name).")
 
     def _path(self, file: str) -> Path:
-        """A file of the folder, or its copy in the hub's cache."""
-        try:  # hf_hub_download locks the file: one process of a node reads the hub, others wait
+        """Return the path of a file in the folder or in the hub's cache."""
+        try:  # hf_hub_download locks the file: one process per node downloads, the others wait
             if self.is_hub:
                 return Path(
                     huggingface_hub.hf_hub_download(self.name, file, revision=self.revision)
@@ -131,16 +129,16 @@ class TargetFiles:
 
     def _json(self, file: str) -> dict[str, Any]:
         try:
-            found = json.loads(self._path(file).read_bytes())
+            content = json.loads(self._path(file).read_bytes())
         except ValueError as error:
             raise HyperDFlashConfigError(
                 f"target {self.name}: its {file} is not JSON ({error}). Download it again."
             ) from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise HyperDFlashConfigError(
                 f"target {self.name}: its {file} must hold a JSON object. Download it again."
             )
-        return found
+        return content
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -152,14 +150,14 @@ class TargetFiles:
 
     @property
     def kind(self) -> TargetKind:
-        """The target's entry in the table; raises as :func:`target_kind` does."""
+        """The target's entry in ``TARGETS``; raises as :func:`target_kind` does."""
         return target_kind(self._config)
 
     def index(self) -> dict[str, Any] | None:
-        """The ``model.safetensors.index.json``; None without one.
+        """Return the ``model.safetensors.index.json``, or None without one.
 
         Raises:
-            HyperDFlashConfigError: it is damaged.
+            HyperDFlashConfigError: the file is damaged.
         """
         with suppress(FileNotFoundError):
             return self._json(INDEX)
@@ -167,7 +165,7 @@ class TargetFiles:
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, str]]:
-        """Checkpoint name and file of every tensor, by its name in the core's scheme."""
+        """The checkpoint name and file of every tensor, by its name in the core's scheme."""
         index = self.index()
         if index is not None:
             files = index.get("weight_map")
@@ -181,11 +179,11 @@ class TargetFiles:
         return {_plain(name): (name, file) for name, file in files.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in fp32, by its name in the core's scheme (``norm``, ``hc_head_fn``).
+        """Read one tensor in fp32, by its name in the core's scheme (``norm``, ``hc_head_fn``).
 
         Raises:
-            HyperDFlashConfigError: there is no such tensor, its dtype is not a plain float, or its
-                file is damaged.
+            HyperDFlashConfigError: the tensor is missing, not in fp32, fp16 or bf16, or its file is
+                damaged.
         """
         if name not in self._places:
             raise HyperDFlashConfigError(f"target {self.name} has no tensor for {name}.")
@@ -208,15 +206,16 @@ class TargetFiles:
             ) from error
 
     def _hub_tensor(self, file: str, name: str) -> torch.Tensor | None:
-        """A small tensor by its bytes; None where its file is in the cache, or has to be."""
-        place = {"filename": file, "revision": self.revision}
-        cached = huggingface_hub.try_to_load_from_cache(self.name, **place)
+        """Read a small tensor by its bytes; None if its file is in the cache, or has to be."""
+        location = {"filename": file, "revision": self.revision}
+        cached = huggingface_hub.try_to_load_from_cache(self.name, **location)
         if constants.HF_HUB_OFFLINE or isinstance(cached, str):
             return None
         try:
-            info = huggingface_hub.parse_safetensors_file_metadata(self.name, **place).tensors[name]
+            metadata = huggingface_hub.parse_safetensors_file_metadata(self.name, **location)
+            info = metadata.tensors[name]
         except (SafetensorsParsingError, KeyError):
-            return None  # opened as a file, it is refused by name
+            return None  # opening the file raises an error with its name
         begin, end = info.data_offsets
         if end - begin >= LARGE:
             return None
@@ -228,23 +227,21 @@ class TargetFiles:
         return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(info.shape)
 
     def hc_head(self, m: int, d: int) -> HcHead | None:
-        """``fn [m, m*d], base [m], scale [1]`` in fp32, or None for a target without them.
+        """Read the ``hc_head`` in fp32, or return None if the target does not collapse with one.
 
-        In any spelling of the target's kind; an MTP layer's ``hc_head`` is another one, and so are
-        tensors of that name in a target that does not collapse with them.
+        Every spelling of the target's kind is accepted; the ``hc_head`` of an MTP layer is ignored.
 
         Raises:
-            HyperDFlashConfigError: only some of the three are there, or a shape differs.
+            HyperDFlashConfigError: only some of the three tensors are there, or a shape differs.
         """
         if self.kind.gate_start != "exact":
             return None
         return self._gate(self.kind.tensors, ((m, m * d), (m,), (1,)))
 
     def lagged_gate(self, m: int, d: int, layers: int) -> HcHead:
-        """The last layer's ``hc_ffn`` gate: ``fn [m, m*d], base [m], scale [1]`` in fp32.
+        """Read the last layer's ``hc_ffn`` gate in fp32, an approximation of a final gate.
 
-        The target gates with the same formula, but on the residual before that layer's FFN: as a
-        start for a gate of the final residual it is approximate (SGLang's
+        The target uses the same formula on the residual before that layer's FFN (SGLang's
         ``models/deepseek_v4_mhc.py``: ``pre`` is the first of a connection's three parts).
 
         Raises:
@@ -266,20 +263,18 @@ class TargetFiles:
     def _gate(
         self, spellings: tuple[tuple[str, ...], ...], shapes: tuple[tuple[int, ...], ...]
     ) -> HcHead | None:
-        """The three tensors, each by its first present spelling; None without any."""
+        """Read the three tensors, each by its first present spelling; None if none is there."""
         plain = [[_plain(name) for name in names] for names in spellings]
-        found = [next((n for n in names if n in self._places), None) for names in plain]
-        if not any(found):
+        present = [next((n for n in names if n in self._places), None) for names in plain]
+        if not any(present):
             return None
-        missing = [names[0] for names, name in zip(spellings, found, strict=True) if name is None]
+        missing = [names[0] for names, name in zip(spellings, present, strict=True) if name is None]
         if missing:
             raise HyperDFlashConfigError(
-                f"target {self.name} holds {', '.join(name for name in found if name)} but not "
+                f"target {self.name} holds {', '.join(filter(None, present))} but not "
                 f"{', '.join(missing)}; its checkpoint is incomplete."
             )
-        return HcHead(
-            *(self._shaped(name, shape) for name, shape in zip(found, shapes, strict=True))
-        )
+        return HcHead(*map(self._shaped, present, shapes))
 
     def _shaped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.tensor(name)
@@ -301,10 +296,10 @@ def _check_dtype(file: str, name: str, dtype: str) -> None:
 
 
 def hc_head_in(folder: str) -> HcHead | None:
-    """The ``hc_head`` of a target on disk, some 300 KB of it.
+    """Read the ``hc_head`` of a target on disk, some 300 KB.
 
-    None for a hub id, for a target without one, and where the files are damaged: SGLang's loader
-    says what is wrong with them.
+    Returns None for a hub id, a target without one, and damaged files, which SGLang's loader
+    reports.
     """
     if not Path(folder).is_dir():
         return None
@@ -317,19 +312,20 @@ def hc_head_in(folder: str) -> HcHead | None:
 
 
 def _plain(name: str) -> str:
-    """A checkpoint name of any target without prefixes, in the core's scheme."""
+    """Return a checkpoint name without prefixes, in the core's scheme."""
     return core_name(name.replace("language_model.", ""))
 
 
 def model_dtype(asked: str, config: Mapping[str, Any]) -> str:
-    """What SGLang's ``--dtype`` makes of a target: ``float32``, ``float16`` or ``bfloat16``.
+    """Return the dtype in which SGLang serves: ``float32``, ``float16`` or ``bfloat16``.
 
     Args:
-        asked: the option, ``auto`` included. config: the target's ``config.json``, for ``auto``
-            (SGLang's ``configs/model_config.py``, ``_get_and_verify_dtype``).
+        asked: the option ``--dtype``.
+        config: the target's ``config.json``, which decides for ``auto`` (SGLang's
+            ``configs/model_config.py``, ``_get_and_verify_dtype``).
 
     Raises:
-        HyperDFlashConfigError: SGLang has no such type.
+        HyperDFlashConfigError: SGLang has no such dtype.
     """
     if asked != "auto":
         if asked.lower() not in DTYPE_NAMES:
@@ -339,14 +335,14 @@ def model_dtype(asked: str, config: Mapping[str, Any]) -> str:
         return DTYPE_NAMES[asked.lower()]
     fields = text_fields(config)
     stored = str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch.")
-    found = DTYPE_NAMES.get(stored, "float32")
-    if found == "float32":
+    dtype = DTYPE_NAMES.get(stored, "float32")
+    if dtype == "float32":
         return "bfloat16" if str(fields.get("model_type", "")).startswith("gemma") else "float16"
-    return found
+    return dtype
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """The transformers tokenizer of a target: folder or hub id.
+    """Load the transformers tokenizer of a target, which is a folder or a hub id.
 
     Raises:
         HyperDFlashConfigError: transformers finds no tokenizer.

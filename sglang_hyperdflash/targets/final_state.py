@@ -1,6 +1,6 @@
-"""From a target's pre-collapse residual to the state that its LM head reads: the drafts' teacher.
+"""From a target's pre-collapse residual to the state that its LM head reads, the training teacher.
 
-Stores hold residuals only; the trainer computes this on its own device, for the rows it needs.
+Stores hold residuals only; the trainer computes the state on its device, for the rows it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class FinalState(nn.Module):
     """The target's collapse and its final norm, frozen.
 
     Args:
-        gate: the collapse. norm: ``[d]``, weights of the final norm.
+        gate: the gate of the collapse.
+        norm: ``[d]``, the weight of the final norm.
     """
 
     def __init__(self, gate: HcHead, norm: torch.Tensor, *, rms_eps: float, hc_eps: float) -> None:
@@ -28,10 +29,10 @@ class FinalState(nn.Module):
 
     @classmethod
     def of(cls, files: TargetFiles) -> FinalState:
-        """Of a checkpoint.
+        """Read the collapse and the norm of a checkpoint.
 
-        DeepSeek-V4.1 gates with what its last layer's FFN saw, one sub-layer before the residual;
-        that gate on the residual itself is an approximation.
+        DeepSeek-V4.1 gates with the residual before its last layer's FFN; that gate on the final
+        residual is an approximation.
 
         Raises:
             HyperDFlashConfigError: the target collapses with neither gate, or its checkpoint is
@@ -52,7 +53,7 @@ class FinalState(nn.Module):
 
     @torch.no_grad()
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """``[..., m*d]`` of any float dtype to ``[..., d]`` fp32; autocast changes nothing."""
+        """Return the state ``[..., d]`` fp32 of ``residual [..., m*d]``, whatever autocast says."""
         gate = HcHead(self.fn, self.base, self.scale)
         with torch.autocast(residual.device.type, enabled=False):
             y = gate.collapse(residual.float(), rms_eps=self.rms_eps, hc_eps=self.hc_eps)

@@ -1,7 +1,6 @@
-"""The hyper-connection targets of SGLang 0.5.23: where each keeps its residual, how it collapses it
-and how a drafter's reducer can start.
+"""The hyper-connection targets of SGLang 0.5.23, and how a drafter's reducer can start on each.
 
-One table, :data:`TARGETS`; an architecture that is not in it is refused. Read in SGLang's
+An architecture that is not in :data:`TARGETS` is refused. Source: SGLang's
 ``models/{deepseek_v4,glm5_next,hunyuan_v4,qwen4_exp}.py``. Nothing here imports SGLang.
 """
 
@@ -23,15 +22,16 @@ class TargetKind:
     """One family of targets.
 
     Attributes:
-        name: for messages. architectures: as ``config.json`` spells them.
-        exposed: whether SGLang passes that residual to a worker by itself; for others it is done
-            by :mod:`sglang_hyperdflash.targets.loaded`.
-        gate_start: how the reducer starts. statement: how the target goes from ``m`` paths to one
-            state, in one sentence for the user.
+        name: the family's name in messages.
+        architectures: the names in ``config.json``.
+        exposed: whether SGLang passes the residual to a worker; if not,
+            :mod:`sglang_hyperdflash.targets.loaded` does.
+        gate_start: how the reducer starts.
+        statement: how the target collapses its ``m`` paths, in one sentence for the user.
         tensors: checkpoint spellings of ``fn``, ``base`` and ``scale``; ``{last}`` is the last
             layer. Prefixes ``model.`` and ``language_model.`` are optional.
         paths_field: the config's name of ``m``.
-        not_served: why no server can use such a drafter today, or None.
+        not_served: why no server can use such a drafter, or None.
     """
 
     name: str
@@ -77,8 +77,8 @@ HY_V4 = TargetKind(
     exposed=False,  # the input [N, m, d] of model.hc_head, inside the model's forward
     gate_start="exact",
     statement="the gate is the target's hc_head",
-    # The checkpoint's own names, SGLang's and transformers' parameters, and what transformers
-    # writes: undoing its renames puts an hc_pre where none was.
+    # The names of the checkpoint, of SGLang's and transformers' parameters, and of checkpoints that
+    # transformers writes: undoing its renames adds a spurious hc_pre.
     tensors=(
         (
             "hc_head.hc_head_fn",
@@ -103,7 +103,7 @@ QWEN4_EXP = TargetKind(
 )
 
 TARGETS = (DEEPSEEK_V4, DEEPSEEK_V41, HY_V4, QWEN4_EXP)
-# Hyper-connections without anything that a gate could start from or read, and why.
+# Hyper-connection targets whose residual no drafter can read, and why.
 AVERAGED = {
     "Glm5NextForConditionalGeneration": "GLM-5.3-Flash has residual streams, but its last layer "
     "averages them: it has no hc_head, and SGLang hands out only their mean"
@@ -111,19 +111,19 @@ AVERAGED = {
 
 
 def _is_v41(config: Mapping[str, Any]) -> bool:
-    """SGLang's own test: the model type, else the flag that its class goes by."""
+    """Whether SGLang serves V4.1: by the model type, or by the flag that its class reads."""
     model_type = str(config.get("model_type") or "")
     return model_type.startswith("deepseek_v41") or bool(config.get("hc_pre_from_prev_sublayer"))
 
 
 def target_kind(config: Mapping[str, Any]) -> TargetKind:
-    """The table's entry for a target's ``config.json``.
+    """Return the entry of :data:`TARGETS` for a target's ``config.json``.
 
     DeepSeek-V4.1 checkpoints may carry V4's architecture name; their ``model_type`` or
-    ``hc_pre_from_prev_sublayer`` tells.
+    ``hc_pre_from_prev_sublayer`` differs.
 
     Raises:
-        HyperDFlashConfigError: no architecture, or an unknown one.
+        HyperDFlashConfigError: the config has no architecture, or an unknown one.
     """
     architectures = config.get("architectures") or []
     if not architectures:
@@ -148,19 +148,19 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
 
 
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with its ``text_config`` laid over it: multimodal targets nest theirs."""
+    """Return a ``config.json`` with a multimodal target's nested ``text_config`` merged into it."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return dict(config)
-    own = {name: config[name] for name in ("architectures", "model_type") if config.get(name)}
-    return {**config, **text, **own}
+    outer = {name: config[name] for name in ("architectures", "model_type") if config.get(name)}
+    return {**config, **text, **outer}
 
 
 def check_served_target(config: Mapping[str, Any]) -> TargetKind:
-    """The entry of a served target.
+    """Return the entry of a target that is to be served.
 
     Args:
-        config: its ``config.json``, or SGLang's ``get_config(...).to_dict()`` of it.
+        config: the target's ``config.json``, or SGLang's ``get_config(...).to_dict()`` of it.
 
     Raises:
         HyperDFlashConfigError: the target is unknown or cannot be served yet.

@@ -1,9 +1,9 @@
-"""One buffer for what the drafter reads of every captured batch of the target.
+"""One buffer for the target states that the drafter reads, shared by all captured batches.
 
-SGLang keeps each graph's outputs, and ``[rows, m * d]`` of every captured size of every width would
-be 1 GiB on DeepSeek-V4-Flash; layers' means likewise. The last step of each graph copies it into
-the one buffer instead; the graphs' own tensors then share their pool's memory.
-The drafter's K/V are written from it before the next replay, on the same stream.
+SGLang keeps the outputs of each graph; ``[rows, m * d]`` for every captured size of every width
+would take 1 GiB on DeepSeek-V4-Flash, and the means of layers as well. The last step of each graph
+copies them into the one buffer instead, so the graphs' own tensors share their pool's memory. The
+drafter's K/V are written from the buffer before the next replay, on the same stream.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 
 def being_captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured: memory taken now would be the graph's own."""
+    """Whether a CUDA graph is being captured, which would own memory that is allocated now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class SharedResidual:
-    """A hook of the target's decode graphs; seam: ``ModelRunner.capture_tail_hooks``."""
+    """A hook on the target's decode graphs; seam: ``ModelRunner.capture_tail_hooks``."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     def __call__(self, graphs: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:
-        """Put the residual ``[rows, m * d]`` of a forward pass that is captured into the buffer.
+        """Copy the residual ``[rows, m * d]`` of a captured forward pass into the buffer.
 
-        SGLang warms a shape up before it captures it, the largest first: the buffer is made there.
-        A capture that finds none large enough keeps its own tensor.
+        SGLang warms up every shape before its capture, the largest first; that allocates the
+        buffer. A capture for which the buffer is too small keeps its own tensor.
         """
         residual = getattr(output, "hidden_states", None)
         if residual is None:

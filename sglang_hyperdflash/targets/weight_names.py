@@ -1,10 +1,10 @@
-"""DeepSeek-V4 tensor names: transformers' scheme or DeepSeek's own, to the portable core's."""
+"""Names of DeepSeek-V4 tensors, from transformers' or DeepSeek's scheme to the portable core's."""
 
 from __future__ import annotations
 
 import re
 
-# DeepSeek's own names to transformers'; order matters.
+# Patterns from DeepSeek's names to transformers'; order matters.
 _DEEPSEEK_NAMES = (
     (r"^embed\.weight$", "embed_tokens.weight"),
     (r"^head\.weight$", "lm_head.weight"),
@@ -39,7 +39,7 @@ _CORE_NAMES = (
 
 
 def core_name(name: str) -> str:
-    """One checkpoint name, of either scheme, in the core's scheme (without ``model.``)."""
+    """Return a checkpoint name of either scheme in the core's scheme, without ``model.``."""
     name = name.removeprefix("model.")
     for pattern, replacement in (*_DEEPSEEK_NAMES, *_CORE_NAMES):
         name = re.sub(pattern, replacement, name)

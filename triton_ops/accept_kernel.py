@@ -1,18 +1,19 @@
-"""How many drafts of each block are accepted, in one launch: a program takes one request.
+"""The number of accepted drafts of each block: one program per request.
 
-Formulas: ``triton_ops.verification``, whose ``accept_reference`` this kernel
-follows. bs requests, B = D + 1 rows of each, N = bs * B, vocabulary V, K candidates of a draft:
+One launch replaces about 130 torch operations and a device synchronisation of its reference,
+``triton_ops.verification.accept_reference``, which has the formulas. bs requests, D drafts each,
+B = D + 1 rows each, N = bs * B, vocabulary V, K candidates of a draft:
 
     argument      shape       dtype
-    logits        [N, V]      fp32, bf16 or fp16, unit column stride; unused without a proposal
+    logits        [N, V]      fp32, bf16 or fp16, unit column stride; not read without ids
     kept          [N, V]      fp32, zero where a filter forbids; or None
     row_tokens    [N]         int64; V where the row is broken
-    largest       [N]         fp32; as logits
-    total         [N]         fp32; as logits
+    largest       [N]         fp32; not read without ids
+    total         [N]         fp32; not read without ids
     block_tokens  [bs, B]     int64, the anchor, then the drafts; unit column stride
-    ids           [bs, D, K]  int64; None without a proposal, whose drafts must equal row_tokens
-    q             [bs, D, K]  fp32; None without a proposal
-    choice        [bs, D]     int64; None without a proposal
+    ids           [bs, D, K]  int64; None if all drafts are compared with row_tokens
+    q             [bs, D, K]  fp32; None without ids
+    choice        [bs, D]     int64, the drafts' indices among ids; None without ids
     temperatures  [bs]        fp32
     top_ks        [bs]        int32, 1 or less is greedy
     seeded        [bs]        bool
@@ -21,10 +22,11 @@ follows. bs requests, B = D + 1 rows of each, N = bs * B, vocabulary V, K candid
 
     result          shape       dtype
     correct_drafts  [bs]        int32
-    weight          [bs]        fp64, w of the accepted prefix; 1 of greedy and seeded requests
+    weight          [bs]        fp64, w of the accepted prefix; 1 for greedy and seeded requests
 
-Sums over drafts and candidates are fp64 and run in another order than torch's. ``w`` needs the
-drafts' own ``p`` before any sum over candidates, so those few entries are loaded twice.
+Sums over drafts and candidates are fp64 and run in another order than torch's. ``w`` needs ``p`` of
+the drafts before any sum over candidates, so those few entries are loaded twice. In the kernel
+ROWS is B padded to a power of two, and WIDTH the number of candidates that are loaded at a time.
 """
 
 from __future__ import annotations
@@ -35,34 +37,24 @@ import triton.language as tl
 
 from triton_ops.gumbel_kernel import block_seed, coin, divided
 
-# With fewer, sm_80 or sm_100 spills a register of the filtered case.
+# With fewer warps, sm_80 and sm_100 spill a register of the filtered case.
 WARPS = 16
-# Entries of p that a program holds at a time: more candidates than fit are walked in pieces.
+# Entries of p that a program holds at a time; more candidates are read in several pieces.
 TILE = 4096
-# Below this a q is taken as this: the smallest normal fp32.
+# The lower limit of q: the smallest normal fp32.
 LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
-# Their number, stride or alignment differs from batch to batch; no batch may need a compilation.
+# fmt: off
+# Arguments whose value, stride or alignment differs between batches: one compilation serves all.
 _PER_BATCH = (
-    "row_tokens_ptr",
-    "largest_ptr",
-    "total_ptr",
-    "block_tokens_ptr",
-    "ids_ptr",
-    "q_ptr",
-    "choice_ptr",
-    "temperatures_ptr",
-    "top_ks_ptr",
-    "seeded_ptr",
-    "seeds_ptr",
-    "positions_ptr",
+    "row_tokens_ptr", "largest_ptr", "total_ptr", "block_tokens_ptr", "ids_ptr", "q_ptr",
+    "choice_ptr", "temperatures_ptr", "top_ks_ptr", "seeded_ptr", "seeds_ptr", "positions_ptr",
     "block_stride",
 )
 
 
-# fmt: off
 @triton.jit
 def scaled(logits_ptr, kept_ptr, inside, temperature, HAS_KEPT: tl.constexpr):
-    """``y`` of the entries at the pointers, fp32: -inf where a filter forbids."""
+    """Return ``y`` of the entries at the pointers, fp32; -inf where a filter forbids."""
     logits = tl.load(logits_ptr, mask=inside, other=0.0).to(tl.float32)
     y = divided(logits, temperature)
     if HAS_KEPT:
@@ -81,24 +73,24 @@ def _prefix_weights(
     stride, kept_stride,
     D: tl.constexpr, K: tl.constexpr, HAS_KEPT: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """``w_0 .. w_D``, fp64 ``[ROWS]``."""
+    """Return ``w_0 .. w_D``, fp64 ``[ROWS]``."""
     k = tl.arange(0, ROWS)
     follows = (k >= 1) & (k <= D)  # entry k adds draft row k - 1
-    at = b * D + k - 1
+    draft = b * D + k - 1
     row = b * (D + 1) + k - 1
-    at = at * K + tl.load(choice_ptr + at, mask=follows, other=0)
-    x = tl.load(ids_ptr + at, mask=follows, other=0)
-    q = tl.load(q_ptr + at, mask=follows, other=1.0).to(tl.float64)
+    candidate = draft * K + tl.load(choice_ptr + draft, mask=follows, other=0)
+    x = tl.load(ids_ptr + candidate, mask=follows, other=0)
+    q = tl.load(q_ptr + candidate, mask=follows, other=1.0).to(tl.float64)
     largest = tl.load(largest_ptr + row, mask=follows, other=0.0)
     total = tl.load(total_ptr + row, mask=follows, other=1.0)
-    logits_at, kept_at = logits_ptr + row * stride + x, kept_ptr + row * kept_stride + x
-    y = scaled(logits_at, kept_at, follows, temperature, HAS_KEPT)
+    logits, kept = logits_ptr + row * stride + x, kept_ptr + row * kept_stride + x
+    y = scaled(logits, kept, follows, temperature, HAS_KEPT)
     p = divided(tl.exp(y - largest), total).to(tl.float64)
-    possible = p > 0  # a NaN is not
+    possible = p > 0  # false for NaN
     step = tl.log(tl.where(possible, p, 1.0)) - tl.log(tl.maximum(q, LEAST))
     step = tl.where(follows, tl.where(possible, step, float("-inf")), 0.0)
-    walk = tl.cumsum(step, 0)
-    return tl.exp(walk - tl.associative_scan(walk, 0, _larger))
+    log_ratio = tl.cumsum(step, 0)
+    return tl.exp(log_ratio - tl.associative_scan(log_ratio, 0, _larger))
 
 
 @triton.jit
@@ -107,7 +99,7 @@ def _candidates(
     stride, kept_stride, D: tl.constexpr, K: tl.constexpr, HAS_KEPT: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Sums of ``p`` and of ``(w p - q)+`` over each row's candidates, fp64."""
+    """Return each row's sums of ``p`` and of ``(w p - q)+`` over its candidates, fp64."""
     k = tl.arange(0, ROWS)
     is_draft = k < D
     row = b * (D + 1) + k
@@ -118,12 +110,12 @@ def _candidates(
     for start in range(0, K, WIDTH):
         c = start + tl.arange(0, WIDTH)
         inside = is_draft[:, None] & (c < K)[None, :]
-        at = ((b * D + k) * K)[:, None] + c[None, :]
-        ids = tl.load(ids_ptr + at, mask=inside, other=0)
-        q = tl.load(q_ptr + at, mask=inside, other=0.0).to(tl.float64)
-        logits_at = logits_ptr + (row * stride)[:, None] + ids
-        kept_at = kept_ptr + (row * kept_stride)[:, None] + ids
-        y = scaled(logits_at, kept_at, inside, temperature, HAS_KEPT)
+        candidates = ((b * D + k) * K)[:, None] + c[None, :]
+        ids = tl.load(ids_ptr + candidates, mask=inside, other=0)
+        q = tl.load(q_ptr + candidates, mask=inside, other=0.0).to(tl.float64)
+        logits = logits_ptr + (row * stride)[:, None] + ids
+        kept = kept_ptr + (row * kept_stride)[:, None] + ids
+        y = scaled(logits, kept, inside, temperature, HAS_KEPT)
         p = divided(tl.exp(y - largest), total)
         p = tl.where(inside & (p == p), p, 0.0).to(tl.float64)
         mass += tl.sum(p, 1)
@@ -144,7 +136,7 @@ def _accept_kernel(
     first = b * (D + 1)
     tokens = tl.load(row_tokens_ptr + first + k, mask=k <= D, other=0)
     drafts = tl.load(block_tokens_ptr + b * block_stride + k + 1, mask=k < D, other=0)
-    # A broken row's token is no draft's.
+    # The token of a broken row equals no draft.
     correct = tl.min(tl.where((tokens == drafts) & (k < D), D, k), 0)
     weight = tl.full([], 1.0, tl.float64)
     if HAS_IDS:
@@ -160,15 +152,15 @@ def _accept_kernel(
         # The target's mass outside the candidates, where q is zero.
         above += tl.maximum(1.0 - mass, 0.0) * w
         below = above + (1.0 - w)
-        # 0 / 0: p and q are equal, and so the next draft is accepted anyway.
+        # 0 / 0 means that p and q are equal: the next draft is accepted anyway.
         h = tl.where(below == 0, 1.0, above / tl.maximum(below, 1e-300))
         # A broken row ends the block before it: no later row counts for its prefix.
         h = tl.where((k == D) | (tokens == vocabulary), w, h)
         seeded = tl.load(seeded_ptr + b)
-        own = block_seed(tl.load(seeds_ptr + b), seeded, tl.load(positions_ptr + first))
+        seed = block_seed(tl.load(seeds_ptr + b), seeded, tl.load(positions_ptr + first))
         follows = (k >= 1) & (k <= D)
-        u = coin(own, tl.load(positions_ptr + first + k - 1, mask=follows, other=0))
-        # Strict: a draft the target gives no mass is never accepted, whatever the coin.
+        u = coin(seed, tl.load(positions_ptr + first + k - 1, mask=follows, other=0))
+        # Strictly less, so a draft of probability zero is never accepted.
         reached = tl.max(tl.where(follows & (u < h), k, 0), 0)
         by_block = (tl.load(top_ks_ptr + b) > 1) & (seeded == 0)
         correct = tl.where(by_block, reached, correct)
@@ -195,15 +187,15 @@ def launch(
     positions: torch.Tensor,
     vocabulary: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel; ``(correct_drafts, weight)`` as the module has them."""
+    """Run the kernel and return ``(correct_drafts, weight)``; the module describes the tensors."""
     bs, block = block_tokens.shape
-    width = 0 if ids is None else ids.shape[2]
+    candidates = 0 if ids is None else ids.shape[2]
     correct = row_tokens.new_empty(bs, dtype=torch.int32)
     weight = row_tokens.new_empty(bs, dtype=torch.float64)
     if bs == 0:
         return correct, weight
     if ids is None:
-        # Nothing of these is read; one kind of pointer, whatever the logits were.
+        # None of these is read; pointers of one type need one compilation.
         logits = kept = largest = total = ids = q = choice = correct
     rows = triton.next_power_of_2(block)
     _accept_kernel[(bs,)](
@@ -214,11 +206,11 @@ def launch(
         block_tokens.stride(0),
         vocabulary,
         D=block - 1,
-        K=width,
-        HAS_IDS=width > 0,
-        HAS_KEPT=width > 0 and kept is not None,
+        K=candidates,
+        HAS_IDS=candidates > 0,
+        HAS_KEPT=candidates > 0 and kept is not None,
         ROWS=rows,
-        WIDTH=max(1, min(triton.next_power_of_2(width), TILE // rows)) if width else 1,
+        WIDTH=max(1, min(triton.next_power_of_2(candidates), TILE // rows)) if candidates else 1,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )

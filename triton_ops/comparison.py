@@ -1,6 +1,6 @@
-"""Kernels compared with their references, on whatever calls them while a :class:`Comparison` lasts.
+"""Comparison of kernels with their references, for all calls within a :class:`Comparison`.
 
-Two implementations round differently, and a near-tie may then fall to the other token. An entry
+Two implementations round differently, so they may choose different tokens in a near-tie. An entry
 that differs counts only if the reference keeps it when its inputs change by 2e-6 of their size.
 """
 
@@ -15,18 +15,19 @@ from sglang_hyperdflash.tools.errors import HyperDFlashError
 from triton_ops import operator
 from triton_ops.operator import Operator
 
-# Relative to an entry, and to the largest of its tensor. Larger numbers stand for impossible.
+# Tolerances relative to an entry and to its tensor's largest below HUGE, which means impossible.
 RELATIVE, ABSOLUTE, HUGE = 1e-4, 1e-5, 1e20
 PERTURBED_BY, PERTURBATIONS = 2e-6, 4
 Results = dict[str, torch.Tensor]
 
 
 class Comparison:
-    """Every operator runs both implementations; its caller gets the reference's results.
+    """A context in which operators run both implementations and return the reference's results.
 
     Attributes:
-        batches: calls of each operator. wrong: the first difference of each that has one.
-        exact: whether inputs hold ties on purpose: then no difference is a near-tie's.
+        batches: the number of calls of each operator.
+        wrong: the first difference of each operator that has one.
+        exact: whether every difference counts: inputs with exact ties have no near-ties.
     """
 
     def __init__(self) -> None:
@@ -42,18 +43,18 @@ class Comparison:
         operator.interceptor = None
 
     def compare(self, op: Operator, arguments: tuple) -> Any:
-        """Run both; the kernel gets the arguments as they lie in memory."""
+        """Run both implementations; the kernel gets the caller's tensors, not copies."""
         if op.uses_reference:
             return op.exactly(*arguments)
         self.batches[op.name] += 1
         before, changed = cloned(arguments), cloned(arguments)
         expected = op.exactly(*changed)
-        right = results_by_name(expected, changed)
+        results = results_by_name(expected, changed)
         try:
-            difference = self.difference(op, arguments, before, right)
+            difference = self.difference(op, arguments, before, results)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler's or a launch's, of any kind
+        except Exception as error:  # of the compiler or the launch, of any kind
             difference = f"{type(error).__name__}: {str(error)[:500]}"
             refuse_lost_device(op, difference)
         if difference is not None:
@@ -67,18 +68,17 @@ class Comparison:
     def difference(
         self, op: Operator, arguments: tuple, before: tuple, expected: Results
     ) -> str | None:
-        """Launch the kernel, which may change ``arguments``; the first result that differs.
+        """Launch the kernel, which may change ``arguments``, and describe the first difference.
 
         Args:
-            before: copies of the arguments, from which the reference can run again.
+            before: copies of the arguments, for other runs of the reference.
         """
         results = results_by_name(op.launch(*arguments), arguments)
         for name, result in results.items():
-            right = expected[name]
-            if (result.shape, result.dtype) != (right.shape, right.dtype):
-                return f"{name} is {result.dtype} {tuple(result.shape)}, expected " + (
-                    f"{right.dtype} {tuple(right.shape)}"
-                )
+            wanted = expected[name].dtype, tuple(expected[name].shape)
+            if (result.dtype, tuple(result.shape)) != wanted:
+                shape = tuple(result.shape)
+                return f"{name} is {result.dtype} {shape}, expected {wanted[0]} {wanted[1]}"
         wrong = differing(op, before, results, expected)
         near_ties = not self.exact and any(map(torch.any, wrong.values()))
         for turn in range(PERTURBATIONS if near_ties else 0):
@@ -92,11 +92,7 @@ class Comparison:
 
 
 def refuse_lost_device(op: Operator, difference: str) -> None:
-    """Nothing runs on a GPU after an illegal access: its process must end.
-
-    Raises:
-        HyperDFlashError: the operator, and how to start without its kernel.
-    """
+    """Raise ``HyperDFlashError`` if the kernel made an illegal access, which ends its process."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -108,7 +104,7 @@ def refuse_lost_device(op: Operator, difference: str) -> None:
 
 
 def differing(op: Operator, before: tuple, results: Results, expected: Results) -> Results:
-    """Which entries of each result count as different, of an operator that was given ``before``."""
+    """Return which entries of each result count as different; ``before`` are the arguments."""
     wrong = {name: mismatches(result, expected[name]) for name, result in results.items()}
     if op.name == "row_statistics":  # sums of greedy requests are arbitrary
         greedy = (before[2] <= 1).repeat_interleave(before[5].shape[1])
@@ -118,7 +114,7 @@ def differing(op: Operator, before: tuple, results: Results, expected: Results) 
 
 
 def mismatches(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Which entries differ by more than rounding; NaN equals NaN."""
+    """Return which entries differ by more than rounding; NaN equals NaN."""
     if not expected.is_floating_point() or torch.equal(result, expected):
         return result != expected
     sizes = expected.double().abs()
@@ -133,34 +129,34 @@ def mismatches(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 def largest_difference(
     name: str, result: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor
 ) -> str:
-    """The largest difference among the ``wrong`` entries, and where it is."""
+    """Describe the largest difference among the ``wrong`` entries."""
     sizes = (result.double() - expected.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     flat = int(sizes.masked_fill(~wrong, -1.0).argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(flat), result.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), result.shape)]
     values = result.flatten()[flat].item(), expected.flatten()[flat].item()
     share = f"{int(wrong.sum())} of {wrong.numel()} entries differ"
-    return f"{name}{place} is {values[0]:.9g}, expected {values[1]:.9g}; {share}"
+    return f"{name}{index} is {values[0]:.9g}, expected {values[1]:.9g}; {share}"
 
 
 def results_by_name(results: Any, arguments: tuple) -> Results:
-    """Results by their number, and the tensors that an operator was given: it may write them."""
-    several = results if isinstance(results, tuple) else (results,)
-    known = {f"result {i}": t for i, t in enumerate(several) if t is not None}
-    return known | {f"argument {i}": t for i, t in enumerate(tensor_arguments(arguments))}
+    """Return an operator's results and tensor arguments, which it may write, by number."""
+    results = results if isinstance(results, tuple) else (results,)
+    by_name = {f"result {i}": t for i, t in enumerate(results) if t is not None}
+    return by_name | {f"argument {i}": t for i, t in enumerate(tensor_arguments(arguments))}
 
 
 def tensor_arguments(arguments: tuple) -> list[torch.Tensor]:
-    """The tensors among some arguments."""
+    """Return the tensors among some arguments."""
     return [a for a in arguments if isinstance(a, torch.Tensor)]
 
 
 def cloned(arguments: tuple) -> tuple:
-    """The same, in memory of their own."""
+    """Return copies of the tensors among some arguments, and the other arguments."""
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
 
 
 def perturbed(arguments: tuple, turn: int) -> tuple:
-    """Copies whose numbers are a little larger or smaller, each in its own way."""
+    """Return copies whose floating-point numbers are randomly larger or smaller by a little."""
     generator = torch.Generator().manual_seed(turn)
 
     def moved(value: Any) -> Any:

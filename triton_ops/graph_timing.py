@@ -1,4 +1,4 @@
-"""Interleaved timing on CUDA; through graphs, launches from the host do not count."""
+"""Interleaved timing on CUDA; in a graph the host's launches cost nothing."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-# The number of a call, to rotate inputs by.
+# A function of the call's number, by which inputs rotate.
 Call = Callable[[int], Any]
-# Rounds that are not counted.
+# Leading rounds that are not counted.
 WARM_UP = 2
 
 
 def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls`` calls over rotating inputs, warmed up."""
+    """Capture a CUDA graph of ``calls`` calls over rotating inputs, after a warm-up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -30,12 +30,12 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Microseconds per call of one replay, by CUDA events."""
+    """Return the microseconds per call of one replay, by CUDA events."""
     return events_ms(graph.replay) * 1000 / calls
 
 
 def events_ms(work: Callable[[], Any]) -> float:
-    """Milliseconds of what ``work`` enqueues on the current stream, by CUDA events."""
+    """Return the milliseconds of what ``work`` enqueues on the current stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()
@@ -47,9 +47,9 @@ def events_ms(work: Callable[[], Any]) -> float:
 def interleaved(
     contenders: Iterable[str], time_of: Callable[[str], float], rounds: int
 ) -> Mapping[str, list[float]]:
-    """``time_of`` of each contender in ``rounds`` rounds, in a different order every round.
+    """Return ``rounds`` times of each contender, timed in a different order every round.
 
-    Disturbances of the machine thus affect all of them alike.
+    Disturbances of the machine thus affect all contenders alike.
     """
     order = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in order}

@@ -1,4 +1,4 @@
-"""Noise that any process can recompute: Gumbel variables from a hash of seed, position, token.
+"""Gumbel noise that any process can recompute, from a hash of seed, position and token.
 
     h     = murmur3_32(seed low, seed high, position, id)        # four 32-bit words
     x     = h / (2^32 - 1)                                       # fp64
@@ -6,11 +6,9 @@
     token = argmax_v(log w_v + g(seed, position, v))             # a draw from w / sum w
 
 Source: SGLang's seeded sampler (``layers/sampler.py: multinomial_with_seed`` and the Triton kernel
-``murmur_hash32``), bit for bit. SGLang keys the last word by rank as soon as one request of a
-batch filters; here it is the vocabulary id always, so a draw does not depend on its batchmates.
-
-Every kernel of ``triton_ops`` computes the same noise (``gumbel_kernel``), and rows and blocks draw
-from it: ``verification``, ``draft.propose``.
+``murmur_hash32``), bit for bit. If one request of a batch has a filter, SGLang hashes ranks instead
+of vocabulary ids; here it is always the id, so a draw does not depend on the rest of the batch.
+Every kernel of ``triton_ops`` that draws computes the same noise (``gumbel_kernel``).
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ _C1, _C2, _M, _N = 0xCC9E2D51, 0x1B873593, 5, 0xE6546B64
 _F1, _F2 = 0x85EBCA6B, 0xC2B2AE35
 _WORDS_BYTES = 16
 
-# Streams besides that of the draws. A draft's own noise must not decide whether it is accepted.
+# Streams besides that of the drafts, whose noise must not decide their acceptance.
 COIN_STREAM = 0x5DEECE66D1CE4E5B
 RESIDUAL_STREAM = 0x2545F4914F6CDD1D
-# Blocks of one request that start at different places draw from different streams. Odd.
+# Blocks of one request that start at different positions draw from different streams. Odd.
 BLOCK_STREAM = -0x61C8864680B583EB
 
 
 def _rotated(x: torch.Tensor, r: int) -> torch.Tensor:
-    """``x`` rotated in its low 32 bits; what is above them is the caller's to cut."""
+    """Rotate the low 32 bits of ``x``; the caller masks the high bits."""
     return (x << r).bitwise_or_(x >> (32 - r))
 
 
@@ -44,11 +42,12 @@ def _mixed(h: torch.Tensor) -> torch.Tensor:
 
 
 def hash32(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``[N, K]`` int64 in ``[0, 2^32)``.
+    """Return the hashes ``[N, K]`` int64, in ``[0, 2^32)``.
 
     Args:
-        seeds, positions: ``[N]`` integers.
-        ids: ``[K]``, the same for every row, or ``[N, K]``.
+        seeds: ``[N]`` integers.
+        positions: ``[N]`` integers.
+        ids: ``[K]`` integers for all rows, or ``[N, K]``.
     """
     seeds, positions, ids = seeds.long(), positions.long(), ids.long()
     words = _scramble(torch.stack([seeds, seeds >> 32, positions]).bitwise_and_(_MASK))
@@ -63,19 +62,19 @@ def hash32(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> t
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``g(seed, position, id)``, ``[N, K]`` fp64; arguments as :func:`hash32`."""
+    """Return ``g(seed, position, id)``, ``[N, K]`` fp64, of the arguments of :func:`hash32`."""
     x = hash32(seeds, positions, ids).to(torch.float64).div_(_MASK)
     x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_()
     return x.log_().neg_()
 
 
 def block_seeds(seeds: torch.Tensor, seeded: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The noise of blocks after positions ``start [bs]``: the seed's own where ``seeded [bs]``."""
+    """Return the seeds ``[bs]`` of blocks after ``start [bs]``; unchanged where ``seeded [bs]``."""
     return torch.where(seeded, seeds, seeds + (start + 1) * BLOCK_STREAM)  # wraps
 
 
 def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One uniform number in ``[0, 1)`` for each seed and position, fp64, of their shape."""
+    """Return a uniform number in ``[0, 1)`` for each seed and position, fp64, of their shape."""
     shape = seeds.shape
     zero = torch.zeros(1, dtype=torch.long, device=seeds.device)
     hashed = hash32(seeds.reshape(-1) ^ COIN_STREAM, positions.reshape(-1), zero)
@@ -85,6 +84,6 @@ def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def gumbel_argmax(
     weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """One draw for each row of ``weights [N, V]``, ``[N]`` int64; ties go to the lower id."""
+    """Draw one id ``[N]`` int64 from each row of ``weights [N, V]``; ties go to the lower id."""
     ids = torch.arange(weights.shape[-1], device=weights.device)
     return gumbel_noise(seeds, positions, ids).add_(weights.log()).argmax(-1)

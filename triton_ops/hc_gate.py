@@ -1,4 +1,4 @@
-"""The inherited HC-gate reduction of the paper's eq. 1, with DeepSeek-V4's own details.
+"""The inherited HC-gate reduction of the paper's eq. 1, with the details of DeepSeek-V4.
 
     x = vec(H)                                            # [N, m*d]
     r = rsqrt(mean(x^2) + rms_eps)                        # [N, 1]
@@ -9,9 +9,10 @@
     tensor        shape        dtype
     hidden        [N, m*d]     bf16, fp16 or fp32; unit column stride, any row stride
     fn            [m, m*d]     any of the three, contiguous; fp32 in a checkpoint
-    base, scale   [m], [1]     likewise
-    path_norm     [m, d]       likewise, or None: the raw paths are gated
-    hidden_norm   [d]          likewise, or None: y is returned
+    base          [m]          as fn
+    scale         [1]          as fn
+    path_norm     [m, d]       as fn, or None: the raw paths are gated
+    hidden_norm   [d]          as fn, or None: y is returned
     c             [N, d]       hidden's dtype
 
 All arithmetic is fp32. On CUDA, m is 1, 2, 4 or 8 and d a multiple of 64 up to 32768.
@@ -32,12 +33,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """At least fp32; fp64 stays, so that gradients can be checked numerically."""
+    """Convert to fp32; fp64 stays, so that gradients can be checked numerically."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last dimension, in fp32 (or fp64)."""
+    """Return ``weight * x * rsqrt(mean(x^2) + eps)`` over the last dimension, in fp32 or fp64."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * wide(weight)
 
 
@@ -54,11 +55,8 @@ def hc_gate_reduce_reference(
 ) -> torch.Tensor:
     """Reduce ``hidden [N, m*d]`` to the context feature ``[N, d]`` in plain torch.
 
-    Args: see the module's table. ``rms_eps`` is the epsilon of every RMSNorm, ``hc_eps`` is added
-        to the gates. fp64 inputs are computed in fp64.
-
-    Returns:
-        ``[N, d]`` in ``hidden.dtype``; differentiable in every tensor argument.
+    The module's table has the arguments. The result has ``hidden.dtype`` and is differentiable in
+    every tensor; fp64 inputs are computed in fp64.
     """
     m, x = fn.shape[0], wide(hidden)
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
@@ -75,7 +73,7 @@ def hc_gate_reduce_reference(
 
 @dataclass(frozen=True)
 class GateArguments:
-    """The arguments of one reduction, checked."""
+    """The arguments of one reduction, with their checks."""
 
     hidden: torch.Tensor
     fn: torch.Tensor
@@ -88,21 +86,21 @@ class GateArguments:
 
     @property
     def m(self) -> int:
-        """Residual paths."""
+        """The number of residual paths."""
         return self.fn.shape[0]
 
     @property
     def d(self) -> int:
-        """Width of one path."""
+        """The columns of one path."""
         return self.fn.shape[1] // self.fn.shape[0]
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The tensors that are present, by name."""
+        """Return the tensors that are present, by name."""
         names = ("hidden", "fn", "base", "scale", "path_norm", "hidden_norm")
         return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """Six tensors for a kernel; ``fn`` replaces an absent norm (never read)."""
+        """Return the kernel's six tensors; ``fn`` stands for an absent norm, which is not read."""
         return (
             self.hidden,
             self.fn,
@@ -113,7 +111,7 @@ class GateArguments:
         )
 
     def check(self) -> GateArguments:
-        """Raise ``ValueError`` or ``TypeError`` unless shapes, dtypes, devices, strides fit."""
+        """Raise ``ValueError`` or ``TypeError`` unless shapes, dtypes, devices and strides fit."""
         self._check_shapes()
         for name, tensor in self.named().items():
             allowed = DTYPES if tensor.is_cuda else (*DTYPES, torch.float64)

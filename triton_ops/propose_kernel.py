@@ -1,7 +1,9 @@
-"""The drafts of a block in one launch: a program walks one request's drafts, one after the other.
+"""The drafts of a block: one program per request proposes its drafts one after the other.
 
-Arguments and formulas: ``sglang_hyperdflash.draft.propose``, whose references these kernels
-follow. D drafts, K candidates of each, rank r of the dependency head, V vocabulary:
+For six drafts one launch replaces about 170 torch operations (280 with filters) and 6 device
+synchronisations, or 43 operations of greedy requests, of the references in
+``sglang_hyperdflash.draft.propose``, which describe the arguments. D drafts, K candidates of each,
+rank r of the dependency head, V vocabulary:
 
     s      = scores + sum_j (A[x_{k-1}, j] * gates[j]) * B[ids, j]       # fp32; x_0 the anchor
     s      = penalties, end tokens and bias at the candidates            # fp32, every step rounded
@@ -9,7 +11,8 @@ follow. D drafts, K candidates of each, rank r of the dependency head, V vocabul
     x_k    = ids[argmax_c(g(seed, position_k, ids_c) + log q_k[c])]      # fp64, first among ties
 
 Sums over r, K and the sorted candidates run in another order than torch's, so ``s`` with a head and
-``q`` differ from the references' in their last bits; the rest has their bits.
+``q`` differ from the references in their last bits; all else has their bits. In a kernel WIDTH is K
+padded to a power of two, and CHUNK the columns of the head that a program holds at a time.
 """
 
 from __future__ import annotations
@@ -25,42 +28,28 @@ UNLIKELY = tl.constexpr(-1e30)
 _NO_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 # Entries of the successor table that a program holds at a time.
 _TILE = 16_384
-# Their number, stride or alignment differs from batch to batch; no batch may need a compilation.
+# fmt: off
+# Arguments whose value, stride or alignment differs between batches: one compilation serves all.
 _PER_BATCH = [
-    "ids_ptr",
-    "scores_ptr",
-    "gates_ptr",
-    "block_ptr",
-    "seeds_ptr",
-    "seeded_ptr",
-    "positions_ptr",
-    "temperatures_ptr",
-    "top_ks_ptr",
-    "top_ps_ptr",
-    "min_ps_ptr",
-    "t",
-    "slots_ptr",
-    "penalties_ptr",
-    "end_ids_ptr",
-    "earliest_ptr",
-    "bias_ptr",
-    "ends",
-    "block_stride",
+    "ids_ptr", "scores_ptr", "gates_ptr", "block_ptr", "seeds_ptr", "seeded_ptr", "positions_ptr",
+    "temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr", "t", "slots_ptr",
+    "penalties_ptr", "end_ids_ptr", "earliest_ptr", "bias_ptr", "ends", "block_stride",
     "position_stride",
 ]
+# fmt: on
 _PER_GREEDY_BATCH = ["ids_ptr", "scores_ptr", "gates_ptr", "anchors_ptr", "anchor_stride"]
 
 
 @triton.jit
 def _head(previous, ids, inside, gates_ptr, predecessor_ptr, successor_ptr,
           RANK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """What the dependency head adds to candidates ``ids`` after the token ``previous``."""
+    """Return the dependency head's scores of candidates ``ids`` after the token ``previous``."""
     total = tl.zeros([WIDTH], tl.float32)
     for start in range(0, RANK, CHUNK):
         j = start + tl.arange(0, CHUNK)
         real = j < RANK
-        at = ids[:, None] * RANK + j[None, :]
-        successors = tl.load(successor_ptr + at, mask=inside[:, None] & real[None, :], other=0.0)
+        entries, real_entries = ids[:, None] * RANK + j[None, :], inside[:, None] & real[None, :]
+        successors = tl.load(successor_ptr + entries, mask=real_entries, other=0.0)
         state = tl.load(predecessor_ptr + previous * RANK + j, mask=real, other=0.0)
         state = state.to(tl.float32) * tl.load(gates_ptr + j, mask=real, other=0.0)
         total += tl.sum(successors.to(tl.float32) * state[None, :], 1)
@@ -69,7 +58,7 @@ def _head(previous, ids, inside, gates_ptr, predecessor_ptr, successor_ptr,
 
 @triton.jit
 def penalised(x, counts, frequency, presence, repetition):
-    """fp32 ``x`` whose tokens were generated ``counts`` (int32) times; see ``draft.adjust``."""
+    """Return fp32 ``x`` with the penalties for int32 ``counts``; see ``draft.adjust``."""
     seen = counts > 0
     x = x - frequency * counts.to(tl.float32)
     x = x - presence * seen.to(tl.float32)
@@ -79,11 +68,11 @@ def penalised(x, counts, frequency, presence, repetition):
 
 @triton.jit
 def is_end_token(ids, end_ids_ptr, ends):
-    """Which of ``ids`` are among a request's ``ends`` end tokens."""
-    found = ids < 0
+    """Return which of ``ids`` are among a request's ``ends`` end tokens."""
+    is_end = ids < 0
     for e in range(ends):
-        found = found | (ids == tl.load(end_ids_ptr + e))
-    return found
+        is_end = is_end | (ids == tl.load(end_ids_ptr + e))
+    return is_end
 
 
 # fmt: off
@@ -99,8 +88,8 @@ def _propose_kernel(
 ):
     # fmt: on
     b = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    inside = at < K
+    index = tl.arange(0, WIDTH)
+    inside = index < K
     order = tl.arange(0, DRAFTS)
     drafted = tl.full([DRAFTS], -1, tl.int64)
     positions_ptr += b * position_stride
@@ -112,8 +101,8 @@ def _propose_kernel(
     previous = tl.load(block_ptr + b * block_stride)
     for k in range(D):
         row = b * D + k
-        ids = tl.load(ids_ptr + row * K + at, mask=inside, other=0)
-        s = tl.load(scores_ptr + row * K + at, mask=inside, other=0.0)
+        ids = tl.load(ids_ptr + row * K + index, mask=inside, other=0)
+        s = tl.load(scores_ptr + row * K + index, mask=inside, other=0.0)
         position = tl.load(positions_ptr + k)
         if gates_ptr is not None:
             s += _head(previous, ids, inside, gates_ptr + row * RANK, predecessor_ptr,
@@ -136,16 +125,17 @@ def _propose_kernel(
             s += bias.to(tl.float32)
         s = tl.where(inside, s, float("-inf"))
 
-        q, choice = draft_distribution(s, at, inside, temperature, argmax, top_k, top_ps_ptr + b,
-                                       min_ps_ptr + b, FILTERS, SEQUENTIAL, K, WIDTH)  # fmt: skip
+        q, choice = draft_distribution(s, index, inside, temperature, argmax, top_k,
+                                       top_ps_ptr + b, min_ps_ptr + b, FILTERS, SEQUENTIAL,
+                                       K, WIDTH)  # fmt: skip
         if argmax == 0:
             g = noise(row_hash(seed, position), ids.to(tl.uint32))
-            choice = drawn(q, g, at, WIDTH)
-        previous = tl.sum(tl.where(at == choice, ids, 0), 0)
+            choice = drawn(q, g, index, WIDTH)
+        previous = tl.sum(tl.where(index == choice, ids, 0), 0)
         drafted = tl.where(order == k, previous, drafted)
         tl.store(tokens_ptr + row, previous)
         tl.store(choice_ptr + row, choice.to(tl.int64))
-        tl.store(q_ptr + row * K + at, q, mask=inside)
+        tl.store(q_ptr + row * K + index, q, mask=inside)
 
 
 # fmt: off
@@ -157,19 +147,19 @@ def _greedy_kernel(
 ):
     # fmt: on
     b = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    inside = at < K
+    index = tl.arange(0, WIDTH)
+    inside = index < K
     previous = tl.load(anchors_ptr + b * anchor_stride)
     for k in range(D):
         row = b * D + k
-        ids = tl.load(ids_ptr + row * K + at, mask=inside, other=0)
-        s = tl.load(scores_ptr + row * K + at, mask=inside, other=float("-inf"))
+        ids = tl.load(ids_ptr + row * K + index, mask=inside, other=0)
+        s = tl.load(scores_ptr + row * K + index, mask=inside, other=float("-inf"))
         if gates_ptr is not None:
             s += _head(previous, ids, inside, gates_ptr + row * RANK, predecessor_ptr,
                        successor_ptr, RANK, CHUNK, WIDTH)  # fmt: skip
-            choice = first_largest(s, at, inside, WIDTH)
-            previous = tl.sum(tl.where(at == choice, ids, 0), 0)
-        else:  # as an argmax over the vocabulary: the lowest id among equals
+            choice = first_largest(s, index, inside, WIDTH)
+            previous = tl.sum(tl.where(index == choice, ids, 0), 0)
+        else:  # like an argmax over the vocabulary: the lowest id among equals
             nan = s != s
             broken = tl.max(nan.to(tl.int32), 0)
             largest = (s == tl.max(tl.where(nan, float("-inf"), s), 0)) | (broken > 0)
@@ -178,15 +168,14 @@ def _greedy_kernel(
 
 
 def shape(candidates: int, gates: torch.Tensor | None) -> tuple[dict[str, int], int]:
-    """Compile-time sizes of K ``candidates`` and a head's ``gates``, and warps of a program."""
-    width, rank = max(2, triton.next_power_of_2(candidates)), 1
-    if gates is not None:
-        rank = gates.shape[-1]
-    chunk = min(triton.next_power_of_2(rank), max(1, _TILE // width))
+    """Return the compile-time sizes, and the warps of a program; ``gates`` None without a head."""
+    padded = max(2, triton.next_power_of_2(candidates))
+    rank = 1 if gates is None else gates.shape[-1]
+    chunk = min(triton.next_power_of_2(rank), max(1, _TILE // padded))
     # 64 entries of a tile for each thread, or 32 of the pairs of 64 candidates.
-    tile = width * chunk if gates is not None else 0
-    warps = min(16, max(1, tile // 2048, width // 16))
-    return {"K": candidates, "WIDTH": width, "RANK": rank, "CHUNK": chunk}, warps
+    tile = 0 if gates is None else padded * chunk
+    warps = min(16, max(1, tile // 2048, padded // 16))
+    return {"K": candidates, "WIDTH": padded, "RANK": rank, "CHUNK": chunk}, warps
 
 
 def launch(
@@ -213,14 +202,14 @@ def launch(
     earliest: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Drafts, ``q`` and choices; as ``draft.propose.propose_reference``."""
+    """Return drafts, ``q`` and choices, like ``draft.propose.propose_reference``."""
     bs, drafts, candidates = ids.shape
     tokens, choice = ids.new_empty(bs, drafts), ids.new_empty(bs, drafts)
     q = torch.empty_like(scores)
     if tokens.numel() == 0:
         return tokens, q, choice
     sizes, warps = shape(candidates, gates)
-    wide = counts if counts is not None else bias
+    table = counts if counts is not None else bias
     if counts is not None and bias is not None and counts.shape[-1] != bias.shape[-1]:
         raise ValueError(f"counts are {tuple(counts.shape)}, bias is {tuple(bias.shape)}")
     _propose_kernel[(bs,)](
@@ -229,7 +218,7 @@ def launch(
         *(counts, slots, penalties, end_ids, earliest, bias, tokens, q, choice),
         block_tokens.stride(0),
         positions.stride(0),
-        0 if wide is None else wide.shape[-1],
+        0 if table is None else table.shape[-1],
         0 if end_ids is None else end_ids.shape[-1],
         FILTERS=filters,
         SEQUENTIAL=sequential,
@@ -250,7 +239,7 @@ def launch_greedy(
     successor: torch.Tensor | None,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """Drafts of greedy requests; as ``draft.propose.propose_greedy_reference``."""
+    """Return the drafts of greedy requests, like ``draft.propose.propose_greedy_reference``."""
     bs, drafts, candidates = ids.shape
     tokens = ids.new_empty(bs, drafts)
     if tokens.numel() == 0:

@@ -1,15 +1,17 @@
-"""One read of each row of logits: its largest value, the sum of exponentials, its own token.
+"""Each row's largest logit, sum of exponentials and token, from one read of the logits.
+
+Two launches replace up to 100 torch operations of :mod:`triton_ops.verification`, which describes
+arguments and results, and the ``[N, V]`` fp32 and fp64 tensors that torch's draw writes and reads.
 
 A program takes one row's share of the vocabulary, so a single row still fills the GPU; a second
 kernel takes the best of the shares. Each lane keeps a running maximum with a sum relative to it,
-which costs one exponential an element; noise, two fp64 logarithms an element, is computed by
-programs whose row draws. Ties go to the lower id, as ``torch.argmax`` on a CPU has it. Arguments
-and results: :mod:`triton_ops.verification`.
+which costs one exponential per element. Only programs whose row draws compute noise, two fp64
+logarithms per element. Ties go to the lower id, as in ``torch.argmax`` on a CPU.
 
-What a share leaves, ``[N, parts]``:
+The results of a share, ``[N, parts]``:
 
-    scores    fp64    the best score of its ids: of a greedy row the logit, -inf without a draw
-    ids       int32   its id; NONE where no id has a score
+    scores    fp64    the best score of its ids: the logit in a greedy row, -inf without a draw
+    ids       int32   its id; NONE if no id has a score
     sums      fp32    [3, N, parts]: largest logit, NaN if one is NaN; largest y; sum of exp(y - it)
 """
 
@@ -23,12 +25,12 @@ from triton_ops.gumbel_kernel import RESIDUAL_STREAM, divided, noise, row_hash
 
 BLOCK, UNROLL, WARPS = 1024, 2, 8
 TILE = BLOCK * UNROLL
-# Programs wanted in flight: about eight for each of an H200's 132 multiprocessors.
+# The wanted number of programs: about eight for each of an H200's 132 multiprocessors.
 PROGRAMS = 1024
 MAX_SHARES = 64
 
 NONE = tl.constexpr(0x7FFFFFFF)
-# A running maximum starts here: -inf less -inf would be NaN.
+# The start of a running maximum: -inf would give -inf - (-inf), which is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 GREEDY, SUMS, DRAWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -39,14 +41,14 @@ def _share(
     logits_ptr, kept_ptr, temperature, hashed, first, last,
     MODE: tl.constexpr, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):
-    """``(score, id, largest logit, largest y, sum)`` of ids ``first`` to ``last`` of one row."""
+    """Return (score, id, largest logit, largest y, sum) of one row's ids ``first`` to ``last``."""
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     largest = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     best = tl.full([BLOCK], float("-inf"), tl.float64 if MODE == DRAWS else tl.float32)
-    where = tl.full([BLOCK], NONE, tl.int32)
+    best_ids = tl.full([BLOCK], NONE, tl.int32)
     for start in range(first, last, BLOCK * UNROLL):
-        # Loads of all steps come first, so that they are in flight together.
+        # The loads of all steps come first, so that they are in flight together.
         values = ()
         keeps = ()
         for step in tl.static_range(UNROLL):
@@ -72,20 +74,20 @@ def _share(
             if MODE != SUMS:
                 better = score > best
                 best = tl.where(better, score, best)
-                where = tl.where(better, ids, where)
+                best_ids = tl.where(better, ids, best_ids)
     score = tl.max(best, 0)
-    lowest = tl.min(tl.where(best == score, where, NONE), 0)
+    lowest = tl.min(tl.where(best == score, best_ids, NONE), 0)
     nan = top != top
     row_top = tl.max(tl.where(nan, float("-inf"), top), 0)
     row_top = tl.where(tl.max(nan.to(tl.int32), 0) > 0, float("nan"), row_top)
-    if MODE == GREEDY:  # sums that are not read
+    if MODE == GREEDY:  # the sums are not read
         return score.to(tl.float64), lowest, row_top, row_top, tl.full([], 1.0, tl.float32)
     row_largest = tl.max(largest, 0)
     row_total = tl.sum(total * tl.exp(largest - row_largest), 0)
     return score.to(tl.float64), lowest, row_top, row_largest, row_total
 
 
-# Batches differ in their addresses and widths in their rows: one compilation, none while serving.
+# Addresses differ between batches and ``block`` between widths: one compilation serves all.
 @triton.jit(do_not_specialize=[
     "temperatures_ptr", "top_ks_ptr", "seeded_ptr", "seeds_ptr", "positions_ptr", "block",
 ])
@@ -101,15 +103,15 @@ def _share_kernel(
     first = part * share
     last = tl.minimum(first + share, vocabulary)
     t = tl.load(temperatures_ptr + request)
-    own = tl.load(seeded_ptr + request)
+    seeded = tl.load(seeded_ptr + request)
     seed = tl.load(seeds_ptr + request)
-    hashed = row_hash(tl.where(own, seed, seed ^ RESIDUAL_STREAM), tl.load(positions_ptr + n))
+    hashed = row_hash(tl.where(seeded, seed, seed ^ RESIDUAL_STREAM), tl.load(positions_ptr + n))
     if tl.load(top_ks_ptr + request) <= 1:
         score, lowest, top, largest, total = _share(
             logits, kept, t, hashed, first, last, GREEDY, HAS_KEPT, BLOCK, UNROLL
         )
-    elif own | ALL_DRAW:
-        # Narrower: with noise in the registers of four ids, fewer programs would fit.
+    elif seeded | ALL_DRAW:
+        # Smaller blocks: noise takes registers, and fewer programs would fit.
         score, lowest, top, largest, total = _share(
             logits, kept, t, hashed, first, last, DRAWS, HAS_KEPT, BLOCK // 2, 1
         )
@@ -117,12 +119,12 @@ def _share_kernel(
         score, lowest, top, largest, total = _share(
             logits, kept, t, hashed, first, last, SUMS, HAS_KEPT, BLOCK, UNROLL
         )
-    at, count = n * parts + part, tl.num_programs(0) * parts
-    tl.store(scores_ptr + at, score)
-    tl.store(ids_ptr + at, lowest)
-    tl.store(sums_ptr + at, top)
-    tl.store(sums_ptr + count + at, largest)
-    tl.store(sums_ptr + 2 * count + at, total)
+    result, count = n * parts + part, tl.num_programs(0) * parts
+    tl.store(scores_ptr + result, score)
+    tl.store(ids_ptr + result, lowest)
+    tl.store(sums_ptr + result, top)
+    tl.store(sums_ptr + count + result, largest)
+    tl.store(sums_ptr + 2 * count + result, total)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "parts"])
@@ -130,15 +132,15 @@ def _best_kernel(
     scores_ptr, ids_ptr, sums_ptr, tokens_ptr, largest_ptr, total_ptr, vocabulary, parts,
     PARTS: tl.constexpr,
 ):
-    """The best of a row's shares, and the row's sums."""
+    """Store the best of a row's shares, and the row's sums."""
     n, count = tl.program_id(0), tl.num_programs(0) * parts
-    shares = tl.arange(0, PARTS)
-    inside, at = shares < parts, n * parts + shares
-    scores = tl.load(scores_ptr + at, mask=inside, other=float("-inf"))
-    ids = tl.load(ids_ptr + at, mask=inside, other=NONE)
-    tops = tl.load(sums_ptr + at, mask=inside, other=float("-inf"))
-    largest = tl.load(sums_ptr + count + at, mask=inside, other=LOWEST)
-    totals = tl.load(sums_ptr + 2 * count + at, mask=inside, other=0.0)
+    part = tl.arange(0, PARTS)
+    inside, results = part < parts, n * parts + part
+    scores = tl.load(scores_ptr + results, mask=inside, other=float("-inf"))
+    ids = tl.load(ids_ptr + results, mask=inside, other=NONE)
+    tops = tl.load(sums_ptr + results, mask=inside, other=float("-inf"))
+    largest = tl.load(sums_ptr + count + results, mask=inside, other=LOWEST)
+    totals = tl.load(sums_ptr + 2 * count + results, mask=inside, other=0.0)
     best = tl.max(scores, 0)
     lowest = tl.min(tl.where(scores == best, ids, NONE), 0)
     lowest = tl.where(lowest == NONE, 0, lowest)
@@ -153,7 +155,7 @@ def _best_kernel(
 
 
 def shares(rows: int, vocabulary: int, tile: int = TILE, most: int = MAX_SHARES) -> tuple[int, int]:
-    """How many programs share a row, and how many tiles of ids each of them takes."""
+    """Return how many programs share a row, and how many tiles of ids each of them takes."""
     tiles = -(-vocabulary // tile)
     wanted = max(1, min(tiles, most, -(-PROGRAMS // max(rows, 1))))
     each = -(-tiles // wanted)
@@ -170,7 +172,7 @@ def launch(
     kept: torch.Tensor | None,
     all_draw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run both kernels; ``(tokens, largest, total)`` as :mod:`triton_ops.verification` has them."""
+    """Run both kernels and return ``(tokens, largest, total)`` of ``triton_ops.verification``."""
     count, vocabulary = logits.shape
     if logits.stride(-1) != 1:
         raise ValueError(f"logits must have unit column stride, found {logits.stride()}")

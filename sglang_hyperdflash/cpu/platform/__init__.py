@@ -1,1 +1,1 @@
-"""SGLang on a CPU without its CPU kernels: a platform, and torch code in place of the kernels."""
+"""An SGLang platform for a CPU, with torch code in place of SGLang's kernels."""

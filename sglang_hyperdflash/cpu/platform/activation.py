@@ -1,4 +1,4 @@
-"""Entry point of the ``sglang.srt.platforms`` group; imports nothing heavy."""
+"""The entry point in the group ``sglang.srt.platforms``; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ ATTENTION_BACKEND = "torch_reference"
 
 
 def is_active() -> bool:
-    """Whether our CPU platform serves this process.
+    """Whether this process uses the CPU platform.
 
-    Only where ``HYPERDFLASH_CPU`` is 1, and torch finds no accelerator of any kind (CUDA, ROCm,
-    XPU, MPS, NPU, MUSA, ...).
+    It does if ``HYPERDFLASH_CPU`` is 1 and torch finds no accelerator of any kind.
     """
     if os.environ.get(CPU_PLATFORM) != "1":
         return False
@@ -24,10 +23,10 @@ def is_active() -> bool:
 
 
 def limit_threads() -> None:
-    """Default later processes to one OpenMP thread that does not spin; the user's settings win.
+    """Make one OpenMP thread that does not spin the default of later processes.
 
-    Waiting OpenMP threads spin, which makes a server several times slower when the machine has
-    other work; a model small enough for this platform gains nothing from more threads.
+    Waiting threads that spin make a server several times slower on a busy machine, and a model that
+    is small enough for this platform gains nothing from more threads.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,6 @@
 """An SGLang attention backend in plain torch: paged K/V, sinks, windows, causal or block-wide.
 
-Used on the CPU platform. All query groups of one length are one batched product, so verifying a
-batch takes few operations whatever its size.
+All requests of a verified batch have the same number of query rows and form one batched product.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from sglang_hyperdflash.cpu.portable.core import softmax_with_sinks
 
 @dataclass
 class QueryGroup:
-    """Requests with ``n`` query rows each, rows ``first_row ...`` of the flattened batch."""
+    """Requests with the same number of query rows."""
 
-    first_row: int
-    n: int
+    first_row: int  # the group's first row in the flattened batch
+    n: int  # query rows of each request
     prefix: torch.Tensor  # [b] tokens before the first query row
-    slots: torch.Tensor  # [b, L] pool slots of every key, padded with slot 0
+    slots: torch.Tensor  # [b, L] pool slots of all keys, padded with slot 0
     masks: dict[tuple[bool, int], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, *, causal: bool, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask ``[b, n, L]``; ``window`` is SGLang's inclusive look-back, or -1."""
+        """Return the additive mask ``[b, n, L]``; ``window`` is SGLang's look-back, or -1."""
         key = (causal, window)
         if key not in self.masks:
             keys = torch.arange(self.slots.shape[1])
@@ -43,10 +42,10 @@ class QueryGroup:
 
 
 class TorchAttention(AttentionBackend):
-    """Seam: ``register_attention_backend`` and the ``AttentionBackend`` contract.
+    """The attention backend of the CPU platform; seam: ``register_attention_backend``.
 
     Args:
-        ahead: tokens that a decode step lies beyond ``seq_lens``: the draft step of a chain.
+        ahead: how many tokens beyond ``seq_lens`` a decode step is, for the draft steps of a chain.
     """
 
     def __init__(self, model_runner, ahead: int = 0) -> None:
@@ -88,7 +87,7 @@ class TorchAttention(AttentionBackend):
     ) -> QueryGroup:
         longest = int(totals.max())
         slots = self.req_to_token_pool.req_to_token[rows, :longest].long()
-        # Entries past the end are left over from an earlier request.
+        # Entries past the end belong to an earlier request.
         slots.masked_fill_(torch.arange(longest) >= totals.unsqueeze(1), 0)
         return QueryGroup(first_row, n, totals - n, slots)
 
@@ -102,7 +101,7 @@ class TorchAttention(AttentionBackend):
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``q [T, heads * d]`` to ``[T, heads * d]``; writes K/V first, so queries see them."""
+        """Write K/V, then attend from ``q [T, heads * d]``; returns ``[T, heads * d]``."""
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
@@ -135,10 +134,10 @@ class TorchAttention(AttentionBackend):
         per_kv, n = heads // kv_heads, group.n
         k = keys[group.slots].to(q.dtype).permute(0, 2, 3, 1).reshape(b * kv_heads, d, length)
         v = values[group.slots].to(q.dtype).permute(0, 2, 1, 3).reshape(b * kv_heads, length, -1)
-        # [b, n, kv, per_kv, d] -> [b * kv, per_kv * n, d]: the heads of one KV head share it.
+        # [b, n, kv, per_kv, d] -> [b * kv, per_kv * n, d]: query heads share their KV head.
         q = q.view(b, n, kv_heads, per_kv, d).permute(0, 2, 3, 1, 4)
         q = q.reshape(b * kv_heads, per_kv * n, d)
-        window = layer.sliding_window_size if layer.sliding_window_size is not None else -1
+        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         mask = group.mask(causal=causal, window=window, dtype=q.dtype)
         mask = mask.view(b, 1, 1, n, length).expand(b, kv_heads, per_kv, n, length)

@@ -1,4 +1,4 @@
-"""Triton kernels of SGLang's DFLASH path, replaced on the CPU platform."""
+"""Torch replacements on the CPU platform for Triton kernels of SGLang's DFLASH path."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from sglang_hyperdflash.seams import after, replace
 
 @after("sglang.srt.models.dflash:DFlashAttention.__init__", "03ca3f5e0ec5")
 def no_triton_rope(result, self, *args, **kwargs):
-    """Use the draft layers' plain q/k norm and RoPE: the fused one is a Triton kernel."""
+    """Use plain q/k norm and RoPE in draft layers; the fused ones are a Triton kernel."""
     self.use_table_qk_norm_rope = False
 
 
 @after("sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.__init__", "c6c8b572f6f4")
 def draft_kv_of_all_layers(result, self, *args, **kwargs):
-    """Project draft K/V of all layers at once, as on a GPU: a third of the operations."""
+    """Project the draft K/V of all layers at once, as on a GPU, in a third of the operations."""
     self._use_fused_kv_materialize = True
     self._init_fused_kv_helper()
 
 
 @replace("sglang.srt.mem_cache.allocation:get_last_loc", "b13e5670f932")
 def last_slots(req_to_token, req_pool_indices_tensor, prefix_lens_tensor):
-    """The last slot of each request, -1 for an empty one; pages are continued after it."""
+    """Return the last slot of each request, after which its page continues; -1 without one."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)

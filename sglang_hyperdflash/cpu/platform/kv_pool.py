@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class TorchKVPool(MHATokenToKVPool):
-    """Seam: ``SRTPlatform.get_kv_pool_cls``; the in-tree constructor warms up a Triton copy."""
+    """SGLang's MHA pool without its Triton copy; seam: ``SRTPlatform.get_kv_pool_cls``."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        # SGLang's own line rounds to 10 MB and names no heads: sharding would not show.
+        # SGLang's own message rounds to 10 MB and omits the heads, so it would not show sharding.
         slots, heads, head_dim = self.k_buffer[0].shape
         sizes = len(self.k_buffer), heads, head_dim, slots
         logger.info("Torch K/V pool: layers=%d heads=%d head_dim=%d slots=%d", *sizes)

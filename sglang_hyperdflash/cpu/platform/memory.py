@@ -1,7 +1,7 @@
-"""How much memory a server on the CPU platform has, whatever other processes use.
+"""The memory of a server on the CPU platform, independent of other processes.
 
-SGLang sizes a pool of K/V from the difference of free memory before and after loading. On a CPU
-it reads the host's free memory, so memory that other processes allocate meanwhile would count.
+SGLang sizes a K/V pool from the difference of free memory before and after loading. On a CPU it
+reads the host's free memory, which includes what other processes allocate meanwhile.
 """
 
 from __future__ import annotations
@@ -15,27 +15,24 @@ from sglang_hyperdflash.tools.environment import positive_number
 
 logger = logging.getLogger(__name__)
 
-# GiB of K/V of a server without --max-total-tokens.
+# The variable with the GiB of K/V of a server without --max-total-tokens.
 KV_GIB = "HYPERDFLASH_CPU_KV_GIB"
 GIB = 1 << 30
 
 
 @replace("sglang.srt.utils.common:get_free_cpu_memory", "96c5f51c9488")
 def memory_of_this_process() -> int:
-    """Bytes of the machine, or of its control group, less what this process holds.
-
-    SGLang reads it for the device ``cpu`` only.
-    """
+    """Return the memory of the machine or control group less that of this process, in bytes."""
     from sglang.srt.utils.common import get_instance_memory_status
 
     limit = get_instance_memory_status("/sys/fs/cgroup/memory.max")
     total = psutil.virtual_memory().total
-    own = psutil.Process().memory_info().rss
-    return max(0, (total if limit is None else min(total, limit)) - own)
+    used = psutil.Process().memory_info().rss
+    return max(0, (total if limit is None else min(total, limit)) - used)
 
 
 def kv_limit() -> int:
-    """Bytes that a pool of K/V may take unless the user gave its size in tokens.
+    """Return the largest size of a K/V pool in bytes, if the user gave none in tokens.
 
     Raises:
         HyperDFlashConfigError: ``HYPERDFLASH_CPU_KV_GIB`` is not a positive number.
@@ -48,7 +45,7 @@ def kv_limit() -> int:
     "4d54d290be83",
 )
 def bound_kv(result: int, self, pre_model_load_memory) -> int:
-    """Unless ``--max-total-tokens`` says so, do not take most of a machine for K/V."""
+    """Limit the K/V pool to :func:`kv_limit` unless ``--max-total-tokens`` is given."""
     from sglang.srt.runtime_context import get_schedule
 
     limit = kv_limit()

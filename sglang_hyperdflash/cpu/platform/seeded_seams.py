@@ -1,4 +1,4 @@
-"""Deterministic inference on the CPU platform: SGLang's hash and matrix kernels cannot run."""
+"""Torch replacements on the CPU platform for SGLang's kernels of deterministic inference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton_ops.gumbel import hash32
 
 @replace("sglang.kernels.ops.sampling.murmur_hash:murmur_hash32", "e64f1438fc8f")
 def torch_murmur_hash(seed, positions, col_indices):
-    """``murmur_hash32``, ``[n, m]`` int64, in torch: SGLang's CPU form needs sgl_kernel."""
+    """Compute ``murmur_hash32``, ``[n, m]`` int64; SGLang's CPU form needs sgl_kernel."""
     signed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed
     return hash32(signed, positions, col_indices)
 
@@ -20,13 +20,13 @@ def torch_murmur_hash(seed, positions, col_indices):
     "aed9bf16c7b5",
 )
 def keep_matrix_products(self):
-    """Keep torch's own products: SGLang's batch-invariant ones are Triton kernels.
+    """Keep torch's products; SGLang's batch-invariant ones are Triton kernels.
 
-    A CPU's fp32 results may still differ in the last bits between batch sizes.
+    On a CPU fp32 results may differ in the last bits between batch sizes.
     """
 
 
 @replace("sglang.srt.models.dflash:_radix_topk", "557d40442b7a")
 def torch_topk(scores, k):
-    """``(values, ids)`` of each row's k largest: FlashInfer's kernel takes CUDA tensors only."""
+    """Return the values and ids of each row's k largest; FlashInfer's kernel needs CUDA."""
     return torch.topk(scores, k, dim=-1)

@@ -1,7 +1,7 @@
 """An out-of-tree SGLang platform that runs the engine on a CPU with torch alone.
 
-SGLang's own CPU engine needs sgl_kernel's CPU operators; this one does not, so the whole
-speculative framework can be exercised and tested on any machine.
+SGLang's own CPU engine needs sgl_kernel's CPU operators. Without them any machine can run and test
+the whole speculative framework.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUPPORTED_ALGORITHMS = (ALGORITHM, "DFLASH", "EAGLE")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Active where it is asked for (``platform.activation``); no Triton, no graphs."""
+    """A platform without Triton and graphs, on request only (``platform.activation``)."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -27,14 +27,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_device(self, device_id: int = 0) -> str:
-        """A name, not a ``torch.device``: server arguments without --device split it as text."""
+        """Return a string, not a ``torch.device``, because server arguments split it."""
         return "cpu"
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace what SGLang's ``--device cpu`` rule has already chosen and cannot run here.
+        """Replace choices of SGLang's ``--device cpu`` rule that cannot run on this platform.
 
         AMX's backend needs sgl_kernel's CPU operators; torch_native has no sinks and no verify
-        mode. Ranks reduce over gloo: custom all-reduce would only fail to set up, with a warning.
+        mode. Ranks reduce over gloo; custom all-reduce would warn that its set-up failed.
         """
         if server_args.attention_backend in (None, "intel_amx", "torch_native"):
             server_args.attention_backend = ATTENTION_BACKEND
@@ -55,7 +55,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
             return None
-        # SGLang resolves the platform while its own utils are still importing.
+        # SGLang resolves the platform while its utils are still being imported.
         from sglang_hyperdflash.cpu.platform.kv_pool import TorchKVPool
 
         return TorchKVPool
@@ -64,9 +64,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return extend_cache_locs
 
     def get_torch_profiler_activity_str(self) -> str:
-        """SGLang's profiler calls this on every out-of-tree platform, and fails without it.
+        """Return the name that SGLang's profiler requires of an out-of-tree platform.
 
-        Not ``CPU``: that would start a second profiler inside the first.
+        The name ``CPU`` would start a second profiler inside the first.
         """
         return "CPU_PLATFORM"
 
@@ -74,8 +74,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
     def init_backend(self) -> None:
-        # CPU tensors have no streams; the overlap scheduler calls record_stream on them.
+        # The overlap scheduler calls record_stream, but CPU tensors have no streams.
         torch.Tensor.record_stream = lambda self, stream: None
-        # SGLang decorates small samplers with torch.compile: on a CPU that costs a C++
-        # compiler and seconds per shape for nothing.
+        # SGLang compiles small samplers, which on a CPU needs a C++ compiler, takes seconds per
+        # shape and gains nothing.
         torch._dynamo.config.disable = True

@@ -1,4 +1,4 @@
-"""Torch forms of the Triton helpers that SGLang's DFLASH path calls without a GPU."""
+"""Torch replacements for the Triton helpers of SGLang's DFLASH path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def extend_cache_locs(
     draft_token_num: int,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """``req_to_token[req, start : start + draft_token_num]`` flattened, int64 ``[bs * n]``.
+    """Return ``req_to_token[req, start : start + draft_token_num]``, ``[bs * n]`` int64.
 
     Seam: ``SRTPlatform.get_speculative_cache_locs_fn``.
     """
@@ -35,12 +35,12 @@ def assign_req_to_token_pool(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """``req_to_token[req_i, start_i : end_i] = next (end_i - start_i) slots``, in place."""
-    # Runs every round: numpy's operations cost half of torch's here.
+    """Set ``req_to_token[req_i, start_i : end_i]`` to the next ``end_i - start_i`` slots."""
+    # Runs every round; numpy's operations take half as long as torch's here.
     inputs = (req_pool_indices, start_offset, end_offset)
-    rows, starts, ends = (each[:batch_size].numpy() for each in inputs)
+    rows, starts, ends = (tensor[:batch_size].numpy() for tensor in inputs)
     counts = ends - starts
-    # Where each slot goes: its place among its request's own, from the request's start.
+    # A slot's column is its number among the slots of its request, plus the request's start.
     shifts = np.repeat(starts - (counts.cumsum() - counts), counts)
     columns = shifts + np.arange(len(shifts))
     req_to_token.numpy()[np.repeat(rows, counts), columns] = out_cache_loc[: len(shifts)].numpy()
@@ -61,22 +61,25 @@ def norm_rope_stacked(
     k_out: torch.Tensor | None = None,
     v_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K normed and rotated, and V, of all draft layers at once: ``[layers, n, heads, head_dim]``.
+    """Norm and rotate K of all draft layers at once; return it and V.
 
-    Neox form, fp32 inside; ``k_out`` and ``v_out`` are buffers that are not needed here.
+    Both are ``[layers, n, heads, head_dim]``, RoPE in neox form, fp32 inside; ``k_out`` and
+    ``v_out`` are not used.
 
     Args:
-        kv: ``[n, layers, 2 * heads * head_dim]``: each layer's K, then V.
-        k_norm_weight: ``[layers, head_dim]``. eps: ``[layers]``. positions: ``[n]`` int64.
-        cos_sin_cache: ``[positions, rotary_dim]``: cosines, then sines.
+        kv: ``[n, layers, 2 * heads * head_dim]``, each layer's K, then V.
+        k_norm_weight: ``[layers, head_dim]``.
+        eps: ``[layers]`` fp32.
+        cos_sin_cache: ``[max_position, rotary_dim]``, cosines, then sines.
+        positions: ``[n]`` int64.
     """
     n, layers, _ = kv.shape
     k, v = kv.view(n, layers, 2, num_kv_heads, head_dim).permute(2, 1, 0, 3, 4)
-    wide = k.float()
-    scale = (wide.square().mean(-1, keepdim=True) + eps.view(-1, 1, 1, 1)).rsqrt()
-    wide = wide * scale * k_norm_weight.float().view(layers, 1, 1, head_dim)
+    k = k.float()
+    scale = (k.square().mean(-1, keepdim=True) + eps.view(-1, 1, 1, 1)).rsqrt()
+    k = k * scale * k_norm_weight.float().view(layers, 1, 1, head_dim)
     cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
     half = rotary_dim // 2
-    first, second, rest = wide.split([half, half, head_dim - rotary_dim], -1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
-    return turned.to(kv.dtype), v
+    first, second, rest = k.split([half, half, head_dim - rotary_dim], -1)
+    k = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    return k.to(kv.dtype), v

@@ -1,9 +1,9 @@
 """DeepSeek-V4 (sliding-attention layers) in plain torch, without an engine.
 
-The attention product itself is a callable passed in by the owner: SGLang's paged attention in
-``deepseek_v4.py``, a dense one in training and tests. Everything else is here: mHC streams,
-shared-KV attention with sinks and partial interleaved RoPE, its inverse on the output, the
-grouped output projection, and hash or top-k MoE with a shared expert.
+The caller passes in the attention product: SGLang's paged attention in ``deepseek_v4.py``, a dense
+one in training and tests. Everything else is here: mHC streams, shared-KV attention with sinks and
+partial interleaved RoPE, its inverse on the output, the grouped output projection, and hash or
+top-k MoE with a shared expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def check_config(config) -> None:
-    """Refuse what the portable target cannot compute: one error with field, value and remedy."""
+    """Refuse a config that the portable target cannot compute."""
     expected = {
         "layer_types": (set(config.layer_types), {"sliding_attention"}),
         "mlp_layer_types": (set(config.mlp_layer_types), {"hash_moe", "moe"}),
@@ -39,27 +39,28 @@ def check_config(config) -> None:
         ),
         "quantization_config": ({getattr(config, "quantization_config", None)}, {None}),
     }
-    for name, (found, allowed) in expected.items():
-        if not found <= allowed:
+    for name, (values, allowed) in expected.items():
+        if not values <= allowed:
             raise HyperDFlashConfigError(
                 f"the portable DeepSeek-V4 target supports {name} in {sorted(map(str, allowed))}; "
-                f"this config has {sorted(map(str, found))}. Serve it with SGLang's own "
+                f"this config has {sorted(map(str, values))}. Serve it with SGLang's own "
                 "DeepseekV4ForCausalLM on a GPU."
             )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension in fp32, back in ``x.dtype``."""
+    """Apply RMSNorm over the last dimension in fp32; the result has ``x.dtype``."""
     if weight is not None:
         weight = weight.float()
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Attention weights whose mass partly goes to a per-head sink that has no value.
+    """Return attention weights; part of their mass goes to a sink per head that has no value.
 
     Args:
-        scores: ``[b, heads, n, keys]``, masked with -inf. sinks: ``[heads]``, a logit each.
+        scores: ``[b, heads, n, keys]``, masked with -inf.
+        sinks: ``[heads]``, the logit of each sink.
     """
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
@@ -78,7 +79,7 @@ class RotaryTable(nn.Module):
         self.cos_sin = nn.Buffer(torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """``[N]`` positions to complex ``[N, 1, dim / 2]``."""
+        """Return the rotations at ``positions [N]``, complex ``[N, 1, dim / 2]``."""
         return torch.view_as_complex(self.cos_sin[positions].float()).unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ class RotaryTable(nn.Module):
 
 
 class Attention(nn.Module):
-    """Shared-KV attention: one K=V head of width ``head_dim``, per-head sinks."""
+    """Shared-KV attention: one head is both K and V for all query heads, each with a sink."""
 
     def __init__(self, config, layer_idx: int) -> None:
         super().__init__()
@@ -110,14 +111,14 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rotary: RotaryTable, rotation: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """``x [N, d]`` to ``[N, d]``."""
+        """Attend from ``x [N, d]``; returns ``[N, d]``."""
         n = len(x)
         q = self.q_b_proj(rms_norm(self.q_a_proj(x), self.q_a_norm, self.rms_eps))
         q = rms_norm(q.view(n, self.heads, self.head_dim), None, self.rms_eps)
         kv = rms_norm(self.kv_proj(x), self.kv_norm, self.rms_eps).unsqueeze(1)
         q, kv = rotary.rotate(q, rotation), rotary.rotate(kv, rotation)
         output = attend(self.layer_idx, q, kv.squeeze(1), self.sinks)
-        # V carries K's rotation; the inverse at the query position leaves relative distances.
+        # V has K's rotation; its inverse at the query position leaves the relative distance.
         output = rotary.rotate(output.view(n, self.heads, self.head_dim), rotation.conj())
         grouped = output.reshape(n, self.groups, -1).transpose(0, 1)
         grouped = torch.bmm(grouped, self.o_a_proj.transpose(1, 2)).transpose(0, 1)
@@ -125,7 +126,7 @@ class Attention(nn.Module):
 
 
 def swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
-    """``silu(min(gate, limit)) * clamp(up)`` of ``[..., 2f]``, halves in that order."""
+    """Return ``silu(min(gate, limit)) * clamp(up)`` of the halves of ``gate_up [..., 2f]``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
 
@@ -133,8 +134,8 @@ def swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
 class MoE(nn.Module):
     """Hash or top-k routed experts plus one shared expert.
 
-    The shared expert is the last row of the stacked expert weights with a constant weight of 1,
-    so a small expert count is two matrix products for all of them.
+    The shared expert is the last row of the stacked expert weights with a constant weight of 1, so
+    a few experts take two matrix products together.
     """
 
     DENSE_EXPERTS = 16
@@ -156,7 +157,7 @@ class MoE(nn.Module):
             self.bias = nn.Parameter(torch.zeros(e).float(), requires_grad=False)
 
     def route(self, x: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert indices ``[N, k]`` and weights ``[N, k]``."""
+        """Return the expert indices ``[N, k]`` and their weights ``[N, k]``."""
         logits = F.linear(x, self.router)
         if self.scoring == "sqrtsoftplus":
             scores = F.softplus(logits).sqrt()
@@ -172,7 +173,7 @@ class MoE(nn.Module):
         return indices, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        """``x [N, d]`` and token ids ``[N]`` (hash routing reads them) to ``[N, d]``."""
+        """Apply the experts to ``x [N, d]``; hash routing reads ``input_ids [N]``."""
         indices, weights = self.route(x, input_ids)
         if self.experts <= self.DENSE_EXPERTS:
             return self._dense(x, indices, weights)
@@ -190,7 +191,7 @@ class MoE(nn.Module):
     def _sparse(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        # Experts are read on the host: on CUDA, SGLang must not capture it (--disable-cuda-graph).
+        # Reads the experts on the host, so CUDA graphs cannot capture it (--disable-cuda-graph).
         output = swiglu(F.linear(x, self.gate_up[-1]), self.limit) @ self.down[-1]
         for expert in indices.unique().tolist():
             token, slot = (indices == expert).nonzero(as_tuple=True)
@@ -201,7 +202,7 @@ class MoE(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MoE, each between a hyper-connection's collapse and expand."""
+    """Attention and MoE, each between the collapse and the expand of a hyper-connection."""
 
     def __init__(self, config, layer_idx: int) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class DecoderLayer(nn.Module):
         rotation: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """Streams ``[N, m, d]`` before the layer to the streams after it."""
+        """Return the streams ``[N, m, d]`` after the layer."""
         x, post, comb = self.attn_hc.collapse(streams)
         x = rms_norm(x, self.input_layernorm, self.rms_eps)
         x = self.self_attn(x, rotary, rotation, attend)
@@ -231,7 +232,7 @@ class DecoderLayer(nn.Module):
 
 
 def add_final_state(core: nn.Module, config) -> None:
-    """Give a core the parameters of :func:`final_state`, under their checkpoint names."""
+    """Add the parameters of :func:`final_state` to a core, under their checkpoint names."""
     m, d = config.hc_mult, config.hidden_size
     core.m, core.rms_eps, core.hc_eps = m, config.rms_norm_eps, config.hc_eps
     core.hc_head_fn = nn.Parameter(torch.empty(m, m * d).float())
@@ -248,7 +249,7 @@ def final_state(core: nn.Module, streams: torch.Tensor) -> torch.Tensor:
 
 
 class DeepseekV4Core(nn.Module):
-    """From embeddings to the pre-collapse residual and the final-norm state."""
+    """The target's layers, from embeddings to the pre-collapse residual and the final state."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -267,10 +268,10 @@ class DeepseekV4Core(nn.Module):
         attend: Attend,
         trace: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run ``N`` tokens; ``trace``, when given, receives every layer's ``[N, m, d]`` streams.
+        """Run ``N`` tokens; append the streams ``[N, m, d]`` after every layer to ``trace``.
 
         Returns:
-            The final-norm state ``[N, d]`` and the pre-collapse residual ``[N, m * d]``.
+            The normed final state ``[N, d]`` and the pre-collapse residual ``[N, m * d]``.
         """
         streams = embeddings.unsqueeze(1).repeat(1, self.m, 1)
         rotation = self.rotary.at(positions)

@@ -1,8 +1,7 @@
 """The portable DeepSeek-V4 target as an SGLang model: the core over paged RadixAttention.
 
-Runs wherever SGLang has an attention backend with sinks: the torch reference on a CPU, triton on
-CUDA. It gives the speculative framework what SGLang's own V4 class does: the pre-collapse residual
-``[N, m * d]`` as ``hidden_states_before_norm``.
+It needs an attention backend with sinks: the torch reference on a CPU, triton on CUDA. It returns
+the pre-collapse residual ``[N, m * d]`` as ``hidden_states_before_norm``, like SGLang's V4 class.
 """
 
 from __future__ import annotations
@@ -58,16 +57,16 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         return self.embed_tokens
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Seam: what an EAGLE draft shares."""
+        """Return the weights that an EAGLE draft shares; a seam."""
         return self.embed_tokens.weight, self.lm_head.weight
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Seam: ModelRunner sizes window metadata with it; None for an unlimited window."""
+        """Return the window that ModelRunner sizes metadata with, or None; a seam."""
         window = self.config.sliding_window
         return None if window >= self.config.max_position_embeddings else window - 1
 
     def set_dflash_layers_to_capture(self, layer_ids: list[int]) -> None:
-        """Seam: give DFLASH the paths' means after these layers, in place of the residual."""
+        """Make a pass return the means after these layers instead of the residual; a seam."""
         self.captured_layers = tuple(layer_ids)
 
     @torch.no_grad()
@@ -99,30 +98,22 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load either naming scheme, finite and in shape; all of a checkpoint's tensors."""
-        whole = not sent_in_parts(weights)
-        own = {f"{name}.weight": vocabulary_rows(getattr(self, name)) for name in VOCABULARY}
-        sharded = shard_rows(weights, own, total=self.config.vocab_size)
-        outside = self._own_vocabulary()
-        load_core(self.model, sharded, outside=outside, skip=("mtp.",), whole=whole)
-
-    def _own_vocabulary(self) -> dict[str, torch.Tensor]:
-        """This rank's rows of embedding and LM head, under their checkpoint names."""
-        rows = {}
-        for name in VOCABULARY:
+        """Load a checkpoint in either naming scheme, or the parts that a trainer sends."""
+        rows, outside = {}, {}
+        for name in ("embed_tokens", "lm_head"):
             layer = getattr(self, name)
-            own = vocabulary_rows(layer)
+            shard = vocabulary_rows(layer)
             # A shard may be padded; the checkpoint fills the leading rows.
-            layer.weight.data[own.stop - own.start :] = 0
-            rows[f"{name}.weight"] = layer.weight[: own.stop - own.start]
-        return rows
-
-
-VOCABULARY = ("embed_tokens", "lm_head")
+            layer.weight.data[shard.stop - shard.start :] = 0
+            rows[f"{name}.weight"] = shard
+            outside[f"{name}.weight"] = layer.weight[: shard.stop - shard.start]
+        whole = not sent_in_parts(weights)
+        sharded = shard_rows(weights, rows, total=self.config.vocab_size)
+        load_core(self.model, sharded, outside=outside, skip=("mtp.",), whole=whole)
 
 
 def vocabulary_rows(layer: VocabParallelEmbedding) -> slice:
-    """The vocabulary's rows that this rank holds.
+    """Return the rows of the vocabulary that this rank holds.
 
     Seam: ``VocabParallelEmbedding.shard_indices``, which the DFLASH worker reads too.
     """

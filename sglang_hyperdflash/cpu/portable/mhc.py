@@ -16,7 +16,7 @@ from torch import nn
 
 @functools.cache
 def compiled() -> Callable:
-    """:func:`sinkhorn` of a float32 array ``[N, m, m]``, in place; not used on a GPU."""
+    """Compile :func:`sinkhorn` for a float32 array ``[N, m, m]`` on a CPU, in place."""
     import numba
 
     signature = "void(float32[:, :, ::1], int64, float32)"
@@ -43,10 +43,10 @@ def _normalise(comb, iterations, eps) -> None:
 
 
 def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Normalise positive ``comb [N, m, m]`` to doubly stochastic; ends on columns.
+    """Normalise positive ``comb [N, m, m]`` to doubly stochastic, columns last.
 
-    A hundred operations on four by four numbers were half the time of a decode step on a CPU.
-    There they are one loop, unless gradients are asked for.
+    On a CPU without gradients it is one compiled loop: a hundred torch operations on four by four
+    numbers would take half the time of a decode step.
     """
     gradients = comb.requires_grad and torch.is_grad_enabled()
     if comb.is_cpu and comb.dtype == torch.float32 and not gradients:
@@ -61,14 +61,14 @@ def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 def gate_logits(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.Tensor:
-    """``RMSNorm(vec(H)) @ fn.T`` in fp32: ``[N, m, d]`` and ``[k, m*d]`` to ``[N, k]``."""
+    """Return ``RMSNorm(vec(H)) @ fn.T``, ``[N, k]`` fp32, of ``[N, m, d]`` and ``[k, m*d]``."""
     flat = streams.flatten(1).float()
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
     return (flat @ fn.float().T) * inverse_rms
 
 
 class HyperConnection(nn.Module):
-    """Gates of one block: ``fn [(2+m)*m, m*d]``, ``base [(2+m)*m]``, ``scale [3]``, fp32."""
+    """The gates of one block: how it reads the streams, and how it writes to them."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class HyperConnection(nn.Module):
     def expand(
         streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
     ) -> torch.Tensor:
-        """``post * output + comb^T H``: the next ``[N, m, d]`` streams, in their dtype."""
+        """Return the next streams ``post * output + comb^T H``, ``[N, m, d]``, in their dtype."""
         dtype = streams.dtype
         mixed = torch.bmm(comb.to(dtype).transpose(1, 2), streams)
         return mixed + post.to(dtype).unsqueeze(-1) * output.unsqueeze(1)

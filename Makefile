@@ -78,11 +78,11 @@ launches: setup
 
 # About an hour on two idle cores: an untrained drafter learns from what its server answers.
 learn-demo: setup
-	$(BIN)/python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
+	PYTHONPATH=. $(BIN)/python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
 
 # Under 45 minutes on two idle cores; fails when the new drafter is worse than the committed one.
 retrain: setup
-	$(BIN)/python examples/tiny_deepseek_v4/retrain.py --out build/retrain
+	PYTHONPATH=. $(BIN)/python examples/tiny_deepseek_v4/retrain.py --out build/retrain
 
 eval-tiny: setup
 	$(BIN)/python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out

@@ -17,6 +17,7 @@ from typing import Any
 
 import requests
 
+from eval import rivals
 from eval.client import Sampling, converse, converse_all
 from eval.errors import EvalError, one_line
 from eval.methods import BASELINE, NOISE, Method
@@ -160,7 +161,7 @@ class Servers(AbstractContextManager):
                 *method.arguments,
                 log=self.plan.out / "logs" / f"{method.name}.log",
                 threads=self.plan.threads,
-                environment=dict(method.environment),
+                environment=rivals.environment(method.arguments) | dict(method.environment),
             )
             self.running[key] = server
             try:

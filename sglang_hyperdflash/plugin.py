@@ -91,5 +91,4 @@ def load() -> None:
     seams.install(SERVING_SEAMS)
     if activation.is_active():
         registration.register()
-        dflash_seams.own_dtype.add("DFLASH")
         seams.install(CPU_SEAMS)

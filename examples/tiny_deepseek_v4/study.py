@@ -1,5 +1,7 @@
 """Train drafters of the tiny target that differ in one choice, serve them and compare.
 
+From a checkout, with ``PYTHONPATH=.``:
+
     python examples/tiny_deepseek_v4/study.py serve --data-dir DATA/benchmarks --out build/accepted
     python examples/tiny_deepseek_v4/study.py speed --data-dir DATA/benchmarks --out build/speed
 
@@ -25,6 +27,7 @@ from typing import Any
 import requests
 from transformers import AutoTokenizer
 
+from eval import rivals
 from exchange_prompts import BENCHMARK_SEED
 from exchanges import KINDS, in_turn
 from own_answers import TARGET, write_answers
@@ -193,6 +196,7 @@ def server_of(name: str, drafter: Path | None, log: Path, *more: str) -> Server:
         arguments += ["--speculative-algorithm", VARIANTS[name].algorithm]
         arguments += ["--speculative-draft-model-path", str(drafter)]
         environment = {WIDTH: FULL, DRAFT_TEMPERATURE: VARIANTS[name].draft_temperature}
+    environment |= rivals.environment(arguments)
     return Server(TARGET, *arguments, log=log, environment=environment)
 
 

@@ -1,5 +1,7 @@
 """Train the tiny target's NextN (MTP) layer, which ``EAGLE`` serves for comparison.
 
+From a checkout, with ``PYTHONPATH=.``:
+
     python examples/tiny_deepseek_v4/train_mtp.py --answers build/study/answers --out mtp
 
 Depth one, as DeepSeek-V4 trains its own: row p reads the target's residual at p and the token at
@@ -21,8 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from sglang_hyperdflash.cpu.portable.weights import NEXTN_PREFIX
-from sglang_hyperdflash.cpu.rivals.nextn_core import NextNCore
+from eval.rivals.nextn_core import NEXTN_PREFIX, NextNCore
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.training.conversations import load_samples
 from sglang_hyperdflash.training.local_target import LocalTarget

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from sglang_hyperdflash.cpu.portable.weights import load_core, nextn_tensors
-from sglang_hyperdflash.cpu.rivals.nextn_core import NextNCore
+from eval.rivals.nextn_core import NextNCore, nextn_tensors
+from sglang_hyperdflash.cpu.portable.weights import load_core
 from sglang_hyperdflash.draft.algorithm import Propose, propose_block
 from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
 from sglang_hyperdflash.training.drafter import Drafter

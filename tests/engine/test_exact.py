@@ -86,6 +86,11 @@ def test_a_broken_row_ends_its_request_and_no_other(hyper_server, own_prompts, b
             )
             mask = both[0]["meta_info"]["output_token_sampling_mask"]
             assert mask == [[token] for token in both[0]["output_ids"]] and len(mask) == TOKENS
+        asked = {"input_ids": own_prompts[0], "sampling_params": sampled(1, top_k=3)}
+        drawn = hyper_server.generate(**asked, return_sampling_mask=True)
+        mask = drawn["meta_info"]["output_token_sampling_mask"]
+        assert all(t in row for t, row in zip(drawn["output_ids"], mask, strict=True))
+        assert max(map(len, mask)) == 3
     good = asking.payloads("unfiltered", own_prompts)[:2]
     asking.assert_equal(asking.answers(hyper_server, good, 2), baseline["unfiltered"][:2])
 

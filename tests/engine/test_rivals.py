@@ -1,6 +1,6 @@
 """The rivals on the portable target answer as the baseline, and draft as plain torch decoders.
 
-A comparison with a rival that is served wrongly would be worth nothing. With the plugin installed,
+A comparison with a rival that is served wrongly would be worth nothing. With the plugins installed,
 SGLang's DFLASH runs on a plain target as before.
 """
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from eval import rivals
 from eval.methods import resolve
 from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.tools.acceptance import counters
@@ -39,7 +40,7 @@ def test_greedy_answers_and_tau(servers, target_dir, own_prompts, own_reference,
     """Histograms of single requests, entry by entry: so tau and every position's acceptance."""
     drafts = {f"{kind}_draft": str(path) for kind, path in FOLDERS.items()}
     (_, method) = resolve(["baseline", name], drafts, {})
-    environment = dict(method.environment)
+    environment = rivals.environment(method.arguments) | dict(method.environment)
     server = servers.get(name, target_dir, *FP32, *method.arguments, environment=environment)
     answers = greedy_all(server, own_prompts, 8)
     assert ids(answers) == own_reference
@@ -73,7 +74,9 @@ def test_sglangs_own_dflash_answers_as_transformers_does(servers, tokenizer, tmp
     options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0}
     whole = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
     arguments = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path")
-    server = servers.get("qwen3-dflash", tmp_path, *FP32, *arguments, str(EXAMPLE / "dflash"))
+    arguments += (str(EXAMPLE / "dflash"), *FP32)
+    environment = rivals.environment(arguments)
+    server = servers.get("qwen3-dflash", tmp_path, *arguments, environment=environment)
     found = greedy_all(server, prompts.tolist(), 3, partial(greedy, max_new_tokens=48))
     assert ids(found) == whole[:, prompts.shape[1] :].tolist()
     assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in found)

@@ -17,7 +17,6 @@ HEAVY = (
     "sglang_hyperdflash.serving.worker",
 )
 MODELS = ("HyperDFlashDraftModel", "PortableDeepSeekV4ForCausalLM")
-MODELS += ("PortableDeepSeekV4ForCausalLMNextN",)
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ LAYERS = (
     (f"{PRODUCT}.training",),
     # A server records into a store.
     (f"{PRODUCT}.serving",),
+    (f"{PRODUCT}.cpu.platform",),
     ("eval",),
-    (f"{PRODUCT}.cpu.platform", f"{PRODUCT}.commands"),
-    (f"{PRODUCT}.cpu.rivals",),
+    (f"{PRODUCT}.commands",),
     (f"{PRODUCT}.cpu.registration",),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
 )

@@ -13,6 +13,7 @@ import sglang
 
 from docs.reference import generate
 from docs.reference.sglang_uses import fields, overridden, own_classes
+from eval.rivals import plugin as rivals
 from sglang_hyperdflash import plugin, seams
 from sglang_hyperdflash.tools.errors import SeamError
 from tests.unit.cuda_start import tiny_arguments
@@ -21,24 +22,25 @@ from tests.unit.plugin_load import MODELS
 
 pytestmark = pytest.mark.heavy
 
-SEAM = plugin.ALL_SEAMS[0]
+SEAMS = plugin.ALL_SEAMS + rivals.SEAMS
+SEAM = SEAMS[0]
 
 
 def test_every_seam_fits_and_is_listed_once():
-    for seam in plugin.ALL_SEAMS:
+    for seam in SEAMS:
         seams.check_seam(seam)
         if seam.kind == "replace":
             theirs = inspect.unwrap(pkgutil.resolve_name(seam.target))
             ours, needed = (list(inspect.signature(f).parameters) for f in (seam.hook, theirs))
             assert ours == needed, seam.target
-    targets = [seam.target for seam in plugin.ALL_SEAMS]
+    targets = [seam.target for seam in SEAMS]
     assert len(targets) == len(set(targets)) > 10
     # A hook in a module that nothing lists would be missing without an error.
-    root = Path(plugin.__file__).parent
-    files = list(root.rglob("*.py"))
+    roots = (Path(one.__file__).parent for one in (plugin, rivals))
+    files = [path for root in roots for path in root.rglob("*.py")]
     declared = re.compile(r"^@(?:after|around|replace)\(.*?^(?:async )?def (\w+)\(", re.M | re.S)
     names = [name for path in files for name in declared.findall(path.read_text())]
-    assert sorted(names) == sorted(seam.hook.__name__ for seam in plugin.ALL_SEAMS)
+    assert sorted(names) == sorted(seam.hook.__name__ for seam in SEAMS)
 
 
 @pytest.fixture

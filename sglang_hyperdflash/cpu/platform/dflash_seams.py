@@ -1,7 +1,8 @@
-"""Torch replacements on the CPU platform for Triton kernels of SGLang's DFLASH path."""
+"""What SGLang's DFLASH path asks of a GPU, replaced on the CPU platform."""
 
 from __future__ import annotations
 
+from sglang_hyperdflash import is_ours
 from sglang_hyperdflash.seams import after, replace
 
 
@@ -16,6 +17,14 @@ def draft_kv_of_all_layers(result, self, *args, **kwargs):
     """Project the draft K/V of all layers at once, as on a GPU, in a third of the operations."""
     self._use_fused_kv_materialize = True
     self._init_fused_kv_helper()
+
+
+@after("sglang.srt.speculative.dflash_utils:is_dflash_sampling_verify_available", "9d57fcf92862")
+def sampling_masks(available):
+    """Let requests ask for sampling masks: HYPERDFLASH needs no kernel of SGLang's to be exact."""
+    from sglang.srt.runtime_context import get_spec
+
+    return available or is_ours(get_spec().speculative_algorithm)
 
 
 @replace("sglang.srt.mem_cache.allocation:get_last_loc", "b13e5670f932")

@@ -3,7 +3,6 @@
 # SGLang selects V4's chat encoding, cache layout and start-up rules by "DeepseekV4" in an
 # architecture's name, which these spellings avoid.
 PORTABLE_TARGET = "PortableDeepSeekV4ForCausalLM"
-PORTABLE_NEXTN = "PortableDeepSeekV4ForCausalLMNextN"
 
 
 def choose_arguments(server_args, hf_config) -> dict[str, str]:

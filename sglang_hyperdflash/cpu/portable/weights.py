@@ -11,8 +11,6 @@ from torch import nn
 from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-NEXTN_PREFIX = "mtp.0."
-
 
 def _destination(name: str, tensor: torch.Tensor) -> tuple[str, tuple, torch.Tensor]:
     """Return the parameter, the index into it and the value of one checkpoint tensor."""
@@ -114,19 +112,3 @@ def shard_rows(
                 )
             tensor = tensor[rows[name]]
         yield source, tensor
-
-
-def nextn_tensors(
-    weights: Iterable[tuple[str, torch.Tensor]],
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the ``mtp.0.*`` tensors under the core's names."""
-    nextn = ("e_proj.", "h_proj.", "enorm", "hnorm", "norm.", "hc_head_")
-    for name, tensor in weights:
-        name = name.removeprefix("model.")
-        if not name.startswith(NEXTN_PREFIX):
-            continue
-        name = name.removeprefix(NEXTN_PREFIX)
-        if name.startswith(nextn):
-            yield name.replace("norm.weight", "norm"), tensor
-        else:
-            yield f"layer.{name}", tensor

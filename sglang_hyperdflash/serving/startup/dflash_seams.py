@@ -6,7 +6,7 @@ from sglang_hyperdflash import ALGORITHM, is_ours
 from sglang_hyperdflash.seams import after
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-# Algorithms whose draft embeddings keep the draft's dtype; the CPU platform adds DFLASH.
+# Algorithms whose draft embeddings keep the draft's dtype; other plugins may add theirs.
 own_dtype = {ALGORITHM}
 
 

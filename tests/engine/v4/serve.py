@@ -5,6 +5,7 @@ import random
 from itertools import zip_longest
 from pathlib import Path
 
+from eval import rivals
 from sglang_hyperdflash.tools.server_process import Server
 from tests.engine.conftest import install_plugin
 from tests.engine.v4 import drafts
@@ -39,6 +40,7 @@ def start(
     plugin = folder / f"plugin-{name}"
     plugin.mkdir()
     environment |= ENVIRONMENT | install_plugin(plugin, "v4", source)
+    environment |= rivals.environment(arguments, environment)
     return servers.get(f"v4-{name}", target, *ARGUMENTS, *pool, *arguments, environment=environment)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace as Namespace
 import pytest
 import torch
 
-from sglang_hyperdflash.cpu.rivals.eagle_ops import top_k_renorm, top_p_renorm
+from eval.rivals.eagle_ops import top_k_renorm, top_p_renorm
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
 from sglang_hyperdflash.draft.propose import Draws
 from sglang_hyperdflash.serving.verification import exact

@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from eval.rivals import eagle_ops
 from sglang_hyperdflash.cpu.platform.activation import ATTENTION_BACKEND
-from sglang_hyperdflash.cpu.portable import PORTABLE_NEXTN, PORTABLE_TARGET
-from sglang_hyperdflash.cpu.rivals import eagle_ops
+from sglang_hyperdflash.cpu.portable import PORTABLE_TARGET
 from sglang_hyperdflash.seams import after, around, replace, when_imported
 
+PORTABLE_NEXTN = f"{PORTABLE_TARGET}NextN"
 OPS = "sglang.kernels.ops.speculative"
 DFLASH_UTILS = "sglang.srt.speculative.dflash_utils"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_hyperdflash.cpu.rivals import eagle_ops
+from eval.rivals import eagle_ops
 from tests.unit.statistics_help import chi_square_p_value
 
 BS, N, V = 3, 5, 11

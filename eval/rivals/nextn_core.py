@@ -8,6 +8,8 @@ LM head are the target's. Its own residual feeds the next draft step. Form: SGLa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,6 +23,8 @@ from sglang_hyperdflash.cpu.portable.core import (
     final_state,
     rms_norm,
 )
+
+NEXTN_PREFIX = "mtp.0."
 
 
 class NextNCore(nn.Module):
@@ -65,3 +69,19 @@ class NextNCore(nn.Module):
         rotation = self.rotary.at(positions)
         streams = self.layer(streams, input_ids, self.rotary, rotation, attend)
         return final_state(self, streams), streams.flatten(1)
+
+
+def nextn_tensors(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The ``mtp.0.*`` tensors under the core's names."""
+    own = ("e_proj.", "h_proj.", "enorm", "hnorm", "norm.", "hc_head_")
+    for name, tensor in weights:
+        name = name.removeprefix("model.")
+        if not name.startswith(NEXTN_PREFIX):
+            continue
+        name = name.removeprefix(NEXTN_PREFIX)
+        if name.startswith(own):
+            yield name.replace("norm.weight", "norm"), tensor
+        else:
+            yield f"layer.{name}", tensor

@@ -6,10 +6,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 
+from eval.rivals.nextn_core import NextNCore, nextn_tensors
 from examples.tiny_deepseek_v4.train_mtp import losses, new_layer, save, train
 from sglang_hyperdflash.cpu.portable.core import rms_norm
-from sglang_hyperdflash.cpu.portable.weights import load_core, nextn_tensors
-from sglang_hyperdflash.cpu.rivals.nextn_core import NextNCore
+from sglang_hyperdflash.cpu.portable.weights import load_core
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.samples import FeatureCache

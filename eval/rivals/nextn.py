@@ -11,8 +11,8 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from sglang_hyperdflash.cpu.portable.weights import load_core, nextn_tensors, sent_in_parts
-from sglang_hyperdflash.cpu.rivals.nextn_core import NextNCore
+from eval.rivals.nextn_core import NextNCore, nextn_tensors
+from sglang_hyperdflash.cpu.portable.weights import load_core, sent_in_parts
 
 
 class PortableDeepSeekV4ForCausalLMNextN(nn.Module):

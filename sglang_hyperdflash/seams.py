@@ -4,14 +4,12 @@ The decorators are ``after``, ``around`` and ``replace``; ``plugin.ALL_SEAMS`` l
 SGLang's plugin loader logs exceptions and continues, so a hook that could not be applied would go
 unnoticed. ``install`` therefore records its seams, and ``check_installed`` refuses to start and
 names those that are missing; it is called when the server arguments are validated and when the
-worker is created. A seam also holds a hash of the syntax tree of the function its hook was written
-for: another SGLang fails at start, not in mid-request, but a comment patched upstream stops no
-server.
+worker is created. A seam also holds a hash of the source of the function that its hook was written
+for: another SGLang fails at start, not in mid-request.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -148,32 +146,8 @@ def check_version() -> None:
 
 
 def source_hash(function: Callable) -> str:
-    """The first 12 hex digits of the SHA-256 of a function's syntax tree.
-
-    Decorators, parameters and defaults are in it; comments, layout and docstrings are not.
-    """
-    source = inspect.getsource(function)
-    if source[0].isspace():  # a method; dedenting would change strings of several lines
-        source = "if True:\n" + source
-    return hashlib.sha256(repr(_outline(ast.parse(source))).encode()).hexdigest()[:12]
-
-
-def _outline(node: object) -> object:
-    """A syntax tree as nested tuples, the same in Python 3.11 to 3.13.
-
-    Empty fields are left out, since each version adds some (``type_params`` in 3.12), and so is
-    ``kind``, the ``u`` before a string.
-    """
-    if isinstance(node, list):
-        return tuple(map(_outline, node))
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = {name: value for name, value in ast.iter_fields(node) if name != "kind"}
-    documented = ast.AsyncFunctionDef, ast.FunctionDef, ast.ClassDef
-    if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-        fields["body"] = node.body[1:]
-    filled = ((name, _outline(value)) for name, value in fields.items() if value not in (None, []))
-    return type(node).__name__, *filled
+    """The first 12 hex digits of the SHA-256 of a function's source text."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
 
 
 def check_seam(seam: Seam) -> None:

@@ -169,7 +169,7 @@ def hooks() -> str:
         "the code "
         "(`docs/reference/sglang_uses.py`).\n\n"
         "* *hook*: a function of SGLang that is called *around*, *after* or that ours *replaces*. "
-        "At start its syntax tree\n  is compared with that of the pinned SGLang.\n"
+        "At start its source\n  is compared with that of the pinned SGLang.\n"
         "* *override*: a method of SGLang's that a class of ours has, too. A test compares "
         "their parameters.\n"
         "* *call*: an imported name. *field*: an attribute that is private, or that is set.\n"

@@ -12,7 +12,7 @@ from sglang_hyperdflash.seams import replace
 
 @replace(
     "sglang.kernels.ops.speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
-    "adfee8f11f73",
+    "fffc7b57bab5",
 )
 def assign_draft_cache_locs(
     req_pool_indices: torch.Tensor,
@@ -31,7 +31,7 @@ def assign_draft_cache_locs(
 
 
 @replace(
-    "sglang.kernels.ops.speculative.spec_tree:build_tree_kernel_efficient_func", "7fad01585e8a"
+    "sglang.kernels.ops.speculative.spec_tree:build_tree_kernel_efficient_func", "b137949fdf7e"
 )
 def build_chain(
     parent_list: torch.Tensor,
@@ -59,7 +59,7 @@ def build_chain(
     retrieve_next_sibling.fill_(-1)
 
 
-@replace("sglang.kernels.ops.speculative.spec_tree:verify_tree_greedy_func", "c35ecd5dc8ac")
+@replace("sglang.kernels.ops.speculative.spec_tree:verify_tree_greedy_func", "dae05d6e8dcf")
 def verify_chain_greedy(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -179,7 +179,7 @@ def _write_accepted(index: torch.Tensor, rows: torch.Tensor, accepted: torch.Ten
     index.copy_(torch.where(kept, rows[:, :depth], -1))
 
 
-@replace("sglang.kernels.ops.speculative.eagle:fill_bonus_tokens_func", "cc1e34c81631")
+@replace("sglang.kernels.ops.speculative.eagle:fill_bonus_tokens_func", "0c0844c876f9")
 def fill_bonus_tokens(
     accept_tokens: torch.Tensor,
     accept_lens: torch.Tensor,
@@ -192,7 +192,7 @@ def fill_bonus_tokens(
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
 
-@replace("sglang.kernels.ops.speculative.gather_spec_extras:gather_spec_extras", "3d88bb6dabbb")
+@replace("sglang.kernels.ops.speculative.gather_spec_extras:gather_spec_extras", "d2e35aaf6abd")
 def gather_spec_extras(
     indices: torch.Tensor,
     topk_p_buf: torch.Tensor,

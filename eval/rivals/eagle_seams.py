@@ -44,7 +44,7 @@ def _stamped(backend):
 
 
 @around(
-    "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_decode_backend", "7020e8c0c0b1"
+    "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_decode_backend", "b3cbdb7aa4df"
 )
 def draft_decode_backend(original, self):
     """A chain of torch backends: SGLang's factory knows its own backends only."""
@@ -60,7 +60,7 @@ def draft_decode_backend(original, self):
 
 @around(
     "sglang.srt.speculative.draft_utils:DraftBackendFactory.create_draft_extend_backend",
-    "e2209db3c90a",
+    "fbf02eb137b2",
 )
 def draft_extend_backend(original, self):
     """The plain torch backend on the draft's pool."""
@@ -71,7 +71,7 @@ def draft_extend_backend(original, self):
     return _stamped(TorchAttention(self.draft_model_runner))
 
 
-@after("sglang.srt.configs.model_config:resolve_spec_hidden_size", "acf82cc49b1d")
+@after("sglang.srt.configs.model_config:resolve_spec_hidden_size", "954351f24688")
 def portable_residual_width(result, hf_config, hidden_size, hc_mult):
     """EAGLE carries the portable target's whole residual, as it does DeepSeek-V4's."""
     architectures = getattr(hf_config, "architectures", None) or [""]
@@ -80,7 +80,7 @@ def portable_residual_width(result, hf_config, hidden_size, hc_mult):
     return hidden_size * hc_mult, hidden_size * hc_mult
 
 
-@replace("sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu", "02d658594cec")
+@replace("sglang.srt.arg_groups.speculative_hook:_disable_overlap_schedule_for_cpu", "5c279ce84a76")
 def keep_overlap(server_args) -> None:
     """Keep overlap scheduling: it works on this platform, and other methods run with it too."""
 

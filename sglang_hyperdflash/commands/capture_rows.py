@@ -20,7 +20,7 @@ REQUEST_PREFIX = "hyperdflash-capture-"
 @around(
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ":SchedulerBatchResultProcessor._append_prefill_hidden_states",
-    "d0873b938e4b",
+    "eaa916a9a56f",
     only_with=CAPTURE_FOLDER,
 )
 def write_prefill_residual(original, self, *args, **kwargs):

@@ -64,13 +64,6 @@ class HCGateReducer(nn.Module):
                 )
             parameter.copy_(source)
 
-    @torch.no_grad()
-    def randomise(self) -> None:
-        """Set random gates for tests, with ``x @ fn.T`` of unit size before the sigmoid."""
-        self.fn.normal_(std=self.fn.shape[1] ** -0.5)
-        self.base.zero_()
-        self.scale.fill_(1.0)
-
     def forward(self, hidden: torch.Tensor, hidden_norm: torch.Tensor | None) -> torch.Tensor:
         """Reduce ``hidden [N, m*d]`` to ``[N, d]`` in its dtype, in fp32 inside."""
         gate = self.fn, self.base, self.scale, self.path_norm

@@ -23,7 +23,7 @@ INT32 = 2**31 - 1
 
 @after(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._validate_one_request",
-    "9ed02514ad0b",
+    "913d991d7010",
 )
 def refuse_what_ends_a_server(_, self, obj: Any, input_ids: Sequence[int] | None) -> None:
     """Refuse an empty prompt, ids outside the vocabulary, and what no batch can hold.

@@ -41,13 +41,13 @@ def resolve_as(original, name: str | None, server_args, *rest):
         declare_resolution(server_args, "hyperdflash", speculative_algorithm=ALGORITHM)
 
 
-@around("sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults", "c810334ae6aa")
+@around("sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults", "1e53b5d11a08")
 def pass_admission(original, server_args, model_arch):
     """Apply V4's defaults as DSPARK: their last lines admit only EAGLE and DSPARK by name."""
     return resolve_as(original, "DSPARK", server_args, model_arch)
 
 
-@around("sglang.srt.arg_groups.deepseek_v4_hook:validate_deepseek_v41_features", "2109372ba996")
+@around("sglang.srt.arg_groups.deepseek_v4_hook:validate_deepseek_v41_features", "454d8318f6c9")
 def pass_admission_v41(original, server_args):
     """Validate V4.1 without the algorithm: SGLang admits only DSPARK.
 
@@ -71,7 +71,7 @@ def pass_admission_v41(original, server_args):
     return resolve_as(original, None, server_args)
 
 
-@after("sglang.srt.model_executor.pool_configurator:DSV4PoolConfigurator.__init__", "3ea8968f1e0f")
+@after("sglang.srt.model_executor.pool_configurator:DSV4PoolConfigurator.__init__", "bfa7e9dd41c2")
 def budget_draft_kv(result, self, kvc, *args, **kwargs):
     """Budget the drafter's real K/V bytes per full token instead of one more V4 layer.
 

@@ -25,7 +25,7 @@ CAPTURE_FOLDER = "HYPERDFLASH_CAPTURE_FOLDER"
 EXPOSED = ("HYV4ForCausalLM",)
 
 
-@after("sglang.srt.model_executor.model_runner:ModelRunner.load_model", "1a4eb8820ed6")
+@after("sglang.srt.model_executor.model_runner:ModelRunner.load_model", "bf6781e45efd")
 def expose_residual(result, runner) -> None:
     """Make a freshly loaded target of HYPERDFLASH or of a capture return its residual.
 

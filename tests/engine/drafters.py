@@ -32,7 +32,10 @@ def write_untrained(folder: Path, target: dict, shape: DrafterShape, mask_token:
     raw = drafters.draft_config(TargetFacts.from_config(target), None, shape, mask_token)
     raw["hyperdflash_config"]["gate"] = "approximate"
     drafter = Drafter(raw)
-    drafter.reducer.randomise()
+    with torch.no_grad():  # random gates, with x @ fn.T of unit size before the sigmoid
+        drafter.reducer.fn.normal_(std=drafter.reducer.fn.shape[1] ** -0.5)
+        drafter.reducer.base.zero_()
+        drafter.reducer.scale.fill_(1.0)
     rescale(drafter)
     drafter.save(folder)
     return folder

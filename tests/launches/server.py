@@ -127,7 +127,7 @@ class FakeServer:
         alone = SimpleNamespace(attn_dp_enabled=False, tp_size=1, attn_dcp_size=1)
         speculative, ours = "sglang.kernels.ops.speculative", "sglang_hyperdflash.serving"
         verify_input = "sglang.srt.speculative.dflash_info.DFlashVerifyInput"
-        stack, copying = ExitStack(), ("batch", "draft_kv.draft_kv", "verification.penalties")
+        stack, copying = ExitStack(), ("batch", "draft_kv.draft_kv")
         for place, value in {
             f"{speculative}.cache_locs._is_cuda": True,
             f"{verify_input}.prepare_for_verify": lambda *given, **k: (None, None),

@@ -20,7 +20,7 @@ KV_GIB = "HYPERDFLASH_CPU_KV_GIB"
 GIB = 1 << 30
 
 
-@replace("sglang.srt.utils.common:get_free_cpu_memory", "96c5f51c9488")
+@replace("sglang.srt.utils.common:get_free_cpu_memory", "eea369dced06")
 def memory_of_this_process() -> int:
     """Return the memory of the machine or control group less that of this process, in bytes."""
     from sglang.srt.utils.common import get_instance_memory_status
@@ -42,7 +42,7 @@ def kv_limit() -> int:
 
 @after(
     "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
-    "4d54d290be83",
+    "6ec7533cd782",
 )
 def bound_kv(result: int, self, pre_model_load_memory) -> int:
     """Limit the K/V pool to :func:`kv_limit` unless ``--max-total-tokens`` is given."""

@@ -13,7 +13,7 @@ from sglang_hyperdflash.seams import around
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
-@around("sglang.srt.distributed.bootstrap:_bind_threads_if_cpu", "a97202ca9092")
+@around("sglang.srt.distributed.bootstrap:_bind_threads_if_cpu", "edf673cd20fb")
 def ranks_share_a_node(original, *, device: str):
     """Let more ranks than NUMA nodes start; SGLang still checks an explicit binding.
 
@@ -22,7 +22,7 @@ def ranks_share_a_node(original, *, device: str):
     return original(device=device) if THREADS_BIND in os.environ else None
 
 
-@around("sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp", "7ea0f5579da6")
+@around("sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp", "fcbd518636d1")
 def unpadded_heads(original, model_config, load_config, tp_size: int):
     """Keep the config, so that K/V heads which do not divide are replicated as on a GPU.
 
@@ -33,7 +33,7 @@ def unpadded_heads(original, model_config, load_config, tp_size: int):
 
 
 @around(
-    "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor", "5d02718ce1e7"
+    "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor", "6c3b3198a56c"
 )
 def gather_over_gloo(original, self, output, input):
     """Concatenate ``input`` of all ranks into ``output`` on the path of SGLang's CPU engine.

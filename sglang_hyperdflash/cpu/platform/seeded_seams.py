@@ -8,7 +8,7 @@ from sglang_hyperdflash.seams import replace
 from triton_ops.gumbel import hash32
 
 
-@replace("sglang.kernels.ops.sampling.murmur_hash:murmur_hash32", "e64f1438fc8f")
+@replace("sglang.kernels.ops.sampling.murmur_hash:murmur_hash32", "b3fb6ecfaff0")
 def torch_murmur_hash(seed, positions, col_indices):
     """Compute ``murmur_hash32``, ``[n, m]`` int64; SGLang's CPU form needs sgl_kernel."""
     signed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed
@@ -17,7 +17,7 @@ def torch_murmur_hash(seed, positions, col_indices):
 
 @replace(
     "sglang.srt.model_executor.model_runner:ModelRunner.maybe_enable_batch_invariant_mode",
-    "aed9bf16c7b5",
+    "50c417a13a23",
 )
 def keep_matrix_products(self):
     """Keep torch's products; SGLang's batch-invariant ones are Triton kernels.
@@ -26,7 +26,7 @@ def keep_matrix_products(self):
     """
 
 
-@replace("sglang.srt.models.dflash:_radix_topk", "557d40442b7a")
+@replace("sglang.srt.models.dflash:_radix_topk", "36f02c6d2f2b")
 def torch_topk(scores, k):
     """Return the values and ids of each row's k largest; FlashInfer's kernel needs CUDA."""
     return torch.topk(scores, k, dim=-1)

@@ -26,7 +26,7 @@ def extend_cache_locs(
     return req_to_token[req_pool_indices.long()[:, None], columns].reshape(-1).long()
 
 
-@replace("sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func", "38afebdebbbc")
+@replace("sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func", "fdbe87d4a60c")
 def assign_req_to_token_pool(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -47,7 +47,7 @@ def assign_req_to_token_pool(
 
 
 @replace(
-    "sglang.kernels.ops.speculative.fused_kv_materialize:_fused_norm_rope_stacked", "c7a956787248"
+    "sglang.kernels.ops.speculative.fused_kv_materialize:_fused_norm_rope_stacked", "50887806aa49"
 )
 def norm_rope_stacked(
     kv: torch.Tensor,

@@ -11,7 +11,7 @@ from sglang_hyperdflash.serving.settings import read_pool_ratio
 INDEX_BYTES = 8
 
 
-@around("sglang.srt.model_executor.pool_configurator:_dflash_draft_cell_size", "915e68192bba")
+@around("sglang.srt.model_executor.pool_configurator:_dflash_draft_cell_size", "1b69046a6e94")
 def draft_cell_size(original, kvc) -> int:
     """Bytes per target token of the draft's pool, fewer for a windowed drafter.
 

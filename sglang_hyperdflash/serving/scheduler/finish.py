@@ -17,7 +17,7 @@ NAN_MATCHED = "NaN happened"
 _warned = False
 
 
-@around("sglang.srt.managers.schedule_batch:Req.update_finish_state", "3ae4054e08ea")
+@around("sglang.srt.managers.schedule_batch:Req.update_finish_state", "e351e67cbe30")
 def finish_as_one_by_one(original, self, new_accepted_len: int = 1) -> None:
     """End a request, and its reasoning's count, where decoding one by one would.
 
@@ -85,7 +85,7 @@ def finish_token_by_token(original, self, new_accepted_len: int) -> None:
     return None
 
 
-@around("sglang.srt.session.session_controller:Session.create_req", "e06f376a3dff")
+@around("sglang.srt.session.session_controller:Session.create_req", "5ab6558cdd5b")
 def end_turns_at_their_stop(original, self, *args, **kwargs):
     """Make a session's request; the answers before it lose what their blocks held after the end.
 
@@ -101,7 +101,7 @@ def end_turns_at_their_stop(original, self, *args, **kwargs):
 @around(
     "sglang.srt.managers.scheduler_components.logprob_result_processor"
     ":SchedulerLogprobResultProcessor.add_logprob_return_values",
-    "a59f17cd8267",
+    "996e41eb3f6c",
 )
 def no_logprob_without_a_token(original, self, i, req, *args, **kwargs) -> int:
     """Drop the logprob of a token that was not asked for, with ``max_new_tokens`` 0.

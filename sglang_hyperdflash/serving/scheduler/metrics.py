@@ -136,7 +136,7 @@ class Metrics:
             counter.inc(reached)
 
 
-@after("sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor", "d8e5bb476566")
+@after("sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor", "de5d77fb9b95")
 def start_counting(_, self) -> None:
     """Create the families, so that every series exists before the first request.
 
@@ -156,7 +156,7 @@ def start_counting(_, self) -> None:
 @after(
     "sglang.srt.managers.scheduler_components.metrics_reporter"
     ":SchedulerMetricsReporter.update_spec_metrics",
-    "c373b3571486",
+    "c44da490c47f",
 )
 def rate_what_was_drafted(_, self, *counts, **more) -> None:
     """Make the accept rate that SGLang logs and exports that of the drafts of all widths.
@@ -171,7 +171,7 @@ def rate_what_was_drafted(_, self, *counts, **more) -> None:
 
 @after(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics",
-    "ee7396caabc7",
+    "8f1657dbeea4",
 )
 def count_an_answers_drafts(_, self, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
     """Replace an answer's number of proposed drafts, which SGLang takes for whole blocks."""

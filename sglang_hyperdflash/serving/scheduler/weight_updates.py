@@ -46,7 +46,7 @@ LOAD_FORMATS = (None, "flattened_bucket")
 @around(
     "sglang.srt.managers.scheduler_components.weight_updater"
     ":SchedulerWeightUpdaterManager._select_runners",
-    "ea3832c5abd6",
+    "778803c5ed26",
 )
 def target_by_default(original, self, selector: str = "all") -> list[tuple[str, Any]]:
     """The target's runner, unless a request selects the draft.
@@ -67,7 +67,7 @@ def target_by_default(original, self, selector: str = "all") -> list[tuple[str, 
 @around(
     "sglang.srt.managers.scheduler_components.weight_updater"
     ":SchedulerWeightUpdaterManager.check_weights",
-    "92aa98b2e3cd",
+    "f7c2707ec767",
 )
 def read_what_is_selected(original, self, recv_req) -> Any:
     """Look at both models' weights, and record on; of these actions ``reset_tensors`` writes."""
@@ -79,7 +79,7 @@ def read_what_is_selected(original, self, recv_req) -> Any:
 @around(
     "sglang.srt.model_executor.model_runner_components.weight_updater"
     ":WeightUpdater.update_weights_from_tensor",
-    "a15e7d279045",
+    "301123886073",
 )
 def answer_wrong_tensors(original, self, named_tensors, load_format=None) -> tuple[bool, str]:
     """Answer with what is wrong with a drafter's tensors: an exception would end the server."""
@@ -95,7 +95,7 @@ def answer_wrong_tensors(original, self, named_tensors, load_format=None) -> tup
 
 @around(
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_weights_from_disk",
-    "7fc432ba994a",
+    "ee343564f0ad",
 )
 async def send_drafter_at_once(original, self, obj, request=None) -> tuple[bool, str, int]:
     """Send a drafter's folder to the schedulers without waiting for running requests.
@@ -121,7 +121,7 @@ async def send_drafter_at_once(original, self, obj, request=None) -> tuple[bool,
 @around(
     "sglang.srt.managers.scheduler_components.weight_updater"
     ":SchedulerWeightUpdaterManager.update_weights_from_disk",
-    "30543aea94f3",
+    "7dea681e1eed",
 )
 def load_target_or_drafter(original, self, recv_req) -> Any:
     """Load a drafter into the draft model; its version is the request's ``token_step``.

@@ -13,7 +13,7 @@ own_dtype = {ALGORITHM}
 @after(
     "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
     ":resolve_spec_aux_hidden_state_config",
-    "f7606bcecd55",
+    "4c68279a2634",
 )
 def suppress_aux_capture(config, *args, **kwargs):
     """Keep the pre-collapse residual, unless the drafter's source is captured layers.
@@ -30,7 +30,7 @@ def suppress_aux_capture(config, *args, **kwargs):
     return config
 
 
-@after("sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs", "8180a08c94fc")
+@after("sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs", "2fb8dbbf8d79")
 def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
     """Cast draft input embeddings to the draft's dtype, not always to bfloat16.
 
@@ -42,7 +42,7 @@ def keep_draft_embedding_dtype(kwargs, self, forward_batch, *args, **rest):
     return kwargs
 
 
-@after("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "8a67a4f8bf10")
+@after("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "a42a90b1f003")
 def room_for_two_blocks(result: int) -> int:
     """Columns of ``req_to_token`` past the context for all that a round reserves.
 
@@ -57,7 +57,7 @@ def room_for_two_blocks(result: int) -> int:
     return result
 
 
-@after("sglang.srt.managers.tp_worker:TpModelWorker.get_worker_info", "4f2c7bfa5a36")
+@after("sglang.srt.managers.tp_worker:TpModelWorker.get_worker_info", "12e6cdfc4b57")
 def end_requests_early(info: tuple, self) -> tuple:
     """Shorter limits of requests where every round is a whole block.
 
@@ -68,7 +68,7 @@ def end_requests_early(info: tuple, self) -> tuple:
 
 
 @after(
-    "sglang.srt.disaggregation.common.conn:CommonKVManager._resolve_rank_mapping", "eef08bf90a27"
+    "sglang.srt.disaggregation.common.conn:CommonKVManager._resolve_rank_mapping", "48417ed180d7"
 )
 def refuse_unequal_nodes(_, self, info) -> None:
     """Refuse a prefill node whose ranks hold other heads of the drafter's K/V than this node's.

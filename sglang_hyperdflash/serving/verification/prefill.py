@@ -85,7 +85,7 @@ def _samples(runner: Any = None) -> bool:
 
 @around(
     "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.__init__",
-    "68677351b8de",
+    "1cc29c6b4742",
 )
 def without_penalties(original, self, vocab_size, batch, penalizers):
     """A batch of ours has no penalizer of SGLang's: ours are exact inside a block."""
@@ -94,7 +94,7 @@ def without_penalties(original, self, vocab_size, batch, penalizers):
     return original(self, vocab_size, batch, penalizers)
 
 
-@around("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits", "091be992a929")
+@around("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits", "26580ccf84f3")
 def penalise_prefill(original, self, logits_output, sampling_info, observer=None):
     """Apply a prefill's penalties and ``min_new_tokens`` before grammar and bias."""
     if _samples(self):
@@ -105,14 +105,14 @@ def penalise_prefill(original, self, logits_output, sampling_info, observer=None
     return original(self, logits_output, sampling_info, observer=observer)
 
 
-@around("sglang.srt.model_executor.model_runner:ModelRunner.sample", "524ba830a319")
+@around("sglang.srt.model_executor.model_runner:ModelRunner.sample", "ee4f0890d19d")
 def sample_prefill(original, self, logits_output, forward_batch):
     """Count the tokens a prefill has drawn, for later penalties."""
     tokens = original(self, logits_output, forward_batch)
     return _sampler.end(tokens) if _samples(self) else tokens
 
 
-@around("sglang.srt.layers.sampler:Sampler._preprocess_logits", "7f9c924ec6bc")
+@around("sglang.srt.layers.sampler:Sampler._preprocess_logits", "510aab35bf49")
 def read_final_logits(original, self, logits, sampling_info):
     """Read the logits that SGLang samples from."""
     logits = original(self, logits, sampling_info)
@@ -121,7 +121,7 @@ def read_final_logits(original, self, logits, sampling_info):
     return logits
 
 
-@around("sglang.srt.layers.sampler:Sampler._sample_from_probs", "9ec12e2a6d1a")
+@around("sglang.srt.layers.sampler:Sampler._sample_from_probs", "c90023f0fa9c")
 def draw_prefill(original, self, probs, sampling_info, positions, simple_sampling_case):
     """Draw by hashed noise over vocabulary ids, as without speculation.
 
@@ -140,7 +140,7 @@ def draw_prefill(original, self, probs, sampling_info, positions, simple_samplin
     return tokens, _SamplingMaskCapture(asked, None, selected_weight=None, batch_rows=rows)
 
 
-@after("sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch", "a6dece490f1e")
+@after("sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch", "9d2b6455eb40")
 def process_results_first(disabled: bool, self, batch, last_batch) -> bool:
     """Process a round's result before the next one starts if that has a custom logit processor.
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from sglang_hyperdflash.draft.adjust import Adjustments
 from sglang_hyperdflash.draft.propose import Candidates, Draws, propose
-from sglang_hyperdflash.serving.batch import BatchRequests, RequestState
+from sglang_hyperdflash.serving.batch import BatchRequests, GeneratedCounts, RequestState
 from sglang_hyperdflash.serving.verification.exact import Committed
-from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, one, verified
 from triton_ops import verification
 from triton_ops.gumbel import block_seeds

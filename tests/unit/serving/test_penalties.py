@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from sglang_hyperdflash.draft.adjust import UNLIKELY, Adjustments, adjust_candidates, adjust_rows
+from sglang_hyperdflash.serving.batch import GeneratedCounts
 from sglang_hyperdflash.serving.verification import prefill
-from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
 from sglang_hyperdflash.serving.verification.prefill import PrefillSampler
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 

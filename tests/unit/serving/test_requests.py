@@ -10,8 +10,13 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hyperdflash.serving import batch as batch_module
-from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, Seeds, end_tokens
-from sglang_hyperdflash.serving.verification.penalties import GeneratedCounts
+from sglang_hyperdflash.serving.batch import (
+    BatchRequests,
+    GeneratedCounts,
+    RequestState,
+    Seeds,
+    end_tokens,
+)
 
 
 class Request(Req):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_hyperdflash.draft.published import Version, current, refuse
+from sglang_hyperdflash.draft.published import Version, current, withdraw
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, DRAFTER, POSITION
 from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER as FORMAT
 from sglang_hyperdflash.tools.errors import HyperDFlashError
@@ -135,7 +135,8 @@ class Servers:
                 f"its first drafts were accepted less often ({total}) than those of version "
                 f"{self.previous.number} before it ({self.before})."
             )
-            refuse(self.published, self.version.number, reason)
+            if self.version.path.is_dir():
+                withdraw(self.published, self.version.number, reason)
             self._say(f"version {self.version.number} is withdrawn: {reason}")
             self._switch(self.previous, None)
         elif newest.number > self.version.number and (

@@ -1,12 +1,12 @@
 """Published drafters: a folder of numbered versions, and one pointer to the newest.
 
     FOLDER/000001/   an ordinary drafter folder, and version.json with the SHA-256 of its files
-    FOLDER/000001/refused   why a server refused the version, if one did
+    FOLDER/000001/withdrawn   why the learner has withdrawn it, if it has
     FOLDER/current   the newest version's name; replaced atomically, after its files are on disk
 
 The files of a version never change once ``current`` names it, and a partly written version is never
-named, so no reader sees one. The newest few versions stay on disk. After a server has refused a
-version the one before is current, for learners and for every server.
+named, so no reader sees one. The newest few versions stay on disk. When a version is withdrawn, the
+one before it is current.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_hyperdflash.tools.atomic import replacing, write_failed, write_json,
 from sglang_hyperdflash.tools.checksum import file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-POINTER, MANIFEST, REFUSED = "current", "version.json", "refused"
+POINTER, MANIFEST, WITHDRAWN = "current", "version.json", "withdrawn"
 CONFIG = "config.json"
 DIGITS = 6
 # The number of whole versions that stay in the folder.
@@ -38,9 +38,9 @@ class Version:
     number: int
     path: Path
 
-    def is_refused(self) -> bool:
-        """Whether a server has refused the version."""
-        return (self.path / REFUSED).is_file()
+    def is_withdrawn(self) -> bool:
+        """Whether it drafted worse than the one before it."""
+        return (self.path / WITHDRAWN).is_file()
 
     def check(self) -> None:
         """Compare every file with its SHA-256.
@@ -129,7 +129,7 @@ def publish(folder: Path, drafter: Path) -> int:
 
 
 def current(folder: Path) -> Version | None:
-    """Return the newest version that no server has refused, or None.
+    """Return the newest version that is not withdrawn, or None.
 
     Raises:
         HyperDFlashConfigError: the pointer cannot be read, or names no version.
@@ -149,17 +149,17 @@ def current(folder: Path) -> Version | None:
             "a drafter again."
         )
     version = Version(int(name), folder / name)
-    if not version.is_refused():
+    if not version.is_withdrawn():
         return version
     older = (n for n in reversed(_numbers(folder)) if n < version.number and _is_whole(folder, n))
     versions = (Version(number, folder / _name(number)) for number in older)
-    return next((version for version in versions if not version.is_refused()), None)
+    return next((version for version in versions if not version.is_withdrawn()), None)
 
 
-def refuse(folder: Path, number: int, reason: str) -> None:
-    """Mark a version as refused by a server, with the reason.
+def withdraw(folder: Path, number: int, reason: str) -> None:
+    """Mark a version as withdrawn, with the reason.
 
     Raises:
         WriteFailed: the folder cannot be written.
     """
-    write_text(folder / _name(number) / REFUSED, reason + "\n")
+    write_text(folder / _name(number) / WITHDRAWN, reason + "\n")

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_hyperdflash.draft import published
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.draft.published import Version, current, publish, refuse
+from sglang_hyperdflash.draft.published import Version, current, publish, withdraw
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from tests.conftest import EXAMPLE
@@ -69,12 +69,12 @@ def test_a_version_that_a_server_has_left_is_not_current(tmp_path):
     for _ in range(3):
         publish(tmp_path, DRAFTER)
     for number, expected in ((3, 2), (1, 2), (2, None)):
-        refuse(tmp_path, number, "it is worse")
+        withdraw(tmp_path, number, "it is worse")
         version = current(tmp_path)
         assert (version and version.number) == expected
     assert publish(tmp_path, DRAFTER) == 4 and current(tmp_path).number == 4
     for _ in range(3):  # the current one stays, however old
-        refuse(tmp_path, publish(tmp_path, DRAFTER), "it is worse")
+        withdraw(tmp_path, publish(tmp_path, DRAFTER), "it is worse")
         assert current(tmp_path).number == 4 and current(tmp_path).check() is None
 
 

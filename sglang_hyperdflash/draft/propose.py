@@ -46,13 +46,14 @@ class Draws:
 
     Attributes:
         seeds: ``[bs]`` int64.
-        seeded: ``[bs]`` bool, whether the client set the seed; then verification is coupled.
-        any_unseeded: whether a request that is not greedy is unseeded, known on the host.
+        client_seeded: ``[bs]`` bool, whether the client set the seed: verified coupled.
+        any_by_block: whether a sampled request has a seed of ours: verified by blocks. Known on
+            the host.
     """
 
     seeds: torch.Tensor
-    seeded: torch.Tensor
-    any_unseeded: bool = True
+    client_seeded: torch.Tensor
+    any_by_block: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def propose(
     tables = (None, None) if head is None else (head.predecessor, head.successor)
     tokens, q, choice = propose_op(
         *(candidates.ids, candidates.scores, None if head is None else candidates.gates, *tables),
-        *(block_tokens, draws.seeds, draws.seeded, positions),
+        *(block_tokens, draws.seeds, draws.client_seeded, positions),
         *(s.temperatures, s.top_ks, s.top_ps, s.min_ps, draft_temperature),
         *(s.filters, s.any_sequential, *adjustments.tensors),
     )

@@ -153,7 +153,7 @@ def read_rows(
             all others with noise of their own that no block uses.
     """
     statistics = row_statistics(
-        *(logits, sampling.temperatures, sampling.top_ks, draws.seeded, draws.seeds),
+        *(logits, sampling.temperatures, sampling.top_ks, draws.client_seeded, draws.seeds),
         *(positions, kept, all_draw),
     )
     return Rows(statistics[0], logits, kept, *statistics[1:])
@@ -179,12 +179,12 @@ def verify_block(
         What ranks share, of :func:`unpack`.
     """
     target = rows.logits, rows.kept, rows.tokens, rows.largest, rows.total, block_tokens
-    requests = sampling.temperatures, sampling.top_ks, draws.seeded, draws.seeds, positions
+    requests = sampling.temperatures, sampling.top_ks, draws.client_seeded, draws.seeds, positions
     ids, q, choice = (None,) * 3
     if proposal is not None:
         ids, q, choice = proposal.ids, proposal.q, proposal.choice
     correct_drafts, weight = accept(*target, ids, q, choice, *requests, vocabulary)
-    drawn = proposal is not None and draws.any_unseeded
+    drawn = proposal is not None and draws.any_by_block
     return finish(*target, ids, q, correct_drafts, weight, *requests, drawn, vocabulary)
 
 

@@ -162,7 +162,7 @@ def test_a_block_is_verified_by_the_book():
         committed = verified(*given)
     q = torch.zeros(400, DRAFTS, VOCAB).scatter_(2, proposal.ids, proposal.q).double()
     p = logits.double().softmax(-1)
-    own = block_seeds(draws.seeds, draws.seeded, positions[:, 0]).unsqueeze(1)
+    own = block_seeds(draws.seeds, draws.client_seeded, positions[:, 0]).unsqueeze(1)
     u = verification.coins(own.expand(400, DRAFTS), positions[:, :-1])
     blocks = zip(p.tolist(), q.tolist(), proposal.tokens.tolist(), u.tolist(), strict=True)
     accepted, left = zip(*(by_the_book(*block) for block in blocks), strict=True)
@@ -194,7 +194,7 @@ def test_a_block_ends_at_its_first_broken_row(kind):
     assert committed.next_anchors.tolist() == [0, 0, 0, 0, 4, 0], "the next round may already run"
     # Each row as a block without drafts.
     rows = (each.reshape(-1, 1, *each.shape[2:]) for each in (logits, block, positions))
-    draws = Draws(*(each.repeat_interleave(width) for each in (draws.seeds, draws.seeded)))
+    draws = Draws(*(each.repeat_interleave(width) for each in (draws.seeds, draws.client_seeded)))
     committed = verified(*rows, None, sampling.repeated(width), draws)
     assert (committed.tokens == VOCAB).nonzero()[:, 0].tolist() == [4, 10, 15, 18]
 

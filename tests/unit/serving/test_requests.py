@@ -72,7 +72,7 @@ def test_a_block_that_is_drafted_again_after_a_retraction_has_other_noise(determ
         again = gather(requests)
         assert again.draws.seeds[0] != first.draws.seeds[0], count
         assert again.draws.seeds[1] == 5, "the client's"
-        assert again.draws.seeded.tolist() == [False, True]
+        assert again.draws.client_seeded.tolist() == [False, True]
 
 
 def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
@@ -83,9 +83,9 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
     assert not batch.same(requests, places_of(requests, [5, 2, 8]))
     assert not batch.same(requests[::-1], places_of(requests[::-1], [5, 2, 7]))
     assert not batch.same(requests[:2], places_of(requests[:2], [5, 2]))
-    assert batch.draws.seeded.tolist() == [False, False, True] and batch.draws.any_unseeded
+    assert batch.draws.client_seeded.tolist() == [False, False, True] and batch.draws.any_by_block
     # Of the requests that sample: the first has no seed, but is greedy.
-    assert not gather(requests[::2]).draws.any_unseeded
+    assert not gather(requests[::2]).draws.any_by_block
     # What changes a greedy request's logits makes its block more than an argmax.
     assert gather(requests[:1]).argmax_only and not batch.argmax_only
     for changed in ({"repetition_penalty": 1.1}, {"logit_bias": {"7": 2.0}}):

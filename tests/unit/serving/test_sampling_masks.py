@@ -58,7 +58,11 @@ def test_a_prefill_s_sampling_mask_is_of_its_own_row_and_outlives_a_broken_one(m
     """SGLang's depends on another request's min-p, and its draw raises at a row of NaN."""
     filters = {"top_ks": [2, 4, 4], "top_ps": [0.5, 1.0, 1.0]}
     requests = requests_of(monkeypatch, "flashinfer", [0.0, 0.1, 0.0], **filters)
-    requests.draws.seeded, probs, drawn = torch.zeros(3, dtype=torch.bool), PROBS.clone(), set()
+    requests.draws.client_seeded, probs, drawn = (
+        torch.zeros(3, dtype=torch.bool),
+        PROBS.clone(),
+        set(),
+    )
     probs[2] = torch.nan
     sampler = prefill.PrefillSampler(None, SimpleNamespace(current=requests), verifier_of(4))
     sampler.read(probs.log(), sampled=True)

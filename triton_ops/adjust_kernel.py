@@ -104,9 +104,6 @@ def launch(
         raise ValueError(f"logits must have unit column stride, found {logits.stride()}")
     if logits.numel() == 0:
         return
-    for tensor in (block_tokens, positions, counts, slots, penalties, end_ids, earliest, bias):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"expected contiguous tensors, found strides {tensor.stride()}")
     for table in (counts, bias):
         if table is not None and table.shape[-1] != vocabulary:
             raise ValueError(f"expected rows of {vocabulary} tokens, found {tuple(table.shape)}")

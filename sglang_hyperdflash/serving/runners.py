@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """What every tensor-parallel rank gives, in their order.
+
+    Seam: ``GroupCoordinator.all_gather_object``; control requests reach all ranks of this group.
+    """
+    group = get_parallel().tp_group
+    return group.all_gather_object(value) if group.world_size > 1 else [value]
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ class ServerSettings:
         """Refuse nodes whose rounds, pools or operators would differ from this one's.
 
         Args:
-            gather: what every rank gives, in their order; seam:
-                ``GroupCoordinator.all_gather_object``.
+            gather: ``runners.from_all_ranks``.
 
         Raises:
             HyperDFlashConfigError: on every rank, so that all of them end.

@@ -33,7 +33,7 @@ from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftK
 from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
 from sglang_hyperdflash.serving.drafting.replace import read_drafter, rebuild
 from sglang_hyperdflash.serving.record.start import start_recording
-from sglang_hyperdflash.serving.runners import Runners
+from sglang_hyperdflash.serving.runners import Runners, from_all_ranks
 from sglang_hyperdflash.serving.scheduler.metrics import Metrics
 from sglang_hyperdflash.serving.settings import FULL, WidthSetting, read_settings
 from sglang_hyperdflash.serving.startup.operators import check_operators
@@ -95,9 +95,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         check_pair(runners)
         self.block, config = runners.block, self.draft_model.hyperdflash_config
         settings = read_settings(self.block, config.causal)
-        group = get_parallel().tp_group
-        if group.world_size > 1:
-            settings.check_ranks_agree(group.all_gather_object)
+        settings.check_ranks_agree(from_all_ranks)
         self._overlap = not server_args.disable_overlap_schedule
         self._prefills_only = server_args.disaggregation_mode == "prefill"
         self._width_1_allowed = not whole_blocks_only()
@@ -114,7 +112,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.verifier = Verifier(runners)
         prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
         width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
-        self.width_control = WidthController(width, self.block, alone=group.world_size == 1)
+        self.width_control = WidthController(width, self.block, alone=get_parallel().tp_size == 1)
         self.lanes = Lanes(
             runners,
             self.draft_step.buffers,
@@ -137,13 +135,12 @@ class HyperDFlashWorker(DFlashWorkerV2):
     def _check_operators(self) -> None:
         # Rounds of width 1 come with every setting: custom processors, the ends of contexts.
         widths = {1} if self._prefills_only else {1, *self.width_control.setting.built(self.block)}
-        group = get_parallel().tp_group
         check_operators(
             self.draft_model,
             self.draft_step.candidates,
             self.runners.vocabulary,
             sorted(widths),
-            group.all_gather_object if group.world_size > 1 else None,
+            from_all_ranks,
         )
 
     # A forward pass.
@@ -277,9 +274,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         Raises:
             HyperDFlashConfigError: it does not fit, or a rank cannot read it. No rank has changed.
         """
-        group = get_parallel().tp_group
-        gather = group.all_gather_object if group.world_size > 1 else None
-        self.draft_model.replace_weights(read_drafter(folder, self.draft_model, gather))
+        self.draft_model.replace_weights(read_drafter(folder, self.draft_model, from_all_ranks))
         logger.info("HYPERDFLASH: drafting with version %d, of %s", version, folder)
         if self.metrics is not None:
             self.metrics.drafter_version.set(version)

@@ -21,12 +21,12 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
 def read_drafter(
-    folder: str, model: Any, gather: Callable[[str], list[str]] | None = None
+    folder: str, model: Any, gather: Callable[[str], list[str]]
 ) -> dict[str, torch.Tensor]:
     """The tensors of a drafter in host memory, checked against the served draft ``model``.
 
     Args:
-        gather: what is wrong with them on each rank, or "", of all ranks; None for one rank.
+        gather: gives what is wrong with them on every rank, "" where nothing is.
 
     Raises:
         HyperDFlashConfigError: on every rank, if one of them cannot use the drafter.
@@ -47,7 +47,7 @@ def read_drafter(
         tensors = dict(checked_tensors(stored, expected_tensors(model.raw_config, served)))
     except (HyperDFlashConfigError, OSError, SafetensorError) as error:
         wrong = f"{folder}: {error}"
-    for each in [wrong] if gather is None else gather(wrong):
+    for each in gather(wrong):
         if each:
             raise HyperDFlashConfigError(each)
     return tensors

@@ -50,13 +50,13 @@ def check_operators(
     candidates: int,
     vocabulary: int,
     widths: Sequence[int],
-    gather: Callable[[dict[str, str]], Iterable[dict[str, str]]] | None = None,
+    gather: Callable[[dict[str, str]], Iterable[dict[str, str]]],
 ) -> None:
     """Build every kernel that rounds need; those that are wrong here run their reference instead.
 
     Args:
         draft: the loaded drafter. widths: of rounds, ascending.
-        gather: all ranks' differences; they replace the same operators. None for one rank.
+        gather: gives all ranks' differences; they replace the same operators.
     """
     if operator.ALL in operator.reference_operators:
         return
@@ -67,7 +67,7 @@ def check_operators(
         for kind, some in ((RANDOM, widths), (TIES, [max(widths)]), (BROKEN, [max(widths)])):
             comparison.exact = kind == TIES and draft.dependency is None  # of a head's sums none is
             rehearse(draft.dependency, candidates, vocabulary, some, norm.device, kind)
-    by_rank = [comparison.wrong] if gather is None else gather(comparison.wrong)
+    by_rank = gather(comparison.wrong)
     for name, difference in {k: v for wrong in by_rank for k, v in wrong.items()}.items():
         operator.reference_operators.add(name)
         logger.warning(

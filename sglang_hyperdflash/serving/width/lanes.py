@@ -24,7 +24,7 @@ from sglang.srt.utils import is_cuda
 
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers
-from sglang_hyperdflash.serving.runners import Runners
+from sglang_hyperdflash.serving.runners import Runners, from_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +149,7 @@ class Lanes:
         if not (is_cuda() and captured(runner)):
             return True
         runners, group = self.runners, get_parallel().tp_group
-        taken = sum(runner.graph_memory_usage.values())
-        if group.world_size > 1:
-            taken = max(group.all_gather_object(taken))
+        taken = max(from_all_ranks(sum(runner.graph_memory_usage.values())))
         free = runners.tp_sync.available_memory_gb(
             SpecTpSyncSite.DFLASH_MEM, runners.device, runners.gpu_id, group=group
         )

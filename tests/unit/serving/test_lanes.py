@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.arg_groups.overrides import field_names
 from sglang.srt.server_args import ServerArgs
 
+from sglang_hyperdflash.serving import runners as runners_module
 from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.settings import WIDTHS, read_width
 from sglang_hyperdflash.serving.width import lanes as lanes_module
@@ -55,7 +56,8 @@ def runners(monkeypatch):
     settings.override = partial(mock.patch.multiple, settings)
     ranks = SimpleNamespace(world_size=1)
     monkeypatch.setattr(lanes_module, "get_spec", lambda: settings)
-    monkeypatch.setattr(lanes_module, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
+    for module in (lanes_module, runners_module):
+        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
     monkeypatch.setattr(lanes_module, "draft_tp_context", lambda layout: nullcontext())
     monkeypatch.setattr(lanes_module, "is_cuda", lambda: True)
     found = SimpleNamespace(

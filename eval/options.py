@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
@@ -18,7 +17,7 @@ from eval.prompts import BENCHMARKS, load
 from eval.runner import Cell, Plan, with_noise_floor
 from eval.serving import FOLDER, Study
 from sglang_hyperdflash.tools.command_line import Parser
-from sglang_hyperdflash.tools.server_process import API_KEY, comparable_arguments
+from sglang_hyperdflash.tools.server_process import add_key_option, comparable_arguments
 
 DRAFTS = tuple(dict.fromkeys(kind.draft_option for kind in KINDS.values() if kind.draft_option))
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
@@ -60,7 +59,7 @@ def _add_servers(parser: argparse.ArgumentParser, server_args: str = "") -> None
     text = f"arguments of every server, as one text{'' if server_args else ' (default: none)'}"
     add("--server-args", type=shlex.split, default=server_args, help=text)
     add("--threads", type=int, help="OpenMP threads of a server (default: the environment's)")
-    add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
+    add_key_option(parser)
     add("--start-minutes", type=float, default=15.0, help="how long a server may take to start")
 
 
@@ -160,8 +159,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     if suite := getattr(args, "suite", None):
         args = parser(SUITES[suite]).parse_args(argv)
-    if getattr(args, "api_key", None):
-        os.environ[API_KEY] = args.api_key
     if "target" in args and not args.target:
         raise EvalError("--target is needed: the folder or hub id of the target.")
     counts = ("num_prompts", "max_new_tokens", "rounds", "prompts_per_level", "concurrency")

@@ -75,13 +75,13 @@ def nextn_tensors(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """The ``mtp.0.*`` tensors under the core's names."""
-    own = ("e_proj.", "h_proj.", "enorm", "hnorm", "norm.", "hc_head_")
+    of_core = ("e_proj.", "h_proj.", "enorm", "hnorm", "norm.", "hc_head_")
     for name, tensor in weights:
         name = name.removeprefix("model.")
         if not name.startswith(NEXTN_PREFIX):
             continue
         name = name.removeprefix(NEXTN_PREFIX)
-        if name.startswith(own):
+        if name.startswith(of_core):
             yield name.replace("norm.weight", "norm"), tensor
         else:
             yield f"layer.{name}", tensor

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import re
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ import torch
 from eval.client import Answer, Sampling, converse, converse_all
 from exchanges import FAMILIES
 from sglang_hyperdflash.cli import main as hyperdflash
+from sglang_hyperdflash.commands.servers import read_metrics
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.acceptance import accept_length
 from sglang_hyperdflash.tools.atomic import write_json, write_text
@@ -64,7 +64,6 @@ LEARN = (
 )
 SEEN = ("trace", "subtraction", "order", "multiplication", "count")
 UNSEEN = ("units", "addition", "facts")
-VERSION = re.compile(r"^hyperdflash:drafter_version\{.*\} (\S+)$", re.M)
 POISONED_REQUESTS, POISONED_MINUTES = 400, 1.0
 # Accept length that must be reached within half an hour.
 LEARNED = 3.0
@@ -186,10 +185,9 @@ def new_draft(folder: Path, seed: int) -> None:
         raise SystemExit(2)
 
 
-def version_in_use(url: str) -> int:
+def version_in_use(url: str) -> int | None:
     """The version that the server drafts with."""
-    (version,) = VERSION.findall(requests.get(f"{url}/metrics", timeout=30).text)
-    return int(float(version))
+    return read_metrics(requests.get(f"{url}/metrics", timeout=30).text)[0]
 
 
 def poisoned_version(traffic: Traffic, folder: Path, published: Path) -> dict[str, Any]:

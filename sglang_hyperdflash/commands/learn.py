@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
-from sglang_hyperdflash.tools.server_process import API_KEY
+from sglang_hyperdflash.tools.server_process import add_key_option
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget
@@ -140,7 +139,7 @@ def add_parser(commands) -> None:
     add("--work", type=Path, required=True, help="folder of this run's states and logs")
     text = "URL of a server that gets the versions, started with --enable-metrics; repeatable"
     add("--server", action="append", type=server_url, default=[], help=text)
-    add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
+    add_key_option(parser)
     positive = number(float, "above 0", lambda x: x > 0)
     recipe, policy = Recipe(), Policy()
     add("--lr", type=positive, default=1e-3, help="learning rate of AdamW after the warm-up")
@@ -163,8 +162,6 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Learn until a signal ends it."""
     check_reporters(REPORT_TO)
-    if args.api_key:
-        os.environ[API_KEY] = args.api_key
     with processes(args) as (world, device), ExitStack() as held:
         world.on_main(lambda: hold(args, held))
         learn(args, world, device, held)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.tools.server_process import API_KEY
+from sglang_hyperdflash.tools.server_process import add_key_option
 from sglang_hyperdflash.training.conversations import joined, parse_conversation
 from sglang_hyperdflash.training.rows import SOURCES, STRICT
 
@@ -141,7 +140,7 @@ def add_parser(commands) -> None:
     text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
     add("--concurrency", type=most, default=32, help=text)
     add("--limit", type=COUNT, help="how many rows to read (default: all)")
-    add("--api-key", help=f"key of the servers' API (default: the variable {API_KEY})")
+    add_key_option(parser)
     add("--strict", action="store_true", help=STRICT)
     text = "arguments of the chat template as JSON, for example '{\"thinking\": true}'"
     add("--template-args", default="{}", help=text)
@@ -150,8 +149,6 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet."""
-    if args.api_key:
-        os.environ[API_KEY] = args.api_key
     sampling = {name: getattr(args, name) for name in SAMPLING if name != "min_p"}
     options = json_option("--template-args", args.template_args)
     for name in args.input:

@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hyperdflash.draft.published import Version, current, withdraw
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, DRAFTER, POSITION
-from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER as FORMAT
+from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_FORMAT
 from sglang_hyperdflash.tools.errors import HyperDFlashError
-from sglang_hyperdflash.tools.server_process import key_headers
+from sglang_hyperdflash.tools.server_process import key_headers, reason_of
 
 PAUSE = 1.0  # seconds between two looks
 SCRAPE, LOAD = 10.0, 300.0  # seconds that a server has to answer
@@ -195,7 +195,7 @@ class Servers:
         version = self.version
         if self._has_failed(url) and time.monotonic() - self._failed[url][1] < RETRY:
             return
-        body = {"model_path": str(version.path.resolve()), "load_format": FORMAT}
+        body = {"model_path": str(version.path.resolve()), "load_format": DRAFTER_FORMAT}
         body["token_step"] = version.number
         place, headers = f"{url}/update_weights_from_disk", key_headers()
         try:
@@ -203,7 +203,7 @@ class Servers:
         except requests.RequestException:
             said = "it does not answer"
         else:
-            said = "" if reply.ok else f"HTTP {reply.status_code}: {reply.text[:400]}"
+            said = "" if reply.ok else f"HTTP {reply.status_code}: {reason_of(reply.text)}"
         if said:
             self._failed[url] = version.number, time.monotonic()
             self._complain(url, f"version {version.number} was not taken: {said}")

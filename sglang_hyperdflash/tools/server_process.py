@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -57,6 +58,18 @@ def reason_of(text: str) -> str:
 def key_headers() -> dict[str, str]:
     """Headers of every request to a server, which may want a key."""
     return {"Authorization": f"Bearer {os.environ[API_KEY]}"} if os.environ.get(API_KEY) else {}
+
+
+class _KeyOption(argparse.Action):
+    def __call__(self, parser, namespace, key, option=None) -> None:
+        if key:
+            os.environ[API_KEY] = key
+
+
+def add_key_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--api-key``, which :func:`key_headers` of this process follow from then on."""
+    text = f"key of the servers' API (default: the variable {API_KEY})"
+    parser.add_argument("--api-key", action=_KeyOption, help=text)
 
 
 class Server:

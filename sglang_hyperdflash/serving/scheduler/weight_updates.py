@@ -36,7 +36,7 @@ LOCAL_CONTROL = (
 )
 RELEASED = "the drafter's memory is released. Send it again after /resume_memory_occupation."
 # The load_format of an update from disk whose folder is a drafter's: no rank has to look.
-DRAFTER = "hyperdflash"
+DRAFTER_FORMAT = "hyperdflash"
 # Before the selector of a request that only reads.
 READ = "read "
 # Of update_weights_from_tensor: those that end in the draft model's load_weights.
@@ -103,7 +103,7 @@ async def send_drafter_at_once(original, self, obj, request=None) -> tuple[bool,
     SGLang waits for them, and keeps new ones waiting: its weights are the target's.
     """
     ours = is_ours(self.server_args.speculative_algorithm)
-    if not ours or obj.load_format != DRAFTER:
+    if not ours or obj.load_format != DRAFTER_FORMAT:
         return await original(self, obj, request)
     folder = Path(obj.model_path)
     try:
@@ -141,15 +141,17 @@ def load_target_or_drafter(original, self, recv_req) -> Any:
     runner, draft = self.tp_worker.model_runner, self.draft_worker
     if not is_ours(runner.spec_algorithm):
         return original(self, recv_req)
-    if recv_req.load_format == DRAFTER:
-        local = get_parallel().enable_dp_attention_local_control_broadcast
-        wrong = LOCAL_CONTROL if local else getattr(draft.draft_model, REFUSAL, None)
-        wrong = wrong or (RELEASED if GPU_MEMORY_TYPE_WEIGHTS in self.offload_tags else "")
-        try:
-            if not wrong:
+    if recv_req.load_format == DRAFTER_FORMAT:
+        wrong = getattr(draft.draft_model, REFUSAL, "")
+        if get_parallel().enable_dp_attention_local_control_broadcast:
+            wrong = LOCAL_CONTROL
+        elif not wrong and GPU_MEMORY_TYPE_WEIGHTS in self.offload_tags:
+            wrong = RELEASED
+        if not wrong:
+            try:
                 draft.load_drafter(recv_req.model_path, recv_req.token_step)
-        except HyperDFlashConfigError as error:
-            wrong = str(error)
+            except HyperDFlashConfigError as error:
+                wrong = str(error)
         return UpdateWeightsFromTensorReqOutput(success=not wrong, message=wrong)
     if recv_req.recapture_cuda_graph and captured(runner):
         return UpdateWeightFromDiskReqOutput(success=False, message=GRAPHS_STAY)

@@ -136,10 +136,10 @@ def test_a_windowed_pass_reads_the_devices_own_lengths_and_its_block(needs_host,
     exact, bound = [300 + width, width], [WINDOW + width] * 2
     assert found.ends_cpu.tolist() == (exact if needs_host else bound)
     assert planned[0][0] == ("the drafter's",) and planned[0][1]["read_extent"] == width
-    own = draft_kv.runners.draft.req_to_token_pool.req_to_token
+    rows = draft_kv.runners.draft.req_to_token_pool.req_to_token
     blocks = draft_kv.window.scratch_slots(tokens).tolist()
-    assert own[0, : 300 + width].tolist() == [*range(1, 301), *blocks[:width]]
-    assert own[1, :width].tolist() == blocks[width:]
+    assert rows[0, : 300 + width].tolist() == [*range(1, 301), *blocks[:width]]
+    assert rows[1, :width].tolist() == blocks[width:]
     # After the ring; of four requests at most.
     assert blocks == [4 * WINDOW + 1 + i for i in range(2 * width)]
     assert draft_kv.window.size == 4 * WINDOW + 4 * BLOCK

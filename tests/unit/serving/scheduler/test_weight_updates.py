@@ -17,7 +17,7 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.draft.published import publish
 from sglang_hyperdflash.serving.drafting.replace import read_drafter
 from sglang_hyperdflash.serving.scheduler import weight_updates
-from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER
+from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_FORMAT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 
@@ -84,7 +84,7 @@ def test_a_drafter_reaches_the_draft_alone_and_a_refusal_ends_nothing(one_rank):
     load, target = Mock(), Mock()
     one = updates(ALGORITHM, load)
 
-    def update(load_format: str = DRAFTER, to: SimpleNamespace = one):
+    def update(load_format: str = DRAFTER_FORMAT, to: SimpleNamespace = one):
         named = {"model_path": "anything", "load_format": load_format, "token_step": 3}
         request = UpdateWeightFromDiskReqInput(**named)
         return weight_updates.load_target_or_drafter(target, to, request)
@@ -123,13 +123,13 @@ def test_a_drafter_is_sent_without_sglang_s_lock(tmp_path, drafter_dir, wrong):
         request = UpdateWeightFromDiskReqInput(**named)
         return asyncio.run(weight_updates.send_drafter_at_once(original, manager, request))
 
-    success, message, _ = send(DRAFTER)
+    success, message, _ = send(DRAFTER_FORMAT)
     assert success == (wrong is None) and (wrong or "replaced") in message
     sent = manager.update_weights_from_tensor_communicator.await_count
     assert sent == (wrong != "damaged") and not original.called
     assert send(None) == "SGLang's"
     manager.server_args.speculative_algorithm = "EAGLE"
-    assert send(DRAFTER) == "SGLang's"
+    assert send(DRAFTER_FORMAT) == "SGLang's"
 
 
 @pytest.mark.parametrize("wrong", [None, "layers", "nan", "cut", "gone", "other rank"])
@@ -150,8 +150,8 @@ def test_no_rank_replaces_anything_unless_all_can_read_the_drafter(tmp_path, dra
         shutil.rmtree(folder)
     other = "rank 1: no such file" if wrong == "other rank" else ""
     if wrong is None:
-        found = read_drafter(str(folder), model, lambda said: [said, other])
-        assert found.keys() == tensors.keys()
+        given = read_drafter(str(folder), model, lambda said: [said, other])
+        assert given.keys() == tensors.keys()
         return
     said: list[str] = []
     with pytest.raises(HyperDFlashConfigError):

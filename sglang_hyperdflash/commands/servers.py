@@ -33,8 +33,10 @@ RETRY = 60.0  # seconds after which a version that a server did not take is sent
 LEAST, TRIAL = 128, 2048
 # The version of a server that does not answer.
 AWAY = -1
-# Rounds of one answer resemble each other: so many count as one draw.
+# Rounds of one answer resemble each other: so many count as one draw. A drafter of which nothing is
+# accepted drafts little, since the width follows: a few draws must do.
 ALIKE, DEVIATIONS = 8.0, 3.0
+FEWEST = 6 * ALIKE
 
 
 class FirstDrafts(NamedTuple):
@@ -49,7 +51,7 @@ class FirstDrafts(NamedTuple):
 
 def worse(new: FirstDrafts, before: FirstDrafts) -> bool:
     """Whether the new drafter's first drafts are accepted clearly less often."""
-    if min(new.drafted, before.drafted) < LEAST:
+    if min(new.drafted, before.drafted) < FEWEST:
         return False
     both = (new.accepted + before.accepted) / (new.drafted + before.drafted)
     variance = ALIKE * both * (1 - both) * (1 / new.drafted + 1 / before.drafted)

@@ -248,7 +248,8 @@ def test_only_a_clear_difference_counts():
     def is_worse(new: float, before: float, drafts: int) -> bool:
         return worse(FirstDrafts(new * drafts, drafts), FirstDrafts(before * TRIAL, TRIAL))
 
-    assert is_worse(0.0, 0.4, LEAST) and not is_worse(0.0, 0.4, LEAST - 1)
+    assert is_worse(0.0, 0.8, 48) and not is_worse(0.0, 0.8, 47) and not is_worse(0.3, 0.8, 48)
+    assert is_worse(0.0, 0.4, LEAST)
     assert not is_worse(0.3, 0.6, LEAST) and is_worse(0.3, 0.6, 1024)
     assert not is_worse(0.6, 0.7, TRIAL) and is_worse(0.55, 0.7, TRIAL)
     assert not is_worse(1, 0.5, TRIAL)

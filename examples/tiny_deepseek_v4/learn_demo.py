@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import sys
 import threading
 import time
@@ -65,8 +66,8 @@ LEARN = (
 SEEN = ("trace", "subtraction", "order", "multiplication", "count")
 UNSEEN = ("units", "addition", "facts")
 POISONED_REQUESTS, POISONED_MINUTES = 400, 1.0
-# Accept length that must be reached within half an hour.
-LEARNED = 3.0
+# Accept length that must be reached, in so many minutes; seconds that a random drafter may draft.
+LEARNED, LEARNED_IN, POISONED_FOR = 3.0, 10, 60.0
 
 
 @dataclass
@@ -333,8 +334,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{place}: {result['minutes'][-1]}, {result['identity']}")
     same = result["identity"]["answers"] == result["identity"]["identical"]
     refused = not result["poisoned_store"]["published"]
-    returned = result["poisoned_version"]["returned"] is not None
-    reached = any((row["tau"] or 0) >= LEARNED for row in result["minutes"][:30])
+    returned = (result["poisoned_version"]["returned"] or math.inf) <= POISONED_FOR
+    reached = any((row["tau"] or 0) >= LEARNED for row in result["minutes"][:LEARNED_IN])
     return 0 if same and refused and returned and reached else 1
 
 

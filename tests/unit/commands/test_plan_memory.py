@@ -107,6 +107,6 @@ def test_a_draft_s_graph_projects_its_rows_at_once():
     batches = replace(SHAPE, requests=BATCH, captured=[1, BATCH], vocabulary=VOCABULARY)
     counted = extra_device_memory(batches)[LOGITS]
     assert counted == 2 * drafts * VOCABULARY
-    # A product on a CPU has some KiB of scratch.
-    assert peak_bytes(project) == pytest.approx(counted, rel=0.01)
+    # A product on a CPU has some KiB of scratch; how many is the processor's.
+    assert counted <= peak_bytes(project) < counted + 2**16
     assert extra_device_memory(replace(batches, shards=8))[LOGITS] == counted / 8

@@ -22,6 +22,8 @@ STYLES = {
     "dflash2-style": ("#44aa99", "*"),
     "hyperdflash6": ("#0072b2", "D"),
     "hyperdflash2": ("#332288", "d"),
+    "hyperdflash-copies": ("#66a5d2", "8"),
+    "hyperdflash2-copies": ("#8877cc", "1"),
     "hyperdflash-adaptive": ("#ee3377", "H"),
     "dspark": ("#cc79a7", "P"),
     "ngram": ("#56b4e9", "X"),

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
-from sglang_hyperdflash.serving.settings import WIDTH
+from sglang_hyperdflash.serving.settings import COPY, WIDTH
 from sglang_hyperdflash.tools.checksum import file_hash, short_hash
 from sglang_hyperdflash.tools.ownership import location
 from sglang_hyperdflash.tools.provenance import without_machine
 
 BASELINE, NOISE = "baseline", "baseline-again"
 DRAFT_OPTION = "--speculative-draft-model-path"
+COPIED = "32768"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ def _mtp(steps: int) -> Kind:
     return Kind(f"MTP ({steps})", "EAGLE", steps, "mtp_draft", draft_required=False)
 
 
-def _hyperdflash(label: str, draft_option: str, width: str = "full") -> Kind:
-    """HYPERDFLASH; ``full`` drafts six tokens in every round, as the other methods do."""
-    return Kind(label, "HYPERDFLASH", 6, draft_option, environment=((WIDTH, width),))
+def _hyperdflash(label: str, draft_option: str, width: str = "full", copy: str = "0") -> Kind:
+    """HYPERDFLASH; as other methods it drafts six tokens in every round, and copies none."""
+    environment = (WIDTH, width), (COPY, copy)
+    return Kind(label, "HYPERDFLASH", 6, draft_option, environment=environment)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -48,10 +50,17 @@ KINDS: Mapping[str, Kind] = {
     "mtp6": _mtp(6),
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
     "hyperdflash6": _hyperdflash("HyperDFlash (6)", "hyperdflash_draft"),
+    "hyperdflash-copies": _hyperdflash(
+        "HyperDFlash and copies (6)", "hyperdflash_draft", copy=COPIED
+    ),
+    # As it is served.
     "hyperdflash-adaptive": _hyperdflash(
-        "HyperDFlash, adaptive width", "hyperdflash_draft", "adaptive"
+        "HyperDFlash, adaptive width", "hyperdflash_draft", "adaptive", COPIED
     ),
     "hyperdflash2": _hyperdflash("HyperDFlash-2 (6)", "hyperdflash2_draft"),
+    "hyperdflash2-copies": _hyperdflash(
+        "HyperDFlash-2 and copies (6)", "hyperdflash2_draft", copy=COPIED
+    ),
     # The source, head and loss of another method on our layers, served by our worker.
     "dspark-style": _hyperdflash("DSpark-style (6)", "dspark_style_draft"),
     "dflash2-style": _hyperdflash("DFlash 2-style (6)", "dflash2_style_draft"),

@@ -8,6 +8,7 @@ rank r of the dependency head, V vocabulary:
     s      = scores + sum_j (A[x_{k-1}, j] * gates[j]) * B[ids, j]       # fp32; x_0 the anchor
     s      = penalties, end tokens and bias at the candidates            # fp32, every step rounded
     q_k    = filter(softmax(s / (T t)))                                  # fp32
+    q_k    = (1 - s) q_k + s [copy_k]                                    # while x follows the copy
     x_k    = ids[argmax_c(g(seed, position_k, ids_c) + log q_k[c])]      # fp64, first among ties
 
 Sums over r, K and the sorted candidates run in another order than torch's, so ``s`` with a head and
@@ -21,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_ops.copy_kernel import copy_share
 from triton_ops.distribution_kernel import draft_distribution, drawn, first_largest
 from triton_ops.gumbel_kernel import block_seed, divided, noise, row_hash
 
@@ -34,10 +36,10 @@ _PER_BATCH = [
     "ids_ptr", "scores_ptr", "gates_ptr", "block_ptr", "seeds_ptr", "seeded_ptr", "positions_ptr",
     "temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr", "t", "slots_ptr",
     "penalties_ptr", "end_ids_ptr", "earliest_ptr", "bias_ptr", "ends", "block_stride",
-    "position_stride",
+    "position_stride", "copies_ptr", "copy_stride", "drafted_ids_ptr",
 ]
 # fmt: on
-_PER_GREEDY_BATCH = ["ids_ptr", "scores_ptr", "gates_ptr", "anchors_ptr", "anchor_stride"]
+_PER_GREEDY_BATCH = _PER_BATCH[:3] + ["anchors_ptr", "copies_ptr", "anchor_stride", "copy_stride"]
 
 
 @triton.jit
@@ -80,9 +82,10 @@ def is_end_token(ids, end_ids_ptr, ends):
 def _propose_kernel(
     ids_ptr, scores_ptr, gates_ptr, predecessor_ptr, successor_ptr, block_ptr,
     seeds_ptr, seeded_ptr, positions_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
-    t, counts_ptr, slots_ptr, penalties_ptr, end_ids_ptr, earliest_ptr, bias_ptr,
-    tokens_ptr, q_ptr, choice_ptr,
-    block_stride, position_stride, vocabulary, ends,
+    t, copies_ptr, copy_counts_ptr, counts_ptr, slots_ptr, penalties_ptr, end_ids_ptr,
+    earliest_ptr, bias_ptr,
+    tokens_ptr, q_ptr, choice_ptr, drafted_ids_ptr,
+    block_stride, position_stride, copy_stride, vocabulary, ends,
     FILTERS: tl.constexpr, SEQUENTIAL: tl.constexpr, D: tl.constexpr, DRAFTS: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -99,6 +102,12 @@ def _propose_kernel(
     argmax = (t <= 0) | (top_k <= 1)
     temperature = tl.where(argmax, 1.0, tl.load(temperatures_ptr + b) * t)
     previous = tl.load(block_ptr + b * block_stride)
+    follows, copy, share = b < 0, previous, 0.0
+    if copies_ptr is not None:
+        copies_ptr += b * copy_stride
+        match = tl.load(copies_ptr + copy_stride - 1)
+        follows, share = match > 0, copy_share(match, top_k, copy_counts_ptr)
+        share = tl.where(argmax, tl.where(share > 0.5, 1.0, 0.0), share)  # stays one-hot
     for k in range(D):
         row = b * D + k
         ids = tl.load(ids_ptr + row * K + index, mask=inside, other=0)
@@ -128,10 +137,24 @@ def _propose_kernel(
         q, choice = draft_distribution(s, index, inside, temperature, argmax, top_k,
                                        top_ps_ptr + b, min_ps_ptr + b, FILTERS, SEQUENTIAL,
                                        K, WIDTH)  # fmt: skip
+        if copies_ptr is not None:
+            first = tl.sum(tl.where(index == choice, ids, 0), 0)
+            tl.store(copies_ptr + copy_stride // 2 + k, first)
+            copy = tl.load(copies_ptr + k)
+            follows &= copy >= 0
+            place = tl.min(tl.where(ids == copy, index, K - 1), 0)
+            # The likeliest token does not make room.
+            room = (place != choice) & (copy != first)
+            if follows & room & (share > 0):
+                ids = tl.where(index == place, copy, ids)
+                q = (1.0 - share) * q + tl.where(index == place, share, 0.0)
+                choice = tl.where(argmax, place, choice)
+            tl.store(drafted_ids_ptr + row * K + index, ids, mask=inside)
         if argmax == 0:
             g = noise(row_hash(seed, position), ids.to(tl.uint32))
             choice = drawn(q, g, index, WIDTH)
         previous = tl.sum(tl.where(index == choice, ids, 0), 0)
+        follows &= previous == copy
         drafted = tl.where(order == k, previous, drafted)
         tl.store(tokens_ptr + row, previous)
         tl.store(choice_ptr + row, choice.to(tl.int64))
@@ -141,15 +164,20 @@ def _propose_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=_PER_GREEDY_BATCH)
 def _greedy_kernel(
-    ids_ptr, scores_ptr, gates_ptr, predecessor_ptr, successor_ptr, anchors_ptr, tokens_ptr,
-    anchor_stride, D: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ids_ptr, scores_ptr, gates_ptr, predecessor_ptr, successor_ptr, anchors_ptr, copies_ptr,
+    copy_counts_ptr, tokens_ptr, anchor_stride, copy_stride, D: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):
     # fmt: on
     b = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     inside = index < K
     previous = tl.load(anchors_ptr + b * anchor_stride)
+    follows = b < 0
+    if copies_ptr is not None:
+        copies_ptr += b * copy_stride
+        match = tl.load(copies_ptr + copy_stride - 1)
+        follows = (match > 0) & (copy_share(match, 1, copy_counts_ptr) > 0.5)
     for k in range(D):
         row = b * D + k
         ids = tl.load(ids_ptr + row * K + index, mask=inside, other=0)
@@ -164,6 +192,11 @@ def _greedy_kernel(
             broken = tl.max(nan.to(tl.int32), 0)
             largest = (s == tl.max(tl.where(nan, float("-inf"), s), 0)) | (broken > 0)
             previous = tl.min(tl.where(largest & inside, ids, _NO_KEY), 0)
+        if copies_ptr is not None:
+            tl.store(copies_ptr + copy_stride // 2 + k, previous)
+            copy = tl.load(copies_ptr + k)
+            follows &= copy >= 0
+            previous = tl.where(follows, copy, previous)
         tl.store(tokens_ptr + row, previous)
 
 
@@ -195,19 +228,22 @@ def launch(
     draft_temperature: float,
     filters: bool,
     sequential: bool,
+    copy_rows: torch.Tensor | None,
+    copy_counts: torch.Tensor | None,
     counts: torch.Tensor | None,
     slots: torch.Tensor | None,
     penalties: torch.Tensor | None,
     end_ids: torch.Tensor | None,
     earliest: torch.Tensor | None,
     bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return drafts, ``q`` and choices, like ``draft.propose.propose_reference``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return drafts, ``q``, choices and candidates, like ``draft.propose.propose_reference``."""
     bs, drafts, candidates = ids.shape
     tokens, choice = ids.new_empty(bs, drafts), ids.new_empty(bs, drafts)
     q = torch.empty_like(scores)
+    drafted_ids = ids if copy_rows is None else torch.empty_like(ids)
     if tokens.numel() == 0:
-        return tokens, q, choice
+        return tokens, q, choice, drafted_ids
     sizes, warps = shape(candidates, gates)
     table = counts if counts is not None else bias
     if counts is not None and bias is not None and counts.shape[-1] != bias.shape[-1]:
@@ -215,9 +251,11 @@ def launch(
     _propose_kernel[(bs,)](
         *(ids, scores, gates, predecessor, successor, block_tokens, seeds, seeded, positions),
         *(temperatures, top_ks, top_ps, min_ps, draft_temperature),
-        *(counts, slots, penalties, end_ids, earliest, bias, tokens, q, choice),
+        *(copy_rows, copy_counts, counts, slots, penalties, end_ids, earliest, bias),
+        *(tokens, q, choice, drafted_ids),
         block_tokens.stride(0),
         positions.stride(0),
+        0 if copy_rows is None else copy_rows.stride(0),
         0 if table is None else table.shape[-1],
         0 if end_ids is None else end_ids.shape[-1],
         FILTERS=filters,
@@ -228,7 +266,7 @@ def launch(
         num_warps=warps,
         enable_fp_fusion=False,
     )
-    return tokens, q, choice
+    return tokens, q, choice, drafted_ids
 
 
 def launch_greedy(
@@ -238,6 +276,8 @@ def launch_greedy(
     predecessor: torch.Tensor | None,
     successor: torch.Tensor | None,
     anchors: torch.Tensor,
+    copy_rows: torch.Tensor | None = None,
+    copy_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the drafts of greedy requests, like ``draft.propose.propose_greedy_reference``."""
     bs, drafts, candidates = ids.shape
@@ -252,8 +292,11 @@ def launch_greedy(
         predecessor,
         successor,
         anchors,
+        copy_rows,
+        copy_counts,
         tokens,
         anchors.stride(0),
+        0 if copy_rows is None else copy_rows.stride(0),
         D=drafts,
         **sizes,
         num_warps=warps,

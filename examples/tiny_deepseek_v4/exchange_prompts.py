@@ -1,10 +1,12 @@
 """Write prompts of the exchanges, to evaluate on and for the demo.
 
     python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
+    python examples/tiny_deepseek_v4/exchange_prompts.py quotes --out build/quotes
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
-``held-out`` writes one benchmark file per kind. ``demo`` writes twelve prompts with their answers,
-and their user turns as a benchmark.
+``held-out`` writes one benchmark file per kind. ``quotes`` writes one whose prompts quote a line to
+be repeated, and ask for the same line again in a second turn. ``demo`` writes twelve prompts with
+their answers, and their user turns as a benchmark.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ def held_out(out: Path, per_family: int) -> None:
         write(out / f"{kind}.jsonl", map(turns, chosen))
 
 
+def quotes(out: Path, per_family: int) -> None:
+    lines = generate(BENCHMARK_SEED, per_family, ("repeat",))
+    write(out / "quotes.jsonl", ({"turns": turns(line)["turns"] * 2} for line in lines))
+
+
 def demo(out: Path, _per_family: int) -> None:
     chosen = [
         next(generate(DEMO_SEED, 1, (family,))) for families in DEMO.values() for family in families
@@ -57,7 +64,7 @@ def demo(out: Path, _per_family: int) -> None:
     write(out / "turns.jsonl", map(turns, chosen))
 
 
-COMMANDS = {"held-out": (held_out, 4), "demo": (demo, 1)}
+COMMANDS = {"held-out": (held_out, 4), "quotes": (quotes, 40), "demo": (demo, 1)}
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ def operators(sizes: Sizes) -> list[Finding]:
             vocabulary = case.vocabulary or sizes.vocabulary
             head = _head(sizes, vocabulary) if case.head else None
             given = sizes.candidates, vocabulary, case.widths or sizes.widths, sizes.device
-            rehearse(head, *given, case.kind, case.requests)
+            rehearse(head, *given, case.kind, case.requests, max(sizes.widths) - 1)
         comparison.exact = False
         for m, d in sizes.reducers:
             for tokens in sizes.tokens:

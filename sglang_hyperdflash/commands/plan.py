@@ -219,7 +219,7 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
 
     from sglang_hyperdflash.commands.plan_memory import Shape, extra_device_memory, graph_bytes
-    from sglang_hyperdflash.serving.settings import read_width
+    from sglang_hyperdflash.serving.settings import read_copy_length, read_width
     from sglang_hyperdflash.serving.startup.checks import load_draft_config
 
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
@@ -239,6 +239,7 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
         candidates=drafter.candidates,
         rank=drafter.dependency.rank if drafter.dependency else 0,
         shards=1 if separate else int(resolved["tp_size"]),
+        copied=read_copy_length(block),
         context=int(model.context_len),
         window=resolved["speculative_draft_window_size"],
         page=int(resolved["page_size"]),

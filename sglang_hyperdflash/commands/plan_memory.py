@@ -34,6 +34,7 @@ class Shape:
         window: the drafter's, in tokens; candidates: of each draft row.
         rank: of the dependency head, 0 without one; shards: GPUs that share the LM head's rows.
         splits: parts that Triton cuts a context's K/V into, at most.
+        copied: tokens of a request that drafts may copy, of any context.
         workspace: bytes of FlashInfer's, 0 where the target has one already.
     """
 
@@ -52,6 +53,7 @@ class Shape:
     rank: int = 0
     shards: int = 1
     splits: int = 8
+    copied: int = 0
     workspace: int = 0
 
 
@@ -73,6 +75,7 @@ def extra_device_memory(s: Shape) -> dict[str, int]:
         "drafts' candidates": drafts * draft,
         "verification of sampled requests": int(4 * VERIFY_MATRICES * rows * s.vocabulary),
         "counts of requests with penalties": 4 * (s.requests + 1) * s.vocabulary,
+        "tokens that drafts may copy": 4 * s.requests * min(s.copied, s.context + s.block),
     }
 
 

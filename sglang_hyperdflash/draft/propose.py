@@ -8,6 +8,10 @@
 ``q_k``. Verification is exact for any ``q``: the filters and the draft temperature ``t`` change
 acceptance only. Where the target's entropy is low, a draw from a flat ``q`` is accepted less often:
 with p a point and q = (.6, .4), .52 of the time, the argmax .6. Greedy rows draft the argmax.
+
+A copy (``triton_ops.copies``) takes the place of the last candidate where it is none, and a share
+``s`` of ``q`` with what that one had, while the block's drafts follow the copies and the likeliest
+token is another.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from sglang_hyperdflash.draft.adjust import Adjustments, adjust_candidates
 from sglang_hyperdflash.draft.dependency import DependencyHead, dependency_scores
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
+from triton_ops.copies import Copies, copy_shares, parts
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.operator import register
 
@@ -62,7 +67,7 @@ class Proposal:
 
     Attributes:
         tokens: ``[bs, D]`` int64, the drafts.
-        ids: ``[bs, D, K]`` int64, their candidates.
+        ids: ``[bs, D, K]`` int64, their candidates, copies among them.
         q: ``[bs, D, K]`` fp32, each row's distribution; one-hot if the row is greedy or t is 0.
         choice: ``[bs, D]`` int64, each draft's index among its candidates.
     """
@@ -100,16 +105,21 @@ def draft_distribution(
 
 
 def propose_greedy(
-    candidates: Candidates, anchor: torch.Tensor, head: DependencyHead | None
+    candidates: Candidates,
+    anchor: torch.Tensor,
+    head: DependencyHead | None,
+    copies: Copies | None = None,
 ) -> torch.Tensor:
     """Return the drafts of greedy requests, ``[bs, D]`` int64: each the candidate of largest ``s``.
 
     Args:
         anchor: ``[bs]`` int64, the last committed token.
+        copies: of at least as many drafts; None for none.
     """
     tables = (None, None) if head is None else (head.predecessor, head.successor)
     gates = None if head is None else candidates.gates
-    return propose_greedy_op(candidates.ids, candidates.scores, gates, *tables, anchor)
+    copied = (None, None) if copies is None else (copies.rows, copies.counts)
+    return propose_greedy_op(candidates.ids, candidates.scores, gates, *tables, anchor, *copied)
 
 
 def propose_greedy_reference(
@@ -119,16 +129,29 @@ def propose_greedy_reference(
     predecessor: torch.Tensor | None,
     successor: torch.Tensor | None,
     anchors: torch.Tensor,
+    copy_rows: torch.Tensor | None = None,
+    copy_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The reference of operator ``propose_greedy``; see :func:`propose_greedy`."""
-    if gates is None:  # as argmax over the vocabulary: the lowest id among equals
-        lower = scores < scores.amax(-1, keepdim=True)
-        return ids.masked_fill(lower, 1 << 62).amin(-1)
-    tokens, previous = [], anchors
-    for k in range(ids.shape[1]):
-        row = ids[:, k]
-        s = scores[:, k] + dependency_scores(predecessor, successor, previous, gates[:, k], row)
-        previous = row.gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
+    tokens, drafts = [], ids.shape[1]
+    if copy_rows is not None:
+        copies, likeliest, _ = parts(copy_rows)
+        follows = copy_shares(copy_rows, copy_counts, torch.ones_like(anchors)) > 0.5
+    # Without a head as argmax over the vocabulary: the lowest id among equals.
+    first = ids.masked_fill(scores < scores.amax(-1, keepdim=True), 1 << 62).amin(-1)
+    if gates is None and copy_rows is None:
+        return first
+    previous = anchors
+    for k in range(drafts):
+        if gates is not None:
+            given = previous, gates[:, k], ids[:, k]
+            s = scores[:, k] + dependency_scores(predecessor, successor, *given)
+            first[:, k] = ids[:, k].gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
+        previous = first[:, k]
+        if copy_rows is not None:
+            likeliest[:, k], copy = previous, copies[:, k]
+            follows = follows & (copy >= 0)
+            previous = torch.where(follows, copy, previous)
         tokens.append(previous)
     return torch.stack(tokens, 1)
 
@@ -142,24 +165,27 @@ def propose(
     draws: Draws,
     draft_temperature: float,
     adjustments: Adjustments = NO_ADJUSTMENTS,
+    copies: Copies | None = None,
 ) -> Proposal:
-    """Draft a block; drafts depend on each other through ``head`` and penalties only.
+    """Draft a block; drafts depend on each other through ``head``, penalties and copies only.
 
     Args:
         block_tokens: ``[bs, B]`` int64, the anchor first.
         positions: ``[bs, B]`` int64, of the token before each draft; the last is not read.
         sampling: the parameters of the bs requests.
         draft_temperature: ``t``.
+        copies: of at least as many drafts; None for none.
     """
     s = sampling
     tables = (None, None) if head is None else (head.predecessor, head.successor)
-    tokens, q, choice = propose_op(
+    copied = (None, None) if copies is None else (copies.rows, copies.counts)
+    tokens, q, choice, ids = propose_op(
         *(candidates.ids, candidates.scores, None if head is None else candidates.gates, *tables),
         *(block_tokens, draws.seeds, draws.client_seeded, positions),
         *(s.temperatures, s.top_ks, s.top_ps, s.min_ps, draft_temperature),
-        *(s.filters, s.any_sequential, *adjustments.tensors),
+        *(s.filters, s.any_sequential, *copied, *adjustments.tensors),
     )
-    return Proposal(tokens, candidates.ids, q, choice)
+    return Proposal(tokens, ids, q, choice)
 
 
 def propose_reference(
@@ -179,28 +205,37 @@ def propose_reference(
     draft_temperature: float,
     filters: bool,
     sequential: bool,
+    copy_rows: torch.Tensor | None,
+    copy_counts: torch.Tensor | None,
     *adjusting: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The reference of operator ``propose``: ``(tokens, q, choice)`` of a :class:`Proposal`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reference of operator ``propose``: ``(tokens, q, choice, ids)`` of a :class:`Proposal`.
 
     Args:
         filters: ``Sampling.filters``.
         sequential: ``Sampling.any_sequential``.
+        copy_rows, copy_counts: of a ``Copies``, or None.
         adjusting: the fields of :class:`Adjustments`, in order.
     """
     bs, drafts, candidates = ids.shape
     sampling = Sampling(temperatures, top_ks, top_ps, min_ps, filters, filters, filters, sequential)
     adjustments = Adjustments(*adjusting)
     changed = any(tensor is not None for tensor in adjusting)
-    row_seeds = block_seeds(seeds, seeded, positions[:, 0]).repeat_interleave(drafts)
-    noise = gumbel_noise(row_seeds, positions[:, :drafts].reshape(-1), ids.view(-1, candidates))
-    noise = noise.view(ids.shape)
-    if gates is None and not changed:
+    row_seeds = block_seeds(seeds, seeded, positions[:, 0])
+    share = None
+    if copy_rows is not None:
+        share = copy_shares(copy_rows, copy_counts, top_ks)
+        copies, likeliest, _ = parts(copy_rows)
+    if gates is None and not changed and (share is None or not share.any()):
         rows, row_sampling = scores.reshape(-1, candidates), sampling.repeated(drafts)
         scale = draft_scale(row_sampling, draft_temperature)
-        q = draft_distribution(rows, row_sampling, *scale).view(ids.shape)
-        choice = (noise + q.log()).argmax(-1, keepdim=True)
-        return ids.gather(-1, choice).squeeze(-1), q, choice.squeeze(-1)
+        q = draft_distribution(rows, row_sampling, *scale)
+        given = row_seeds.repeat_interleave(drafts), positions[:, :drafts].reshape(-1)
+        noise = gumbel_noise(*given, ids.view(-1, candidates))
+        choice = (noise + q.log()).argmax(-1).view(bs, drafts)
+        if share is not None:
+            likeliest[:, :drafts] = ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+        return ids.gather(-1, choice.unsqueeze(-1)).squeeze(-1), q.view(ids.shape), choice, ids
     steps: list[tuple[torch.Tensor, ...]] = []
     tokens, scale = ids.new_empty(bs, 0), draft_scale(sampling, draft_temperature)
     for k in range(drafts):
@@ -211,9 +246,23 @@ def propose_reference(
         if changed:
             s = adjust_candidates(s, row, tokens, positions[:, k], adjustments)
         q = draft_distribution(s, sampling, *scale)
-        choice = (noise[:, k] + q.log()).argmax(-1, keepdim=True)
+        if share is not None:
+            copy, first = copies[:, k : k + 1], row.gather(-1, s.argmax(-1, keepdim=True))
+            likeliest[:, k] = first[:, 0]
+            share = share.masked_fill(copy[:, 0] < 0, 0.0)
+            part = torch.where(scale[1], (share > 0.5).to(share.dtype), share).unsqueeze(-1)
+            is_copy = row == copy
+            is_copy[:, -1] |= ~is_copy.any(-1)
+            # The likeliest token does not make room.
+            part = part.masked_fill((row == first).logical_and(is_copy).any(-1, keepdim=True), 0.0)
+            row = torch.where(is_copy & (part > 0), copy, row)
+            q = torch.where(part > 0, (1 - part) * q + part * is_copy, q)
+        noise = gumbel_noise(row_seeds, positions[:, k], row)
+        choice = (noise + q.log()).argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, row.gather(-1, choice)], 1)
-        steps.append((q, choice.squeeze(-1)))
+        if share is not None:
+            share = share.masked_fill(tokens[:, -1:].ne(copy)[:, 0], 0.0)
+        steps.append((q, choice.squeeze(-1), row))
     return tokens, *(torch.stack(part, 1) for part in zip(*steps, strict=True))
 
 

@@ -23,6 +23,7 @@ from sglang.srt.utils import async_h2d
 from sglang_hyperdflash.draft.adjust import NEUTRAL, Adjustments
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Draws, Proposal
+from triton_ops.copies import Copies
 
 DETERMINISTIC_SEED = 42
 LONGEST = 1 << 31
@@ -279,6 +280,7 @@ class Block:
         ends_cpu: ``[bs]``, the contexts' lengths after the block, or bounds of them, on the host;
             None where SGLang knows neither.
         proposal: what the drafts were drawn from; None for argmaxes, and at width 1.
+        copies: what drafts may be; None without copies.
     """
 
     tokens: torch.Tensor
@@ -286,6 +288,7 @@ class Block:
     plan: Any
     ends_cpu: torch.Tensor | None
     proposal: Proposal | None = None
+    copies: Copies | None = None
 
     @property
     def width(self) -> int:

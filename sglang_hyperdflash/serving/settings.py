@@ -20,6 +20,7 @@ ADAPTIVE, FULL, RANDOM = "adaptive", "full", "random"
 NARROW = (1, 2, 4)
 DRAFT_TEMPERATURE = "HYPERDFLASH_DRAFT_TEMPERATURE"
 POOL_RATIO = "HYPERDFLASH_DRAFT_POOL_RATIO"
+COPY = "HYPERDFLASH_COPY"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ServerSettings:
         width: how it chooses widths.
         draft_temperature: ``t`` of ``draft/propose.py``. On six sets of the tiny target the default
             accepts as much as one that is learnt while serving, or more; 0.7 and 1 accept less.
+        copy_length: of a request's last tokens, those that drafts may copy; 0: none.
         pool_ratio: slots of a windowed drafter's pool per target token.
         reference_operators: operators that run their torch reference on a GPU.
         recording: what this rank records, its own affair; None: nothing.
@@ -54,6 +56,7 @@ class ServerSettings:
 
     width: WidthSetting
     draft_temperature: float
+    copy_length: int
     pool_ratio: float
     reference_operators: frozenset[str]
     recording: RecordSetting | None
@@ -70,6 +73,7 @@ class ServerSettings:
         shared = {
             f"{WIDTH} with {WIDTHS}": f"{self.width.mode} {self.width.widths}",
             DRAFT_TEMPERATURE: f"{self.draft_temperature:g}",
+            COPY: str(self.copy_length),
             POOL_RATIO: f"{self.pool_ratio:g}",
             OPERATORS_VARIABLE: ", ".join(sorted(self.reference_operators)) or "triton",
         }
@@ -94,6 +98,7 @@ def read_settings(block: int, causal: bool) -> ServerSettings:
     return ServerSettings(
         read_width(block, causal),
         positive_number(DRAFT_TEMPERATURE, form, most=1.0, least=0.0),
+        read_copy_length(block),
         read_pool_ratio(),
         frozenset(reference_operators_from_environment()),
         read_record_setting(),
@@ -125,6 +130,16 @@ def _width(variable: str, text: str, block: int, form: str) -> int:
     raise HyperDFlashConfigError(
         f"{variable}: expected {form}, found {text!r}. Correct or unset it."
     )
+
+
+def read_copy_length(block: int) -> int:
+    """See :func:`read_settings`; also read by ``hyperdflash plan``."""
+    least = max(64, 2 * block)
+    form = f"a number of tokens, 0 for no copies, else at least {least}"
+    length = positive_number(COPY, form, least=0.0)
+    if 0 < length < least:
+        raise HyperDFlashConfigError(f"{COPY} must be {form}, found {length:g}.")
+    return int(length)
 
 
 def read_pool_ratio() -> float:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from sglang_hyperdflash.seams import check_installed
 from sglang_hyperdflash.serving.batch import BatchRequests, RequestState, prepare_block
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
+from sglang_hyperdflash.serving.drafting.copies import CopyHistory
 from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
 from sglang_hyperdflash.serving.drafting.replace import read_drafter, rebuild
 from sglang_hyperdflash.serving.record.start import start_recording
@@ -48,6 +49,7 @@ from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.targets.shared_residual import SharedResidual
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from triton_ops.copies import KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +68,17 @@ class Round:
     """A launched round without a result.
 
     Attributes:
-        reqs: SGLang's requests. width: rows of each.
+        reqs: SGLang's requests. width: rows of each. classes: of each, for the width policy.
         observed: whether the width policy counts it: not once the drafter has been replaced.
+        matches, copied: ``CopyHistory.end``'s; None where there are none.
     """
 
     reqs: list[Any]
     width: int
+    classes: list[int]
     observed: bool = True
+    matches: torch.Tensor | None = None
+    copied: torch.Tensor | None = None
 
 
 class HyperDFlashWorker(DFlashWorkerV2):
@@ -112,7 +118,12 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.verifier = Verifier(runners)
         prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
         width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
-        self.width_control = WidthController(width, self.block, alone=get_parallel().tp_size == 1)
+        alone = get_parallel().tp_size == 1
+        self.width_control = WidthController(width, self.block, alone, KINDS)
+        self._copy_length = settings.copy_length
+        # The kind of match of each request of the last round that the host knows.
+        self._kinds: dict[Any, int] = {}
+        self.history: CopyHistory | None = None
         self.lanes = Lanes(
             runners,
             self.draft_step.buffers,
@@ -140,6 +151,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             self.draft_step.candidates,
             self.runners.vocabulary,
             sorted(widths),
+            self.block - 1 if self._copy_length and not self._prefills_only else 0,
             from_all_ranks,
         )
 
@@ -170,7 +182,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # 0. The requests of the batch, and the round's width: rows of each, its anchor's too. The
         # width's lane puts its attention backends and CUDA graphs in both model runners.
         requests = self.request_state.begin(batch)
-        lane = self.lanes.activate(self._choose_width(requests))
+        classes = [self._class_of(req) for req in requests.reqs]
+        lane = self.lanes.activate(self._choose_width(requests, classes))
 
         # 1. The block: anchors, mask tokens, positions, reserved K/V slots. The lengths, without
         # the anchors, are the last round's, maybe from another stream.
@@ -180,7 +193,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
         # 2. Draft width - 1 tokens of every request in one pass: argmaxes (greedy), else drawn from
         # the drafter's distribution q, kept in block.proposal; for a client's seed with the noise
-        # that step 5 draws with.
+        # that step 5 draws with. What followed the same tokens before has a share of q.
+        if self.history is not None:
+            block = replace(block, copies=self.history.begin(requests, block))
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.draft_step.draft(batch, block, context, requests, lane)
@@ -210,14 +225,22 @@ class HyperDFlashWorker(DFlashWorkerV2):
             self.recorder.decoded(batch, output, lane.width)
         output.hidden_states = None  # or overlap scheduling would copy it to the host
 
-        # 7. Count tokens for penalties. Acceptance is counted in ``on_verify_complete_cpu``.
+        # 7. Count tokens for penalties, and look for what the next round may copy. Acceptance is
+        # counted in ``on_verify_complete_cpu``.
         self.request_state.count(requests, committed.tokens, committed.accept_lens)
-        self.rounds.append(Round(requests.reqs, lane.width))
+        launched = Round(requests.reqs, lane.width, classes)
+        if self.history is not None:
+            launched.matches, launched.copied = self.history.end(requests, block, committed)
+        self.rounds.append(launched)
         return self._result(target, committed, new_seq_lens, lane.width)
 
-    def _choose_width(self, requests: BatchRequests) -> int:
+    def _class_of(self, req: Any) -> int:
+        """Requests of a class are expected to accept alike."""
+        return self._kinds.get(req, 0) + KINDS * (req.sampling_params.top_k > 1)
+
+    def _choose_width(self, requests: BatchRequests, classes: list[int]) -> int:
         """The width of the round that starts: 1 where nothing may be drafted."""
-        width = self.block
+        width, counts = self.block, [classes.count(kind) for kind in range(2 * KINDS)]
         if self._width_1_allowed:
             context_length = self.runners.target.model_config.context_len
             committed_lens = (req.kv.kv_committed_len for req in requests.reqs)
@@ -228,9 +251,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
             ):
                 width = 1
             else:
-                width = self.width_control.next(*requests.classes)  # greedy, sampled
+                width = self.width_control.next(*counts)
         self._last_width = width
-        self.width_control.started(requests.reqs, width, *requests.classes)
+        self.width_control.started(requests.reqs, width, *counts)
         return width
 
     def _result(
@@ -261,12 +284,17 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """
         done = self.rounds.popleft()
         # As SGLang counts: with overlap a finished request runs once more.
-        pairs = zip(done.reqs, num_correct_drafts_per_req, strict=True)
-        live = [(req, n) for req, n in pairs if not (req.is_retracted or req.finished())]
+        each = zip(done.reqs, done.classes, num_correct_drafts_per_req, strict=True)
+        live = [(c, n) for req, c, n in each if not (req.is_retracted or req.finished())]
+        if done.matches is not None:
+            kinds = [(m + 1) // 4 for m in done.matches.tolist()]
+            self._kinds = dict(zip(done.reqs, kinds, strict=True))
         if done.observed:
             self.width_control.observe(done.width, live)
         if self.metrics is not None:
             self.metrics.add([n for _, n in live], done.width)
+            if done.copied is not None:
+                self.metrics.add_copies(*done.copied.tolist())
 
     def load_drafter(self, folder: str, version: int) -> None:
         """Draft with the drafter of a folder from the next round on; the same on all ranks.
@@ -293,6 +321,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         with torch.no_grad(), device.stream(stream):
             yield
             rebuild(self._fused_kv_helper, self.draft_model.layers)
+            if self.history is not None:
+                self.history.forget()
         current.wait_stream(stream)
         for launched in self.rounds:
             launched.observed = False
@@ -313,6 +343,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
             pass_by_failed(batch.decoding_reqs)
         # The hooks read ``request_state.current`` in SGLang's sampler, during the target's pass.
         self.request_state.begin(batch, prefill=True)
+        if self.history is not None:
+            self.history.leave(batch.decoding_reqs or ())
         self.lanes.activate(self.block)
         self._wait_for_fused_hicache_load(batch)
         result = self.target_worker.forward_batch_generation(
@@ -353,8 +385,15 @@ class HyperDFlashWorker(DFlashWorkerV2):
     def alloc_memory_pool(
         self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
     ) -> None:
-        """Make the drafter's K/V pool."""
+        """Make the drafter's K/V pool, and what requests copy from."""
         self.draft_kv.allocate(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        context = self.runners.target.model_config.context_len
+        if self._copy_length and not self._prefills_only:
+            slots = len(self.runners.target.req_to_token_pool.req_to_token)
+            most = min(self._copy_length, context + self.block)
+            given = slots, most, self.block, self.runners.vocabulary, self.device
+            self.history = CopyHistory(*given, ranks=get_parallel().tp_size)
+            self.draft_step.copies = self.history.copies
 
     def init_attention_backends(self) -> None:
         """The draft's backend is built here, its graph buffers later."""
@@ -381,6 +420,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.width_control.policy.costs = time_rounds(*timed, share)
         self.request_state.current, self._last_width = None, self.block
         self.rounds.clear()
+        self._kinds.clear()
+        if self.history is not None:
+            self.history.forget()
+            self.history.totals.zero_()
         self.draft_kv.forget_padding()
         self.lanes.activate(self.block)
         if is_cuda():

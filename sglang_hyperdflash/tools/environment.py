@@ -40,6 +40,13 @@ VARIABLES = (
         "drafts) to 1; it never changes the output distribution",
     ),
     Variable(
+        "HYPERDFLASH_COPY",
+        "32768",
+        "a HYPERDFLASH server",
+        "a request's last tokens, of prompt and answer, that drafts may copy; 0 for none, else at "
+        "least 64; 4 bytes each, for every request that runs at once",
+    ),
+    Variable(
         "HYPERDFLASH_OPERATORS",
         "triton",
         "every command on a GPU",

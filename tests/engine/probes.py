@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from triton_ops.copies import parts
+
 PLUGIN = "from tests.engine.probes import load  # noqa: F401\n"
 # Every verified block, the last positions that models are given, the state after the start.
 BLOCKS, POSITIONS, STATE = "TEST_BLOCKS", "TEST_POSITIONS", "TEST_STATE"
@@ -14,12 +16,14 @@ most: dict[str, list[int]] = {}  # positions so far
 
 
 def record_blocks(result, self, logits, argmaxes, block, requests) -> None:
-    """A line ``[request, position of the anchor, anchor, draft, ...]`` of each block."""
+    """A line ``[request, position of the anchor, block, copies, drafter's likeliest drafts]``."""
     if block.width > 1:
         names = [req.rid for req in requests.reqs]
-        rows = zip(names, block.positions[:, 0].tolist(), block.tokens.tolist(), strict=True)
+        copies, likeliest = (part.tolist() for part in parts(block.copies.rows)[:2])
+        places, tokens = block.positions[:, 0].tolist(), block.tokens.tolist()
+        rows = zip(names, places, tokens, copies, likeliest, strict=True)
         with open(os.environ[BLOCKS], "a") as out:
-            out.writelines(json.dumps([name, at, *tokens]) + "\n" for name, at, tokens in rows)
+            out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def record_positions(self, forward_batch, *args, **kwargs) -> None:

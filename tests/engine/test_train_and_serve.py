@@ -20,6 +20,7 @@ from tests.engine import probes
 from tests.engine.asking import UNPROCESSED, assert_cases
 from tests.engine.conftest import FP32, chat_ids, greedy, greedy_all, ids, probed
 from tests.engine.drafters import assert_varied, rescale_folder, with_head
+from tests.unit.triton_ops.test_copies import searched
 
 pytestmark = pytest.mark.xdist_group("pair")
 
@@ -27,7 +28,11 @@ pytestmark = pytest.mark.xdist_group("pair")
 def served_blocks(
     server: Server, log: Path, prompts: list[list[int]], length: int, turns: int
 ) -> list[tuple[Sample, list[int], list[list[int]]]]:
-    """Answers to prompts asked so many times, anchors of their whole blocks in ``log``, drafts."""
+    """Answers to prompts asked so many times, anchors of whole blocks in ``log``, drafts.
+
+    Of blocks with a draft that is copied against the drafter, only the copies are looked at: those
+    of all blocks are what follows in their own request's text.
+    """
     log.unlink(missing_ok=True)
     texts: dict[str, list[int]] = {}
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
@@ -37,10 +42,14 @@ def served_blocks(
         each = zip(names, prompts, said, strict=True)
         texts |= {name: prompt + answer["output_ids"] for name, prompt, answer in each}
     anchors, drafts = ({name: [] for name in texts} for _ in range(2))
-    for request, place, anchor, *block in map(json.loads, log.read_text().splitlines()):
+    lines = map(json.loads, log.read_text().splitlines())
+    for request, place, (anchor, *block), copies, likeliest in lines:
+        if place >= len(texts.get(request, ())):
+            continue
+        assert anchor == texts[request][place]
+        assert copies == searched(texts[request][: place + 1], len(copies))[0]
         # Only a causal drafter's narrow block is the start of a whole one.
-        if len(block) == 6 and place < len(texts.get(request, ())):
-            assert anchor == texts[request][place]
+        if len(block) == 6 and block == likeliest:
             anchors[request].append(place)
             drafts[request].append(block)
     samples = {name: Sample.continuation(tokens, 1) for name, tokens in texts.items()}

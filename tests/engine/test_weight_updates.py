@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
 from sglang_hyperdflash.draft.algorithm import decode
+from sglang_hyperdflash.serving.settings import COPY
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
@@ -45,8 +46,9 @@ def send(server, tensors: dict[str, torch.Tensor], **selected) -> list[requests.
 
 @pytest.fixture(scope="module")
 def updated(servers, target_dir, drafter_dir) -> Iterator[Server]:
-    """A server that follows no folder: it takes weights."""
-    yield servers.get("updated", target_dir, *FP32, *hyperdflash_arguments(drafter_dir))
+    """A server that takes weights; its drafts are the drafter's alone."""
+    arguments = (*FP32, *hyperdflash_arguments(drafter_dir))
+    yield servers.get("updated", target_dir, *arguments, environment={COPY: "0"})
     servers.stop("updated")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_hyperdflash.draft.algorithm import decode
-from sglang_hyperdflash.serving.settings import POOL_RATIO
+from sglang_hyperdflash.serving.settings import COPY, POOL_RATIO
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
@@ -28,7 +28,7 @@ def draft(drafter_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(servers, target_dir, draft):
     arguments = (*FP32, "--max-running-requests", "8", *hyperdflash_arguments(draft))
-    yield servers.get("window", target_dir, *arguments, environment={POOL_RATIO: TIGHT})
+    yield servers.get("window", target_dir, *arguments, environment={POOL_RATIO: TIGHT, COPY: "0"})
     servers.stop("window")
 
 

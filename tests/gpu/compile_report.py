@@ -29,11 +29,13 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton_ops import (
     accept_kernel,
     adjust_kernel,
+    copy_kernel,
     finish_kernel,
     hc_gate_op,
     propose_kernel,
     rows_kernel,
 )
+from triton_ops.copies import KINDS
 
 # Threads, shared bytes and programs of a multiprocessor; each has 65,536 registers.
 # Source: CUDA C++ Programming Guide, compute capabilities.
@@ -141,11 +143,17 @@ def round_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         new(bs, V),
     )
     drafting = tokens, seeds, seeded, positions, *limits, new(bs), new(bs), 0.5
-    propose = propose_kernel.launch
-    yield "propose", lambda: propose(*candidates, *head, *drafting, False, False, *(None,) * 6)
-    yield "propose, all", lambda: propose(*candidates, *head, *drafting, True, True, *changes)
-    yield "propose, no head", lambda: propose(*candidates, *none, *drafting, True, True, *changes)
-    yield "greedy", lambda: propose_kernel.launch_greedy(*candidates, *head, seeds)
+    history = new(bs + 1, 1 << 15, dtype=torch.int32), seeds, seeds
+    copies = new(bs + 1, 2 * DRAFTS + 1, dtype=i64), new(2, KINDS, 2, dtype=torch.int32)
+    propose, greedy = propose_kernel.launch, propose_kernel.launch_greedy
+    every = True, True, *copies, *changes
+    yield "propose", lambda: propose(*candidates, *head, *drafting, False, False, *(None,) * 8)
+    yield "propose, all", lambda: propose(*candidates, *head, *drafting, *every)
+    yield "propose, no head", lambda: propose(*candidates, *none, *drafting, *every)
+    yield "greedy", lambda: greedy(*candidates, *head, seeds)
+    yield "greedy, copies", lambda: greedy(*candidates, *head, seeds, *copies)
+    committed = tokens, limits[1], new(bs, DRAFTS, dtype=i64), limits[1]
+    yield "copy", lambda: copy_kernel.launch(*history, *committed, *copies, new(2, dtype=i64), V)
     yield "adjust", lambda: adjust_kernel.launch(new(bs, block, V), tokens, positions, *changes)
     for name, mask in (("", None), (", filters", kept)):
         target = logits, mask, new(rows, dtype=i64), new(rows), new(rows), tokens

@@ -29,6 +29,7 @@ from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.batch import RequestState
 from sglang_hyperdflash.serving.draft_kv.draft_kv import DraftKV, WindowedDraftKV
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
+from sglang_hyperdflash.serving.drafting.copies import CopyHistory
 from sglang_hyperdflash.serving.drafting.draft_step import DraftStep
 from sglang_hyperdflash.serving.record.recorder import Recorder, Recording
 from sglang_hyperdflash.serving.runners import Runners
@@ -39,6 +40,7 @@ from sglang_hyperdflash.serving.worker import HyperDFlashWorker
 from tests.launches.counter import Counter, FakeCuda
 
 VOCABULARY, WIDTH, PATHS, CANDIDATES, RANK, BLOCK = 129_280, 4096, 4, 64, 256, 7
+COPY_LENGTH = 32_768
 WINDOW, CONTEXT, SLOTS, TOKENS = 1024, 65_536, 512, 1 << 20
 DEVICE, BF16, I64, I32 = "cuda", torch.bfloat16, torch.int64, torch.int32
 # Phases of a round, besides those before and after it.
@@ -90,7 +92,7 @@ class Worker(HyperDFlashWorker):
         self._mask_token_id, self._full_embed_gpu, self.lilicorr = 128_815, None, None
         self._use_fused_kv_materialize, self._fused_kv_helper = True, object()
         self._tp_sync, self._target_logits_processor = SpecTpSync(group), server.logits_processor
-        self._choose_width = lambda requests: server.width
+        self._choose_width, self._kinds = lambda requests, classes: server.width, {}
         self._can_skip_verify_logits = lambda batch, info: True
         self._append_target_hidden_fused = lambda *given, **others: None  # SGLang's, not ours
 
@@ -109,6 +111,7 @@ class FakeServer:
     sharded: bool = False  # logits stay in their vocabulary shards
     graph: bool = True  # the draft's CUDA graph holds the candidates
     recorded: bool = False  # one request in 20 is
+    copied: bool = True  # drafts may be copies
 
     def __post_init__(self) -> None:
         self.logits_processor = SimpleNamespace(
@@ -127,7 +130,7 @@ class FakeServer:
         alone = SimpleNamespace(attn_dp_enabled=False, tp_size=1, attn_dcp_size=1)
         speculative, ours = "sglang.kernels.ops.speculative", "sglang_hyperdflash.serving"
         verify_input = "sglang.srt.speculative.dflash_info.DFlashVerifyInput"
-        stack, copying = ExitStack(), ("batch", "draft_kv.draft_kv")
+        stack, copying = ExitStack(), ("batch", "draft_kv.draft_kv", "drafting.copies")
         for place, value in {
             f"{speculative}.cache_locs._is_cuda": True,
             f"{verify_input}.prepare_for_verify": lambda *given, **k: (None, None),
@@ -136,6 +139,7 @@ class FakeServer:
             f"{ours}.drafting.draft_step.enable_num_token_non_padded": lambda: False,
             f"{ours}.drafting.candidates.candidate_topk": lambda *given, **k: (*self.candidates, 0),
             **{f"{ours}.{module}.async_h2d": self._async_h2d for module in copying},
+            f"{ours}.drafting.copies.async_d2h": self._async_d2h,
         }.items():
             stack.enter_context(mock.patch(place, value))
         return stack
@@ -145,6 +149,10 @@ class FakeServer:
         result = torch.empty(torch.tensor(values).shape, dtype=dtype, device=device)
         self.counter.launch("async_h2d", result.nbytes)
         return result
+
+    def _async_d2h(self, values: torch.Tensor) -> torch.Tensor:
+        self.counter.launch("async_d2h", values.nbytes)
+        return torch.empty(values.shape, dtype=values.dtype)
 
     def _build(self) -> None:
         worker = self.worker = Worker(self)
@@ -171,6 +179,10 @@ class FakeServer:
         worker.runners = runners = Runners.of(worker)
         worker.draft_step, worker.verifier = DraftStep(runners, 0.5), Verifier(runners)
         worker.verifier.renorm = self._top_k, self._top_p
+        worker.history = None
+        if self.copied:
+            worker.history = CopyHistory(SLOTS, COPY_LENGTH, BLOCK, VOCABULARY, DEVICE)
+            worker.draft_step.copies = worker.history.copies
         worker.draft_kv = (WindowedDraftKV if self.window else DraftKV)(runners, 0.1)
         if self.window:
             sizes = {"tokens": TOKENS, "ring": TOKENS // 4, "window": WINDOW, "block": BLOCK}
@@ -295,6 +307,11 @@ class FakeServer:
                 (worker.draft_kv, "write", "draft K/V"),
                 (state, "count", "counting"),
             ]
+            if worker.history is not None:
+                places += [
+                    (worker.history, "begin", "copies of a new batch"),
+                    (worker.history, "end", "copies"),
+                ]
             if worker.recorder is not None:
                 places.append((worker.recorder, "decoded", "recording"))
             with ExitStack() as calls, counter.during("commit"):

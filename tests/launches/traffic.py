@@ -65,6 +65,9 @@ RULES: dict[str, dict[str, Rule]] = {
         )
     ),
     "triton_ops.propose_kernel._greedy_kernel": _HEAD,
+    "triton_ops.copy_kernel._copy_kernel": dict(
+        (_entries("history_ptr", lambda a: len(a["slots_ptr"]) * a["size"]),)
+    ),
     "triton_ops.adjust_kernel._adjust_kernel": dict(
         (
             _entries("logits_ptr", _adjusted_rows),

@@ -17,6 +17,7 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
 from sglang_hyperdflash.draft.propose import Candidates, propose_greedy
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from triton_ops.copies import Copies
 
 
 def check_head(lm_head: Any, k: int) -> None:
@@ -66,12 +67,21 @@ class CandidateBuffers:
     Args:
         width: rows of a block, the anchor's included. k: candidates of a draft.
         head: the dependency head, or None. most: requests of the largest captured batch.
+        copies: buffers that greedy drafts read as well, or None.
     """
 
     def __init__(
-        self, width: int, k: int, lm_head: Any, head: Any, most: int, device: torch.device | str
+        self,
+        width: int,
+        k: int,
+        lm_head: Any,
+        head: Any,
+        most: int,
+        device: torch.device | str,
+        copies: Copies | None = None,
     ) -> None:
         self.width, self.k, self.lm_head, self.head = width, k, lm_head, head
+        self.copies = copies
         shape = (most, width - 1, k)
         self.ids = torch.empty(shape, dtype=torch.int64, device=device)
         self.scores = torch.empty(shape, dtype=torch.float32, device=device)
@@ -91,7 +101,8 @@ class CandidateBuffers:
         if self.gates is not None:
             self.gates[:bs].copy_(candidates.gates)
         anchors = input_ids.view(bs, self.width)[:, 0]
-        self.greedy[:bs].copy_(propose_greedy(candidates, anchors, self.head))
+        copies = None if self.copies is None else self.copies.of(bs)
+        self.greedy[:bs].copy_(propose_greedy(candidates, anchors, self.head, copies))
 
     def of(self, bs: int) -> Candidates:
         """The candidates of the batch that was just replayed."""

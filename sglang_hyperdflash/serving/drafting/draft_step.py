@@ -36,6 +36,7 @@ from sglang_hyperdflash.serving.drafting.candidates import (
 )
 from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.width.lanes import Lane
+from triton_ops.copies import Copies
 
 
 class DraftStep:
@@ -48,7 +49,10 @@ class DraftStep:
         lm_head: the target's.
         head: the dependency head, or None.
         candidates: K of each draft.
+        copies: what draft graphs read; None without copies.
     """
+
+    copies: Copies | None = None
 
     def __init__(self, runners: Runners, draft_temperature: float) -> None:
         self.runners, self.draft_temperature = runners, draft_temperature
@@ -59,8 +63,8 @@ class DraftStep:
 
     def buffers(self, width: int, most: int) -> CandidateBuffers:
         """Buffers for the draft graphs of one width, of ``most`` requests."""
-        device = self.runners.device
-        return CandidateBuffers(width, self.candidates, self.lm_head, self.head, most, device)
+        sizes, device = (width, self.candidates), self.runners.device
+        return CandidateBuffers(*sizes, self.lm_head, self.head, most, device, self.copies)
 
     def draft(
         self, batch: Any, block: Block, context: DraftContext, requests: BatchRequests, lane: Lane
@@ -80,7 +84,7 @@ class DraftStep:
         elif captured is not None:
             drafts = captured.greedy[:bs]
         else:
-            drafts = propose_greedy(candidates, block.anchors, self.head)
+            drafts = propose_greedy(candidates, block.anchors, self.head, block.copies)
         if not requests.argmax_only or self.head is not None:
             # Each rank sums for itself what a dependency head reads of a row: rank 0's drafts go to
             # all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
@@ -135,4 +139,5 @@ class DraftStep:
             requests.draws,
             self.draft_temperature,
             requests.changes() or NO_ADJUSTMENTS,
+            block.copies,
         )

@@ -30,6 +30,7 @@ RECORDED = "hyperdflash:recorded_requests_total"
 RECORDED_BYTES = "hyperdflash:recorded_bytes_total"
 SHED = "hyperdflash:recording_shed_total"
 DRAFTER = "hyperdflash:drafter_version"
+COPIED, COPIES_ACCEPTED = "hyperdflash:copied_drafts_total", "hyperdflash:accepted_copies_total"
 FAMILIES = {
     ROUNDS: "Verification rounds, counted once per request in the decoding batch.",
     ACCEPTED: "Drafts accepted at this position (1 is the first).",
@@ -41,6 +42,8 @@ FAMILIES = {
     RECORDED: "Requests recorded to the store.",
     RECORDED_BYTES: "Bytes recorded to the store.",
     SHED: "Requests that were to be recorded and were not, by reason.",
+    COPIED: "Drafts equal to a copy from their request, extra rounds included.",
+    COPIES_ACCEPTED: "Those of them that were accepted.",
     DRAFTER: "Number of the drafter that was sent last; 0 is the one that the server started with.",
 }
 REASON = "reason"
@@ -87,6 +90,9 @@ class Metrics:
         )
         self.drafter_version = family(gauge, DRAFTER, **recent).labels(**labels)
         self.drafter_version.set(0)
+        copies = COPIED, COPIES_ACCEPTED
+        self._copies = [family(counter, name).labels(**labels) for name in copies]
+        self._copies_before = [0, 0]
         by_width = family(counter, WIDTH_ROUNDS, WIDTH)
         self._gain = family(gauge, GAIN, **recent)
         seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
@@ -134,6 +140,12 @@ class Metrics:
             if not reached:
                 break
             counter.inc(reached)
+
+    def add_copies(self, *totals: int) -> None:
+        """Count copies up to these totals, of drafts that were copied and accepted."""
+        for counter, total, before in zip(self._copies, totals, self._copies_before, strict=True):
+            counter.inc(max(total - before, 0))
+        self._copies_before = list(totals)
 
 
 @after("sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor", "de5d77fb9b95")

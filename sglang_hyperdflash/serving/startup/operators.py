@@ -50,12 +50,13 @@ def check_operators(
     candidates: int,
     vocabulary: int,
     widths: Sequence[int],
+    copied: int,
     gather: Callable[[dict[str, str]], Iterable[dict[str, str]]],
 ) -> None:
     """Build every kernel that rounds need; those that are wrong here run their reference instead.
 
     Args:
-        draft: the loaded drafter. widths: of rounds, ascending.
+        draft: the loaded drafter. widths: of rounds, ascending. copied: as of ``rehearse``.
         gather: gives all ranks' differences; they replace the same operators.
     """
     if operator.ALL in operator.reference_operators:
@@ -66,7 +67,8 @@ def check_operators(
         rehearse_reducer(draft.reducer_module, norm)
         for kind, some in ((RANDOM, widths), (TIES, [max(widths)]), (BROKEN, [max(widths)])):
             comparison.exact = kind == TIES and draft.dependency is None  # of a head's sums none is
-            rehearse(draft.dependency, candidates, vocabulary, some, norm.device, kind)
+            given = candidates, vocabulary, some, norm.device, kind
+            rehearse(draft.dependency, *given, copied=copied)
     by_rank = gather(comparison.wrong)
     for name, difference in {k: v for wrong in by_rank for k, v in wrong.items()}.items():
         operator.reference_operators.add(name)

@@ -20,6 +20,7 @@ from sglang_hyperdflash.serving.verification.exact import (
     verify_block,
     weights_of,
 )
+from triton_ops.copies import KINDS, Copies, copy_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Numbers:
     device: torch.device | str
     generator: torch.Generator
     requests: int = REQUESTS
+    drafts: int = 1  # of a whole block, which have copies
 
     def integers(self, low: int, high: int, *shape: int, dtype=torch.int64) -> torch.Tensor:
         """From ``low`` to below ``high``."""
@@ -118,6 +120,21 @@ class Numbers:
             gates = self.scores(*shape[:2], head.gate.out_features).nan_to_num(nan=0.0) / 16
         return Candidates(ids, self.scores(*shape), gates)
 
+    def copies(self, candidates: Candidates | None) -> Copies:
+        """Copies among the ``candidates`` and any others, of matches of every length and none."""
+        rows = self.integers(-1, self.vocabulary, self.requests, 2 * self.drafts + 1)
+        if candidates is not None:
+            rows[:, 1 : self.width - 1] = candidates.ids[:, 1:, 0]
+        rows[:, -1] = self.cycle(16, 3, 0, 5, 9, dtype=torch.int64)
+        return Copies(rows, self.integers(0, 9, 2, KINDS, 2, dtype=torch.int32))
+
+    def history(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The first arguments of ``copy_drafts``: few different tokens, so that many match."""
+        history = self.integers(-1, 4, self.requests, 2000, dtype=torch.int32)
+        slots = torch.arange(self.requests).to(self.device)
+        positions = self.cycle(5, 1400, 2500, dtype=torch.int64)
+        return history, slots, positions, tokens % 4, lengths
+
     def kept(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         """What any filter might keep of ``logits [N, V]``: half of each row, and its largest."""
         probs = torch.softmax(logits / temperatures.repeat_interleave(self.width).unsqueeze(-1), -1)
@@ -155,16 +172,17 @@ def rehearse(
     device: torch.device | str,
     kind: str = RANDOM,
     requests: int = REQUESTS,
+    copied: int = 0,
 ) -> None:
     """Run each operator of a round once for every kind of batch: none compiles while serving.
 
     Args:
         head: the dependency head, or None; candidates: K of each draft; widths: of rounds.
-        kind: of numbers.
+        kind: of numbers. copied: drafts of a whole block that may be copies; 0 without copies.
     """
     for width in widths:
         begun, generator = time.monotonic(), torch.Generator().manual_seed(width)
-        numbers = Numbers(kind, vocabulary, candidates, width, device, generator, requests)
+        numbers = Numbers(kind, vocabulary, candidates, width, device, generator, requests, copied)
         _rehearse_width(numbers, head)
         logger.info("HYPERDFLASH: kernels of width %d: %.0f s", width, time.monotonic() - begun)
 
@@ -174,6 +192,7 @@ def _rehearse_width(numbers: Numbers, head: Any) -> None:
     width, cycle = numbers.width, numbers.cycle
     requests, vocabulary = numbers.requests, numbers.vocabulary
     drafted = numbers.candidates_of_drafts(head) if width > 1 else None
+    copies = numbers.copies(drafted) if numbers.drafts else None
     logits, changes = numbers.rows(drafted), numbers.changes(drafted)
     block = numbers.integers(0, vocabulary, requests, width)
     positions = numbers.integers(0, 9, requests, 1)
@@ -183,7 +202,7 @@ def _rehearse_width(numbers: Numbers, head: Any) -> None:
     follow = torch.arange(requests).unsqueeze(1) > torch.arange(width - 1)
     follow = follow.to(numbers.device)
     if drafted is not None:
-        propose_greedy(drafted, block[:, 0], head)
+        propose_greedy(drafted, block[:, 0], head, copies)
     temperatures = cycle(1.0, 0.7, 1.3)
     half = numbers.kept(logits, temperatures)
     settings = ((False, False), (True, False), (True, True))
@@ -197,7 +216,7 @@ def _rehearse_width(numbers: Numbers, head: Any) -> None:
         rows = read_rows(logits, kept, *asked, positions, all_draw=drafted is None)
         if drafted is not None:
             for change in changes:
-                given = drafted, head, block, positions, *asked, 0.5, change
+                given = drafted, head, block, positions, *asked, 0.5, change, copies
                 proposal = propose(*given)
             target = rows.tokens.view(requests, width)[:, :-1]
             follows = follow & (seeded | (top_ks == 1).unsqueeze(1))
@@ -207,6 +226,12 @@ def _rehearse_width(numbers: Numbers, head: Any) -> None:
         verify_block(Rows(rows.tokens), tokens, positions, None, *asked, vocabulary)
         # Batches without drafts, of greedy requests with penalties among others.
         read_rows(logits, None, *asked, positions, all_draw=True)
+    if copies is not None:
+        lengths, totals = cycle(width, 1, dtype=torch.int32), numbers.integers(0, 9, 2)
+        given = *numbers.history(block, lengths), block[:, 1:] % 4, cycle(1, 5, dtype=torch.int32)
+        copies.rows[:, :-1] %= 4
+        for _ in range(2):
+            copy_drafts(*given, copies.rows, copies.counts, totals, 3)
     for change in changes[1:]:
         by_block = logits.view(requests, width, vocabulary).clone()
         adjust_rows(by_block, block, positions, *change.tensors)

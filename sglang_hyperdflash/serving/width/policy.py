@@ -111,17 +111,19 @@ def best_width(rates: Mapping[int, float], current: int) -> int:
 class WidthPolicy:
     """The decision of one server: deterministic, so ranks with the same ``costs`` decide alike.
 
-    Ranks' hosts differ, so :meth:`took` is for servers of one rank.
+    Ranks' hosts differ, so :meth:`took` is for servers of one rank. Requests are of classes, which
+    accept differently: greedy and sampled ones, each of several kinds. Arguments by class begin
+    with the greedy ones.
 
     Args:
-        widths: ascending. Until ``costs`` is set, the last one is chosen.
+        widths: ascending. Until ``costs`` is set, the last one is chosen. kinds: of either.
 
     Attributes:
         width: the best one now. rates: tokens per second of every width, of the last batch.
     """
 
-    def __init__(self, widths: Sequence[int]) -> None:
-        self.widths, self.width = tuple(widths), widths[-1]
+    def __init__(self, widths: Sequence[int], kinds: int = 1) -> None:
+        self.widths, self.width, self.kinds = tuple(widths), widths[-1], kinds
         self.costs: CostTable | None = None
         self.forget()
         self.rates: dict[int, float] = {}
@@ -131,33 +133,35 @@ class WidthPolicy:
 
     def forget(self) -> None:
         """Forget the acceptance of all rounds: another drafter drafts from now on."""
-        # Greedy and sampled requests: they accept differently.
         drafts = self.widths[-1] - 1
-        self.classes = (Acceptance(drafts), Acceptance(drafts))
+        self.classes = tuple(Acceptance(drafts) for _ in range(2 * self.kinds))
 
-    def next(self, greedy: int, sampled: int) -> int:
-        """The width of the next round, of so many requests of either class."""
+    def next(self, *counts: int) -> int:
+        """The width of the next round, of so many requests of each class."""
         if self.costs is None:
             return self.width
-        seconds = self._seconds(greedy + sampled, sampled > 0)
-        self.rates = self._rates(greedy, sampled, seconds)
+        seconds = self._seconds(counts)
+        self.rates = self._rates(counts, seconds)
         self.width = best_width(self.rates, self.width)
         self._since_probe += 1
         return self._probe(seconds) or self.width
 
-    def took(self, width: int, greedy: int, sampled: int, seconds: float) -> None:
+    def took(self, width: int, *counts: int, seconds: float) -> None:
         """Record the seconds from one round's start to the next one's."""
         if self.costs is not None:
-            timed = self.costs.of(greedy + sampled, sampled > 0).get(width, seconds)
-            self._host.append(max(seconds - timed, 0.0) / (greedy + sampled))
+            timed = self._timed(counts).get(width, seconds)
+            self._host.append(max(seconds - timed, 0.0) / sum(counts))
 
-    def _seconds(self, requests: int, sampled: bool) -> dict[int, float]:
-        host = requests * median(self._host) if self._host else 0.0
-        return {w: timed + host for w, timed in self.costs.of(requests, sampled).items()}
+    def _timed(self, counts: Sequence[int]) -> dict[int, float]:
+        return self.costs.of(sum(counts), any(counts[self.kinds :]))
 
-    def _rates(self, greedy: int, sampled: int, seconds: Mapping[int, float]) -> dict[int, float]:
-        classes = zip(self.classes, (greedy, sampled), strict=True)
-        present = [(kind.expected(), count) for kind, count in classes if count]
+    def _seconds(self, counts: Sequence[int]) -> dict[int, float]:
+        host = sum(counts) * median(self._host) if self._host else 0.0
+        return {w: timed + host for w, timed in self._timed(counts).items()}
+
+    def _rates(self, counts: Sequence[int], seconds: Mapping[int, float]) -> dict[int, float]:
+        classes = zip(self.classes, counts, strict=True)
+        present = [(acceptance.expected(), count) for acceptance, count in classes if count]
         return {
             w: sum([count * tokens[w - 1] for tokens, count in present]) / seconds[w]
             for w in self.widths
@@ -176,16 +180,16 @@ class WidthPolicy:
         self._since_probe = 0
         return wider
 
-    def observe(self, width: int, greedy: Sequence[int], sampled: Sequence[int]) -> None:
-        """A round's result: accepted drafts of each request of either class."""
-        for kind, accepted in zip(self.classes, (greedy, sampled), strict=True):
-            if accepted:
-                kind.observe(width, accepted)
-        requests = len(greedy) + len(sampled)
-        if width > self.width and requests and self.costs is not None:
-            seconds = self._seconds(requests, bool(sampled))
-            rate = (requests + sum(greedy) + sum(sampled)) / seconds[width]
-            if rate > self._rates(len(greedy), len(sampled), seconds)[self.width]:
+    def observe(self, width: int, *accepted: Sequence[int]) -> None:
+        """A round's result: accepted drafts of each request of every class."""
+        for acceptance, drafts in zip(self.classes, accepted, strict=True):
+            if drafts:
+                acceptance.observe(width, drafts)
+        counts = tuple(map(len, accepted))
+        if width > self.width and any(counts) and self.costs is not None:
+            seconds = self._seconds(counts)
+            rate = (sum(counts) + sum(map(sum, accepted))) / seconds[width]
+            if rate > self._rates(counts, seconds)[self.width]:
                 # A probe that was faster by itself is repeated at once: it costs nothing, and a
                 # long memory would need many.
                 self._since_probe = math.inf
@@ -195,50 +199,51 @@ class WidthController:
     """The widths of one worker's rounds by its setting; the same on all ranks of a group.
 
     Args:
-        alone: a group of one rank.
+        alone: a group of one rank. kinds: as of :class:`WidthPolicy`.
 
     Attributes:
         forced: while set, the width of every round; for timing.
         policy: of an adaptive server; None where nothing is learned.
     """
 
-    def __init__(self, setting: WidthSetting, block: int, alone: bool = False) -> None:
+    def __init__(
+        self, setting: WidthSetting, block: int, alone: bool = False, kinds: int = 1
+    ) -> None:
         self.setting, self.block, self.alone = setting, block, alone
         self._last: tuple[list[Any] | None, int, float] = None, block, 0.0
         self.forced: int | None = None
         adapts = setting.mode == ADAPTIVE and len(setting.widths) > 1
-        self.policy = WidthPolicy(setting.widths) if adapts else None
+        self.policy = WidthPolicy(setting.widths, kinds) if adapts else None
         # Every rank draws the same.
         self._random = random.Random(0)
 
-    def next(self, greedy: int, sampled: int) -> int:
-        """The width of the round that starts, of so many requests of either class."""
+    def next(self, *counts: int) -> int:
+        """The width of the round that starts, of so many requests of each class."""
         if self.forced is not None:
             return self.forced
         if self.policy is not None:
-            return self.policy.next(greedy, sampled)
+            return self.policy.next(*counts)
         if self.setting.mode == RANDOM:
             return self._random.choice(self.setting.widths)
         return self.setting.widths[-1]
 
-    def started(self, reqs: list[Any], width: int, greedy: int, sampled: int) -> None:
+    def started(self, reqs: list[Any], width: int, *counts: int) -> None:
         """Note that a round starts; ``reqs`` is the same list while its batch runs."""
         if self.policy is None or not self.alone:
             return
         (before, last, then), now = self._last, time.perf_counter()
         self._last = reqs, width, now
         if before is reqs:  # no other pass in between
-            self.policy.took(last, greedy, sampled, now - then)
+            self.policy.took(last, *counts, seconds=now - then)
 
-    def observe(self, width: int, live: Sequence[tuple[Any, int]]) -> None:
-        """A round's result: its requests that had not finished, accepted drafts of each."""
+    def observe(self, width: int, live: Sequence[tuple[int, int]]) -> None:
+        """A round's result: class and accepted drafts of its requests that had not finished."""
         if self.policy is None:
             return
-        greedy: list[int] = []
-        sampled: list[int] = []
-        for req, accepted in live:
-            (greedy if req.sampling_params.top_k <= 1 else sampled).append(accepted)
-        self.policy.observe(width, greedy, sampled)
+        by_class: list[list[int]] = [[] for _ in self.policy.classes]
+        for kind, accepted in live:
+            by_class[kind].append(accepted)
+        self.policy.observe(width, *by_class)
 
     def predicted_gain(self) -> float | None:
         """Expected tokens per second of the width now over those of width 1; None if unknown."""

@@ -102,7 +102,7 @@ def test_a_start_replaces_a_wrong_kernel_on_all_ranks_and_goes_on(monkeypatch, c
     norms = SimpleNamespace(weight=norm)
     draft = SimpleNamespace(hidden_norm=norms, reducer_module=reducer, dependency=None)
     other_rank = {"hc_gate_reduce": "raised there"}
-    operators.check_operators(draft, 3, 23, (2,), lambda wrong: [wrong, other_rank])
+    operators.check_operators(draft, 3, 23, (2,), 1, lambda wrong: [wrong, other_rank])
     assert operator.reference_operators == {"accept", "hc_gate_reduce"}
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 2 and "result" in said[0] and "raised there" in said[1]

@@ -14,6 +14,7 @@ from torch import nn
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.serving import worker as worker_module
+from sglang_hyperdflash.serving.drafting.copies import CopyHistory
 from sglang_hyperdflash.serving.drafting.model import HyperDFlashDraftModel
 from sglang_hyperdflash.serving.drafting.replace import rebuild
 from sglang_hyperdflash.serving.settings import WidthSetting
@@ -56,11 +57,14 @@ def served() -> SimpleNamespace:
     layers = [layer() for _ in range(LAYERS)]
     control = WidthController(WidthSetting("adaptive", (1, 7)), 7)
     control.policy.observe(7, [6, 0], [3])
+    history = CopyHistory(2, 64, 7, 100, "cpu")
+    history.copies.counts.fill_(3)
     return SimpleNamespace(
         device="cpu",
         model_runner=SimpleNamespace(forward_stream=torch.cpu.Stream()),
         draft_model=SimpleNamespace(layers=layers),
         width_control=control,
+        history=history,
         rounds=[SimpleNamespace(observed=True)],
         _fused_kv_helper=helper(layers),
     )
@@ -89,6 +93,7 @@ def test_what_comes_of_the_weights_is_that_of_a_new_worker_at_its_old_address():
     learnt = worker.width_control.policy
     assert list(map(vars, learnt.classes)) == list(map(vars, fresh.classes))
     assert not worker.rounds[0].observed, "the old drafter's"
+    assert not worker.history.copies.counts.any()
     # Without SGLang's fused write nothing is derived.
     rebuild(None, worker.draft_model.layers)
 

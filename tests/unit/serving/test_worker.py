@@ -53,7 +53,7 @@ def last_position(
     # Tokens with K/V, as the device has it; the next token is the anchor.
     length, unread, last = prompt, [], []
     while req.kv.kv_committed_len + 1 < longest - 1:
-        width = rounds._choose_width(rows_of(req))
+        width = rounds._choose_width(rows_of(req), [])
         last.append(length + width - 1)
         kept = draw.choice((1, width))
         length += kept
@@ -82,14 +82,14 @@ def test_only_servers_of_whole_blocks_end_requests_early():
 
 def test_blocks_are_drafted_until_the_end_is_near_and_every_request_counts():
     rounds, near, far = worker(7), request(CONTEXT - 15), request(40)
-    assert rounds._choose_width(rows_of(far, near)) == 7
+    assert rounds._choose_width(rows_of(far, near), []) == 7
     near.kv.kv_committed_len += 1
-    assert rounds._choose_width(rows_of(far, near)) == 1
+    assert rounds._choose_width(rows_of(far, near), []) == 1
     # A round of one row is in flight now: the next block starts that much earlier.
     near.kv.kv_committed_len = CONTEXT - 9
-    assert rounds._choose_width(rows_of(far, near)) == 7
+    assert rounds._choose_width(rows_of(far, near), []) == 7
     # A custom processor is called once a token, as in the baseline; other requests go along.
-    assert rounds._choose_width(rows_of(far, processor=True)) == 1
+    assert rounds._choose_width(rows_of(far, processor=True), []) == 1
 
 
 def test_the_largest_batch_that_is_served_is_rehearsed(monkeypatch):

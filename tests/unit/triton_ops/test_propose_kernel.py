@@ -9,6 +9,7 @@ from sglang_hyperdflash.draft.propose import propose_greedy_reference, propose_r
 from tests.unit.triton_ops.adjusting import EVERYTHING, adjusting
 from tests.unit.triton_ops.gate_help import BF16, DEVICE, FP16, FP32, MANY
 from triton_ops import propose_kernel
+from triton_ops.copies import KINDS, parts
 
 INFINITE, NAN = float("inf"), float("nan")
 NO_TOP_K = 1 << 30
@@ -16,8 +17,32 @@ ALL = "top_k top_p min_p"
 NO_HEAD = dict.fromkeys(("gates", "predecessor", "successor"))
 
 
+COPIES = ("copy_rows", "copy_counts")
+
+
+def copies_of(ids, g):
+    """Of every third request none; else some of the candidates, then any token or none at all."""
+    bs, drafts, candidates = ids.shape
+    chosen = torch.randint(0, candidates, (bs, drafts + 2), generator=g)
+    rows = torch.randint(-1, 300, (bs, 2 * drafts + 5), generator=g)
+    copies, _, matches = parts(rows)
+    some = torch.rand(bs, drafts, generator=g) < 0.7
+    copies[:, :drafts][some] = ids.gather(-1, chosen[:, :drafts].unsqueeze(-1)).squeeze(-1)[some]
+    matches[:] = torch.tensor([3, 0, 6, 16, 9])[torch.arange(bs) % 5]
+    return rows, torch.randint(0, 9, (2, KINDS, 2), generator=g, dtype=torch.int32)
+
+
 def arguments(
-    bs, drafts, candidates, rank=None, dtype=FP32, exact=False, filters=ALL, changes="", bias=FP32
+    bs,
+    drafts,
+    candidates,
+    rank=None,
+    dtype=FP32,
+    exact=False,
+    filters=ALL,
+    changes="",
+    bias=FP32,
+    copied=False,
 ):
     """The operator's arguments in their order; a head has a ``rank`` and tables of a ``dtype``.
 
@@ -56,7 +81,9 @@ def arguments(
         "draft_temperature": 0.7,
         "filters": bool(filters),
         "sequential": "sequential" in filters,
-    }
+    } | dict.fromkeys(COPIES)
+    if copied:
+        known |= dict(zip(COPIES, copies_of(ids, g), strict=True))
     ends = ids[:, 0, :3] if drafts else ids
     return known | adjusting(changes, start, drafts, ends, vocabulary, g, bias)
 
@@ -75,8 +102,10 @@ def check(known: dict) -> tuple[torch.Tensor, ...]:
     results = tuple(t.cpu() for t in propose_kernel.launch(*on_device(known)))
     for one, other in zip(results, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-    (tokens, q, choice), (tokens_, q_, choice_) = results, expected
+    (tokens, q, choice, ids), (tokens_, q_, choice_, ids_) = results, expected
     assert torch.equal(tokens, tokens_) and torch.equal(choice, choice_)
+    assert torch.equal(ids, ids_)
+    assert torch.equal(ids.gather(-1, choice.unsqueeze(-1)).squeeze(-1), tokens)
     torch.testing.assert_close(q, q_, rtol=1e-5, atol=1e-6)
     assert (q[q_ > 1e-12] > 0).all() and (q_[q > 1e-12] > 0).all()
     greedy = of_greedy(known)
@@ -88,8 +117,9 @@ def check(known: dict) -> tuple[torch.Tensor, ...]:
 
 def of_greedy(known: dict) -> dict:
     """The arguments of the operator of greedy requests."""
-    names = ("ids", "scores", *NO_HEAD)
-    return {name: known[name] for name in names} | {"anchors": known["block_tokens"][:, 0]}
+    anchors = {"anchors": known["block_tokens"][:, 0]}
+    greedy = {name: known[name] for name in ("ids", "scores", *NO_HEAD)} | anchors
+    return greedy | {name: known[name] for name in COPIES}
 
 
 # Requests, drafts, candidates; a head's rank, which is read in pieces of 128 candidates.
@@ -101,6 +131,40 @@ HEADS = [(3, 2, 1, 1), (3, 2, 3, 5), (3, 2, 7, 256), (3, 2, 40, 40), (2, 2, 128,
 @pytest.mark.parametrize("sizes", PLAIN)
 def test_drafts_of_any_scores_are_the_references(sizes):
     check(arguments(*sizes))
+
+
+# A head's rank and what changes scores.
+COPIED = [(None, ""), (5, ""), (None, EVERYTHING), (4, EVERYTHING)]
+
+
+@pytest.mark.parametrize("candidates", [1, 3, 64])
+@pytest.mark.parametrize(("rank", "changes"), COPIED)
+def test_drafts_that_follow_copies(rank, changes, candidates):
+    sizes = 10, 4, candidates, rank
+    known = arguments(*sizes, exact=rank is not None, changes=changes, copied=True)
+    known["scores"] /= 4
+    tokens, q, _, ids = check(known)
+    copies, _, matches = parts(known["copy_rows"])
+    copies = copies[:, :4]
+    follows = (tokens == copies).long().cumprod(1).bool()
+    assert 0 < follows[matches > 0].sum() < copies.numel()
+    torch.testing.assert_close(q.sum(-1), torch.ones(10, 4))
+    # What a copy replaced has no share but the copy's; without a match nothing changes.
+    plain = check(known | dict.fromkeys(COPIES))
+    for one, other in zip((tokens, q, ids), (plain[0], plain[1], plain[3]), strict=True):
+        assert torch.equal(one[matches == 0], other[matches == 0])
+
+
+def test_a_copy_that_was_right_is_drafted_and_one_that_was_wrong_is_not():
+    known = arguments(4, 3, 8, copied=True, filters="top_k")
+    copies, _, matches = parts(known["copy_rows"])
+    copies[:], matches[:] = torch.arange(290, 295), 16
+    known["ids"] %= 290
+    known["scores"][..., -1] = -30.0
+    known["copy_counts"][..., 0], known["copy_counts"][..., 1] = 1 << 30, 0
+    assert (check(known)[0] == torch.arange(290, 293)).all()
+    known["copy_counts"][..., 0], known["copy_counts"][..., 1] = 0, 1 << 30
+    assert (check(known)[0] < 290).all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -121,7 +185,7 @@ def test_every_filter_with_every_other(exact, filters):
     known = arguments(24, 1, 20, filters=filters, exact=exact) | limits
     if exact:
         known["scores"][12:] = 1.5
-    _, q, choice = check(known)
+    _, q, choice, _ = check(known)
     greedies = known["top_ks"] == 1
     assert torch.equal(choice[greedies], known["scores"][greedies].argmax(-1))
     assert (q[greedies].amax(-1) == 1).all()

@@ -4,8 +4,10 @@ import json
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sglang_hyperdflash.serving.record.settings import REASONS
@@ -38,10 +40,13 @@ class Scheduler:
         self.model_worker = SimpleNamespace(rounds=deque(), block=7, **parts)
         self.metrics_reporter = SimpleNamespace(current_scheduler_metrics_enabled=enabled)
 
-    def round(self, accepted: list[int], width: int = 7, reqs: list | None = None) -> None:
+    def round(
+        self, accepted: list[int], width: int = 7, reqs: list | None = None, **more: Any
+    ) -> None:
         """Launch a round, and let SGLang process its result."""
         reqs = reqs or [request() for _ in accepted]
-        self.model_worker.rounds.append(Round(reqs, width))
+        classes = [int(req.sampling_params.top_k > 1) for req in reqs]
+        self.model_worker.rounds.append(Round(reqs, width, classes, **more))
         HyperDFlashWorker.on_verify_complete_cpu(self.model_worker, accepted)
 
     def value(self, name: str, **labels) -> float | None:
@@ -73,6 +78,14 @@ def test_rounds_are_counted_by_position_and_width():
     assert one.value(metrics.WIDTH_NOW) == 7
 
 
+def test_copies_are_counted_where_a_round_brings_their_totals():
+    one, totals = Scheduler(), torch.tensor([[5, 4], [5, 4], [12, 9]])
+    start_counting(None, one)
+    for copied in (totals[0], None, totals[1], totals[2]):
+        one.round([1], copied=copied)
+    assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [12, 9]
+
+
 @pytest.mark.parametrize("algorithm, enabled", [("HYPERDFLASH", False), ("DFLASH", True)])
 def test_without_metrics_and_for_other_algorithms_nothing_is_exported(algorithm, enabled):
     one = Scheduler(algorithm, enabled)
@@ -85,9 +98,9 @@ def test_the_policy_learns_from_rounds_of_the_drafter_in_use_each_of_its_own_wid
     one = Scheduler(enabled=False)
     reqs = [request(), request(top_k=50), request(finished=True)]
     one.model_worker.rounds += [
-        Round(reqs, 7),
-        Round([request()], 2),
-        Round(reqs, 7, observed=False),
+        Round(reqs, 7, [0, 1, 0]),
+        Round([request()], 2, [0]),
+        Round(reqs, 7, [0, 1, 0], observed=False),
     ]
     for accepted in ([6, 0, 6], [1], [0, 0, 0]):
         HyperDFlashWorker.on_verify_complete_cpu(one.model_worker, accepted)

@@ -55,6 +55,7 @@ REFUSED = [
     *((f"speculative_accept_threshold_{name}", 0.9, None) for name in ("single", "acc")),
     *((f"decrypted_{name}_file", "/config.json", None) for name in ("config", "draft_config")),
     *(("HYPERDFLASH_DRAFT_TEMPERATURE", text, None) for text in ("sharp", "1.5", "-0.1", "nan")),
+    *(("HYPERDFLASH_COPY", text, None) for text in ("many", "63", "-1", "nan", "inf")),
     ("pp_size", 2, None),
     ("lora_paths", ["a=b"], None),
     ("rl_on_policy_target", "fsdp", None),

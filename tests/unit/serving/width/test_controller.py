@@ -44,15 +44,13 @@ def timed(setting: WidthSetting, seconds) -> WidthController:
 def test_ranks_choose_the_same_widths():
     """By the same table or draw: batches of every size and kind, chance, probes."""
     ranks = [timed(SET, lambda n, w: 1 + 0.3 * w + 0.01 * n * w) for _ in range(2)]
-    params = SimpleNamespace(top_k=1), SimpleNamespace(top_k=50)
-    greedy, sampled = (SimpleNamespace(sampling_params=each) for each in params)
     draw, chosen = random.Random(1), set()
     for _ in range(500):
         kinds = [draw.random() < 0.5 for _ in range(draw.randint(1, 40))]
         first, second = (rank.next(kinds.count(False), kinds.count(True)) for rank in ranks)
         assert first == second
         chosen.add(first)
-        live = [(sampled if kind else greedy, draw.randint(0, first - 1) // 2) for kind in kinds]
+        live = [(int(kind), draw.randint(0, first - 1) // 2) for kind in kinds]
         for rank in ranks:
             rank.observe(first, live)
     assert len(chosen) > 1

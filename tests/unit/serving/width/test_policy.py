@@ -93,6 +93,15 @@ def test_an_untimed_server_stays_at_its_widest_and_learns_each_class():
     assert greedy.expected()[6] > 6 and sampled.expected()[6] < 1.2
 
 
+def test_a_worthless_drafter_drafts_where_copies_are_right():
+    policy, alone, with_copies = WidthPolicy((1, 7), 2), (1, 0, 0, 0), (0, 1, 0, 0)
+    policy.costs = policy_of(lambda requests, width: 1 + width / 4, (1, 7)).costs
+    for _ in range(100):
+        policy.observe(7, [0], [5], [], [])
+    chosen = [policy.next(*counts) for counts in (alone, with_copies, alone, with_copies)]
+    assert chosen == [1, 7, 1, 7]
+
+
 def test_seconds_are_linear_between_timed_sizes_and_after_them():
     costs = CostTable((1, 7))
     costs.add(4, [1.0, 2.0, 1.5, 3.0])
@@ -121,11 +130,11 @@ def test_what_the_host_adds_to_every_round_favours_wide_ones():
         policy.observe(7, [2] * 32, ())
     assert policy.next(64, 0) == 1
     for _ in range(50):
-        policy.took(1, 64, 0, 0.03)
+        policy.took(1, 64, 0, seconds=0.03)
     assert policy.next(64, 0) == 7
     for _ in range(50):  # a pause of a few rounds is none of theirs
-        policy.took(7, 64, 0, 0.06)
-    policy.took(7, 64, 0, 9.0)
+        policy.took(7, 64, 0, seconds=0.06)
+    policy.took(7, 64, 0, seconds=9.0)
     assert policy.rates[7] == pytest.approx(64 * 3 / 0.06, rel=0.02)
 
 

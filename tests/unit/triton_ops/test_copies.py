@@ -1,0 +1,146 @@
+"""Copies against a search that a person would write, and the kernel against its reference."""
+
+import pytest
+import torch
+
+from tests.unit.triton_ops.gate_help import DEVICE
+from triton_ops import copies as module
+from triton_ops import copy_kernel
+from triton_ops.copies import KINDS, LONGEST, SHORTEST, copy_drafts_reference, copy_shares, parts
+
+VOCABULARY = 50
+
+
+def searched(known: list[int], drafts: int) -> tuple[list[int], int]:
+    """The copies after the tokens of a request, and the length of their match."""
+    end = len(known) - 1
+    best, start = 0, None
+    for here in range(end):
+        length = 0
+        while length < min(LONGEST, here + 1) and known[here - length] == known[end - length] >= 0:
+            length += 1
+        if length >= SHORTEST and length >= best:
+            best, start = length, here
+    if start is None:
+        return [-1] * drafts, 0
+    extended = list(known)
+    for k in range(drafts):
+        extended.append(extended[start + 1 + k])
+    return extended[end + 1 :], best
+
+
+class Requests:
+    """Requests that commit random tokens, or what they were to copy, round by round."""
+
+    def __init__(self, bs: int, size: int, drafts: int, alphabet: int, start: int) -> None:
+        self.g = torch.Generator().manual_seed(bs + size + alphabet)
+        self.size, self.drafts, self.alphabet = size, drafts, alphabet
+        self.known = [self.draw(start + b) for b in range(bs)]
+        self.slots = torch.randperm(bs + 3, generator=self.g)[:bs]
+        self.history = torch.full((bs + 3, size), -1, dtype=torch.int32)
+        for slot, known in zip(self.slots.tolist(), self.known, strict=True):
+            for p, token in enumerate(known):
+                self.history[slot, p % size] = token
+        self.rows = torch.full((bs + 2, 2 * drafts + 1), -1)
+        self.rows[:, -1] = 0
+        self.copies, self.likeliest, self.matches = parts(self.rows)
+        self.counts = torch.zeros(2, KINDS, 2, dtype=torch.int32)
+        self.totals = torch.zeros(2, dtype=torch.int64)
+        self.top_ks = torch.where(torch.arange(bs) % 2 == 0, 1, 1 << 30).int()
+        self.judged = torch.zeros_like(self.counts)
+
+    def draw(self, n: int) -> list[int]:
+        return torch.randint(0, self.alphabet, (n,), generator=self.g).tolist()
+
+    def round(self, step, width: int) -> None:
+        """Commit up to ``width`` tokens of each request by ``step``, an operator's function."""
+        bs = len(self.known)
+        before = self.copies[:bs].tolist()
+        tokens, lengths = [], []
+        for b, copies in enumerate(before):
+            n = 1 + int(torch.randint(0, width, (), generator=self.g))
+            right = int(torch.randint(0, width + 1, (), generator=self.g))
+            row = [c for c in copies[:right] if c >= 0]
+            tokens.append((row + self.draw(width))[:width])
+            lengths.append(n)
+            self.likeliest[b] = torch.tensor(self.draw(self.drafts))
+            self._judge(b, copies[: width - 1], tokens[-1][:n])
+        positions = torch.tensor([len(known) - 1 for known in self.known])
+        drafts = torch.tensor(tokens)[:, : width - 1].clone()
+        if width > 1:
+            drafts[::3, -1] += 1
+        arguments = self.history, self.slots, positions, torch.tensor(tokens)
+        arguments += torch.tensor(lengths, dtype=torch.int32), drafts, self.top_ks
+        arguments += self.rows[:bs], self.counts, self.totals, VOCABULARY
+        for known, row, n in zip(self.known, tokens, lengths, strict=True):
+            known += [t if t < VOCABULARY else -1 for t in row[:n]]
+        step(arguments)
+
+    def _judge(self, b: int, copies: list[int], committed: list[int]) -> None:
+        judged = self.judged[int(self.top_ks[b] > 1), (int(self.matches[b]) + 1) // 4]
+        columns = zip(copies, committed, self.likeliest[b].tolist(), strict=False)
+        for copy, token, likeliest in columns:
+            if copy < 0:
+                break
+            if copy != likeliest:
+                judged[0] += copy == token
+                judged[1] += likeliest == token
+            if copy != token:
+                break
+
+
+# Requests, columns of the history, drafts, different tokens, tokens of the shortest prompt.
+SIZES = [(1, 64, 6, 2, 3), (4, 64, 6, 3, 150), (5, 100, 1, 2, 40), (3, 2500, 9, 6, 2400)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_copies_follow_the_latest_of_the_longest_matches(sizes):
+    requests = Requests(*sizes)
+    for turn in range(12):
+        requests.round(lambda given: copy_drafts_reference(*given), (sizes[2] + 1, 1, 2)[turn % 3])
+        for b, known in enumerate(requests.known):
+            expected, length = searched(known[-sizes[1] :], sizes[2])
+            assert requests.copies[b].tolist() == expected
+            assert int(requests.matches[b]) == length
+    assert torch.equal(requests.counts, requests.judged)
+    assert (requests.judged.sum((0, 1)) > 0).all()
+    assert 0 < requests.totals[1] <= requests.totals[0]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_kernel_does_what_its_reference_does(sizes):
+    def both(given):
+        written = [given[0], *given[7:10]]
+        other = [t.clone().to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given]
+        assert torch.equal(copy_kernel.launch(*other).cpu(), copy_drafts_reference(*given))
+        for mine, its in zip(written, [other[0], *other[7:10]], strict=True):
+            assert torch.equal(mine, its.cpu())
+
+    requests = Requests(*sizes)
+    for turn in range(6):
+        requests.round(both, (sizes[2] + 1, 1, 2)[turn % 3])
+
+
+def test_what_is_no_token_is_neither_matched_nor_copied():
+    requests = Requests(1, 64, 3, 2, 0)
+    requests.known[0] = [1, 2, 3, 4, VOCABULARY, 7, 1, 2]
+    requests.history[requests.slots[0], :8] = torch.tensor([1, 2, 3, 4, -1, 7, 1, 2]).int()
+    arguments = requests.history, requests.slots, torch.tensor([7]), torch.tensor([[3]])
+    arguments += torch.ones(1, dtype=torch.int32), torch.empty(1, 0, dtype=torch.int64)
+    state = requests.rows[:1], requests.counts, requests.totals, VOCABULARY
+    copy_drafts_reference(*arguments, requests.top_ks, *state)
+    assert requests.copies[0].tolist() == [4, -1, 7]
+
+
+def test_shares_begin_with_their_prior_and_follow_what_was_right():
+    rows, top_ks = torch.zeros(4, 3, dtype=torch.int64), torch.tensor([1, 1, 1, 5])
+    rows[:, 2] = torch.tensor([0, 3, 16, 16])
+    counts = torch.zeros(2, KINDS, 2, dtype=torch.int32)
+    prior = module.PRIOR / (module.PRIOR + module.DRAFTER_PRIOR)
+    torch.testing.assert_close(
+        copy_shares(rows, counts, top_ks), torch.tensor([0.0, prior, prior, prior])
+    )
+    counts[0, 4] = torch.tensor([100, 900])
+    shares = copy_shares(rows, counts, top_ks)
+    assert float(shares[2]) == pytest.approx(0.1, abs=0.01)
+    assert float(shares[3]) == pytest.approx(prior)

@@ -4,8 +4,8 @@
     python examples/tiny_deepseek_v4/exchange_prompts.py quotes --out build/quotes
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
-``held-out`` writes one benchmark file per kind. ``quotes`` writes one whose prompts quote a line to
-be repeated, and ask for the same line again in a second turn. ``demo`` writes twelve prompts with
+``held-out`` writes one benchmark file per kind. ``quotes`` writes one whose prompts quote a line of
+twelve words to be repeated, and ask for it again. ``demo`` writes twelve prompts with
 their answers, and their user turns as a benchmark.
 """
 
@@ -15,8 +15,11 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 
 from exchanges import KINDS, Exchange, generate, in_turn
+from exchanges.texts import NOUNS
+from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
 
 BENCHMARK_SEED, DEMO_SEED = 3000, 4000  # held out
 DEMO = {
@@ -46,9 +49,10 @@ def held_out(out: Path, per_family: int) -> None:
         write(out / f"{kind}.jsonl", map(turns, chosen))
 
 
-def quotes(out: Path, per_family: int) -> None:
-    lines = generate(BENCHMARK_SEED, per_family, ("repeat",))
-    write(out / "quotes.jsonl", ({"turns": turns(line)["turns"] * 2} for line in lines))
+def quotes(out: Path, count: int) -> None:
+    rng, pools = Random(BENCHMARK_SEED), (NAMES + CITIES + PETS, COLOURS + ITEMS + NOUNS)
+    lines = [" ".join(rng.sample(pools[i % 2], 12)) for i in range(count)]
+    write(out / "quotes.jsonl", ({"turns": [f"Repeat this line:\n{line}"] * 2} for line in lines))
 
 
 def demo(out: Path, _per_family: int) -> None:

@@ -52,6 +52,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from triton_ops.copies import KINDS
 
 logger = logging.getLogger(__name__)
+# Of the width policy: each kind of match, and not known yet, of greedy and of sampled requests.
+CLASSES = 2 * (KINDS + 1)
 
 
 def block_fits(committed_lens: Iterable[int], in_flight: int, block: int, context: int) -> bool:
@@ -119,9 +121,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
         prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
         width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
         alone = get_parallel().tp_size == 1
-        self.width_control = WidthController(width, self.block, alone, KINDS)
+        self.width_control = WidthController(width, self.block, alone, CLASSES // 2)
         self._copy_length = settings.copy_length
-        # The kind of match of each request of the last round that the host knows.
+        # Of each request of the last round that the host has read; others begin.
         self._kinds: dict[Any, int] = {}
         self.history: CopyHistory | None = None
         self.lanes = Lanes(
@@ -235,12 +237,12 @@ class HyperDFlashWorker(DFlashWorkerV2):
         return self._result(target, committed, new_seq_lens, lane.width)
 
     def _class_of(self, req: Any) -> int:
-        """Requests of a class are expected to accept alike."""
-        return self._kinds.get(req, 0) + KINDS * (req.sampling_params.top_k > 1)
+        """Requests of a class are expected to accept alike: greedy or sampled, a kind of match."""
+        return self._kinds.get(req, KINDS) + CLASSES // 2 * (req.sampling_params.top_k > 1)
 
     def _choose_width(self, requests: BatchRequests, classes: list[int]) -> int:
         """The width of the round that starts: 1 where nothing may be drafted."""
-        width, counts = self.block, [classes.count(kind) for kind in range(2 * KINDS)]
+        width, counts = self.block, [classes.count(kind) for kind in range(CLASSES)]
         if self._width_1_allowed:
             context_length = self.runners.target.model_config.context_len
             committed_lens = (req.kv.kv_committed_len for req in requests.reqs)
